@@ -1,0 +1,1 @@
+"""The table of figures: `make bench`, or `python -m benchmarks NAME...` for single rows."""

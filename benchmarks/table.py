@@ -1,0 +1,77 @@
+"""A row of the table, the machine it was measured on, and the two ways of measuring that rows share."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: what, what it should reach, what it did beside others in the same run, and whether that will do."""
+
+    what: str
+    reach: str
+    measured: str
+    ok: bool
+
+
+def markdown(rows: list[Row]) -> str:
+    """The rows as a Markdown table that also reads well in a terminal."""
+    cells = [("what", "reach", "measured", "ok")]
+    cells += [(row.what, row.reach, row.measured, "yes" if row.ok else "NO") for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """One line that names this machine: processor, cores, memory, system, versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [_processor(), f"{cores} cores"]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        parts.append(f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB")
+    parts += [f"{platform.system()} {platform.release().split('-')[0]}", f"Python {platform.python_version()}"]
+    for package in ("torch", "jax", "numpy", "anywidget"):
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            parts.append(f"no {package}")
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def in_turns(work: Callable[[], float], beside: Callable[[], float], repetitions: int) -> tuple[float, float, float]:
+    """(median of work / beside, median seconds of each); both say how long they took, and take turns at going first.
+
+    A busy moment of the machine then hits both alike, and falls out of the median of the ratios.
+    """
+    pairs = []
+    for repetition in range(repetitions):
+        first, second = (work, beside) if repetition % 2 else (beside, work)
+        took = {first: first(), second: second()}
+        pairs.append((took[work], took[beside]))
+    ratio = statistics.median(a / b for a, b in pairs)
+    return ratio, statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)

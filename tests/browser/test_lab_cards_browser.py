@@ -1,0 +1,57 @@
+"""`knob` and `matrices` in JupyterLab."""
+
+import pytest
+from playwright.sync_api import Page, expect
+
+KNOB = """
+from tplab.widgets.knob import Bars, Row, knob
+def bars(n):
+    rows = [Row("1 rank", {"computing": 8e-6}), Row("8 ranks", {"computing": 1e-6, "the sum": n * 1e-6}, "so fast")]
+    return Bars(rows, f"The sum takes {n} microseconds.")
+options = {n: bars(n) for n in (1, 2, 4)}
+card = knob("A knob", "size", options, start=2)
+card
+"""
+MATRICES = """
+import numpy as np
+from tplab.widgets.matrices import Matrices, Panel
+Matrices([Panel("yours", np.array([[1, -2]]), np.array([[False, True]])), Panel("right", np.array([[1, 2]]))],
+         "A title", "One line.\\nAnother line.")
+"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_knob_turns_by_keys_and_from_python(page: Page, open_notebook, theme: str):
+    book = open_notebook([KNOB], theme=theme)
+    root = book.output(0).locator(".tplab")
+    expect(root).to_have_attribute("data-theme", theme)
+    expect(root.locator(".tpl-say")).to_have_text("The sum takes 2 microseconds.")
+    slider = root.get_by_role("slider", name="size")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    expect(root.locator(".tpl-say")).to_have_text("The sum takes 4 microseconds.")
+    expect(slider).to_have_attribute("aria-valuetext", "4")
+    expect(root.locator("svg")).to_have_attribute("aria-label", "1 rank: 8 µs ; 8 ranks: 5 µs so fast")
+    assert book.run("print(card.index)") == "2\n"
+    page.keyboard.press("Home")
+    expect(root.locator(".tpl-say")).to_have_text("The sum takes 1 microseconds.")
+    book.run("card.index = 1")
+    expect(root.locator(".tpl-say")).to_have_text("The sum takes 2 microseconds.")
+    assert slider.input_value() == "1"
+    widths = [box["width"] for bar in root.locator("svg rect").all() if (box := bar.bounding_box())]
+    assert widths[0] == pytest.approx(8 * widths[1], rel=0.05)
+    assert widths[2] == pytest.approx(2 * widths[1], rel=0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_matrices_follow_the_theme(open_notebook, theme: str):
+    book = open_notebook([MATRICES], theme=theme)
+    root = book.output(0).locator(".tplab")
+    expect(root).to_have_attribute("data-theme", theme)
+    expect(root.locator("header b")).to_have_text("A title")
+    expect(root.locator("p")).to_have_text(["One line.", "Another line."])
+    expect(root.locator("caption")).to_have_text(["yours", "right"])
+    expect(root.locator("td")).to_have_text(["1", "-2", "1", "2"])
+    expect(root.get_by_label("-2, wrong")).to_be_visible()
+    ink = root.evaluate("node => getComputedStyle(node).color")
+    assert sum(map(int, ink.removeprefix("rgb(").removesuffix(")").split(","))) // 3 > 128 if theme == "dark" else True

@@ -1,0 +1,73 @@
+"""What all tests share: how hard hypothesis tries, and what happens where there is no browser."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+IN_CI = bool(os.environ.get("CI"))
+
+# No deadline: the first call of anything in torch or JAX is slow. In CI the same examples every time.
+settings.register_profile(
+    "tplab",
+    deadline=None,
+    derandomize=IN_CI,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("tplab")
+
+_BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+)
+_NO_BROWSER = "no Chromium or Chrome was found; on Debian: apt-get install chromium"
+
+
+def find_browser() -> str | None:
+    """The path of the Chromium or Chrome of this machine."""
+    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever lies in tests/browser needs a browser."""
+    for item in items:
+        if Path(__file__).parent / "browser" in item.path.parents:
+            item.add_marker("browser")
+            item.add_marker(pytest.mark.timeout(180))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("browser") and not find_browser():
+        if IN_CI:
+            pytest.fail(_NO_BROWSER, pytrace=False)
+        pytest.skip(_NO_BROWSER)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    reports = terminalreporter.getreports("skipped")  # a file that was not collected has no keywords
+    skipped = [report for report in reports if "browser" in getattr(report, "keywords", ())]
+    if skipped:
+        terminalreporter.section("browser tests were NOT run", sep="!", red=True, bold=True)
+        terminalreporter.line(f"{len(skipped)} tests of what a browser shows were left out: {_NO_BROWSER}.")
+
+
+@pytest.fixture(scope="session")
+def browser_type_launch_args(browser_type_launch_args: dict) -> dict:
+    """pytest-playwright's fixture: the system's browser, kept from phoning home."""
+    flags = [
+        "--no-sandbox",  # needed where the tests run as root
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
+        "--no-first-run",
+    ]
+    return {**browser_type_launch_args, "executable_path": find_browser(), "args": flags}

@@ -1,0 +1,101 @@
+"""The two frameworks behind one small face, so that one test holds both to one NumPy oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tplab import Mesh, P
+
+
+class Framework(Protocol):
+    """What a test needs of a framework beside tplab's own names, which are in `lab`."""
+
+    name: str
+    lab: Any
+
+    def array(self, values: Any) -> Any: ...
+    def numpy(self, x: Any) -> np.ndarray: ...
+    def tanh(self, x: Any) -> Any: ...
+    def gradients(self, loss: Callable[..., Any], *xs: Any) -> list[Any]:
+        """d loss / d x for each x, computed inside a rank's program."""
+        ...
+
+
+class Torch:
+    name = "torch"
+
+    def __init__(self) -> None:
+        import torch
+
+        import tplab.torch
+
+        self.lab, self._torch = tplab.torch, torch
+
+    def array(self, values: Any) -> Any:
+        return self._torch.as_tensor(np.asarray(values))
+
+    def numpy(self, x: Any) -> np.ndarray:
+        return (x.float() if x.dtype is self._torch.bfloat16 else x).detach().numpy()
+
+    def tanh(self, x: Any) -> Any:
+        return x.tanh()
+
+    def gradients(self, loss: Callable[..., Any], *xs: Any) -> list[Any]:
+        xs = tuple(x.detach().requires_grad_() for x in xs)
+        return list(self._torch.autograd.grad(loss(*xs), xs))
+
+
+class Jax:
+    name = "jax"
+
+    def __init__(self) -> None:
+        import tplab.jax  # isort: skip  # before JAX is used
+        import jax
+
+        self.lab, self._jax = tplab.jax, jax
+
+    def array(self, values: Any) -> Any:
+        return self._jax.numpy.asarray(values)
+
+    def numpy(self, x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return x.astype(np.float32) if x.dtype.kind == "V" else x
+
+    def tanh(self, x: Any) -> Any:
+        return self._jax.numpy.tanh(x)
+
+    def gradients(self, loss: Callable[..., Any], *xs: Any) -> list[Any]:
+        return list(self._jax.grad(loss, argnums=tuple(range(len(xs))))(*xs))
+
+
+FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": Torch, "jax": Jax}
+
+
+def on_each_rank(
+    fw: Framework, program: Callable[..., Any], mesh: Mesh, *per_rank: Sequence[np.ndarray], shared: Sequence[Any] = ()
+) -> list[Any]:
+    """Run `program(x, ..., shared...)` where each rank has its own x; what each rank returned, as NumPy arrays.
+
+    per_rank   for each argument one array a rank
+    shared     arguments that all ranks have
+    """
+    stacked = [fw.array(np.stack(list(xs))) for xs in per_rank]
+    everything = [fw.array(x) for x in shared]
+
+    def unpacked(*args: Any) -> Any:
+        return program(*(x[0] for x in args[: len(stacked)]), *args[len(stacked) :])
+
+    specs = (P(mesh.axis_names),) * len(stacked) + (P(),) * len(everything)
+    results = fw.lab.run(unpacked, mesh, *stacked, *everything, in_specs=specs).per_rank
+    return [_as_numpy(fw, result) for result in results]
+
+
+def _as_numpy(fw: Framework, result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return type(result)(_as_numpy(fw, item) for item in result)
+    if isinstance(result, dict):
+        return {key: _as_numpy(fw, item) for key, item in result.items()}
+    return fw.numpy(result) if hasattr(result, "dtype") else result

@@ -1,0 +1,73 @@
+"""`curves`: drawn once, in the page's colours in the browser and as a picture where no kernel runs."""
+
+from __future__ import annotations
+
+import io
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tplab.widgets.curves import HEIGHT, MARGIN, WIDTH, Curves, curves
+
+NBYTES = 2.0 ** np.arange(8, 21)
+
+
+def two_lines() -> Curves:
+    return curves(
+        NBYTES,
+        {"one": {"ring": 1e-5 + NBYTES / 1e9, "tree": 1e-6 + NBYTES / 1e8}, "two": {"ring": NBYTES / 1e9}},
+        title="A title",
+        about="modelled",
+        sentence="Two lines that cross.",
+        floor={"one": np.full(13, 1e-6), "two": np.full(13, 1e-6)},
+        dots={"one": [(1024, 1.1e-5)], "two": [(2048, 2e-6)]},
+        crossings={"one": 1000.0, "two": 2048.0},
+    )
+
+
+@pytest.fixture(scope="module")
+def card() -> Curves:
+    return two_lines()
+
+
+def test_it_is_a_sentence_and_a_picture(card: Curves):
+    assert repr(card) == "Two lines that cross."
+    data, _ = card._repr_mimebundle_()
+    assert data["text/plain"] == "Two lines that cross."
+    image = Image.open(io.BytesIO(card.picture()))
+    assert image.width == WIDTH + 2 * MARGIN and image.height > HEIGHT
+    assert len(card.picture()) < 60_000
+
+
+def test_the_drawing_takes_its_colours_from_the_page(card: Curves):
+    drawing = card.content["drawing"]
+    assert re.findall(r"#[0-9a-f]{6}\b", drawing) == []
+    for token in ("ink", "dim", "line", "soft", "paper", "c0", "c1"):
+        assert f"var(--{token})" in drawing
+
+
+def test_the_drawing_is_one_element_and_styles_nothing_else(card: Curves):
+    drawing = ElementTree.fromstring(card.content["drawing"])
+    tags = {element.tag.rpartition("}")[2] for element in drawing.iter()}
+    assert drawing.tag.endswith("svg")
+    assert not tags & {"style", "script", "metadata", "image"}
+    assert len(card.content["drawing"]) < 100_000
+
+
+def test_two_of_the_same_are_the_same(card: Curves):
+    assert two_lines().content == card.content
+    assert two_lines().picture() == card.picture()
+
+
+def test_a_crossing_is_written_in_bytes(card: Curves):
+    texts = [text.get_text() for ax in card.figure.axes for text in ax.texts]
+    assert texts == ["out of reach", "1000 B", "out of reach", "2 KiB"]
+
+
+def test_nothing_but_lines_is_needed():
+    card = curves(NBYTES, {"one": {"ring": NBYTES / 1e9}}, title="A title", sentence="A line.")
+    assert "svg" in card.content["drawing"]
+    assert [text.get_text() for text in card.figure.axes[0].texts] == []

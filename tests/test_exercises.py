@@ -1,0 +1,382 @@
+"""The labs' exercises: right solutions pass in both frameworks, wrong ones are refused with the hint that helps, and an
+untouched stub is neither."""
+
+import base64
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import tplab.jax as tj
+import tplab.torch as tt
+from labs.source import build
+from tplab import Mesh
+from tplab.exercises import check, first_look, split_a_layer
+from tplab.exercises.check import Exercise, Seen, Verdict, grade, not_started, weight
+from tplab.exercises.first_look import check_largest
+from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear, finite_differences
+from tplab.sharding import split
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def expect(verdict: Verdict, passed: bool, *parts: str) -> None:
+    """The verdict is so, and its text has each of these parts."""
+    assert verdict.passed is passed, verdict
+    for part in parts:
+        assert part in verdict.text, verdict
+
+
+# -------------------------------------------------------------------------------------------------- untouched stubs
+
+
+def untouched(x):
+    """It may have a docstring."""
+    # and a comment
+    ...  # noqa: PIE790
+
+
+def half_done(x):
+    y = x + 1
+    z = ...
+    return y, z
+
+
+def shaped(x):
+    return x[..., 0]
+
+
+@pytest.mark.parametrize("fn", [untouched, half_done, lambda x: None, lambda x: ...])
+def test_a_stub_is_not_started(fn: Callable[..., Any]):
+    assert not_started(fn)
+    verdict = check_largest(fn)
+    assert verdict.passed is None
+    assert re.fullmatch(r"largest: not started\. .*", verdict.text)
+
+
+@pytest.mark.parametrize("fn", [shaped, lambda x: x, lambda x, i=0: x[..., i], test_a_stub_is_not_started])
+def test_what_does_something_is_started(fn: Callable[..., Any]):
+    assert not not_started(fn)
+
+
+STUBS = {
+    "00_first_look": {"largest"},
+    "01_split_a_layer": {"row_linear", "gated"},
+}
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_the_labs_leave_their_exercises_to_the_reader(name: str):
+    source = "\n".join(cell.source for cell in build.read_source(name).cells if cell.cell_type == "code")
+    assert set(re.findall(r"^def (\w+)\(.*\):.*\n    \.\.\.$", source, re.MULTILINE)) == STUBS[name]
+    for stub in STUBS[name]:
+        assert f"check_{stub}({stub})" in source
+
+
+# ------------------------------------------------------------------------------------------------ lab 00: largest
+
+
+def largest(ops: Any, maximum: Callable[..., Any], too_few: int = 0, shift: int = 1) -> Callable[..., Any]:
+    def solution(x):
+        best = passing = x
+        for _ in range(ops.axis_size("ring") - 1 - too_few):
+            passing = ops.ring_shift(passing, "ring", shift)
+            best = maximum(best, passing)
+        return best
+
+    return solution
+
+
+def keeps_the_last(x):
+    for _ in range(tt.axis_size("ring") - 1):
+        x = tt.ring_shift(x, "ring")
+    return x
+
+
+def passes_its_own(x):
+    best = x
+    for _ in range(tt.axis_size("ring") - 1):
+        best = torch.maximum(best, tt.ring_shift(x, "ring"))
+    return best
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_largest(shift: int):
+    expect(check_largest(largest(tt, torch.maximum, shift=shift)), True, "largest equal the plain answer")
+    expect(check_largest(lambda x: tt.all_reduce(x, "ring", op="max")), True)
+    expect(check_largest(largest(tj, jnp.maximum, shift=shift), framework="jax"), True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (lambda x: x, "own number"),
+        (largest(tt, torch.maximum, too_few=1), "R - 1 hops"),
+        (largest(tt, torch.add), "It is the sum"),
+        (keeps_the_last, "arrived last"),
+        (passes_its_own, "the one that has just arrived"),
+        (lambda x: -x, "entries are off, by up to"),
+    ],
+)
+def test_largest_gone_wrong(fn: Callable[..., Any], hint: str):
+    expect(check_largest(fn), False, hint, "on rank", "Mesh(ring=4)")
+
+
+# ---------------------------------------------------------------------------------------- lab 01: the bug to repair
+
+
+def backward(
+    ops: Any, tanh: Callable[..., Any], dz: Callable[..., Any], sums: bool = True, more: bool = False
+) -> Callable[..., Any]:
+    """The lab's backward pass, with a formula for dz of (z, this rank's y, target)."""
+
+    def solution(x, a, b, target):
+        y = tanh(x @ a)
+        z = ops.all_reduce(y @ b, "tp") if sums else y @ b
+        if more:
+            ops.all_gather(y, "tp", dim=1)
+        error = dz(z, y, target)
+        return x.T @ ((error @ b.T) * (1 - y**2)), y.T @ error
+
+    return solution
+
+
+def as_in_the_tutorials(z, y, target):
+    return 2 * (z - tt.all_gather(y, "tp", dim=1))
+
+
+def test_backward():
+    def right(z, y, target):
+        return 2 * (z - target)
+
+    expect(check_backward(backward(tt, torch.tanh, right)), True, "da, db equal the plain answer")
+    expect(check_backward(backward(tj, jnp.tanh, right), framework="jax"), True)
+    wasteful = check_backward(backward(tt, torch.tanh, right, more=True))
+    expect(wasteful, True, "is there a collective that you can do without?")
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (backward(tt, torch.tanh, as_in_the_tutorials), "how far z is from the hidden activation"),
+        (backward(tt, torch.tanh, lambda z, y, t: z - t), "half of what is right"),
+        (backward(tt, torch.tanh, lambda z, y, t: 2 * (t - z)), "sign is turned round"),
+        (backward(tt, torch.tanh, lambda z, y, t: 2 * (z - t), sums=False), "this rank's own addend"),
+        (backward(tt, torch.tanh, lambda z, y, t: 3 * (z - t)), "entries are off"),
+    ],
+)
+def test_backward_gone_wrong(fn: Callable[..., Any], hint: str):
+    expect(check_backward(fn), False, "da is not right yet on rank 0 of Mesh(tp=2)", hint)
+
+
+def test_backward_of_a_layer_as_wide_as_its_output_is_not_enough():
+    """The bug runs where hidden and output width agree; elsewhere it cannot even be computed."""
+    verdict = check_backward(lambda x, a, b, target: _right_for_two(x, a, b, target))
+    expect(verdict, False, "RuntimeError", "Mesh(tp=3)")
+
+
+def _right_for_two(x, a, b, target):
+    if tt.axis_size("tp") == 2:
+        return backward(tt, torch.tanh, lambda z, y, t: 2 * (z - t))(x, a, b, target)
+    return backward(tt, torch.tanh, as_in_the_tutorials)(x, a, b, target)
+
+
+def test_the_lab_shows_the_bug():
+    """The cell with the bug is what the check refuses, with the hint about y."""
+    cells = [cell.source for cell in build.read_source("01_split_a_layer").cells if cell.cell_type == "code"]
+    bug = next(source for source in cells if "def backward(" in source).split("\n\n")[0]
+    names: dict[str, Any] = {"torch": torch, "all_reduce": tt.all_reduce, "all_gather": tt.all_gather}
+    exec(bug, names)
+    expect(check_backward(names["backward"]), False, "how far z is from the hidden activation")
+    mended = bug.replace('all_gather(y, "tp", dim=1)', "target")
+    assert mended != bug
+    exec(mended, names)
+    verdict = check_backward(names["backward"])
+    expect(verdict, True)
+    assert "do without" not in verdict.text
+
+
+# --------------------------------------------------------------------------------------------- lab 01: a bias, once
+
+
+def row_linear(ops: Any, bias_in: bool = False, bias_out: bool = True, sums: bool = True, index: bool = True):
+    def solution(x, w, bias):
+        width = w.shape[0]
+        start = ops.axis_index("tp") * width if index else 0
+        own = jax.lax.dynamic_slice_in_dim(x, start, width, 1) if ops is tj else x[:, start : start + width]
+        y = own @ w + bias if bias_in else own @ w
+        y = ops.all_reduce(y, "tp") if sums else y
+        return y + bias if bias_out else y
+
+    return solution
+
+
+def test_row_linear():
+    expect(check_row_linear(row_linear(tt)), True, "y equal the plain answer")
+    expect(check_row_linear(row_linear(tj), framework="jax"), True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (row_linear(tt, bias_in=True, bias_out=False), "the sum holds it R times"),
+        (row_linear(tt, bias_out=False), "The bias is missing"),
+        (row_linear(tt, sums=False), "the sum over the ranks is missing"),
+        (row_linear(tt, index=False), "Every rank took the first columns"),
+        (lambda x, w, bias: tt.all_reduce(x @ w, "tp"), "RuntimeError on rank"),
+        (lambda x, w, bias: x.sum(), "y has shape []"),
+    ],
+)
+def test_row_linear_gone_wrong(fn: Callable[..., Any], hint: str):
+    expect(check_row_linear(fn), False, hint, "Mesh(tp=2)")
+
+
+# --------------------------------------------------------------------------------------------- lab 01: a gated layer
+
+
+def gated(f_a: bool = True, f_g: bool = True, twice: bool = False, sums: int = 1) -> Callable[..., Any]:
+    def solution(x, a, g, b):
+        once = tt.copy_to(x, "tp")
+        for_a = once if f_a else x
+        for_g = tt.copy_to(x, "tp") if twice else once if f_g else x
+        z = (torch.nn.functional.silu(for_a @ a) * (for_g @ g)) @ b
+        for _ in range(sums):
+            z = tt.all_reduce(z, "tp")
+        return z
+
+    return solution
+
+
+def summed_twice_backward(x, a, g, b):
+    x = tt.copy_to(tt.copy_to(x, "tp"), "tp")
+    return tt.reduce_from((torch.nn.functional.silu(x @ a) * (x @ g)) @ b, "tp")
+
+
+def test_gated():
+    verdict = check_gated(gated())
+    expect(verdict, True, "z, dx, da, dg, db equal the plain answer")
+    assert "do without" not in verdict.text
+    expect(check_gated(gated(twice=True)), True, "is there a collective that you can do without?")
+
+    def in_jax(x, a, g, b):
+        return tj.reduce_from((jax.nn.silu(x @ a) * (x @ g)) @ b, "tp")
+
+    expect(check_gated(in_jax, framework="jax"), True, "z, dx, da, dg, db equal the plain answer")
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (gated(sums=0), "what is missing is the sum"),
+        (gated(sums=2), "R times too large: it was added up twice"),
+        (gated(f_a=False, f_g=False), "this rank's own part of dx"),
+        (gated(f_g=False), "through a are added up"),
+        (gated(f_a=False), "through g are added up"),
+        (summed_twice_backward, "R times too large: gradients that were added up already"),
+        (lambda x, a, g, b: tt.all_reduce((x @ a * (x @ g)) @ b, "tp"), "entries are off"),
+        (lambda x, a, g, b: tt.all_reduce(x @ a, "tp"), "z has shape [3, 6]"),
+    ],
+)
+def test_gated_gone_wrong(fn: Callable[..., Any], hint: str):
+    expect(check_gated(fn), False, hint, "Mesh(tp=2)")
+
+
+# ------------------------------------------------------------------------------------------------------- the core
+
+
+def test_the_plain_gradients_of_the_gated_layer_are_slopes():
+    """The check's own formulas, against the loss alone."""
+    tensors = dict(split_a_layer.GATED.tensors(np.random.default_rng(0), Mesh(tp=2)))
+    right = split_a_layer.GATED.plain(tensors)
+    for name in "xagb":
+
+        def loss(value: np.ndarray, name: str = name) -> float:
+            z = split_a_layer.GATED.plain({**tensors, name: value})["z"]
+            return float((z * weight(z)).sum())
+
+        assert np.allclose(right[f"d{name}"], finite_differences(loss, tensors[name]), rtol=1e-7, atol=1e-7)
+
+
+def test_finite_differences_of_a_quadratic_are_exact():
+    x = np.array([[1.0, -2.0], [0.5, 3.0]])
+    assert np.allclose(finite_differences(lambda x: float((x**2).sum()), x), 2 * x, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "exercise", [split_a_layer.BACKWARD, split_a_layer.ROW_LINEAR, split_a_layer.GATED, first_look.LARGEST]
+)
+def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: Exercise):
+    """On the mesh that a wrong program meets first; otherwise a hint would be a guess."""
+    mesh = exercise.meshes[0]
+    tensors = exercise.tensors(np.random.default_rng(0), mesh)
+    specs = {**exercise.results, **{f"d{name}": exercise.specs[name] for name in exercise.gradients}}
+    outcomes: dict[str, list[np.ndarray]] = {}
+    for mistake in exercise.mistakes:
+        wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)
+        pieces = {name: split(array, exercise.specs[name], mesh) for name, array in tensors.items()}
+        owns = [{name: pieces[name][rank] for name in pieces} for rank in mesh.ranks]
+        seen = [Seen(tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
+        known = outcomes.setdefault(mistake.result, [np.stack(wants)])
+        outcome = np.stack([mistake.wrong(one) for one in seen])
+        assert not any(outcome.shape == other.shape and np.allclose(outcome, other) for other in known), mistake.hint
+        known.append(outcome)
+
+
+def test_what_a_rank_raises_is_told_with_its_line():
+    def fails(x, w, bias):
+        if tt.axis_index("tp") == 1:
+            raise ValueError("no rows for me")
+        return tt.all_reduce(x[:, : w.shape[0]] @ w, "tp") + bias
+
+    verdict = check_row_linear(fails)
+    expect(verdict, False, "row_linear: ValueError on rank 1 of Mesh(tp=2): no rows for me")
+    expect(verdict, False, 'in the line: raise ValueError("no rows for me")')
+
+
+def test_a_deadlock_is_told():
+    def leaves(x, w, bias):
+        return bias if tt.axis_index("tp") else tt.all_reduce(x[:, : w.shape[0]] @ w, "tp")
+
+    expect(check_row_linear(leaves), False, "rank 1 has returned")
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda x, w, bias: print(end=""), "it returned None; is a `return` missing?"),
+        (lambda x, w, bias: (x, w), "it must return y, and it returned 2 things"),
+    ],
+)
+def test_a_missing_return_is_told(fn: Callable[..., Any], said: str):
+    expect(check_row_linear(fn), False, said)
+
+
+def test_nan_is_wrong():
+    expect(check_row_linear(lambda x, w, bias: torch.full((3, 4), torch.nan)), False, "12 of 12 entries are off")
+
+
+def test_a_wrong_answer_is_shown():
+    data, _ = check_gated(gated(f_a=False, f_g=False))._repr_mimebundle_()
+    assert data["text/plain"].startswith("gated: dx is not right yet on rank 0 of Mesh(tp=2).\n")
+    assert base64.b64decode(data["image/png"]).startswith(PNG)
+    assert check_largest(untouched)._repr_mimebundle_().keys() == {"text/plain"}
+
+
+def test_a_check_leaves_the_kernels_random_numbers_alone():
+    before = torch.get_rng_state()
+    check_gated(gated())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_ctrl_c_is_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        grade(lambda x: x, first_look.LARGEST)

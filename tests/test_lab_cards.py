@@ -1,0 +1,117 @@
+"""The cards that labs draw besides traces: `knob` and `matrices`."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import traitlets
+from PIL import Image
+
+from tplab.widgets.knob import Bars, Knob, Row, knob
+from tplab.widgets.matrices import Matrices, Panel, matrices, number_text
+
+OPTIONS = {
+    size: Bars(
+        [
+            Row("1 rank", {"computing": 4e-6 * size}),
+            Row("2 ranks", {"computing": 2e-6 * size, "the sum": 1e-6}, "faster"),
+        ],
+        f"seen at {size}",
+    )
+    for size in (1, 1024)
+}
+
+
+def turned(**given) -> Knob:
+    return knob("A title", "the size", OPTIONS, **given)
+
+
+def test_a_knob_has_options_and_can_be_turned():
+    card = turned(start=1024)
+    assert (card.index, card.option) == (1, 1024)
+    card.index = 0
+    assert card.option == 1
+    for wrong in (-1, 2):
+        with pytest.raises(traitlets.TraitError, match=f"index is {wrong}; give one from 0 to 1"):
+            card.index = wrong
+    assert turned().option == 1
+    with pytest.raises(ValueError, match="start is 7; it must be one of the options, 1, 1024"):
+        turned(start=7)
+    with pytest.raises(ValueError, match="an option at least"):
+        knob("A title", "the size", {})
+    with pytest.raises(ValueError, match="a bar at least"):
+        knob("A title", "the size", {1: Bars([], "")})
+
+
+def test_a_knob_knows_everything_before_it_is_turned():
+    """Parts are shares of the longest bar of their option; the browser has the texts of all options."""
+    content = turned().content
+    assert content["colours"] == {"computing": -1, "the sum": 0}
+    assert [option["name"] for option in content["options"]] == ["1", "1,024"]
+    first = content["options"][0]["rows"]
+    assert first[0]["parts"] == [["computing", 1.0, "4 µs"]]
+    assert first[1]["parts"] == [["computing", 0.5, "2 µs"], ["the sum", 0.25, "1 µs"]]
+    assert (first[1]["total"], first[1]["note"]) == ("3 µs", "faster")
+
+
+@pytest.mark.parametrize(
+    ("unit", "text"), [("s", "4 µs"), ("steps", "0.000004"), ("B", "0.000004 B"), ("x", "0.000004 x")]
+)
+def test_a_knobs_unit(unit: str, text: str):
+    assert turned(unit=unit).content["options"][0]["rows"][0]["total"] == text
+
+
+def test_a_knob_without_a_kernel_is_a_sentence_and_a_picture():
+    card = turned(start=1024)
+    assert repr(card) == "A title. the size: 1, 1,024. At 1,024: seen at 1024"
+    pictures = []
+    for card.index in (0, 1):
+        pictures.append(Image.open(io.BytesIO(card.picture())).convert("RGB"))
+    assert pictures[0].size == pictures[1].size
+    assert pictures[0].tobytes() != pictures[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (-3.0, "-3"), (1e-12, "0"), (0.5, "0.50"), (-12.345, "-12.35"), (123.4, "123"), (99999, "99999"),
+     (1e5, "1e5"), (-2.5e7, "-2e7"), (0.004, "4e-3"), (float("nan"), "nan"), (-float("inf"), "-inf")],
+)  # fmt: skip
+def test_numbers_take_six_characters(number: float, text: str):
+    assert number_text(number) == text
+    assert len(text) <= 6
+
+
+def test_matrices_say_their_shapes_and_show_their_numbers():
+    card = matrices({"X": [[1, 2], [3, -4]], "v": np.arange(3)}, "Two")
+    assert repr(card) == "Two: X [2, 2], v [3]"
+    first, second = card.content["panels"]
+    assert first["rows"] == [[["1", 0.25, False], ["2", 0.5, False]], [["3", 0.75, False], ["-4", -1.0, False]]]
+    assert [entry[0] for entry in second["rows"][0]] == ["0", "1", "2"]
+
+
+def test_large_matrices_are_cut():
+    (panel,) = matrices({"W": np.ones((3, 5, 20))}).content["panels"]
+    assert panel["title"] == "W, its first 8 × 8"
+    assert [len(row) for row in panel["rows"]] == [8] * 8
+
+
+def test_wrong_entries_are_marked():
+    array, wrong = np.zeros((2, 2)), np.array([[False, True], [False, False]])
+    card = Matrices([Panel("yours", array, wrong)], "A title", "One line.\nAnother.")
+    assert repr(card) == "A title\nOne line.\nAnother."
+    assert [[entry[2] for entry in row] for row in card.content["panels"][0]["rows"]] == wrong.tolist()
+    marked, plain = (Image.open(io.BytesIO(Matrices([Panel("yours", array, w)]).picture())) for w in (wrong, None))
+    assert marked.size == plain.size and marked.tobytes() != plain.tobytes()
+
+
+def test_a_matrix_without_numbers_can_be_drawn():
+    for array in (np.zeros((0, 3)), np.full((1, 1), np.nan), np.float64(7)):
+        assert Image.open(io.BytesIO(matrices({"odd": array}).picture())).format == "PNG"
+
+
+def test_wide_pictures_wrap():
+    narrow = Image.open(io.BytesIO(matrices({"a": np.ones((2, 8))}).picture()))
+    wide = Image.open(io.BytesIO(matrices({name: np.ones((2, 8)) for name in "abcd"}).picture()))
+    assert wide.width <= 880 and wide.height > 2 * narrow.height - 40

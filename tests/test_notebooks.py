@@ -1,0 +1,121 @@
+"""The labs as files: each notebook is its text pair, run once from top to bottom, and reads well without a kernel.
+
+What the cells compute is compared by nbval (`make labs-test`).
+"""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labs.source import build
+
+LABS = Path(build.LABS)
+each_lab = pytest.mark.parametrize("name", build.names())
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(LABS / f"{name}.ipynb", as_version=4)
+
+
+def code_cells(name: str) -> list[nbformat.NotebookNode]:
+    return [cell for cell in read(name).cells if cell.cell_type == "code"]
+
+
+def test_every_notebook_has_a_text_pair_and_the_reverse():
+    assert sorted(path.stem for path in LABS.glob("*.ipynb")) == build.names()
+    assert build.names()
+
+
+@each_lab
+def test_notebook_is_its_text_pair(name: str):
+    made, there = build.read_source(name), read(name)
+    assert [(cell.cell_type, cell.id, cell.source, cell.metadata) for cell in there.cells] == [
+        (cell.cell_type, cell.id, cell.source, cell.metadata) for cell in made.cells
+    ], "run `make labs`"
+    assert there.metadata == made.metadata
+
+
+@each_lab
+def test_ran_once_from_top_to_bottom(name: str):
+    assert [cell.execution_count for cell in code_cells(name)] == list(range(1, len(code_cells(name)) + 1))
+
+
+@each_lab
+def test_outputs_read_well_without_a_kernel(name: str):
+    for cell in code_cells(name):
+        assert "nbval-skip" not in cell.metadata.get("tags", [])
+        for output in cell.outputs:
+            assert output.get("name") != "stderr"
+            assert output.output_type != "error" or "raises-exception" in cell.metadata.get("tags", [])
+            assert build.WIDGET_VIEW not in output.get("data", {})
+            if "image/png" in output.get("data", {}):
+                assert output.data.get("text/plain"), "a picture goes with a sentence"
+    assert (LABS / f"{name}.ipynb").stat().st_size < 1_500_000
+
+
+@each_lab
+def test_outputs_hold_nothing_of_the_machine(name: str):
+    for cell in code_cells(name):
+        for output in cell.outputs:
+            data = output.get("data", {})
+            text = "".join([output.get("text", ""), *(data[kind] for kind in data if kind.startswith("text/"))])
+            assert not re.search(r"0x[0-9a-f]{6,}|/(tmp|home|root|Users)/|site-packages", text), text
+
+
+@each_lab
+def test_opens_with_title_badges_and_setup(name: str):
+    book = read(name)
+    assert book.cells[0].cell_type == "markdown"
+    assert book.cells[0].source.startswith("# ")
+    assert build.badges(name) in book.cells[0].source, f"the first cell needs this line:\n{build.badges(name)}"
+    first = next(cell for cell in book.cells if cell.cell_type == "code")
+    assert first.source == build.setup_cell(), f"the first code cell must be:\n{build.setup_cell()}"
+
+
+@each_lab
+def test_begins_with_a_picture_of_what_ran(name: str):
+    book = read(name)
+    assert f"](images/{name}.png)" in book.cells[0].source
+    assert (LABS / "images" / f"{name}.png").read_bytes() == build.opening_picture(book), "run `make labs`"
+
+
+@each_lab
+def test_text_between_cells_is_short(name: str):
+    for cell in read(name).cells:
+        if cell.cell_type == "markdown":
+            prose = re.sub(r"^#+ |\]\([^)]*\)|</?\w+>|\$\$.*?\$\$", " ", cell.source, flags=re.DOTALL | re.MULTILINE)
+            assert len(prose.split()) < 120, cell.source
+
+
+@each_lab
+def test_links_lead_somewhere(name: str):
+    text = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    relative = [one for one in targets if "://" not in one and not one.startswith(("#", "attachment:", "data:"))]
+    assert [one for one in relative if not (LABS / one.split("#")[0]).exists()] == []
+
+
+def test_a_cell_that_writes_to_stderr_is_not_built():
+    noisy = nbformat.v4.new_output("stream", name="stderr", text="careful")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=[noisy])])
+    with pytest.raises(RuntimeError, match="cell 0 writes to stderr"):
+        build.clean(book)
+
+
+@pytest.mark.parametrize("pictures", [[], ["AA==", "AA=="]])
+def test_a_lab_has_one_opening_picture(pictures: list[str]):
+    outputs = [nbformat.v4.new_output("display_data", data={"image/png": png}) for png in pictures]
+    cell = nbformat.v4.new_code_cell("1", outputs=outputs, metadata={"tags": [build.OPENING_PICTURE]})
+    with pytest.raises(RuntimeError, match=f"must show one picture; there are {len(pictures)}"):
+        build.opening_picture(nbformat.v4.new_notebook(cells=[cell]))
+
+
+def test_views_of_a_kernel_that_is_gone_are_left_out():
+    shown = nbformat.v4.new_output(
+        "display_data", data={build.WIDGET_VIEW: {"model_id": "a"}, "image/png": "", "text/plain": "a ring"}
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=[shown])])
+    build.clean(book)
+    assert book.cells[0].outputs[0].data == {"image/png": "", "text/plain": "a ring"}

@@ -1,0 +1,294 @@
+"""The project around the code: versions, environments, addresses, links, and the shape of the tree."""
+
+import ast
+import re
+import stat
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from labs.source import build
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
+README = (ROOT / "README.md").read_text(encoding="utf8")
+
+
+# ---------------------------------------------------------------------------------------------------- versions
+
+
+def requirements(*extras: str) -> dict[str, Requirement]:
+    """What tplab asks for with these extras, by name; tplab's own extras are followed."""
+    lines = list(PROJECT["dependencies"])
+    todo = list(extras)
+    while todo:
+        for line in PROJECT["optional-dependencies"][todo.pop()]:
+            requirement = Requirement(line)
+            if requirement.name == "tplab":
+                todo += requirement.extras
+            else:
+                lines.append(line)
+    return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / file).read_text(encoding="utf8").splitlines() if not line.startswith("#")]
+    found = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line) for line in lines]
+    bad = [line for line, match in zip(lines, found) if not match]
+    assert not bad, f"{file} holds more than names and versions: {bad}"
+    return {canonicalize_name(match[1]): match[2] for match in found if match}
+
+
+def test_colab_needs_no_other_version_than_it_has():
+    colab = pins("requirements-colab.txt") | {"torch": "2.11.0"}
+    core = requirements()
+    assert set(core) <= set(colab), "the core asks for a package whose version on Colab is not written down"
+    for name, requirement in (core | requirements("torch", "jax")).items():
+        if name in colab:
+            assert requirement.specifier.contains(colab[name]), f"{requirement}, and Colab has {colab[name]}"
+
+
+def test_core_asks_for_no_framework():
+    assert not {"torch", "jax", "jaxlib", "optax"} & set(requirements())
+
+
+def test_lock_is_what_is_installed_and_enough():
+    lock = pins("requirements.lock")
+    for name, requirement in requirements("dev").items():
+        assert name in lock, f"{name} is asked for and not pinned: install it, then `make lock`"
+        assert requirement.specifier.contains(lock[name]), f"{requirement} is pinned to {lock[name]}"
+    installed = {canonicalize_name(one.metadata["Name"]): one.version.split("+")[0] for one in metadata.distributions()}
+    # A CUDA build of torch brings packages of its own, and so do macOS and Windows.
+    unpinned = re.compile(r"tplab|pip|setuptools|wheel|triton|(nvidia|cuda)-.*|appnope|colorama|pywin.*")
+    assert {name: at for name, at in installed.items() if not unpinned.fullmatch(name)} == lock
+
+
+def test_versions_agree():
+    newest = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf8"), re.MULTILINE)
+    assert newest and newest[1] == PROJECT["version"] == metadata.version("tplab")
+
+
+# ------------------------------------------------------------------------------------------------ environments
+
+CONDA_NAMES = {"pytorch-cpu": "torch", "matplotlib-base": "matplotlib"}
+
+
+def conda_dependencies(file: str) -> tuple[list[str], list[str]]:
+    """The conda packages and the lines that go to pip."""
+    entries = yaml.safe_load((ROOT / file).read_text(encoding="utf8"))["dependencies"]
+    from_pip = [line for entry in entries if isinstance(entry, dict) for line in entry["pip"]]
+    return [entry for entry in entries if isinstance(entry, str)], from_pip
+
+
+def test_environment_has_all_that_tplab_asks_for():
+    packages, from_pip = conda_dependencies("environment.yml")
+    assert packages[:2] == ["python=3.11", "pip"]
+    found = [Requirement(CONDA_NAMES.get(name, name) + rest) for name, rest in map(_split_name, packages[2:])]
+    assert {canonicalize_name(one.name): one for one in found} == requirements("torch", "jax", "lab")
+    assert from_pip == ["--editable ."]
+
+
+def _split_name(package: str) -> tuple[str, str]:
+    name = re.match(r"[a-z0-9-]+", package)
+    assert name, package
+    return name[0], package[name.end() :]
+
+
+def test_binder_builds_the_same_and_installs_tplab():
+    packages, from_pip = conda_dependencies("binder/environment.yml")
+    assert packages == conda_dependencies("environment.yml")[0]
+    assert not from_pip, "repo2docker installs these before the tree is there"
+    post_build = ROOT / "binder" / "postBuild"
+    assert re.search(r"^python -m pip install .*--editable \.$", post_build.read_text(encoding="utf8"), re.MULTILINE)
+    assert {path.name for path in (ROOT / "binder").iterdir()} == {"environment.yml", "postBuild"}
+
+
+def test_repo2docker_accepts_the_tree():
+    command = [sys.executable, "-m", "repo2docker", "--no-build", "--debug", "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    dockerfile = done.stdout + done.stderr
+    assert "Building conda environment for python=3.11" in dockerfile
+    assert 'env update -p ${NB_PYTHON_PREFIX} --file "binder/environment.yml"' in dockerfile
+    assert "chmod +x binder/postBuild" in dockerfile and "./binder/postBuild" in dockerfile
+
+
+@pytest.mark.parametrize("script", [".ci/run", "binder/postBuild"])
+def test_scripts_can_be_run(script: str):
+    assert (ROOT / script).stat().st_mode & stat.S_IXUSR
+    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+
+
+def test_ci_runs_make_test():
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf8").rstrip().endswith("\nexec make test")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf8"))["jobs"]
+    assert [job["steps"][-1]["run"] for job in jobs.values()] == [".ci/run", "make test-oldest"]
+
+
+def test_every_make_target_is_documented():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf8")
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony and set(re.findall(r"^([a-z-]+):.* ## ", makefile, re.MULTILINE)) == set(phony[1].split())
+
+
+def test_wheel_carries_every_file_of_the_package(tmp_path: Path):
+    wheel = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    there = {path.relative_to(ROOT).as_posix() for path in package_files() if path.is_file()}
+    assert packed == there
+    assert "tplab/py.typed" in packed and any(name.endswith(".js") for name in packed)
+
+
+# ------------------------------------------------------------------------------------- README, links, addresses
+
+
+def readme_code() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax"])
+def test_readme_code_runs_and_prints_what_it_says(code: str, tmp_path: Path):
+    assert len([line for line in code.splitlines() if line]) <= 11
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == re.findall(r"^print\(.*\) +# (.*)$", code, re.MULTILINE)
+
+
+def test_readme_lists_every_lab_with_its_badges():
+    rows = re.findall(r"^\| \[[^\]]+\]\(labs/(\w+)\.ipynb\) \| [^|]+ \| (.*) \|$", README, re.MULTILINE)
+    assert rows == [(name, build.badges(name)) for name in build.names()]
+
+
+MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+
+
+@pytest.mark.parametrize("file", MARKDOWN, ids=lambda path: path.name)
+def test_links_lead_somewhere(file: Path):
+    text = re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf8"), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    dead = [one for one in targets if "://" not in one and not (file.parent / one.split("#")[0]).exists()]
+    assert not dead
+
+
+ADDRESS = re.compile(r"(?:github\.com/|mybinder\.org/v2/gh/|colab\.research\.google\.com/github/)([\w.-]+/tplab)\b")
+
+
+def test_the_repository_has_one_address():
+    found = {(file, address) for file, text in tree().items() for address in ADDRESS.findall(text)}
+    ours = build.repository().removeprefix("https://github.com/")
+    assert found
+    assert {pair for pair in found if pair[1] != ours} == set()
+
+
+def _text(file: Path) -> str:
+    return file.read_bytes().decode("utf8", errors="replace")
+
+
+def tree() -> dict[str, str]:
+    """The text of every file that git tracks or would track."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name: _text(ROOT / name) for name in names if (ROOT / name).is_file()}
+
+
+def test_no_file_names_the_machine_it_was_made_on():
+    somebodys = re.compile(r"(?<![\w.}])/(?:root|home|Users|work|opt)/\w+")
+    assert {name: found for name, text in tree().items() if (found := somebodys.findall(text))} == {}
+
+
+# ---------------------------------------------------------------------------------------------- the tree's shape
+
+
+def package_files() -> list[Path]:
+    return [path for path in (ROOT / "tplab").rglob("*") if "__pycache__" not in path.parts and path.is_file()]
+
+
+MODULES = sorted(path for path in package_files() if path.suffix == ".py")
+
+FRAMEWORKS = {"torch": {"torch"}, "jax": {"jax", "jaxlib", "optax", "flax"}}
+WIDGETS = {"anywidget", "ipywidgets", "traitlets"}
+# What each part may not import. Labs and the checks of their exercises may import anything.
+FORBIDDEN = {
+    "core": FRAMEWORKS["torch"] | FRAMEWORKS["jax"] | WIDGETS | {"tplab.torch", "tplab.jax", "tplab.widgets"},
+    "torch": FRAMEWORKS["jax"] | WIDGETS | {"tplab.jax", "tplab.widgets"},
+    "jax": FRAMEWORKS["torch"] | WIDGETS | {"tplab.torch", "tplab.widgets"},
+    "widgets": FRAMEWORKS["torch"] | FRAMEWORKS["jax"] | {"tplab.torch", "tplab.jax"},
+    "exercises": set(),
+}
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Every module that is imported anywhere in `tree`, in functions too, by its full name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def forbidden_imports(source: str, file: Path) -> set[str]:
+    """`file` is relative to the root, such as tplab/torch/world.py."""
+    part = file.parts[1] if len(file.parts) > 2 else "core"
+    banned = FORBIDDEN.get(part, FORBIDDEN["core"])  # tplab/schedules is core
+    found = set(imports(ast.parse(source), ".".join(file.parent.parts)))
+    return {name for name in found for bad in banned if name == bad or name.startswith(f"{bad}.")}
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_form_a_star(file: Path):
+    assert not forbidden_imports(file.read_text(encoding="utf8"), file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("tplab/mesh.py", "import torch"),
+        ("tplab/mesh.py", "def f():\n    from tplab.widgets import animate"),
+        ("tplab/mesh.py", "from . import torch"),
+        ("tplab/schedules/rules.py", "from .. import jax"),
+        ("tplab/torch/ring.py", "import jax.numpy as jnp"),
+        ("tplab/jax/ring.py", "from ..torch.ring import up"),
+        ("tplab/widgets/animate.py", "from tplab import torch"),
+    ],
+)
+def test_a_web_is_seen(file: str, source: str):
+    assert forbidden_imports(source, Path(file))
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("tplab/torch/ring.py", "import torch\nfrom ..mesh import Mesh\nfrom . import world"),
+        ("tplab/jax/ring.py", "import jax\nfrom tplab.trace import Trace"),
+        ("tplab/widgets/animate.py", "import anywidget\nfrom tplab.trace import Trace"),
+        ("tplab/schedules/rules.py", "from .action import Action\nfrom ..cost import Cost"),
+    ],
+)
+def test_a_star_is_left_alone(file: str, source: str):
+    assert not forbidden_imports(source, Path(file))
+
+
+def test_import_tplab_loads_no_framework():
+    code = "import sys, tplab; print(sorted({'torch', 'jax', 'anywidget', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_file_holds_one_noun():
+    code = [path for path in package_files() if path.suffix in (".py", ".js")]
+    long = {path.relative_to(ROOT).as_posix(): _text(path).count("\n") for path in code}
+    assert {name: lines for name, lines in long.items() if lines > 350} == {}

@@ -1,0 +1,61 @@
+"""The parts that ranks as processes are made of: the verdict on who waits for whom, and parcels."""
+
+import torch
+from torch import nn
+
+from tplab import Mesh
+from tplab.errors import CollectiveMismatchError, DeadlockError
+from tplab.torch.processes.frames import Side
+from tplab.torch.processes.parcels import Parcel, Received
+from tplab.torch.processes.waits import Report, Wait, verdict
+
+
+def side(rank, op="all_reduce", shape=(3,)):
+    return Side(rank, (op, "tp", ("sum",)), "float32", shape, shape, "file.py:1")
+
+
+def report(rank, number, missing, group=(0, 1, 2), op="all_reduce"):
+    """Rank `rank` waits in its collective `number` for `missing`; None: it has returned after so many."""
+    calls = {(group, n): side(rank, op) for n in range(number + (missing is not None))}
+    wait = None if missing is None else Wait(side(rank, op), group, number, missing)
+    return Report(rank, wait, {group: len(calls)}, calls)
+
+
+def test_verdict():
+    mesh = Mesh(tp=3)
+
+    def judged(*reports):
+        return verdict({one.rank: one for one in reports}, mesh)
+
+    assert judged() is None
+    assert judged(report(0, 0, (1,)), report(1, 0, (2,))) is None  # rank 2 is running
+    assert judged(*(report(rank, 0, ((rank + 1) % 3,)) for rank in range(3))) is None  # all have begun: on its way
+    assert judged(report(0, 1, (1,)), report(1, 0, (2,)), report(2, 0, (1,))) is None  # 1 and 2 can go on, then 0
+    assert judged(report(0, 0, None), report(1, 0, None), report(2, 0, None)) is None  # all have returned
+    stuck = judged(report(0, 1, (1, 2)), report(1, 1, None), report(2, 1, (1,)))
+    assert isinstance(stuck, DeadlockError)
+    assert "rank 0 waits in all_reduce(x, 'tp', 'sum') at file.py:1 for rank 1\n" in str(stuck)
+    assert "rank 1 has returned" in str(stuck)
+    circle = [report(0, 1, (1,)), report(1, 0, (2,), (1, 2)), report(2, 0, (0,), (0, 2))]
+    assert isinstance(judged(*circle), DeadlockError)
+    other = judged(report(0, 0, (1,)), report(1, 2, None, op="barrier"))
+    assert isinstance(other, CollectiveMismatchError) and "barrier" in str(other)
+
+
+def test_parcels():
+    def sent(content):
+        parcel = Parcel(content, shared=False)
+        return Received(parcel.body, None).open()
+
+    base = torch.arange(20_000.0)
+    content = {"whole": base, "view": base[5:8], "t": base.reshape(2, -1).t(), "empty": torch.zeros(0, 2), "n": 3}
+    there = sent(content)
+    assert all(torch.equal(there[key], content[key]) for key in ("whole", "view", "t")) and there["n"] == 3
+    assert there["empty"].shape == (0, 2) and there["t"].stride() == (1, 10_000)
+    there["whole"][5] = -1
+    assert there["view"][0] == -1 and base[5] == 5  # views stay views, of other memory
+    assert base.nbytes < len(Parcel(content, shared=False).body) < 1.1 * base.nbytes  # once, not thrice
+    module = nn.Linear(2, 2)
+    pair = sent([module, module.weight])
+    assert pair[0].weight is pair[1] and pair[1].requires_grad
+    assert sent(lambda x: x + base[3])(1) == 4

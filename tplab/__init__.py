@@ -1,0 +1,26 @@
+"""tplab: an interactive lab for model parallelism. Write one rank's program; run it on every rank of a mesh."""
+
+from typing import TYPE_CHECKING, Any
+
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+if TYPE_CHECKING:
+    from tplab.event import Event
+    from tplab.trace import Trace
+
+__version__ = "0.1.0"
+__all__ = ["Event", "Mesh", "P", "Trace", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Traces need NumPy, which takes longer to import than all of tplab: they come when they are asked for."""
+    if name in ("Event", "Trace"):
+        from tplab import trace
+
+        return getattr(trace, name)
+    raise AttributeError(f"module 'tplab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

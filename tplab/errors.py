@@ -1,0 +1,53 @@
+"""What can go wrong, by name. Every message says what happened, the numbers, and the way out."""
+
+
+class TplabError(Exception):
+    """Anything tplab raises on purpose."""
+
+
+class MeshError(TplabError, ValueError):
+    """A mesh that cannot be, or an axis, coordinate or rank it does not have."""
+
+
+class SpecError(TplabError, ValueError):
+    """A `P` that does not fit the mesh or the tensor."""
+
+
+class ShapeError(TplabError, ValueError):
+    """A size that does not fit: it does not divide, or two sizes that must agree do not."""
+
+
+class ClusterError(TplabError, ValueError):
+    """A chip, link or cluster with impossible figures, or a name nobody knows."""
+
+
+class TraceError(TplabError, ValueError):
+    """An event or a column that a trace cannot hold."""
+
+
+class ScheduleError(TplabError, ValueError):
+    """A pipeline schedule that cannot be built, or that breaks a rule."""
+
+
+class RankError(TplabError, RuntimeError):
+    """A rank raised. `rank` says which one; `__cause__` is what it raised, with its own traceback."""
+
+    def __init__(self, message: str, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
+
+
+class ReplicationError(TplabError, RuntimeError):
+    """Ranks that were said to hold the same tensor do not."""
+
+
+class DeadlockError(TplabError, RuntimeError):
+    """Every rank that is still running waits, and nothing can reach any of them."""
+
+
+class CollectiveMismatchError(TplabError, RuntimeError):
+    """Ranks of one group called different collectives, in another order, or with other shapes or dtypes."""
+
+
+class OutsideRunError(TplabError, RuntimeError):
+    """A collective was called where there are no ranks: outside of `run`."""

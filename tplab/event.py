@@ -1,0 +1,59 @@
+"""An event: one thing that one rank did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+KINDS = ("compute", "send", "receive", "collective", "wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing one rank did.
+
+    rank, kind      who, and what kind of thing (one of KINDS)
+    op              its name: "matmul", "ring_shift", "all_reduce", "F3"
+    start, end      seconds, or unit times where `Trace.unit` is "steps". A message starts when its link begins to carry
+                    it and ends when its last byte is there
+    axis, group     the mesh axis it runs along ("dp,tp" for two), and the ranks that take part
+    peer            the other rank of a message
+    bytes           send and collective: what this rank sends; receive: what it gets; compute: what it reads and writes
+    flops           floating-point operations of a compute event
+    shape, dtype    of the tensor that is sent or produced
+    message         a send and its receive share this number, so do all ranks' events of one collective; -1: none
+    step            the round of communication it belongs to: how many hops lie before it; -1: none
+    chunk           what is carried, as an index into `Trace.chunks`; -1: not known
+    contributors    the ranks whose data is in it
+    values          what is carried, or what a collective returned, where it is small (bfloat16 and the like as float32)
+    where           the line of the program
+    """
+
+    rank: int
+    kind: str
+    op: str
+    start: float
+    end: float
+    axis: str | None = None
+    group: tuple[int, ...] = ()
+    peer: int | None = None
+    bytes: int = 0
+    flops: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    message: int = -1
+    step: int = -1
+    chunk: int = -1
+    contributors: tuple[int, ...] = ()
+    values: np.ndarray | None = field(default=None, compare=False)
+    where: str = ""
+
+    @property
+    def duration(self) -> float:
+        """end - start, in the unit of the trace."""
+        return self.end - self.start
+
+
+COLUMNS = tuple(field.name for field in fields(Event))
+"""The fields of an event, in order."""

@@ -1,0 +1,245 @@
+"""The exercises of lab 01: mend a backward pass, add a bias once, split a gated layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import (
+    Exercise,
+    Framework,
+    Mistake,
+    Seen,
+    Tensors,
+    Verdict,
+    added_up_again,
+    grade,
+    own_part,
+    weight,
+)
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+COLUMNS, ROWS = P(None, "tp"), P("tp", None)
+
+
+def finite_differences(loss: Callable[[np.ndarray], float], x: np.ndarray, step: float = 1e-5) -> np.ndarray:
+    """The slope of `loss` along each entry of x, from its values alone: (loss(x + step) - loss(x - step)) / (2 step).
+
+    x [...], float64   ->   the gradient [...], right to about step^2
+    """
+    slopes = np.zeros_like(x)
+    for place in np.ndindex(x.shape):
+        up, down = x.copy(), x.copy()
+        up[place] += step
+        down[place] -= step
+        slopes[place] = (loss(up) - loss(down)) / (2 * step)
+    return slopes
+
+
+# --- the bug to repair ---------------------------------------------------------------------------------------------
+
+
+def _two_layers(tensors: Tensors, **changed: np.ndarray) -> float:
+    t = {**tensors, **changed}
+    return float(((np.tanh(t["x"] @ t["a"]) @ t["b"] - t["target"]) ** 2).sum())
+
+
+def _slopes(tensors: Tensors) -> Tensors:
+    """By nudging every weight: no formula that could share the learner's mistake."""
+    return {
+        "da": finite_differences(lambda a: _two_layers(tensors, a=a), tensors["a"]),
+        "db": finite_differences(lambda b: _two_layers(tensors, b=b), tensors["b"]),
+    }
+
+
+def _formulas(seen: Seen, dz: Callable[[np.ndarray, np.ndarray], np.ndarray], whole: bool = True) -> Tensors:
+    """This rank's da and db, from a formula for dz (of z and the whole y); `whole` = False: z of this rank alone."""
+    x, a, b = seen.own["x"], seen.own["a"], seen.own["b"]
+    y, whole_y = np.tanh(x @ a), np.tanh(x @ seen.tensors["a"])
+    error = dz(whole_y @ seen.tensors["b"] if whole else y @ b, whole_y)
+    return {"da": x.T @ ((error @ b.T) * (1 - y**2)), "db": y.T @ error}
+
+
+def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
+    return (
+        Mistake(
+            result,
+            "dz says how far z is from the hidden activation. How far from what does the loss want it to be?",
+            lambda seen: _formulas(seen, lambda z, y: 2 * (z - y))[result],
+        ),
+        Mistake(
+            result,
+            "It is half of what is right: the derivative of (z - target)**2 is 2 * (z - target).",
+            lambda seen: seen.want / 2,
+        ),
+        Mistake(
+            result,
+            "The sign is turned round: dz = 2 * (z - target), not 2 * (target - z).",
+            lambda seen: -seen.want,
+        ),
+        Mistake(
+            result,
+            "z is this rank's own addend here. The loss needs the sum of them: one all_reduce.",
+            lambda seen: _formulas(seen, lambda z, y: 2 * (z - seen.own["target"]), whole=False)[result],
+        ),
+    )
+
+
+def _backward_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    """On two ranks the tutorial's own 2 x 2 example: there y and the target have one shape, which hides the bug."""
+    if mesh.axis_size("tp") in (1, 2):
+        x, a, b = rng.normal(size=(3, 2, 2))
+        return {"x": x, "a": a, "b": b, "target": np.array([[-0.5, 0.5], [-0.5, 0.5]])}
+    sizes = {"x": (5, 3), "a": (3, 12), "b": (12, 4), "target": (5, 4)}
+    return {name: rng.normal(size=size) / 2 for name, size in sizes.items()}
+
+
+BACKWARD = Exercise(
+    name="backward",
+    tensors=_backward_tensors,
+    specs={"x": P(), "a": COLUMNS, "b": ROWS, "target": P()},
+    plain=_slopes,
+    results={"da": COLUMNS, "db": ROWS},
+    mistakes=_backward_mistakes("da") + _backward_mistakes("db"),
+    fewest=lambda mesh, tensors: _sum_of(tensors["target"], mesh),
+    tolerance=1e-7,  # what finite differences are good for
+)
+
+
+def check_backward(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` gives the gradients of the loss sum((tanh(x @ a) @ b - target)**2), as finite differences find them.
+
+    x [B, D]   a [D, F/tp]   b [F/tp, K]   target [B, K]   ->   da [D, F/tp], db [F/tp, K], this rank's pieces
+    """
+    return grade(fn, BACKWARD, framework)
+
+
+# --- a bias, once --------------------------------------------------------------------------------------------------
+
+
+def _row_linear(tensors: Tensors) -> Tensors:
+    return {"y": tensors["x"] @ tensors["w"] + tensors["bias"]}
+
+
+def _columns_of_x(seen: Seen, index: int) -> np.ndarray:
+    """The columns of x that belong to the rows of w which the rank at `index` holds."""
+    width = len(seen.own["w"])
+    return seen.tensors["x"][:, index * width : (index + 1) * width]
+
+
+def _own_addend(seen: Seen) -> np.ndarray:
+    return _columns_of_x(seen, seen.mesh.index(seen.rank, "tp")) @ seen.own["w"] + seen.own["bias"]
+
+
+def _always_first(seen: Seen) -> np.ndarray:
+    rows = np.split(seen.tensors["w"], seen.mesh.axis_size("tp"))
+    return _columns_of_x(seen, 0) @ sum(rows) + seen.own["bias"]
+
+
+ROW_LINEAR = Exercise(
+    name="row_linear",
+    tensors=lambda rng, mesh: {
+        "x": rng.integers(-3, 4, (3, 12)).astype(float),
+        "w": rng.integers(-3, 4, (12, 4)).astype(float),
+        "bias": np.array([10.0, 20.0, 30.0, 40.0]),
+    },
+    specs={"x": P(), "w": ROWS, "bias": P()},
+    plain=_row_linear,
+    results={"y": P()},
+    mistakes=(
+        Mistake(
+            "y",
+            "Every rank adds the bias, so the sum holds it R times. Add it once, after the sum.",
+            lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["bias"],
+        ),
+        Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
+        Mistake("y", "It is this rank's own addend: the sum over the ranks is missing.", _own_addend),
+        Mistake(
+            "y",
+            "Every rank took the first columns of x. The rank at index i holds rows i * width up to (i + 1) * width of "
+            "w, and needs the same columns of x.",
+            _always_first,
+        ),
+    ),
+    fewest=lambda mesh, tensors: _sum_of(tensors["x"] @ tensors["w"], mesh),
+)
+
+
+def check_row_linear(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` is a row-parallel layer with a bias, for input that every rank holds whole.
+
+    x [B, D]   w [D/tp, K]   bias [K]   ->   x @ w + bias [B, K], the same on every rank of axis "tp"
+    """
+    return grade(fn, ROW_LINEAR, framework)
+
+
+# --- a gated layer -------------------------------------------------------------------------------------------------
+
+
+def _gated(tensors: Tensors) -> Tensors:
+    """z = (silu(x @ a) * (x @ g)) @ b, and the gradients of sum(z * weight)."""
+    x, a, g, b = (tensors[name] for name in "xagb")
+    u, v = x @ a, x @ g
+    gate = 1 / (1 + np.exp(-u))
+    y = u * gate * v
+    z = y @ b
+    dz = weight(z)
+    dy = dz @ b.T
+    du, dv = dy * v * gate * (1 + u * (1 - gate)), dy * u * gate
+    by_a, by_g = du @ a.T, dv @ g.T
+    weights = {"da": x.T @ du, "dg": x.T @ dv, "db": y.T @ dz}
+    return {"z": z, "dx": by_a + by_g, **weights, "dx through a": by_a, "dx through g": by_g}
+
+
+def _one_way(summed: str, alone: str, hint: str) -> Mistake:
+    """x enters the layer through a and through g; the gradients of one way only are added up."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        return _gated(seen.tensors)[f"dx through {summed}"] + _gated(seen.own)[f"dx through {alone}"]
+
+    return Mistake("dx", hint, wrong)
+
+
+GATED = Exercise(
+    name="gated",
+    tensors=lambda rng, mesh: {
+        "x": rng.normal(size=(3, 4)),
+        "a": rng.normal(size=(4, 12)),
+        "g": rng.normal(size=(4, 12)),
+        "b": rng.normal(size=(12, 4)),
+    },
+    specs={"x": P(), "a": COLUMNS, "g": COLUMNS, "b": ROWS},
+    plain=_gated,
+    results={"z": P()},
+    gradients=("x", "a", "g", "b"),
+    mistakes=(
+        own_part(_gated, "z", "It is this rank's own addend. b is split by rows: what is missing is the sum."),
+        added_up_again("z", "tp", "It is R times too large: it was added up twice, or was whole before the sum."),
+        own_part(
+            _gated,
+            "dx",
+            "It is this rank's own part of dx: nothing adds up the gradients of the ranks. Which of f and g does that?",
+        ),
+        _one_way("a", "g", "The gradients that come through a are added up; x also goes through g."),
+        _one_way("g", "a", "The gradients that come through g are added up; x also goes through a."),
+        added_up_again("dx", "tp", "It is R times too large: gradients that were added up already are added up again."),
+    ),
+    fewest=lambda mesh, tensors: _sum_of(_gated(tensors)["z"], mesh) + _sum_of(tensors["x"], mesh),
+)
+
+
+def check_gated(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` is the gated layer (silu(x @ a) * (x @ g)) @ b, with the right gradients.
+
+    x [B, D]   a, g [D, F/tp]   b [F/tp, K]   ->   z [B, K], the same on every rank of axis "tp"
+    """
+    return grade(fn, GATED, framework)
+
+
+def _sum_of(tensor: np.ndarray, mesh: Mesh) -> int:
+    """The bytes that all ranks together send to add up a tensor over `tp`: 2(R-1) times its size in every group."""
+    num_ranks = mesh.axis_size("tp")
+    return 2 * (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)

@@ -1,0 +1,67 @@
+"""Where a rank's program finds itself while JAX traces it: the mesh, and the random key of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from tplab.errors import OutsideRunError
+from tplab.mesh import Mesh
+
+_root_key: ContextVar[Any] = ContextVar("tplab_root_key", default=None)
+
+
+def this_mesh() -> Mesh:
+    """The mesh of the `run`, or of the `jax.shard_map`, that is being traced. Raises OutsideRunError."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        raise OutsideRunError(
+            "there are no ranks here: collectives, axis_index and axis_size work only inside a function that "
+            "tplab.jax.run runs on a mesh; call run(function, Mesh(tp=4), ...)"
+        )
+    return Mesh(**{name: mesh.shape[name] for name in mesh.axis_names if name in mesh.manual_axes})
+
+
+@contextmanager
+def random_key(key: Any) -> Iterator[None]:
+    """Inside, `rank_key` derives its keys from this one."""
+    token = _root_key.set(key)
+    try:
+        yield
+    finally:
+        _root_key.reset(token)
+
+
+def rank_key() -> Any:
+    """This rank's own random key, from the seed of the `run` and the rank's number: other ranks have other ones.
+
+    Split it for further numbers, as any JAX key: `a, b = jax.random.split(rank_key())`. The same in every call.
+    """
+    mesh, key = this_mesh(), _root_key.get()
+    if key is None:
+        raise OutsideRunError(
+            "rank_key is there only inside a function that tplab.jax.run runs, which has a seed; "
+            "in a shard_map of your own, fold axis_index into a key that you pass in"
+        )
+    return jax.random.fold_in(key, jax.lax.axis_index(mesh.axis_names))
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes along which JAX's types say that `x` may differ from rank to rank."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)  # jax 0.10; until then the type held the axes itself
+    return manual.varying if manual is not None else kind.vma
+
+
+def vary(x: Any, names: tuple[str, ...]) -> Any:
+    """`x`, said to differ along axes: the values stay, and its gradient becomes the sum over the ranks of each axis."""
+    missing = tuple(name for name in names if name not in varying_axes(x))
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # until jax 0.8

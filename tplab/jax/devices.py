@@ -1,0 +1,141 @@
+"""The devices that ranks run on: accelerators where the mesh fits on them, otherwise CPU devices that JAX simulates.
+
+Some things have to be settled before JAX is first used, and cannot be changed after, so importing `tplab.jax` settles
+them: how many CPU devices there are, how many threads serve them, and how long ranks may wait for each other. With one
+thread a core, which is XLA's choice, a few programs in flight on a small machine starve each other; and when a rank has
+waited for 40 seconds, XLA ends the process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from tplab.errors import MeshError
+from tplab.mesh import Mesh
+
+NUM_CPU_DEVICES = 16
+"""CPU devices that JAX gets when nobody asks for more; one that is not used costs nothing."""
+
+# A device may have two programs under way, one of which waits for other devices that are still in the one before; each
+# holds a thread. With 2 threads a device nothing has starved, with 1.5 all of it has; 3 cost a product 5 % of its time.
+_THREADS_A_DEVICE = 3
+
+_PATIENCE = "xla_cpu_collective_call_terminate_timeout_seconds"
+_PATIENCE_SECONDS = 600  # a rank that computes for long is no failure; one that never comes should still be noticed
+
+_threads = [os.cpu_count() or 1]  # XLA's choice, until we have arranged for more
+
+
+def prepare(num_devices: int = NUM_CPU_DEVICES) -> None:
+    """Let JAX have at least `num_devices` CPU devices. Only needed for a mesh of more than 16 ranks.
+
+    Must come before JAX is first used (before the first array is made). Raises MeshError where it comes too late and
+    there are fewer.
+    """
+    if not _arrange(num_devices) and len(jax.devices("cpu")) < num_devices:
+        raise MeshError(_too_few(num_devices, "cpu"))
+
+
+def _arrange(num_devices: int) -> bool:
+    """Have JAX make that many CPU devices, or as many more as somebody else asked for, and enough threads.
+
+    False where JAX has made its devices already.
+    """
+    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    asked_for = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    num_devices = max(num_devices, asked_for, int(flag[1]) if flag else 0)
+    try:
+        jax.config.update("jax_num_cpu_devices", -1)  # JAX objects to a change only, so that there must be one
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        return False
+    num_threads = max(_THREADS_A_DEVICE * num_devices, os.cpu_count() or 1, int(os.environ.get("NPROC") or 0))
+    os.environ["NPROC"] = str(num_threads)  # XLA reads it when it makes its CPU client, and offers no other way
+    _threads[0] = num_threads
+    flags = os.environ.get("XLA_FLAGS", "")
+    # XLA ends a process for a flag it does not know: older ones do not, and libtpu brings flags of its own
+    knows = jax.__version_info__ >= (0, 8) and importlib.util.find_spec("libtpu") is None
+    if knows and _PATIENCE not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_PATIENCE}={_PATIENCE_SECONDS}".strip()
+    return True
+
+
+@lru_cache(maxsize=64)
+def jax_mesh(mesh: Mesh, on: str = "simulated") -> jax.sharding.Mesh:
+    """The mesh as JAX's own: rank r is `jax_mesh(mesh).devices.flat[r]`.
+
+    on   "simulated": accelerators if there are enough, otherwise CPU devices. Or a platform: "cpu", "gpu", "tpu"
+    """
+    devices = _devices(mesh.size, on)
+    # Auto: what lies around shard_map is placed by the compiler. (JAX makes axes Explicit unless told.)
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types, devices=devices)
+
+
+def _devices(count: int, on: str) -> Sequence[Any]:
+    if on == "processes":
+        raise ValueError(
+            "on='processes' is for tplab.torch; in JAX, start the script once on each host, call "
+            "jax.distributed.initialize() before anything else, and run uses the devices of all of them"
+        )
+    if on == "simulated":
+        _arrange(max(count, NUM_CPU_DEVICES))  # in time if this is JAX's first use, and without effect if not
+        default = jax.devices()
+        if default[0].platform != "cpu" and len(default) >= count:
+            return _of_every_process(default, count)
+    platform = "cpu" if on == "simulated" else on
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError as error:
+        raise ValueError(
+            f"on is {on!r}, and JAX knows no such devices here ({error}); it must be 'simulated', 'cpu', 'gpu' or 'tpu'"
+        ) from error
+    if len(devices) < count:
+        raise MeshError(_too_few(count, platform))
+    return _of_every_process(devices, count)
+
+
+def _of_every_process(devices: Sequence[Any], count: int) -> list[Any]:
+    """The first `count` devices; where there are several processes, as many of each, in their order."""
+    num_processes = jax.process_count()
+    share, left = divmod(count, num_processes)
+    if left:
+        raise MeshError(
+            f"the mesh has {count} ranks, and JAX runs on {num_processes} processes, which cannot share them equally; "
+            f"use a mesh whose size {num_processes} divides"
+        )
+    own = [[device for device in devices if device.process_index == process] for process in range(num_processes)]
+    return [device for group in own for device in group[:share]]
+
+
+def needs_pacing(mesh: jax.sharding.Mesh) -> bool:
+    """Whether one call must end before the next may start, because too few threads serve the devices of `mesh`."""
+    cpu = mesh.devices.flat[0].platform == "cpu"
+    return cpu and mesh.size > 1 and _threads[0] < _THREADS_A_DEVICE * mesh.size
+
+
+def rank_of_device(mesh: jax.sharding.Mesh) -> dict[Any, int]:
+    return {device: rank for rank, device in enumerate(np.ravel(mesh.devices))}
+
+
+def _too_few(count: int, platform: str) -> str:
+    have = len(jax.devices(platform))
+    if platform != "cpu":
+        return f"the mesh has {count} ranks, and JAX {have} {platform} devices; use a smaller mesh, or on='cpu'"
+    return (
+        f"the mesh has {count} ranks, and JAX made {have} CPU devices when it was first used; their number is fixed "
+        f"from then on.\nRestart the kernel, and let its first lines be\n"
+        f"    import tplab.jax\n    tplab.jax.prepare({count})"
+    )
+
+
+_arrange(NUM_CPU_DEVICES)

@@ -1,0 +1,140 @@
+"""What the variables of a traced program hold on every rank: whose data it is, and its values where they are small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MOST_ELEMENTS = 4096
+"""Of a tensor whose values are worked out. A larger one, and what is computed from it, is not looked into."""
+
+PerRank = list[Any]
+Rule = Callable[[list[PerRank]], list[PerRank]]
+"""The values of some variables on every rank -> those of the variables computed from them."""
+
+
+class Label(NamedTuple):
+    """Where data comes from: the chunk it is, by number, and the ranks whose data is in it."""
+
+    chunk: int
+    contributors: tuple[int, ...]
+
+
+class _Node:
+    """A computation that is carried out when somebody asks for what it gives."""
+
+    __slots__ = ("inputs", "results", "rule")
+
+    def __init__(self, inputs: Sequence[Held], rule: Rule):
+        self.inputs, self.rule = inputs, rule
+        self.results: list[PerRank] | None = None
+
+
+class Held:
+    """What one variable holds.
+
+    shape, dtype   of each rank's array
+    needs          the tasks that must have ended on a rank before it is there
+    labels         each rank's label; None where the data is the rank's own
+    sent           the label under which a rank's own data was first sent
+    is_scalar      a single number, or one repeated: not a tensor of a rank's own
+    """
+
+    __slots__ = ("_node", "_place", "_values", "dtype", "is_scalar", "labels", "needs", "sent", "shape")
+
+    def __init__(self, aval: Any, needs: Iterable[int] = (), labels: Sequence[Label | None] | None = None):
+        self.shape, self.dtype = tuple(aval.shape), aval.dtype
+        self.needs = tuple(sorted(set(needs)))
+        self.labels = labels
+        self.sent: dict[int, Label] = {}
+        self.is_scalar = not self.shape
+        self._values: PerRank | None = None
+        self._node: _Node | None = None
+        self._place = 0
+
+    @classmethod
+    def known(cls, aval: Any, values: PerRank | None) -> Held:
+        """A variable that is given, with its values on every rank, or None."""
+        held = cls(aval)
+        held._values = values if held.size <= MOST_ELEMENTS else None
+        return held
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the values can be worked out."""
+        return self._values is not None or self._node is not None
+
+    def label(self, rank: int) -> Label | None:
+        return None if self.labels is None else self.labels[rank]
+
+    def values(self) -> PerRank | None:
+        """What each rank holds; None where that is not known, or larger than is worth it."""
+        if self._values is None and self._node is not None:
+            _carry_out(self._node)
+            results = self._node.results
+            self._values = results[self._place] if results else None
+            self._node = None
+        return self._values
+
+
+def computed(outputs: Sequence[Held], inputs: Sequence[Held], rule: Rule) -> None:
+    """Say how the values of `outputs` follow from those of `inputs`. Nothing is computed yet."""
+    if all(held.is_known for held in inputs) and all(held.size <= MOST_ELEMENTS for held in outputs):
+        node = _Node(inputs, rule)
+        for place, held in enumerate(outputs):
+            held._node, held._place = node, place
+
+
+def _carry_out(node: _Node) -> None:
+    """Work out a node, and before it what it needs. A loop, as programs are deeper than Python's stack."""
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        if current.results is not None:
+            pending.pop()
+            continue
+        nodes = [held._node for held in current.inputs if held._values is None and held._node is not None]
+        if before := [node for node in nodes if node.results is None]:
+            pending += before
+            continue
+        values = [held.values() for held in current.inputs]
+        current.results = [] if any(value is None for value in values) else _applied(current.rule, values)
+        current.inputs = ()
+        pending.pop()
+
+
+def _applied(rule: Rule, values: list[Any]) -> list[PerRank]:
+    try:
+        return rule(values)
+    except Exception:  # an operation that means nothing outside of its program: its values are not shown
+        return []
+
+
+def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list[Label | None] | None:
+    """The labels of what each rank computes from `inputs`.
+
+    The chunk is that of the first operand that was received; contributors are those of all operands, and the rank
+    itself where a tensor of its own takes part.
+    """
+    if all(held.labels is None for held in inputs):
+        return None
+    labels: list[Label | None] = [None] * num_ranks
+    for rank in ranks:
+        received = [label for held in inputs if (label := held.label(rank)) is not None]
+        if not received:
+            continue
+        members = {member for label in received for member in label.contributors}
+        if any(held.label(rank) is None and not held.is_scalar for held in inputs):
+            members.add(rank)
+        labels[rank] = Label(received[0].chunk, tuple(sorted(members)))
+    return labels

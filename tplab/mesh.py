@@ -1,0 +1,177 @@
+"""A mesh: the ranks of a program, on a grid whose axes have names."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from itertools import product
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tplab.errors import MeshError
+
+Axis = str | tuple[str, ...]
+"""One axis by name, or several taken together, the first the slowest."""
+
+
+class _Places(NamedTuple):
+    """Along one axis: the position of each rank, and the group it is in."""
+
+    indices: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+class Mesh:
+    """The named grid of ranks that a program runs on.
+
+    `Mesh(dp=2, tp=4)` has 8 ranks; the last axis is the fastest, so ranks 0 to 3 share dp = 0:
+
+               tp=0  tp=1  tp=2  tp=3
+        dp=0     0     1     2     3
+        dp=1     4     5     6     7
+
+    Meshes are values: equal when their axes are, usable as keys, never changed. Where a method takes an
+    `axis` it takes one name, or a tuple of names for all the ranks those axes span (the first one slowest).
+    """
+
+    __slots__ = ("_places", "_shape", "_strides")
+
+    def __init__(self, /, **axes: int):
+        if not axes:
+            raise MeshError("a mesh needs at least one axis, for example Mesh(tp=4)")
+        shape: dict[str, int] = {}
+        for name, given in axes.items():
+            if not name.isidentifier():
+                raise MeshError(f"axis name {name!r} is not an identifier; use letters and digits, as in Mesh(tp=4)")
+            size = _whole_number(given)
+            if size is None or size < 1:
+                raise MeshError(f"axis {name!r} has size {given!r}; it must be a whole number of ranks, 1 or more")
+            shape[name] = size
+        strides, stride = {}, 1
+        for name in reversed(shape):
+            strides[name] = stride
+            stride *= shape[name]
+        self._shape: Mapping[str, int] = MappingProxyType(shape)
+        self._strides = strides
+        self._places: dict[Axis, _Places] = {}
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Axis name -> number of ranks along it."""
+        return self._shape
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(self._shape)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are in all (the world size)."""
+        return math.prod(self._shape.values())
+
+    @property
+    def ranks(self) -> range:
+        return range(self.size)
+
+    def names(self, axis: Axis) -> tuple[str, ...]:
+        """The axis or axes as a tuple of names, each checked. Raises MeshError."""
+        if not isinstance(axis, str | tuple | list):
+            raise MeshError(f"an axis is a name, or a tuple of names, of {self}; {axis!r} is neither")
+        names = (axis,) if isinstance(axis, str) else tuple(axis)
+        for name in names:
+            if name not in self._shape:
+                raise MeshError(f"{self} has no axis {name!r}; its axes are {', '.join(map(repr, self._shape))}")
+        if len(set(names)) != len(names) or not names:
+            raise MeshError(f"axes {names!r} must be one or more names of {self}, each once")
+        return names
+
+    def axis_size(self, axis: Axis) -> int:
+        """How many ranks there are along `axis`."""
+        return math.prod(self._shape[name] for name in self.names(axis))
+
+    def check_rank(self, rank: int) -> None:
+        """Raise MeshError where there is no such rank."""
+        if _whole_number(rank) is None or not 0 <= rank < self.size:
+            raise MeshError(f"{self} has ranks 0 to {self.size - 1}, not {rank!r}")
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis name -> position of `rank` along it."""
+        self.check_rank(rank)
+        return {name: rank // self._strides[name] % size for name, size in self._shape.items()}
+
+    def rank(self, /, **coordinates: int) -> int:
+        """The rank at these coordinates; an axis that is left out counts as 0."""
+        rank = 0
+        for name, position in coordinates.items():
+            (name,) = self.names(name)
+            place = _whole_number(position)
+            if place is None or not 0 <= place < self._shape[name]:
+                raise MeshError(f"axis {name!r} of {self} has positions 0 to {self._shape[name] - 1}, not {position!r}")
+            rank += place * self._strides[name]
+        return rank
+
+    def index(self, rank: int, axis: Axis) -> int:
+        """The position of `rank` along `axis`."""
+        self.check_rank(rank)
+        return self._along(axis).indices[rank]
+
+    def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axis` only, in the order of their positions."""
+        self.check_rank(rank)
+        return self._along(axis).groups[rank]
+
+    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
+        """Every group along `axis`: together they hold each rank once."""
+        return list(dict.fromkeys(self._along(axis).groups))
+
+    def neighbor(self, rank: int, axis: Axis, shift: int = 1) -> int:
+        """The rank `shift` positions further along the ring of `axis`."""
+        group = self.group(rank, axis)
+        return group[(self.index(rank, axis) + shift) % len(group)]
+
+    def _along(self, axis: Axis) -> _Places:
+        """Where each rank is along `axis`; kept, because collectives ask at every call."""
+        key = axis if isinstance(axis, str) else tuple(axis) if isinstance(axis, list) else axis
+        found = self._places.get(key)
+        if found is None:
+            names = self.names(axis)
+            offsets = [
+                sum(position * self._strides[name] for name, position in zip(names, positions, strict=True))
+                for positions in product(*(range(self._shape[name]) for name in names))
+            ]
+            indices = [-1] * self.size
+            groups: list[tuple[int, ...]] = [()] * self.size
+            for first in self.ranks:
+                if indices[first] < 0:  # the lowest rank of a group that has not been met: where all its axes are 0
+                    group = tuple(first + offset for offset in offsets)
+                    for index, rank in enumerate(group):
+                        indices[rank], groups[rank] = index, group
+            found = self._places[key] = _Places(tuple(indices), tuple(groups))
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and tuple(self._shape.items()) == tuple(other._shape.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._shape.items()))
+
+    def __reduce__(self):
+        return _mesh_from, (dict(self._shape),)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._shape.items())})"
+
+
+def _mesh_from(axes: dict[str, int]) -> Mesh:
+    return Mesh(**axes)
+
+
+def _whole_number(value: Any) -> int | None:
+    """`value` as a plain int, also from NumPy; None where it is no whole number. A bool is none."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

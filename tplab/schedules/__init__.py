@@ -1,0 +1,83 @@
+"""Pipeline schedules as data: the rules that make them, their text and picture, checks, simulation and bounds."""
+
+from collections.abc import Callable
+
+from tplab.schedules.action import Action
+from tplab.schedules.auto import auto_schedule
+from tplab.schedules.bounds import Bounds, lower_bounds
+from tplab.schedules.check import check, faults
+from tplab.schedules.classic import gpipe, naive, one_f_one_b
+from tplab.schedules.costs import Costs
+from tplab.schedules.dualpipe import dualpipe, dualpipe_v
+from tplab.schedules.fault import Fault
+from tplab.schedules.interleaved import interleaved_1f1b, looped_bfs
+from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
+from tplab.schedules.run import Idle, Run
+from tplab.schedules.schedule import Schedule
+from tplab.schedules.simulate import period, simulate
+from tplab.schedules.stamp import Block
+from tplab.schedules.v_shapes import v_block, v_half, v_min
+from tplab.schedules.waves import chimera, hanayo
+from tplab.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
+
+RULES: dict[str, Callable[..., Schedule]] = {
+    rule.__name__: rule
+    for rule in (
+        naive,
+        gpipe,
+        one_f_one_b,
+        interleaved_1f1b,
+        looped_bfs,
+        zb_h1,
+        zb_h2,
+        interleaved_zb,
+        zb_v,
+        v_half,
+        v_min,
+        dualpipe,
+        dualpipe_v,
+        chimera,
+        hanayo,
+    )
+}
+"""Every rule by name: `RULES["gpipe"](ranks=4, microbatches=8)`."""
+
+__all__ = [
+    "RULES",
+    "Action",
+    "Block",
+    "Bounds",
+    "Costs",
+    "Fault",
+    "Idle",
+    "Placement",
+    "Run",
+    "Schedule",
+    "auto_schedule",
+    "check",
+    "chimera",
+    "dualpipe",
+    "dualpipe_v",
+    "faults",
+    "gpipe",
+    "hanayo",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "linear",
+    "looped_bfs",
+    "lower_bounds",
+    "naive",
+    "one_f_one_b",
+    "period",
+    "simulate",
+    "two_way",
+    "v_block",
+    "v_half",
+    "v_min",
+    "v_shape",
+    "wave",
+    "wrapped",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

@@ -1,0 +1,81 @@
+"""An action: one thing one rank does in a pipeline schedule."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from tplab.errors import ScheduleError
+
+KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "UNSHARD", "RESHARD", "STEP")
+"""What a rank can do; the names are those of torch's text form, and STEP is the optimizer's.
+
+F            forward of one microbatch through one stage
+B            its full backward (I and W at once)
+I            the gradient of the stage's input; the zero-bubble papers call this B
+W            the gradient of the stage's weights
+SEND_F       send a stage's output to the next stage           RECV_F   take it in there
+SEND_B       send the gradient of a stage's input back         RECV_B   take it in there
+REDUCE_GRAD  sum a stage's gradients over the data-parallel ranks, once all its microbatches are through
+UNSHARD      gather a stage's sharded weights                  RESHARD  let go of them
+STEP         the rank's optimizer step
+"""
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+F, B, I, W = range(4)
+COMPUTE = (F, B, I, W)
+MESSAGES = tuple(CODE[kind] for kind in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
+
+_TEXT = re.compile(rf"(\d*)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`kind` (one of KINDS) on `stage` for `microbatch`; -1 where there is none, as in a STEP.
+
+    joined   runs overlapped with the action before it in its rank's row: a forward and a backward of two
+             microbatches at once, as in DualPipe. Who cannot overlap runs one after the other.
+    """
+
+    kind: str
+    stage: int = -1
+    microbatch: int = -1
+    joined: bool = False
+
+    def __post_init__(self):
+        if self.kind not in CODE:
+            raise ScheduleError(f"an action's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
+
+    def __str__(self) -> str:
+        """Torch's text: "2F0" is the forward of microbatch 0 through stage 2."""
+        return f"{_number(self.stage)}{self.kind}{_number(self.microbatch)}"
+
+    @property
+    def label(self) -> str:
+        """The text without its stage: "F0"."""
+        return f"{self.kind}{_number(self.microbatch)}"
+
+    @property
+    def is_compute(self) -> bool:
+        return CODE[self.kind] in COMPUTE
+
+    def alone(self) -> Action:
+        """The same action, joined to nothing."""
+        return replace(self, joined=False)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read "2F0", "3SEND_F1", "0REDUCE_GRAD" or "STEP". Raises ScheduleError."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"{text!r} is no action; write stage, kind, microbatch, for example 2F0 or 3SEND_F1")
+        stage, kind, microbatch = match.groups()
+        return cls(kind, int(stage) if stage else -1, int(microbatch) if microbatch else -1)
+
+
+def in_words(action: Action) -> str:
+    """ "F3 of stage 2", for messages."""
+    return action.label if action.stage < 0 else f"{action.label} of stage {action.stage}"
+
+
+def _number(value: int) -> str:
+    return "" if value < 0 else str(value)

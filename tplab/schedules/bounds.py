@@ -1,0 +1,137 @@
+"""Lower bounds: what no schedule of the same shape can beat, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tplab.schedules.action import B, F, I, W
+from tplab.schedules.costs import Costs
+from tplab.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds of one schedule's shape: its placement, its microbatches, whether it splits the backward.
+
+    makespan, span    of any schedule of that shape
+    reason            what the makespan's bound says, in words and numbers
+    rank              the rank whose work sets it; -1 where it is the way of one microbatch
+    """
+
+    makespan: float
+    span: float
+    reason: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"makespan >= {self.makespan:g}, span >= {self.span:g}: {self.reason}"
+
+
+def lower_bounds(
+    schedule: Schedule, costs: Costs | None = None, memory_limit: float | Sequence[float] | None = None
+) -> Bounds:
+    """What no schedule with this placement, number of microbatches and kind of backward can beat under `costs`.
+
+    memory_limit    the most microbatches a rank may hold; left out, memory is no limit
+
+    With f, b the chain of forwards and of backwards (B, or I where it is split) and the transfers between ranks:
+
+        makespan >= head(r) + work(r) + gap(r) + tail(r)          for every rank r
+        span     >= work(r) + gap(r)
+        makespan >= f and b of one microbatch through all stages, and its last W
+
+    head(r)   before its first stage has any input: the forwards of all stages before it
+    tail(r)   after its last backward: the backwards of all stages before its first one; nothing where the backward is
+              split, since what comes last is then a W, for which nobody waits
+    gap(r)    between its first forward and its first backward lie all further forwards and backwards of that
+              microbatch; in that time the rank has only forwards to do, as many as microbatches, or as its memory holds
+
+    For equal stages this is (m+p-1)(F+B) for GPipe and 1F1B, (p-1)(F+B)/v + m(F+B) interleaved, and with a split
+    backward (p-1)F/v + m(F+I+W). With M activation slots and one stage a rank, gap(0) is pF + (p-1)I - MF.
+    """
+    costs = costs or Costs()
+    schedule = schedule.compute_only() if schedule.has_communication else schedule
+    if not schedule.num_stages or not schedule.num_microbatches:
+        return Bounds(0.0, 0.0, "there is nothing to do", -1)
+    duration, computes = costs.durations(schedule), schedule.kind <= W
+    way = _Way.of(schedule, costs, duration)
+    ranks = range(schedule.num_ranks)
+    work = np.bincount(schedule.rank[computes], duration[computes], len(ranks)) - _hidden(schedule, costs, duration)
+    step = np.bincount(schedule.rank[~computes], duration[~computes], len(ranks))
+    limits = np.broadcast_to(np.inf if memory_limit is None else np.asarray(memory_limit, float), len(ranks))
+    gap = np.array([_gap(schedule, duration, way, rank, limits[rank]) for rank in ranks])
+    head = np.array([min((way.before_f[s] for s in held), default=0.0) for held in schedule.placement])
+    tail = np.array([min((way.before_b[s] for s in held), default=0.0) for held in schedule.placement])
+    tail = np.maximum(0.0 if schedule.splits_backward else tail, step)
+
+    by_rank = head + work + gap + tail
+    rank, span = int(np.argmax(by_rank)), float(np.max(work + gap + step))
+    forward, backward = way.before_f[-1] + way.f[-1], way.before_b[-1] + way.b[-1]
+    weight = 0.0 if np.any(schedule.kind == B) else float(_fastest(schedule, duration, (W,))[0])
+    if forward + backward + weight > by_rank[rank]:
+        text = f"one microbatch takes {forward:g} forward and {backward:g} backward"
+        text += f", and then the first stage's W {weight:g}" if weight else ""
+        return Bounds(float(forward + backward + weight), span, text, -1)
+    parts = [f"{head[rank]:g} before its first input", f"{work[rank]:g} of work"]
+    parts += [f"{gap[rank]:g} in which only forwards could run"] if gap[rank] else []
+    parts += [f"{tail[rank]:g} behind its last backward"] if tail[rank] else []
+    return Bounds(float(by_rank[rank]), span, f"rank {rank} has " + ", ".join(parts), rank)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The way of one microbatch: f and b of each stage, and what lies before it, transfers included [stages]."""
+
+    f: np.ndarray
+    b: np.ndarray
+    before_f: np.ndarray
+    before_b: np.ndarray
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs, duration: np.ndarray) -> _Way:
+        f, b = _fastest(schedule, duration, (F,)), _fastest(schedule, duration, (B, I))
+        homes = [
+            {rank for rank, held in enumerate(schedule.placement) if s in held} for s in range(schedule.num_stages)
+        ]
+        crosses = np.array([not here & there for here, there in pairwise(homes)], bool)
+        hop = crosses * (costs.transfer + float(costs.carrying(schedule).min(initial=np.inf)))
+        return cls(f, b, np.append(0.0, np.cumsum(f[:-1] + hop)), np.append(0.0, np.cumsum(b[:-1] + hop)))
+
+
+def _fastest(schedule: Schedule, duration: np.ndarray, kinds: tuple[int, ...]) -> np.ndarray:
+    """The shortest duration among the actions of `kinds` [stages]."""
+    fastest = np.full(schedule.num_stages, np.inf)
+    rows = np.isin(schedule.kind, kinds) & (schedule.stage >= 0)
+    np.minimum.at(fastest, schedule.stage[rows], duration[rows])
+    return np.where(np.isfinite(fastest), fastest, 0.0)
+
+
+def _hidden(schedule: Schedule, costs: Costs, duration: np.ndarray) -> np.ndarray:
+    """The most work that overlapping could hide [ranks]: a pair hides a part of its shorter one."""
+    if not costs.overlap or not schedule.joined.any():
+        return np.zeros(schedule.num_ranks)
+    forward = np.where(schedule.kind == F, duration, 0.0)
+    backward = np.where((schedule.kind != F) & (schedule.kind <= W), duration, 0.0)
+    both = [np.bincount(schedule.rank, amount, schedule.num_ranks) for amount in (forward, backward)]
+    return costs.overlap * np.minimum(*both)
+
+
+def _gap(schedule: Schedule, duration: np.ndarray, way: _Way, rank: int, limit: float) -> float:
+    """Idle time that `rank` cannot avoid between its first forward and its first backward."""
+    held = schedule.placement[rank]
+    rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+    forwards = np.sort(duration[rows][schedule.kind[rows] == F])
+    if not held or not len(forwards):
+        return 0.0
+    copies = sum(map(len, schedule.placement)) > schedule.num_stages
+    ends = (
+        zip(held, held) if copies else [(min(held), max(held))]
+    )  # with two directions it passes one stage of the rank
+    forward, backward = way.before_f[-1] + way.f[-1], way.before_b[-1] + way.b[-1]
+    wait = min(forward - way.before_f[first] + backward - way.before_b[last] - way.b[last] for first, last in ends)
+    slots = len(forwards) if np.isinf(limit) else min(len(forwards), round(limit * schedule.stages_per_rank))
+    return max(0.0, float(wait - forwards[len(forwards) - slots :].sum()))

@@ -1,0 +1,214 @@
+"""Checks: everything that can be wrong with a schedule, told in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from tplab.errors import ScheduleError
+from tplab.schedules.action import CODE, B, F, I, W, in_words
+from tplab.schedules.communication import transfers
+from tplab.schedules.deadlock import deadlocks
+from tplab.schedules.fault import Fault, fault_at, place_of, words
+from tplab.schedules.needs import MISSING
+from tplab.schedules.run import activation_changes, peak_activations
+from tplab.schedules.schedule import Schedule
+
+_SHOWN = 10
+
+
+def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = None) -> None:
+    """Raise ScheduleError unless `schedule` is right; the message tells each fault: which action, on which rank.
+
+    Right means: each stage's forward and backward (B, or I and W) exactly once a microbatch, on a rank that holds the
+    stage, and the backward where the forward was; nothing before what it needs, on its own rank and across ranks; no
+    ranks that wait for each other; sends and receives, where written out, in the same order at both ends.
+
+    memory_limit   the most microbatches whose activations a rank may hold (one figure, or one a rank)
+    """
+    found = faults(schedule, memory_limit, at_most=_SHOWN + 1)
+    if found:
+        shown = [f"- {fault}" for fault in found[:_SHOWN]] + (["- and more"] if len(found) > _SHOWN else [])
+        raise ScheduleError(f"{schedule.name or 'the schedule'} is not right:\n" + "\n".join(shown))
+
+
+def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = None, at_most: int = 100) -> list[Fault]:
+    """What `check` would raise, as data: the first `at_most` faults; empty where all is right."""
+
+    def in_turn() -> Iterator[Fault]:
+        for find in (
+            _strangers,
+            _miscounted,
+            _misplaced,
+            _own_order,
+            _pairs,
+            deadlocks,
+            _ticks,
+            _transfers,
+            _last_things,
+        ):
+            yield from find(schedule)
+        if memory_limit is not None:
+            yield from _memory(schedule, memory_limit)
+
+    return list(islice(in_turn(), at_most))
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """Raise ScheduleError where ranks cannot run their rows to the end, and say why."""
+    for find in (_own_order, _misplaced, deadlocks):
+        for fault in islice(find(schedule), 1):
+            raise ScheduleError(f"{schedule.name or 'the schedule'} cannot run: {fault}")
+
+
+def _strangers(schedule: Schedule) -> Iterator[Fault]:
+    """Actions that name no stage or no microbatch and need one."""
+    nameless = (schedule.kind <= CODE["RECV_B"]) & ((schedule.stage < 0) | (schedule.microbatch < 0))
+    for index in np.flatnonzero(nameless).tolist():
+        yield fault_at(
+            schedule, index, "stranger", f"runs {schedule.action(index)}, which names no stage or microbatch"
+        )
+
+
+def _miscounted(schedule: Schedule) -> Iterator[Fault]:
+    """What is missing, and what is there twice."""
+    shape = (schedule.num_stages, schedule.num_microbatches)
+    named = (schedule.stage >= 0) & (schedule.microbatch >= 0)
+    key = schedule.stage.astype(np.int64) * shape[1] + schedule.microbatch
+    count = [np.bincount(key[named & (schedule.kind == kind)], minlength=shape[0] * shape[1]) for kind in (F, B, I, W)]
+    wrong = (count[F] != 1) | (count[B] + count[I] != 1) | (count[W] != count[I])
+    holders = {stage: rank for rank, held in enumerate(schedule.placement) for stage in held}
+    for place in np.flatnonzero(wrong).tolist():
+        stage, k = divmod(place, shape[1])
+        number = [int(counts[place]) for counts in count]
+        for kind, letter in ((F, "F"), (B, "B"), (I, "I"), (W, "W")):
+            for index in np.flatnonzero(named & (schedule.kind == kind) & (key == place))[1:].tolist():
+                first = int(np.flatnonzero(named & (schedule.kind == kind) & (key == place))[0])
+                yield fault_at(schedule, index, "twice", f"runs {letter}{k} of stage {stage} again: rank "
+                               f"{schedule.rank[first]} has run it at place {place_of(schedule, first)}")  # fmt: skip
+        ran = int(schedule.needs.forward[stage, k])
+        rank = int(schedule.rank[ran]) if ran >= 0 else holders.get(stage, -1)
+        who = f"rank {rank}" if rank >= 0 else "no rank"
+        never = "never runs" if rank >= 0 else "runs"
+        if not number[F]:
+            yield Fault("missing", rank, -1, f"{who} {never} F{k} of stage {stage}")
+        if not number[B] + number[I]:
+            yield Fault("missing", rank, -1, f"{who} {never} B{k} of stage {stage}, nor I{k}: its backward is missing")
+        if number[B] and number[I]:
+            yield Fault("twice", rank, -1, f"{who} runs B{k} and I{k} of stage {stage}: one input gradient, twice")
+        if number[I] and not number[W]:
+            yield Fault(
+                "missing", rank, -1, f"{who} runs I{k} of stage {stage} and never W{k}: its weights get no gradient"
+            )
+        if number[W] and not number[I]:
+            why = f"B{k} has done that already" if number[B] else f"there is no I{k} before it"
+            yield Fault("twice", rank, -1, f"{who} runs W{k} of stage {stage}, and {why}")
+
+
+def _misplaced(schedule: Schedule) -> Iterator[Fault]:
+    """Actions on a rank that does not hold their stage, and backwards away from their forward."""
+    holds = np.zeros((schedule.num_ranks, schedule.num_stages + 1), bool)
+    holds[:, -1] = True  # stage -1: an optimizer step is at home everywhere
+    for rank, stages in enumerate(schedule.placement):
+        holds[rank, list(stages)] = True
+    for index in np.flatnonzero(~holds[schedule.rank, schedule.stage]).tolist():
+        held = ", ".join(map(str, schedule.placement[schedule.rank[index]])) or "none"
+        yield fault_at(schedule, index, "misplaced", f"runs {words(schedule, index)}, a stage that it does not hold; "
+                       f"it holds {held}")  # fmt: skip
+    own = schedule.needs.own[0]
+    for index in np.flatnonzero((own >= 0) & (schedule.rank[np.maximum(own, 0)] != schedule.rank)).tolist():
+        other = int(own[index])
+        yield fault_at(schedule, index, "misplaced", f"runs {words(schedule, index)}, which needs what "
+                       f"{words(schedule, other)} has left on rank {schedule.rank[other]}")  # fmt: skip
+
+
+def _own_order(schedule: Schedule) -> Iterator[Fault]:
+    """What comes before, or without, something that its own rank must have done."""
+    places = np.arange(len(schedule))
+    for own in schedule.needs.own:
+        at_home = schedule.rank[np.maximum(own, 0)] == schedule.rank
+        for index in np.flatnonzero((own > places) & at_home).tolist():
+            needed = int(own[index])
+            yield fault_at(schedule, index, "order", f"runs {words(schedule, index)} before {words(schedule, needed)}, "
+                           f"which it needs and which comes at place {place_of(schedule, needed)}")  # fmt: skip
+    for index in np.flatnonzero(schedule.needs.own[0] == MISSING).tolist():
+        action = schedule.action(index)
+        needed = {"B": "F", "I": "F", "W": "I", "SEND_F": "F", "SEND_B": "B"}[action.kind]
+        yield fault_at(schedule, index, "order", f"runs {in_words(action)}, and no rank runs "
+                       f"{needed}{action.microbatch} of stage {action.stage}, which it needs")  # fmt: skip
+    for index in np.flatnonzero(schedule.needs.own[1] == MISSING).tolist():
+        yield fault_at(schedule, index, "order", f"runs {words(schedule, index)} and never receives its input")
+
+
+def _pairs(schedule: Schedule) -> Iterator[Fault]:
+    """Overlapped pairs that cannot overlap."""
+    for index in np.flatnonzero(schedule.joined).tolist():
+        first, second = schedule.action(index - 1), schedule.action(index)
+        same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
+        if same or schedule.needs.message[index] == index - 1:
+            why = "the second needs the first"
+        elif first.joined or not first.is_compute or not second.is_compute:
+            why = "a pair is two computations"
+        else:
+            continue
+        yield fault_at(schedule, index, "pair", f"overlaps {in_words(second)} with {in_words(first)}: {why}")
+
+
+def _ticks(schedule: Schedule) -> Iterator[Fault]:
+    """Where the time is part of the schedule: two actions in one tick, or one before its input is there."""
+    ticks, message = schedule.given_ticks, schedule.needs.message
+    if ticks is None:
+        return
+    same_row = schedule.rank[1:] == schedule.rank[:-1]
+    for index in (np.flatnonzero(same_row & (np.diff(ticks) <= 0)) + 1).tolist():
+        yield fault_at(schedule, index, "tick", f"runs {words(schedule, index)} at tick {ticks[index]}, not after "
+                       f"{words(schedule, index - 1)} at tick {ticks[index - 1]}")  # fmt: skip
+    for index in np.flatnonzero((message >= 0) & (ticks <= ticks[np.maximum(message, 0)])).tolist():
+        needed = int(message[index])
+        yield fault_at(schedule, index, "tick", f"runs {words(schedule, index)} at tick {ticks[index]}, but "
+                       f"{words(schedule, needed)}, which it needs, is run by rank {schedule.rank[needed]} at tick "
+                       f"{ticks[needed]}; tick {ticks[needed] + 1} is the first possible")  # fmt: skip
+
+
+def _transfers(schedule: Schedule) -> Iterator[Fault]:
+    """Sends and receives that do not meet: between two ranks they must come in the same order at both ends."""
+    ends = transfers(schedule) if schedule.has_communication else {}
+    for a, b in sorted({(min(pair), max(pair)) for pair in ends}):
+        here, there = ends.get((a, b), []), ends.get((b, a), [])
+        for number in range(max(len(here), len(there))):
+            mine, theirs = (side[number] if number < len(side) else None for side in (here, there))
+            if mine is None or theirs is None or mine[0] != theirs[0]:
+                texts = [f"rank {rank} has {words(schedule, end[1]) if end else 'nothing'}"
+                         for rank, end in ((a, mine), (b, theirs)) if rank >= 0]  # fmt: skip
+                index = next(end[1] for end in (mine, theirs) if end)
+                what = f"number {number} of what ranks {a} and {b} exchange: {' and '.join(texts)}"
+                yield fault_at(schedule, index, "transfer", f"does not meet the other end as {what}; in order, they "
+                               "wait for ever")  # fmt: skip
+                break
+
+
+def _last_things(schedule: Schedule) -> Iterator[Fault]:
+    """Anything behind an optimizer step, and gradient sums before the last gradient."""
+    for index in np.flatnonzero(schedule.kind == CODE["STEP"]).tolist():
+        if index + 1 < schedule.offsets[schedule.rank[index] + 1]:
+            yield fault_at(schedule, index, "order", f"takes its optimizer step before {words(schedule, index + 1)}")
+    for index in np.flatnonzero(schedule.kind == CODE["REDUCE_GRAD"]).tolist():
+        rest = np.arange(index + 1, int(schedule.offsets[schedule.rank[index] + 1]))
+        late = rest[(schedule.stage[rest] == schedule.stage[index]) & np.isin(schedule.kind[rest], (B, W))]
+        if late.size:
+            yield fault_at(schedule, index, "order", f"sums the gradients of stage {schedule.stage[index]} before "
+                           f"{words(schedule, int(late[0]))}, which adds to them")  # fmt: skip
+
+
+def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Fault]:
+    """Ranks that hold more activations than they may."""
+    limits = np.broadcast_to(np.asarray(limit, float), schedule.num_ranks)
+    peaks = peak_activations(schedule)
+    for rank in np.flatnonzero(peaks > limits + 1e-9).tolist():
+        rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        held = np.cumsum(activation_changes(schedule)[rows]) / schedule.stages_per_rank
+        index = int(schedule.offsets[rank] + np.argmax(held > limits[rank] + 1e-9))
+        yield fault_at(schedule, index, "memory", f"holds more than the {limits[rank]:g} microbatches it may from "
+                       f"{words(schedule, index)} on; at most it holds {peaks[rank]:g}")  # fmt: skip

@@ -1,0 +1,82 @@
+"""Sends, receives and optimizer steps, written into a schedule that only computes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from tplab.schedules.action import MESSAGES, Action
+from tplab.schedules.schedule import Schedule
+
+Transfer = tuple[str, int, int]
+"""What is carried: ("F" or "B", the stage that sends, the microbatch)."""
+
+
+def add_communication(schedule: Schedule) -> Schedule:
+    """The schedule with a send after what another rank waits for, and the receive at the other end.
+
+    Actions are taken in the order of their ticks. A send goes right behind its action, and its receive is posted at
+    that moment on the other rank, behind what that has done so far: so any two ranks exchange in the same order at
+    both ends, which is all that in-order communication asks for. (torch lowers its schedules in the same way.)
+    """
+    schedule = schedule.select(~np.isin(schedule.kind, MESSAGES)) if schedule.has_communication else schedule
+    message = schedule.needs.message
+    goes_to = {int(message[row]): row for row in np.flatnonzero(message >= 0).tolist()}
+    actions = [action for row in schedule.by_rank() for action in row]
+    rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
+    posted: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
+    for place in np.lexsort((schedule.rank, schedule.ticks)).tolist():
+        rank, action, consumer = int(schedule.rank[place]), actions[place], goes_to.get(place)
+        if not action.joined:  # nothing may come between the two of a pair
+            rows[rank] += posted[rank]
+            posted[rank] = []
+        rows[rank].append(action)
+        if consumer is not None and schedule.rank[consumer] != rank:
+            letter = "F" if action.kind == "F" else "B"
+            posted[rank].append(Action(f"SEND_{letter}", action.stage, action.microbatch))
+            receive = Action(f"RECV_{letter}", actions[consumer].stage, action.microbatch)
+            posted[int(schedule.rank[consumer])].append(receive)
+    rows = [row + left for row, left in zip(rows, posted)]
+    return Schedule(rows, schedule.placement, schedule.name)
+
+
+def transfers(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Transfer, int]]]:
+    """(rank, other rank) -> what the one exchanges with the other, in its order, and the place of each action."""
+    found: dict[tuple[int, int], list[tuple[Transfer, int]]] = defaultdict(list)
+    needs = schedule.needs
+    for place in np.flatnonzero(np.isin(schedule.kind, MESSAGES)).tolist():
+        action = schedule.action(place)
+        way, letter = action.kind.split("_")
+        away = 1 if (way == "SEND") == (letter == "F") else -1  # the other end's stage, seen from this one
+        table = needs.forward if letter == "F" else needs.backward
+        other = action.stage + away
+        partner = int(table[other, action.microbatch]) if 0 <= other < schedule.num_stages else -1
+        peer = int(schedule.rank[partner]) if partner >= 0 else -1
+        sender = action.stage if way == "SEND" else other
+        found[int(schedule.rank[place]), peer].append(((letter, sender, action.microbatch), place))
+    return dict(found)
+
+
+def add_optimizer_step(schedule: Schedule, sync: bool = False) -> Schedule:
+    """The schedule with a STEP at the end of each row that has none.
+
+    sync    a REDUCE_GRAD of each stage right behind the last B or W that adds to its gradients, too
+    """
+    rows = []
+    for row in schedule.by_rank():
+        done = {action.stage for action in row if action.kind == "REDUCE_GRAD"}
+        last = {action.stage: place for place, action in enumerate(row) if action.kind in ("B", "W")}
+        made: list[Action] = []
+        for place, action in enumerate(row):
+            made.append(action)
+            pair_follows = place + 1 < len(row) and row[place + 1].joined
+            finished = [action, row[place - 1]] if action.joined else [action]
+            if sync and not pair_follows:
+                made += [
+                    Action("REDUCE_GRAD", one.stage)
+                    for one in reversed(finished)
+                    if last.get(one.stage) == place - (one is not action) and one.stage not in done
+                ]
+        rows.append(made if made and made[-1].kind == "STEP" else [*made, Action("STEP")])
+    return Schedule(rows, schedule.placement, schedule.name)

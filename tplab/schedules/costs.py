@@ -1,0 +1,126 @@
+"""Costs: how long each action takes, how long a message travels, and what an activation weighs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tplab.errors import ScheduleError
+from tplab.schedules.action import CODE, B, F, I, W
+
+if TYPE_CHECKING:
+    from tplab.schedules.schedule import Schedule
+
+Amount = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray
+"""A rank's share of one microbatch (one number), or one figure a stage, or one a stage and microbatch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What a schedule is simulated with. Times are in any unit, the same for all; sizes in bytes.
+
+    forward, input_grad, weight_grad
+                    F, I and W. One number is a *rank's* share of one microbatch: each of its v stages takes 1/v of it.
+                    A sequence has one figure a stage; one of sequences, one a stage and microbatch: both as they are
+    transfer        latency of a message between two ranks; stages on one rank hand over in no time
+    full_backward   B where it is not split; left out, I + W
+    overlap         of an overlapped pair, the part of the shorter one that is hidden behind the longer one, 0 to 1:
+                    F & B takes F + B - overlap * min(F, B). A pair begins when both can, and ends together
+    message_bytes   size of one message (a number, or what each stage sends), and `bandwidth` in bytes per unit of time:
+                    a message takes transfer + message_bytes / bandwidth
+    links           "free": any number of messages travel at once. "queue": a link (one direction between two ranks)
+                    carries one message at a time, for message_bytes / bandwidth each
+    optimizer_step  of one rank
+    gradient_sync   of one rank's gradients (REDUCE_GRAD), a share a stage; it occupies the rank
+    activation      what F keeps for the backward: bytes of a rank's share of one microbatch, or one figure a stage
+    input_grad_frees  the part of it that I lets go; W lets go of the rest (B of everything)
+    unit            "steps" for unit times, "s" for seconds
+    """
+
+    forward: Amount = 1.0
+    input_grad: Amount = 1.0
+    weight_grad: Amount = 1.0
+    transfer: float = 0.0
+    _: KW_ONLY
+    full_backward: Amount | None = None
+    overlap: float = 0.0
+    message_bytes: float | Sequence[float] = 0.0
+    bandwidth: float = math.inf
+    links: str = "free"
+    optimizer_step: float = 0.0
+    gradient_sync: float = 0.0
+    activation: float | Sequence[float] = 1.0
+    input_grad_frees: float = 0.0
+    unit: str = "steps"
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None or isinstance(value, str):
+                continue
+            amounts = np.asarray(value, float)
+            if bool(np.any(np.isnan(amounts) | (amounts < 0))) or (
+                field.name != "bandwidth" and np.isinf(amounts).any()
+            ):
+                raise ScheduleError(f"the cost {field.name} is {value!r}; it must be a finite number, 0 or more")
+        if self.links not in ("free", "queue"):
+            raise ScheduleError(f"links are 'free' or 'queue', not {self.links!r}")
+        if self.bandwidth == 0:
+            raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
+        for name in ("overlap", "input_grad_frees"):
+            if getattr(self, name) > 1:
+                raise ScheduleError(f"{name} is {getattr(self, name)}; it is a part of a whole, 0 to 1")
+
+    def durations(self, schedule: Schedule) -> np.ndarray:
+        """How long each action takes by itself [actions]."""
+        share = schedule.stages_per_rank
+        duration = np.zeros(len(schedule))
+        whole = ("input_grad", "weight_grad") if self.full_backward is None else ("full_backward",)
+        for code, names in ((F, ("forward",)), (I, ("input_grad",)), (W, ("weight_grad",)), (B, whole)):
+            rows = np.flatnonzero(schedule.kind == code)
+            for name in names if len(rows) else ():
+                duration[rows] += _of(getattr(self, name), schedule, rows, name)
+        duration[schedule.kind == CODE["REDUCE_GRAD"]] = self.gradient_sync / share
+        duration[schedule.kind == CODE["STEP"]] = self.optimizer_step
+        return duration
+
+    def carrying(self, schedule: Schedule) -> np.ndarray:
+        """How long the message that each action sends occupies its link: message_bytes / bandwidth [actions]."""
+        return self.message_sizes(schedule) / self.bandwidth
+
+    def message_sizes(self, schedule: Schedule) -> np.ndarray:
+        """Bytes of the message that each action sends, if it sends one [actions].
+
+        A sequence has what each stage's forward sends; the gradient of that comes back through the same cut.
+        """
+        sizes = np.asarray(self.message_bytes, float)
+        if sizes.ndim == 0:
+            return np.full(len(schedule), float(sizes))
+        cut = np.where(schedule.kind == F, schedule.stage, schedule.stage - 1)
+        if len(sizes) < schedule.num_stages - 1:
+            raise ScheduleError(f"message_bytes has {len(sizes)} figures; {schedule.num_stages} stages have "
+                                f"{schedule.num_stages - 1} cuts between them")  # fmt: skip
+        return sizes[np.clip(cut, 0, max(len(sizes) - 1, 0))]
+
+    def kept(self, schedule: Schedule) -> np.ndarray:
+        """Bytes that the activations of each action's stage and microbatch weigh [actions]."""
+        return _of(self.activation, schedule, np.arange(len(schedule)), "activation")
+
+
+def _of(amount: Amount, schedule: Schedule, rows: np.ndarray, name: str) -> np.ndarray:
+    """`amount` for the actions at `rows`."""
+    table = np.asarray(amount, float)
+    if table.ndim == 0:
+        return np.full(len(rows), float(table) / schedule.stages_per_rank)
+    wanted = (schedule.num_stages, schedule.num_microbatches)[: table.ndim]
+    if table.ndim > 2 or any(has < needs for has, needs in zip(table.shape, wanted)):
+        raise ScheduleError(
+            f"the cost {name} has shape {table.shape}; this schedule has {schedule.num_stages} stages and "
+            f"{schedule.num_microbatches} microbatches: give one number, [stages] or [stages, microbatches]"
+        )
+    stage = np.maximum(schedule.stage[rows], 0)
+    return table[stage] if table.ndim == 1 else table[stage, np.maximum(schedule.microbatch[rows], 0)]

@@ -1,0 +1,85 @@
+"""Placements: which stages each rank holds. A placement is a tuple with one tuple of stages a rank."""
+
+from __future__ import annotations
+
+from tplab.errors import ScheduleError
+
+Placement = tuple[tuple[int, ...], ...]
+
+
+def linear(ranks: int) -> Placement:
+    """One stage a rank, in order.
+
+    rank     0  1  2  3
+    stages   0  1  2  3
+    """
+    return wrapped(ranks, 1)
+
+
+def wrapped(ranks: int, virtual_stages: int) -> Placement:
+    """`virtual_stages` a rank; after the last rank the first one takes the next stage. Narayanan et al., SC'21.
+
+    rank     0  1  2  3
+    stages   0  1  2  3
+             4  5  6  7
+    """
+    check_counts(ranks=ranks, virtual_stages=virtual_stages)
+    return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
+
+
+def wave(ranks: int, virtual_stages: int) -> Placement:
+    """`virtual_stages` a rank, down and up in turn, so that a turn needs no message. Hanayo, SC'23.
+
+    rank     0  1  2  3
+    stages   0  1  2  3
+             7  6  5  4
+             8  9 10 11
+    """
+    check_counts(ranks=ranks, virtual_stages=virtual_stages)
+    return tuple(
+        tuple(turn * ranks + (ranks - 1 - rank if turn % 2 else rank) for turn in range(virtual_stages))
+        for rank in range(ranks)
+    )
+
+
+def v_shape(ranks: int) -> Placement:
+    """Two stages a rank, placed as a V: rank r holds r and 2p-1-r. Qi et al. 2024.
+
+    rank     0  1  2  3
+    stages   0  1  2  3
+             7  6  5  4
+    """
+    return wave(ranks, 2)
+
+
+def two_way(ranks: int) -> Placement:
+    """One pipe down the ranks and one up, each with its own copy of every stage. Chimera, DualPipe.
+
+    rank     0  1  2  3
+    down     0  1  2  3
+    up       3  2  1  0
+    """
+    check_counts(ranks=ranks)
+    return tuple((rank, ranks - 1 - rank) for rank in range(ranks))
+
+
+def name_of(placement: Placement) -> str:
+    """ "linear", "wrapped", "V", "wave", "two directions", or "custom"."""
+    ranks, held = len(placement), max(map(len, placement), default=0)
+    for name, made in (
+        ("linear", lambda: linear(ranks)),
+        ("V", lambda: v_shape(ranks)),
+        ("wrapped", lambda: wrapped(ranks, held)),
+        ("wave", lambda: wave(ranks, held)),
+        ("two directions", lambda: two_way(ranks)),
+    ):
+        if held and tuple(map(tuple, placement)) == made():
+            return name
+    return "custom"
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ScheduleError unless each is a whole number, 1 or more."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ScheduleError(f"{name} is {count!r}; it must be a whole number, 1 or more")

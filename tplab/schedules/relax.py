@@ -1,0 +1,123 @@
+"""When each action ends: the one loop that ticks and the simulation share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tplab.schedules.needs import MISSING, NOTHING
+
+if TYPE_CHECKING:
+    from tplab.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Links:
+    """Links that carry one message at a time.
+
+    link    which link the message of each action takes [actions]
+    hold    how long it occupies that link [actions]
+    """
+
+    link: np.ndarray
+    hold: np.ndarray
+
+
+def relax(
+    offsets: np.ndarray,
+    needs: Sequence[np.ndarray],
+    lags: Sequence[np.ndarray],
+    duration: np.ndarray,
+    clock: np.ndarray | None = None,
+    links: Links | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(end, sent) of each action, when every rank runs its row in order, each action as early as it can.
+
+    offsets     rank r's row is offsets[r] to offsets[r + 1]
+    needs       arrays [actions] of places: what must have ended; or NOTHING, or MISSING
+    lags        for each array of needs, how long after that end its result is there [actions]
+    duration    of each action [actions]
+    clock       when each rank may begin [ranks]; 0
+    links       where given, messages queue: a message is sent when its action has ended and its link is free
+
+        start  = max(end of the one before on the rank, sent(need) + lag)      end = start + duration
+        sent   = end, or with links max(end, link is free) + hold
+
+    What can never run (it waits for something that waits for it) ends at infinity.
+
+    One round advances every rank by one action where its needs have ended, all ranks in one NumPy operation: the
+    number of rounds is the number of ticks, and a rank that cannot move yet computes an infinite end, which is
+    harmless. Behind each row lies a sentinel that needs itself, so it never runs.
+    """
+    num_actions, num_ranks = int(offsets[-1]), len(offsets) - 1
+    gap = np.repeat(np.arange(num_ranks), np.diff(offsets))  # the sentinels in front of each action
+    nothing = num_actions + num_ranks  # one more place, which ended before time began
+    sentinels = offsets[1:] + np.arange(num_ranks)
+    at, never = np.arange(num_actions) + gap, sentinels[gap]
+
+    def spread(column: np.ndarray, fill: float) -> np.ndarray:
+        padded = np.full(nothing + 1, fill, column.dtype)
+        padded[at] = column
+        return padded
+
+    wants = []
+    for need in needs:
+        placed = np.where(need < 0, nothing, at[np.maximum(need, 0)] if num_actions else need)
+        wanted = spread(np.where(need == MISSING, never, placed), nothing)
+        wanted[sentinels] = sentinels
+        wants.append(wanted)
+    delays = [spread(np.asarray(lag, float), 0.0) for lag in lags]
+    lasting = spread(np.asarray(duration, float), 0.0)
+    end = np.full(nothing + 1, np.inf)
+    end[nothing] = -np.inf
+    sent = end if links is None else end.copy()
+    if links is not None:
+        link, hold = spread(links.link, 0), spread(np.asarray(links.hold, float), 0.0)
+        free = np.full(int(link.max(initial=0)) + 1, -np.inf)
+
+    head = offsets[:-1] + np.arange(num_ranks)
+    clock = np.zeros(num_ranks) if clock is None else clock.astype(float)
+    place, now, part = np.empty(num_ranks, np.int64), np.empty(num_ranks), np.empty(num_ranks)
+    ready = np.ones(num_ranks, bool)
+    while ready.any():
+        np.copyto(now, clock)
+        for wanted, delay in zip(wants, delays):
+            wanted.take(head, out=place, mode="clip")
+            sent.take(place, out=part, mode="clip")
+            np.add(part, delay.take(head, mode="clip"), out=part)
+            np.maximum(now, part, out=now)
+        np.add(now, lasting.take(head, mode="clip"), out=now)
+        end[head] = now
+        np.less(now, np.inf, out=ready)
+        if links is not None:
+            through = head[ready]
+            carried = np.maximum(now[ready], free[link[through]]) + hold[through]
+            sent[through] = carried
+            free[link[through]] = carried
+        np.copyto(clock, now, where=ready)
+        np.add(head, ready, out=head)
+    return end[at], sent[at]
+
+
+def earliest_ticks(schedule: Schedule) -> np.ndarray:
+    """The first tick at which each action can run when each takes one tick; -1 where it never can.
+
+    An overlapped pair takes two ticks that follow each other, and begins when both have what they need.
+    """
+    needs = [schedule.needs.message]
+    if schedule.joined.any():
+        needs.append(pair_needs(schedule))
+    no_lag = np.zeros(len(schedule))
+    end, _ = relax(schedule.offsets, needs, [no_lag] * len(needs), np.ones(len(schedule)))
+    return np.where(np.isfinite(end), end - 1, -1).astype(np.int64)
+
+
+def pair_needs(schedule: Schedule) -> np.ndarray:
+    """For the first of each overlapped pair, what the second one needs: a pair begins when both can [actions]."""
+    second = np.flatnonzero(schedule.joined)
+    needs = np.full(len(schedule), NOTHING, np.int64)
+    needs[second - 1] = schedule.needs.message[second]
+    return needs

@@ -1,0 +1,93 @@
+"""A rank's row while a rule builds it: an int array [actions, 4] of kind, stage, microbatch, joined."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tplab.schedules.action import CODE, B, F, I, W
+
+Row: TypeAlias = np.ndarray
+
+
+def forwards(stage: ArrayLike, microbatch: ArrayLike) -> Row:
+    """F of each microbatch, in order. `stage` and `microbatch` are numbers or sequences that broadcast."""
+    return row(F, stage, microbatch)
+
+
+def backwards(stage: ArrayLike, microbatch: ArrayLike) -> Row:
+    """B of each, in order."""
+    return row(B, stage, microbatch)
+
+
+def input_grads(stage: ArrayLike, microbatch: ArrayLike) -> Row:
+    """I of each, in order."""
+    return row(I, stage, microbatch)
+
+
+def weight_grads(stage: ArrayLike, microbatch: ArrayLike) -> Row:
+    """W of each, in order."""
+    return row(W, stage, microbatch)
+
+
+def row(kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joined: ArrayLike = 0) -> Row:
+    """The actions of these columns; numbers are repeated to the length of the others."""
+    columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(c, np.int32)) for c in (kind, stage, microbatch, joined)))
+    return np.stack(columns, axis=1)
+
+
+def chain(*parts: Row) -> Row:
+    """One after the other."""
+    return np.concatenate([part.reshape(-1, 4) for part in parts])
+
+
+def riffle(first: Row, second: Row, lead: int) -> Row:
+    """`lead` of the first, then one of each in turn, then what is left.
+
+    riffle(F0 F1 F2 F3, B0 B1 B2 B3, lead=1)  ->  F0  F1 B0 F2 B1 F3 B2  B3
+    """
+    lead = min(lead, len(first))
+    pairs = min(len(first) - lead, len(second))
+    shuffled = np.stack([first[lead : lead + pairs], second[:pairs]], axis=1).reshape(-1, 4)
+    return chain(first[:lead], shuffled, first[lead + pairs :], second[pairs:])
+
+
+def overlap(first: Row, second: Row) -> Row:
+    """Each of the first together with the one of the second at the same place."""
+    second = second.copy()
+    second[:, 3] = 1
+    return riffle(first, second, lead=0)
+
+
+def spelled(letters: str, big: tuple[int, int], small: tuple[int, int], microbatches: int | None = None) -> Row:
+    """A row from letters: F B I W on one stage, f b i w on another; each letter takes its next microbatch.
+
+    big, small     (stage, first microbatch) of either
+    microbatches   leave out those from here on
+    (Fb)           overlapped
+    *              the oldest weight gradient that is still to do, of either stage
+
+    spelled("FF(Fb)*", ...)  where b is i: F0 F1, F2 together with the other stage's I0, then that W0
+    """
+    cells: list[tuple[int, int, int, bool]] = []
+    owed: list[tuple[int, int]] = []
+    taken: Counter[tuple[int, bool]] = Counter()
+    for place, letter in enumerate(letters):
+        if letter in "()":
+            continue
+        kind = W if letter == "*" else CODE[letter.upper()]
+        stage, first = big if letter.isupper() else small
+        if kind == W:
+            stage, k = next(one for one in owed if letter == "*" or one[0] == stage)
+            owed.remove((stage, k))
+        else:
+            k = first + taken[stage, kind == F]
+            taken[stage, kind == F] += 1
+        if kind == I:
+            owed.append((stage, k))
+        if microbatches is None or k < microbatches:
+            cells.append((kind, stage, k, place >= 2 and letters[place - 2] == "("))
+    return np.array(cells, np.int32).reshape(-1, 4)

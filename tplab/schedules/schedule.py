@@ -1,0 +1,271 @@
+"""A schedule: what each rank of a pipeline does, in order. Printed, checked, simulated, executed: the same object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tplab.errors import ScheduleError
+from tplab.schedules.action import CODE, COMPUTE, KINDS, Action
+from tplab.schedules.placement import Placement, name_of
+
+if TYPE_CHECKING:
+    from tplab.schedules.needs import Needs
+
+
+class Schedule:
+    """A pipeline schedule: ranks x time.
+
+    rows        what each rank does, in order: one sequence of `Action` a rank
+    placement   the stages each rank holds; left out, those that appear in its row
+    name        for titles
+    ticks       when, if the time is part of the schedule: the tick of each action, rank after rank. Left out, every
+                action runs as early as its rank and its inputs allow, each taking one tick
+
+    A schedule is never changed. Inside it is columns (`kind`, `stage`, `microbatch`, `joined`), rank after rank, rank r
+    from `offsets[r]` to `offsets[r + 1]`, so that a million actions are fine.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Iterable[Action] | np.ndarray],
+        placement: Placement | None = None,
+        name: str = "",
+        ticks: Sequence[int] | np.ndarray | None = None,
+    ):
+        arrays = [_as_array(row) for row in rows]
+        if not arrays:
+            raise ScheduleError("a schedule needs at least one rank")
+        self.name = name
+        self.offsets = np.concatenate([[0], np.cumsum([len(row) for row in arrays])])
+        columns = np.concatenate(arrays).T
+        self.kind = columns[0].astype(np.int8)
+        self.stage = np.ascontiguousarray(columns[1])
+        self.microbatch = np.ascontiguousarray(columns[2])
+        self.joined = columns[3].astype(bool)
+        self.rank = np.repeat(np.arange(len(arrays), dtype=np.int32), np.diff(self.offsets))
+        self.placement = self._placed() if placement is None else tuple(tuple(map(int, held)) for held in placement)
+        if len(self.placement) != self.num_ranks:
+            raise ScheduleError(f"the placement names {len(self.placement)} ranks and there are {self.num_ranks} rows")
+        if bool(np.any(self.joined[self.offsets[:-1][np.diff(self.offsets) > 0]])):
+            raise ScheduleError("the first action of a row is joined to the one before it, and there is none")
+        self.given_ticks = None if ticks is None else np.asarray(ticks, np.int64)
+        if self.given_ticks is not None and self.given_ticks.shape != self.kind.shape:
+            raise ScheduleError(f"{len(self.given_ticks)} ticks for {len(self)} actions; each action needs one")
+        for column in (self.offsets, self.kind, self.stage, self.microbatch, self.joined, self.rank):
+            column.flags.writeable = False
+
+    # --- size ----------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """How many actions there are."""
+        return len(self.kind)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def num_stages(self) -> int:
+        held = max((stage for stages in self.placement for stage in stages), default=-1)
+        return max(held, int(self.stage.max(initial=-1))) + 1
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        return int(self.microbatch.max(initial=-1)) + 1
+
+    @property
+    def stages_per_rank(self) -> float:
+        """v: how many stages of a rank one microbatch passes. A stage is 1/v of a rank's share of the work.
+
+        With two directions a rank holds two stages, and a microbatch passes one of them: v = 1.
+        """
+        return max(self.num_stages, 1) / self.num_ranks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into I and W."""
+        return bool(np.any((self.kind == CODE["I"]) | (self.kind == CODE["W"])))
+
+    @property
+    def has_communication(self) -> bool:
+        """Whether sends and receives are written out."""
+        return bool(np.any((self.kind >= CODE["SEND_F"]) & (self.kind <= CODE["RECV_B"])))
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def action(self, index: int) -> Action:
+        """The action at this place of the columns."""
+        return Action(
+            KINDS[self.kind[index]], int(self.stage[index]), int(self.microbatch[index]), bool(self.joined[index])
+        )
+
+    def by_rank(self) -> list[tuple[Action, ...]]:
+        """What each rank does, in order: what an executor walks."""
+        columns = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), self.joined.tolist())
+        actions = [Action(KINDS[kind], stage, microbatch, joined) for kind, stage, microbatch, joined in columns]
+        return [tuple(actions[a:b]) for a, b in zip(self.offsets[:-1], self.offsets[1:])]
+
+    def by_tick(self) -> list[tuple[Action | None, ...]]:
+        """What happens at each tick: one action a rank, None where it idles. Every action takes one tick."""
+        grid: list[list[Action | None]] = [[None] * self.num_ranks for _ in range(self.num_ticks)]
+        ticks = self.ticks.tolist()
+        place = 0
+        for rank, actions in enumerate(self.by_rank()):
+            for action in actions:
+                grid[ticks[place]][rank] = action
+                place += 1
+        return [tuple(cells) for cells in grid]
+
+    def table(self) -> np.ndarray:
+        """`by_tick` as numbers: [ticks, ranks, 3] of kind (its place in KINDS), stage, microbatch; -1 where idle."""
+        table = np.full((self.num_ticks, self.num_ranks, 3), -1, np.int32)
+        table[self.ticks, self.rank] = np.stack([self.kind, self.stage, self.microbatch], axis=1)
+        return table
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What each action waits for, as places in the columns."""
+        from tplab.schedules.needs import find_needs
+
+        return find_needs(self)
+
+    @cached_property
+    def ticks(self) -> np.ndarray:
+        """The tick of each action. Raises ScheduleError, with the reason, where the ranks wait for each other."""
+        if self.given_ticks is not None:
+            return self.given_ticks
+        from tplab.schedules.check import require_runnable
+        from tplab.schedules.relax import earliest_ticks
+
+        ticks = earliest_ticks(self)
+        if bool(np.any(ticks < 0)):
+            require_runnable(self)
+        return ticks
+
+    @property
+    def num_ticks(self) -> int:
+        return int(self.ticks.max(initial=-1)) + 1
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank that runs `stage` for `microbatch`; with two directions it depends on the microbatch."""
+        if 0 <= stage < self.num_stages and 0 <= microbatch < self.num_microbatches:
+            place = int(self.needs.forward[stage, microbatch])
+            if place >= 0:
+                return int(self.rank[place])
+        raise ScheduleError(f"no rank runs F{microbatch} of stage {stage}; there are {self.num_stages} stages "
+                            f"and {self.num_microbatches} microbatches")  # fmt: skip
+
+    # --- other forms ---------------------------------------------------------------------------------------------
+
+    def select(self, keep: np.ndarray, name: str | None = None) -> Schedule:
+        """The schedule of the actions where `keep` is true, in the same order."""
+        columns = self._array()
+        rows = [columns[a:b][keep[a:b]] for a, b in zip(self.offsets[:-1], self.offsets[1:])]
+        ticks = None if self.given_ticks is None else self.given_ticks[keep]
+        return Schedule(rows, self.placement, self.name if name is None else name, ticks)
+
+    def named(self, name: str) -> Schedule:
+        """The same under another name."""
+        return self.select(np.ones(len(self), bool), name)
+
+    def compute_only(self) -> Schedule:
+        """Without sends, receives, gradient sums and optimizer steps."""
+        keep = self.kind <= max(COMPUTE)
+        return self if keep.all() else self.select(keep)
+
+    def with_communication(self) -> Schedule:
+        """With every send and receive written out, in an order that cannot deadlock."""
+        from tplab.schedules.communication import add_communication
+
+        return add_communication(self)
+
+    def with_optimizer_step(self, sync: bool = False) -> Schedule:
+        """With a STEP at the end of each row and, with `sync`, a REDUCE_GRAD a stage after its last gradient."""
+        from tplab.schedules.communication import add_optimizer_step
+
+        return add_optimizer_step(self, sync)
+
+    def moved(self, rank: int, index: int, to: int) -> Schedule:
+        """With the action at `index` of `rank`'s row at place `to` instead; `check` tells whether that is legal."""
+        rows = [list(row) for row in self.by_rank()]
+        if not (0 <= rank < self.num_ranks and 0 <= index < len(rows[rank]) and 0 <= to < len(rows[rank])):
+            raise ScheduleError(f"rank {rank} has no places {index} and {to}; there are {self.num_ranks} ranks")
+        rows[rank].insert(to, rows[rank].pop(index).alone())
+        for place in (index, index + 1):  # what was joined to the moved action is joined to nothing now
+            if place < len(rows[rank]):
+                rows[rank][place] = rows[rank][place].alone()
+        return Schedule(rows, self.placement, self.name)
+
+    def to_csv(self, form: str = "compute_only") -> str:
+        """Torch's text: a row a rank, a cell an action. `form` is "compute_only" (blank = idle) or "compute_comms"."""
+        from tplab.schedules.text import to_csv
+
+        return to_csv(self, form)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "") -> Schedule:
+        """Read either of torch's forms. Blanks are idle cells: the order counts, and the time follows from it."""
+        from tplab.schedules.text import from_csv
+
+        return from_csv(text, name)
+
+    @classmethod
+    def from_torch(cls, schedule: Any, name: str = "") -> Schedule:
+        """From a schedule of torch.distributed.pipelining, or its `pipeline_order` (rank -> list of actions)."""
+        from tplab.schedules.text import from_torch
+
+        return from_torch(schedule, name)
+
+    @classmethod
+    def parse(cls, picture: str, name: str = "") -> Schedule:
+        """Read what `str` prints: the dots are part of it, so `check` says where an action comes too early."""
+        from tplab.schedules.picture import parse
+
+        return parse(picture, name)
+
+    def __str__(self) -> str:
+        from tplab.schedules.picture import draw
+
+        return draw(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule {self.name or 'without a name'}: {_count(self.num_ranks, 'rank')}, "
+            f"{_count(self.num_microbatches, 'microbatch')}, {_count(self.num_stages, 'stage')} "
+            f"({name_of(self.placement)}), {_count(len(self), 'action')}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """The same actions in the same order on the same ranks; names and given ticks do not count."""
+        return (
+            isinstance(other, Schedule)
+            and np.array_equal(self.offsets, other.offsets)
+            and np.array_equal(self._array(), other._array())
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.offsets.tobytes(), self._array().tobytes()))
+
+    def _array(self) -> np.ndarray:
+        return np.stack([self.kind, self.stage, self.microbatch, self.joined], axis=1).astype(np.int32)
+
+    def _placed(self) -> Placement:
+        """The stages of each row, in the order in which they appear."""
+        rows = [self.stage[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:])]
+        return tuple(tuple(dict.fromkeys(row[row >= 0].tolist())) for row in rows)
+
+
+def _as_array(row: Iterable[Action] | np.ndarray) -> np.ndarray:
+    if isinstance(row, np.ndarray):
+        return row.reshape(-1, 4).astype(np.int32, copy=False)
+    cells = [(CODE[action.kind], action.stage, action.microbatch, action.joined) for action in row]
+    return np.array(cells, np.int32).reshape(-1, 4)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number:,} {plural}"

@@ -1,0 +1,177 @@
+"""Simulation: when each action of a schedule starts and ends, under given costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tplab.errors import ScheduleError
+from tplab.schedules.action import CODE, MESSAGES
+from tplab.schedules.check import require_runnable
+from tplab.schedules.costs import Costs
+from tplab.schedules.needs import NOTHING
+from tplab.schedules.relax import Links, pair_needs, relax
+from tplab.schedules.run import Run
+from tplab.schedules.schedule import Schedule
+
+
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, lockstep: bool = False, optimizer: str | None = None
+) -> Run:
+    """Run `schedule` on paper: every rank does its row in order, each action as soon as what it needs is there.
+
+    costs       times and sizes; left out, F = I = W = 1 and messages take no time
+    lockstep    as in one SPMD program: all ranks take each tick together, so a tick costs its slowest rank, and then
+                the messages of that tick travel. Where it pays to wait is then another question: p=4, m=8, F=1, B=2
+                takes GPipe 33, 1F1B 40
+    optimizer   None: the schedule ends with its last action. "own": each rank takes its optimizer step when its own
+                row is done. "together": when all ranks' rows are (as for a global gradient norm)
+
+    Sends and receives that are written out are left aside: `costs` says how messages travel.
+    Raises ScheduleError where the schedule cannot run, and says why.
+    """
+    costs = Costs() if costs is None else costs
+    if optimizer not in (None, "own", "together"):
+        raise ScheduleError(f"optimizer is None, 'own' or 'together', not {optimizer!r}")
+    if schedule.has_communication:
+        schedule = schedule.select(~np.isin(schedule.kind, MESSAGES))
+    if optimizer is not None:
+        schedule = schedule.compute_only().with_optimizer_step(sync=costs.gradient_sync > 0)
+    if lockstep:
+        return _in_lockstep(schedule, costs, optimizer)
+
+    plan = _Plan.of(schedule, costs)
+    end, sent = plan.relaxed()
+    if not bool(np.isfinite(end).all()) or not _own_rows_in_order(schedule):
+        require_runnable(schedule)
+
+    arrival, waits_for = np.full(len(schedule), -np.inf), np.full(len(schedule), NOTHING)
+    for need, lag in zip(plan.needs, plan.lags):
+        there = np.where(need < 0, -np.inf, sent[np.maximum(need, 0)] + lag)
+        waits_for = np.where(there > arrival, need, waits_for)
+        np.maximum(arrival, there, out=arrival)
+    before = _end_before(schedule, end)
+    start = np.maximum(before, arrival)
+    waits_for = np.where(arrival > before, waits_for, NOTHING)
+    start, waits_for = start[plan.leader], waits_for[plan.leader]
+    if optimizer == "together":
+        steps, others = schedule.kind == CODE["STEP"], schedule.kind != CODE["STEP"]
+        start[steps] = end[others].max(initial=0.0)
+        end[steps] = start[steps] + costs.optimizer_step
+    return Run(schedule, costs, start, end, plan.duration, sent, waits_for)
+
+
+def period(schedule: Schedule, costs: Costs | None = None, *, optimizer: str = "own") -> float:
+    """Time from one step to the next when steps follow each other, each rank going on as soon as it may.
+
+    With optimizer="own" a rank begins its next step when its own is done, and what counts is the span: this is where
+    ZB-H2 beats ZB-H1. With "together" all ranks wait for each other, and what counts is the makespan.
+    """
+    if optimizer not in ("own", "together"):
+        raise ScheduleError(f"optimizer is 'own' or 'together', not {optimizer!r}")
+    costs = costs or Costs()
+    schedule = schedule.compute_only().with_optimizer_step(sync=costs.gradient_sync > 0)
+    simulate(schedule, costs)  # raises where the schedule cannot run
+    plan, steps = _Plan.of(schedule, costs), 2 * schedule.num_ranks + 2
+    last = schedule.offsets[1:] - 1  # each row ends with its STEP
+    clock, when = np.zeros(schedule.num_ranks), []
+    for _ in range(2 * steps):  # the first steps fill the pipeline, the others are alike
+        end, _ = plan.relaxed(clock)
+        clock = end[last]
+        if optimizer == "together":
+            clock = np.full(schedule.num_ranks, (clock - plan.duration[last]).max() + plan.duration[last].max())
+        when.append(float(clock.max()))
+    return (when[-1] - when[steps - 1]) / steps
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `relax` needs to know: see there. leader: the first of each action's pair [actions]."""
+
+    offsets: np.ndarray
+    needs: list[np.ndarray]
+    lags: list[np.ndarray]
+    duration: np.ndarray
+    leader: np.ndarray
+    links: Links | None
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs) -> _Plan:
+        needs, duration = [schedule.needs.message], costs.durations(schedule)
+        leader = np.arange(len(schedule))
+        if bool(schedule.joined.any()):
+            leader, duration = _paired(schedule, duration, costs.overlap)
+            needs.append(pair_needs(schedule))
+        crosses = [(need >= 0) & (schedule.rank[np.maximum(need, 0)] != schedule.rank) for need in needs]
+        carrying = costs.carrying(schedule)
+        if costs.links == "queue":
+            lags, links = [crossing * costs.transfer for crossing in crosses], _links(schedule, carrying)
+        else:
+            way = costs.transfer + carrying
+            lags, links = [crossing * way[np.maximum(need, 0)] for crossing, need in zip(crosses, needs)], None
+        return cls(schedule.offsets, needs, lags, duration, leader, links)
+
+    def relaxed(self, clock: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        return relax(self.offsets, self.needs, self.lags, self.duration, clock, self.links)
+
+
+def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:
+    """When each action's rank was done with the one before it; 0 for the first of a row."""
+    before = np.empty(len(schedule))
+    before[1:] = end[:-1]
+    before[schedule.offsets[:-1][np.diff(schedule.offsets) > 0]] = 0.0
+    return before
+
+
+def _paired(schedule: Schedule, duration: np.ndarray, overlap: float) -> tuple[np.ndarray, np.ndarray]:
+    """(the first of each action's pair, durations): the first of a pair lasts as long as both, the second nothing."""
+    second = np.flatnonzero(schedule.joined)
+    leader = np.arange(len(schedule))
+    leader[second] = second - 1
+    duration = duration.copy()
+    both = duration[second - 1] + duration[second] - overlap * np.minimum(duration[second - 1], duration[second])
+    duration[second - 1], duration[second] = both, 0.0
+    return leader, duration
+
+
+def _links(schedule: Schedule, carrying: np.ndarray) -> Links:
+    """Which link each action's message takes: one a direction between two ranks; what stays at home takes none."""
+    message = schedule.needs.message
+    consumer = np.flatnonzero(message >= 0)
+    producer = message[consumer]
+    goes_to = schedule.rank.astype(np.int64).copy()
+    goes_to[producer] = schedule.rank[consumer]
+    link = schedule.rank * schedule.num_ranks + goes_to
+    return Links(link, np.where(goes_to == schedule.rank, 0.0, carrying))
+
+
+def _own_rows_in_order(schedule: Schedule) -> bool:
+    """Whether each action comes after what its own rank must have run before it."""
+    places = np.arange(len(schedule))
+    for own in schedule.needs.own:
+        place = np.maximum(own, 0)
+        if bool(np.any((own != NOTHING) & ((own > places) | (own < 0) | (schedule.rank[place] != schedule.rank)))):
+            return False
+    return True
+
+
+def _in_lockstep(schedule: Schedule, costs: Costs, optimizer: str | None) -> Run:
+    """Every tick lasts as long as its slowest action, and then as its slowest message."""
+    if not _own_rows_in_order(schedule):
+        require_runnable(schedule)
+    ticks, duration = schedule.ticks.copy(), costs.durations(schedule)
+    if optimizer is not None:  # one program: the optimizer step is one tick, the last, for all ranks
+        steps = schedule.kind == CODE["STEP"]
+        ticks[steps] = ticks[~steps].max(initial=-1) + 1
+    message = schedule.needs.message
+    crosses = (message >= 0) & (schedule.rank[np.maximum(message, 0)] != schedule.rank)
+    producer = message[crosses]
+    num_ticks = int(ticks.max(initial=-1)) + 1
+    length, travel = np.zeros(num_ticks), np.zeros(num_ticks)
+    np.maximum.at(length, ticks, duration)
+    np.maximum.at(travel, ticks[producer], (costs.transfer + costs.carrying(schedule))[producer])
+    start = np.concatenate([[0.0], np.cumsum(length + travel)])[ticks]
+    end = start + duration
+    waits_for = np.where((message >= 0) & (start > _end_before(schedule, end)), message, NOTHING)
+    return Run(schedule, costs, start, end, duration, end, waits_for, lockstep=True)

@@ -1,0 +1,35 @@
+"""Random numbers: torch has one default generator a device for the whole process; ranks take turns with it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Generator(NamedTuple):
+    """The default generator of one device."""
+
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], object]
+    fresh: Callable[[int], Tensor]
+
+    def state(self, seed: int, rank: int) -> Tensor:
+        """The state a rank starts with: from (seed, rank) alone, and unlike that of any other rank or seed."""
+        return self.fresh(int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0]))
+
+
+def generators(device: torch.device | None) -> list[Generator]:
+    """The default generators that a program on `device` draws from: the CPU's, and the GPU's where there is one."""
+    cpu = torch.default_generator
+    found = [Generator(cpu.get_state, cpu.set_state, lambda seed: torch.Generator().manual_seed(seed).get_state())]
+    if device is not None and device.type == "cuda":
+        torch.cuda.init()
+        gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        found.append(
+            Generator(gpu.get_state, gpu.set_state, lambda seed: torch.Generator(device).manual_seed(seed).get_state())
+        )
+    return found

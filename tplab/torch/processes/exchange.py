@@ -1,0 +1,171 @@
+"""The exchange: frames and tensors between the processes of a run, through torch.distributed's gloo."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from itertools import permutations
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tplab.errors import RankError
+from tplab.mesh import Mesh
+from tplab.torch.processes import frames
+from tplab.torch.processes.frames import Header
+
+WAIT_FOREVER = timedelta(days=365)
+"""Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
+
+_UNWATCHED_SENDS = 512
+_LAST_TAG = 2**31
+_POISON_TAG = _LAST_TAG - 1
+
+
+class ConnectionLost(RankError):
+    """Another rank's process is gone, or has closed its connections; why is for others to say."""
+
+
+class Exchange:
+    """What one process sends and receives. Sending never waits.
+
+    Messages between two processes are told apart by a tag; those with the same tag arrive in order. A frame of fixed
+    size says what comes, so that the receiver need not know shapes beforehand.
+    """
+
+    def __init__(self, gloo: Any, rank: int):
+        self._gloo, self._rank = gloo, rank
+        self._sends: deque[tuple[Any, Tensor]] = deque()  # on their way, and the memory they read from
+
+    def start(self, tag: int, outgoing: Mapping[int, tuple[Header, Tensor | None]], sources: Iterable[int]) -> Flight:
+        """Send a frame, and perhaps a tensor, to each rank in `outgoing`; be ready for one from each of `sources`."""
+        flight = Flight(self, tag)
+        for source in sources:
+            frame = frames.empty_frame()
+            flight.frames[source] = frame, self.receive(source, tag, frame)
+        for target, (header, payload) in outgoing.items():
+            frame, rest = frames.encode(header, payload)
+            self.send(target, tag, frame)
+            if rest is not None:
+                self.send(target, tag, rest)
+        return flight
+
+    def send(self, target: int, tag: int, data: Tensor) -> None:
+        """Send bytes, which are not to be written to until they have arrived."""
+        try:
+            self._sends.append((self._gloo.send([data], target, tag), data))
+        except RuntimeError as error:
+            raise self.lost(error) from None
+        if len(self._sends) > _UNWATCHED_SENDS:  # most have long arrived, but only waiting tells
+            batch = [self._sends.popleft() for _ in range(_UNWATCHED_SENDS // 2)]
+            Thread(target=_wait_for_all, args=(batch,), daemon=True).start()
+
+    def receive(self, source: int, tag: int, into: Tensor) -> Any:
+        """Be ready for bytes from `source`: what `wait` waits for."""
+        try:
+            return self._gloo.recv([into], source, tag)
+        except RuntimeError as error:
+            raise self.lost(error) from None
+
+    def wait(self, work: Any) -> None:
+        """Wait for what `receive` gave."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.lost(error) from None
+
+    def all_sent(self) -> None:
+        """Wait until everything sent has arrived; for the end of a run in which everything was received."""
+        while self._sends:
+            self.wait(self._sends.popleft()[0])
+
+    def break_off(self) -> None:
+        """Close all connections: whoever waits here or for us is released, with ConnectionLost."""
+        if self._gloo.size() == 1:
+            return
+        neighbor = (self._rank + 1) % self._gloo.size()
+        with suppress(RuntimeError):  # a wait that times out closes all; gloo has no other way
+            self._gloo.recv([torch.empty(1, device="cpu")], neighbor, _POISON_TAG).wait(timedelta(milliseconds=1))
+
+    def lost(self, error: RuntimeError) -> ConnectionLost:
+        """What to raise for what gloo has raised."""
+        text = f"rank {self._rank} lost its connection to another rank ({_first_line(error)})"
+        return ConnectionLost(text, self._rank)
+
+
+class Arrived(NamedTuple):
+    """What came from one rank: a tensor's bytes behind a header."""
+
+    header: Header
+    data: Tensor
+
+
+class Flight:
+    """Frames that are expected from some ranks. `missing` are those whose frames have not been seen."""
+
+    def __init__(self, exchange: Exchange, tag: int):
+        self._exchange, self._tag = exchange, tag
+        self.frames: dict[int, tuple[Tensor, Any]] = {}
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(self.frames)
+
+    def has_arrived(self) -> bool:
+        """Whether all frames are there."""
+        return all(frames.has_arrived(frame) for frame, _ in list(self.frames.values()))
+
+    def finish(self, check: Callable[[Header], None]) -> dict[int, Arrived]:
+        """Wait for everything, and give it by rank. `check` may refuse a header before its tensor is taken."""
+        arrived, coming = {}, []
+        for source, (frame, work) in list(self.frames.items()):
+            self._exchange.wait(work)
+            header, data = frames.decode(frame)
+            del self.frames[source]
+            check(header)
+            if not header.inline:
+                data = torch.empty(header.num_bytes, dtype=torch.uint8, device="cpu")
+                coming.append(self._exchange.receive(source, self._tag, data))
+            arrived[source] = Arrived(header, data)
+        for work in coming:
+            self._exchange.wait(work)
+        return arrived
+
+
+class Tags:
+    """A tag for each collective: of its group, and of its number among those of that group.
+
+    Every process works out the same numbers for the groups, from the mesh alone.
+    """
+
+    def __init__(self, mesh: Mesh):
+        groups: dict[tuple[int, ...], int] = {}
+        for count in range(1, len(mesh.axis_names) + 1):
+            for names in permutations(mesh.axis_names, count):
+                for group in mesh.groups(names):
+                    groups.setdefault(group, len(groups))
+        self._groups = groups
+        self._window = (_LAST_TAG - 2) // len(groups)
+
+    def of(self, group: tuple[int, ...], number: int) -> int:
+        return self._groups[group] * self._window + number % self._window
+
+
+def gloo_of(group: Any) -> Any:
+    """The gloo side of a group of torch.distributed: it sends and receives without the checks around it."""
+    return group._get_backend(torch.device("cpu"))
+
+
+def _wait_for_all(batch: list[tuple[Any, Tensor]]) -> None:
+    with suppress(RuntimeError):  # the connection is gone; the rank itself will meet that
+        for work, _ in batch:
+            work.wait()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text.rsplit("] ", 1)[-1].split(". This is typically", 1)[0]

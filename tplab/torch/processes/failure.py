@@ -1,0 +1,72 @@
+"""What went wrong in a rank's process, as an error of the process that asked for the run."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
+from tplab.mesh import Mesh
+from tplab.torch.processes.program import Raised
+
+
+def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) -> TplabError:
+    """The error for what `rank` raised: its own one if tplab raised it, else a RankError whose cause it is.
+
+    The rank's traceback is a note on what it raised.
+    """
+    try:
+        error = None if raised.error is None else pickle.loads(raised.error)
+    except Exception:  # its class cannot be imported here
+        error = None
+    if not isinstance(error, BaseException):
+        error = RuntimeError(f"{raised.kind}: {raised.text}")
+    if raised.stack:
+        error.add_note(_stack_text(rank, raised, cells))
+    return named(error, rank, raised, mesh)
+
+
+def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabError:
+    """The error for `error`, which `rank` raised, as simulated ranks have it."""
+    at = f" at {raised.line}" if raised.line else ""
+    if isinstance(error, TplabError):
+        if raised.is_mismatch or raised.is_lost:
+            return error
+        if not isinstance(error, RankError | DeadlockError | CollectiveMismatchError):  # those are of a run inside it
+            error.add_note(f"on rank {rank} {mesh.coordinates(rank)}{at}")
+            return error
+    outer = RankError(f"rank {rank} raised {raised.kind}{at}: {raised.text}", rank)
+    outer.__cause__ = error
+    return outer
+
+
+def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:
+    """The rank's traceback; the text of its lines is read here, where the notebook is."""
+    lines = [f"Traceback of rank {rank} (most recent call last):"]
+    for filename, number, function in raised.stack:
+        name = Path(filename).name
+        cell = f"cell {cells[name]}" if name in cells else filename
+        lines.append(f"  {cell}, line {number}, in {function}")
+        if text := linecache.getline(filename, number).strip():
+            lines.append(f"    {text}")
+    return "\n".join(lines)
+
+
+def death(rank: int, status: int | None, words: str) -> RankError:
+    """The error for a process that ended by itself. `status` as os.waitpid has it; `words` is the last it wrote."""
+    if status is None:
+        how = "closed its connection"
+    elif os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        how = f"ended with signal {number} ({signal.Signals(number).name})"
+        if number == signal.SIGKILL:
+            how += ", which is what the system sends when memory runs out"
+    else:
+        how = f"ended with exit status {os.waitstatus_to_exitcode(status)}"
+    words = words.partition("\n\nExtension modules:")[0]  # the end of what Python says of a crash
+    text = f"rank {rank}'s process {how}; the other ranks were ended, and the next run starts new processes"
+    return RankError(text + (f".\nThe last it said:\n{words}" if words else ""), rank)

@@ -1,0 +1,114 @@
+"""A frame: what one process sends another at once, who sends it, in which collective, and the tensor if it is small."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tplab.errors import ShapeError, TplabError
+from tplab.torch.collectives import signature
+from tplab.torch.labels import Label
+from tplab.torch.rank import Call
+from tplab.torch.values import dtype_name
+
+SIZE = 1 << 14
+"""Bytes of the buffer a frame arrives in."""
+
+INLINE_UP_TO = 1 << 13
+"""Bytes of a tensor that travels inside a frame; a larger one follows behind it."""
+
+_LENGTH = struct.Struct("<H")
+
+
+class Side(NamedTuple):
+    """A collective as one rank called it: enough to tell whether another rank's call is the same, and to name both.
+
+    key, dtype, fixed_shape must be the same on every rank of the group; fixed_shape is None where shapes may differ.
+    """
+
+    rank: int
+    key: tuple[Any, ...]
+    dtype: str
+    fixed_shape: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    where: str
+
+    def agrees(self, other: Side) -> bool:
+        return (self.key, self.dtype, self.fixed_shape) == (other.key, other.dtype, other.fixed_shape)
+
+
+def side_of(call: Call, x: Tensor, rank: int, where: str) -> Side:
+    """How `rank` calls the collective on `x`."""
+    key, dtype, fixed_shape = signature(call, x)
+    return Side(rank, key, dtype_name(dtype), fixed_shape, tuple(x.shape), where)
+
+
+class Header(NamedTuple):
+    """What goes before a tensor: the sender's side of the collective, and how many hops lie behind it.
+
+    label      the chunk that is carried and the ranks whose data is in it, of a message between two ranks
+    num_bytes  of the tensor that goes along; inline: it is inside the frame
+    """
+
+    side: Side
+    hops: int
+    label: Label
+    num_bytes: int = 0
+    inline: bool = True
+
+
+def encode(header: Header, payload: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A frame as bytes, and the bytes that follow behind it (None where the tensor fits in, or there is none)."""
+    if payload is None or not payload.numel():
+        text = pickle.dumps(header, pickle.HIGHEST_PROTOCOL)
+        return _frame(text, b""), None
+    payload = bytes_of(payload)
+    header = header._replace(num_bytes=payload.numel(), inline=payload.numel() <= INLINE_UP_TO)
+    text = pickle.dumps(header, pickle.HIGHEST_PROTOCOL)
+    return (_frame(text, payload.numpy().tobytes()), None) if header.inline else (_frame(text, b""), payload)
+
+
+def _frame(text: bytes, body: bytes) -> Tensor:
+    if _LENGTH.size + len(text) > SIZE - INLINE_UP_TO:
+        raise TplabError(
+            f"a message's header has {len(text):,} bytes, and there is room for {SIZE - INLINE_UP_TO:,}: it names too "
+            "many ranks; use an axis with fewer"
+        )
+    return torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text + body), dtype=torch.uint8)
+
+
+def empty_frame() -> Tensor:
+    """A buffer for a frame to arrive in."""
+    frame = torch.empty(SIZE, dtype=torch.uint8, device="cpu")
+    frame[: _LENGTH.size] = 0
+    return frame
+
+
+def has_arrived(frame: Tensor) -> bool:
+    """Whether a frame has been written into the buffer, at least its beginning."""
+    return bool(frame[0]) or bool(frame[1])
+
+
+def decode(frame: Tensor) -> tuple[Header, Tensor]:
+    """The header of a frame that has arrived, and the bytes of the tensor inside it."""
+    start = _LENGTH.size
+    (length,) = _LENGTH.unpack(frame[:start].numpy().tobytes())
+    header = Header(*pickle.loads(frame[start : start + length].numpy().tobytes()))
+    start += length
+    return header, frame[start : start + header.num_bytes * header.inline]
+
+
+def check_dense(op: str, x: Tensor) -> None:
+    """Raise ShapeError for a tensor that is not one block of memory."""
+    if x.layout is not torch.strided:
+        raise ShapeError(f"{op}: a {x.layout} tensor cannot be sent to another process; x.to_dense() can")
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The memory of `x` as one row of bytes; of one that is not contiguous, a copy."""
+    x = x.detach().resolve_conj().resolve_neg()
+    return x.cpu().contiguous().reshape(-1).view(torch.uint8)

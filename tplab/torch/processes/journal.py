@@ -1,0 +1,144 @@
+"""The journal: what one rank's process notes while it runs; and the trace that all ranks' journals make together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tplab.mesh import Mesh
+from tplab.recorder import Recorder
+from tplab.torch.labels import Label
+from tplab.trace import Trace
+
+Group = tuple[int, ...]
+
+
+class Sent(NamedTuple):
+    """A message to another rank, noted by its sender."""
+
+    target: int
+    group: Group
+    number: int
+    op: str
+    axis: str
+    start: float
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    step: int
+    label: Label
+    values: np.ndarray | None
+    where: str
+
+
+class Met(NamedTuple):
+    """A collective of the whole group, noted by each of its ranks: when it came, and when it had what it gets."""
+
+    group: Group
+    number: int
+    op: str
+    axis: str
+    begun: float
+    end: float
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    step: int
+    values: np.ndarray | None
+    where: str
+
+
+class Added(NamedTuple):
+    """Data of the rank's own has joined what it had received."""
+
+    op: str
+    time: float
+    shape: tuple[int, ...]
+    dtype: str
+    label: Label
+    values: np.ndarray | None
+
+
+class Journal:
+    """What one rank did, in seconds of its own clock.
+
+    A label's chunk is (origin rank) + (piece) * (number of ranks), so that every process can number its own.
+    """
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.start = self.end = 0.0
+        self.computed: list[tuple[float, float]] = []
+        self.added: list[Added] = []
+        self.sent: list[Sent] = []
+        self.received: dict[tuple[int, Group, int], float] = {}
+        self.met: list[Met] = []
+        self.waited: list[tuple[str, float, float, str, str]] = []
+
+    def shift(self, seconds: float) -> Journal:
+        """The same on a clock that shows so much more."""
+        other = Journal(self.rank)
+        other.start, other.end = self.start + seconds, self.end + seconds
+        other.computed = [(start + seconds, end + seconds) for start, end in self.computed]
+        other.added = [added._replace(time=added.time + seconds) for added in self.added]
+        other.sent = [sent._replace(start=sent.start + seconds) for sent in self.sent]
+        other.received = {key: arrival + seconds for key, arrival in self.received.items()}
+        other.met = [met._replace(begun=met.begun + seconds, end=met.end + seconds) for met in self.met]
+        other.waited = [
+            (op, start + seconds, end + seconds, axis, where) for op, start, end, axis, where in self.waited
+        ]
+        return other
+
+
+def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
+    """One measured trace of all ranks, which starts when the first of them does.
+
+    A message lasts from its send until its receiver has it; a collective, on each rank, from when all of its group are
+    there until that rank has its result.
+    """
+    recorder = Recorder(mesh, title, "torch")
+    origin = min(journal.start for journal in journals)
+
+    def chunk_of(label: Label) -> int:
+        piece, origin_rank = divmod(label.chunk, mesh.size)
+        return -1 if label.chunk < 0 else recorder.chunk(origin_rank, piece)
+
+    for journal in journals:
+        for start, end in journal.computed:
+            recorder.add(journal.rank, "compute", "compute", start - origin, end - origin)
+        for op, start, end, axis, where in journal.waited:
+            recorder.add_wait(journal.rank, op, start - origin, end - origin, axis, where)
+    for sent, source in sorted(((sent, j.rank) for j in journals for sent in j.sent), key=_start_and_source):
+        receiver = journals[sent.target]
+        arrival = receiver.received.get((source, sent.group, sent.number), receiver.end)  # nobody took it: the end
+        span = sent.start - origin, max(sent.start, arrival) - origin
+        recorder.add_message(
+            source, sent.target, sent.op, span, sent.axis, sent.group, sent.num_bytes, sent.shape, sent.dtype,
+            sent.step, chunk_of(sent.label), sent.label.contributors, sent.values, sent.where,
+        )  # fmt: skip
+    for journal in journals:
+        for added in journal.added:  # after the messages, which number the chunks
+            time = added.time - origin
+            recorder.add(
+                journal.rank, "compute", added.op, time, time, shape=added.shape, dtype=added.dtype,
+                chunk=chunk_of(added.label), contributors=added.label.contributors, values=added.values,
+            )  # fmt: skip
+    meetings: dict[tuple[Group, int], list[tuple[int, Met]]] = {}
+    for journal in journals:
+        for met in journal.met:
+            meetings.setdefault((met.group, met.number), []).append((journal.rank, met))
+    for meeting in sorted(meetings.values(), key=lambda meeting: max(met.begun for _, met in meeting)):
+        start, message = max(met.begun for _, met in meeting), recorder.next_message()
+        for rank, met in meeting:
+            recorder.add(
+                rank, "collective", met.op, start - origin, max(start, met.end) - origin, axis=met.axis,
+                group=met.group, bytes=met.num_bytes, shape=met.shape, dtype=met.dtype, message=message, step=met.step,
+                contributors=met.group, values=met.values, where=met.where,
+            )  # fmt: skip
+    return recorder.trace(clock="measured", unit="s")
+
+
+def _start_and_source(entry: tuple[Sent, int]) -> tuple[float, int]:
+    return entry[0].start, entry[1]

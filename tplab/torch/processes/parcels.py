@@ -1,0 +1,171 @@
+"""Parcels: anything Python can hold, on its way to another process; the tensors in it travel as memory, not as text."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from tplab.launcher import scratch_file
+
+INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
+_ALIGNMENT = 64  # bytes, as torch's own allocations: what a kernel computes may depend on it
+_HEAD = struct.Struct("<QQ")
+
+
+class Parcel:
+    """Objects, packed once and sent to as many processes as need it.
+
+    Functions and classes that cannot be imported elsewhere (of a notebook, of a closure) go along as code. All tensors
+    lie behind one another in one piece of shared memory; who opens the parcel sees them as its own, and memory is only
+    copied where somebody writes.
+
+    contents   opened one after another, so that the first can prepare what the second needs
+    shared     False: the tensors are in the body too, as for another machine
+    """
+
+    def __init__(self, *contents: Any, shared: bool = True):
+        stream, table = io.BytesIO(), _Storages()
+        for content in contents:
+            _Pickler(stream, table).dump(content)
+        places, size = [], 0
+        for storage in table.storages:
+            places.append((size, storage.nbytes()))
+            size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        self.memory_size = size if shared and size > INLINE_UP_TO else 0
+        self.fd: int | None = None
+        if self.memory_size:
+            self.fd = scratch_file()
+            os.ftruncate(self.fd, size)
+            memory: Any = mmap.mmap(self.fd, size)
+        else:
+            memory = bytearray(size)
+        for storage, (start, num_bytes) in zip(table.storages, places):
+            if num_bytes:
+                target = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
+                target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        self.body = pickle.dumps((places, b"" if self.memory_size else bytes(memory))) + stream.getvalue()
+
+    def send(self, to: socket.socket) -> None:
+        fds = [] if self.fd is None else [self.fd]
+        socket.send_fds(to, [_HEAD.pack(len(self.body), self.memory_size)], fds)
+        to.sendall(self.body)
+
+    def close(self) -> None:
+        """Give up this side's hold on the memory; those who have received it keep theirs."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def send(to: socket.socket, content: Any) -> None:
+    """Pack an object and send it."""
+    parcel = Parcel(content)
+    try:
+        parcel.send(to)
+    finally:
+        parcel.close()
+
+
+class Received:
+    """A parcel that has arrived and is not open yet: opening it imports what its content needs."""
+
+    def __init__(self, body: bytes, memory: mmap.mmap | None):
+        self._body, self._memory = body, memory
+
+    def open(self) -> Any:
+        """What is in it; the first of several."""
+        return next(self.contents())
+
+    def contents(self) -> Iterator[Any]:
+        """All that is in it, one after another."""
+        stream = io.BytesIO(self._body)
+        places, inline = pickle.load(stream)
+        memory: Any = bytearray(inline) if self._memory is None else self._memory
+        storages = []
+        for start, num_bytes in places:
+            if num_bytes:
+                view = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
+                storages.append(view.untyped_storage())
+            else:
+                storages.append(UntypedStorage(0))
+        while stream.tell() < len(self._body):
+            yield _Unpickler(stream, storages).load()
+
+
+def receive(source: socket.socket) -> Received | None:
+    """The next parcel, or None where the other side is gone."""
+    try:
+        head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1)
+        head = head + _exactly(source, _HEAD.size - len(head))
+        length, memory_size = _HEAD.unpack(head)
+        body = _exactly(source, length)
+    except (ConnectionError, EOFError):
+        return None
+    memory = None
+    if fds:
+        memory = mmap.mmap(fds[0], memory_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(fds[0])
+    return Received(body, memory)
+
+
+def _exactly(source: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    view, filled = memoryview(data), 0
+    while filled < num_bytes:
+        count = source.recv_into(view[filled:])
+        if not count:
+            raise EOFError
+        filled += count
+    return bytes(data)
+
+
+class _Storages:
+    """The memory of all tensors met, each once, so that views stay views."""
+
+    def __init__(self) -> None:
+        self.storages: list[UntypedStorage] = []
+        self._places: dict[int, int] = {}
+        self._met: list[UntypedStorage] = []  # so that no other storage gets the same address meanwhile
+
+    def place(self, storage: UntypedStorage) -> int:
+        place = self._places.get(storage._cdata)
+        if place is None:
+            place = self._places[storage._cdata] = len(self.storages)
+            self._met.append(storage)
+            self.storages.append(storage if storage.device.type == "cpu" else storage.cpu())
+        return place
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Leaves the memory of tensors to a table."""
+
+    def __init__(self, stream: io.BytesIO, table: _Storages):
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._table = table
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, TypedStorage):
+            return self._table.place(obj._untyped_storage), obj.dtype
+        if isinstance(obj, UntypedStorage):
+            return self._table.place(obj), torch.uint8  # as torch.load has it
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, storages: list[UntypedStorage]):
+        super().__init__(stream)
+        self._storages = storages
+
+    def persistent_load(self, pid: Any) -> Any:
+        place, dtype = pid
+        return TypedStorage(wrap_storage=self._storages[place], dtype=dtype, _internal=True)

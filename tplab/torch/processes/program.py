@@ -1,0 +1,203 @@
+"""A program as it goes to a rank's process, and what comes back from there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import tplab
+from tplab.errors import SpecError
+from tplab.mesh import Mesh
+from tplab.sharding import check_spec
+from tplab.torch import arguments
+from tplab.torch import rank as rank_context
+from tplab.torch.generators import generators
+from tplab.torch.processes.exchange import ConnectionLost, Exchange
+from tplab.torch.processes.journal import Journal
+from tplab.torch.processes.native import Native
+from tplab.torch.processes.rank import ProcessRank
+from tplab.torch.processes.waits import Report
+from tplab.torch.results import without_graph
+
+
+class Settings(NamedTuple):
+    """What a program may depend on and a new process does not inherit."""
+
+    default_dtype: torch.dtype
+    default_device: torch.device
+    grad: bool
+    inference: bool
+    autocast: list[tuple[str, torch.dtype]]
+    deterministic: bool
+    num_threads: int
+    directory: str
+    path: list[str]
+
+    @classmethod
+    def here(cls, num_ranks: int) -> Settings:
+        """Those of the calling thread; of its threads for tensor operations, each of `num_ranks` gets its share."""
+        return cls(
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)],
+            torch.are_deterministic_algorithms_enabled(),
+            max(1, torch.get_num_threads() // num_ranks),
+            os.getcwd(),
+            list(sys.path),
+        )
+
+    def adopt(self) -> None:
+        """Make this process's settings those; the ones that end with a block, `state` has."""
+        torch.set_default_dtype(self.default_dtype)
+        if self.deterministic != torch.are_deterministic_algorithms_enabled():  # asked first: setting it takes a second
+            torch.use_deterministic_algorithms(self.deterministic)
+        torch.set_num_threads(self.num_threads)
+        if os.getcwd() != self.directory:
+            os.chdir(self.directory)
+        sys.path[:] = self.path
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            # a GPU's backward pass would run in a thread that does not know which rank it works for
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if not self.grad:
+                stack.enter_context(torch.no_grad())
+            if self.default_device.type != "cpu":
+                stack.enter_context(self.default_device)
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
+
+
+class Program(NamedTuple):
+    """What every rank is to run. The arguments are whole: each rank takes its own piece of them."""
+
+    fn: Callable[..., Any]
+    mesh: Mesh
+    args: Sequence[Any]
+    in_specs: Any
+    seed: int
+    record: int
+    device: torch.device | None
+    settings: Settings
+    cells: dict[str, int]
+    title: str
+
+    def rank(self, rank: int, exchange: Exchange, native: Native | None) -> ProcessRank:
+        """The rank of this number, of those that run the program. Each keeps the values of its share of messages."""
+        if native is not None:
+            native.begin_program()
+        record = -(-self.record // self.mesh.size)
+        return ProcessRank(rank, self.mesh, exchange, record=record, cells=self.cells, native=native)
+
+
+class Raised(NamedTuple):
+    """What a rank raised, in a form that travels.
+
+    error        pickled; None where it could not be
+    line         the line of the program it came from
+    stack        (file, line, function) of the program's frames, the outermost first
+    is_lost      it only followed from what happened to another rank
+    is_mismatch  the rank found that its collective is not the others'
+    """
+
+    error: bytes | None
+    kind: str
+    text: str
+    line: str | None
+    stack: list[tuple[str, int, str]]
+    is_lost: bool
+    is_mismatch: bool
+
+
+class Printed(NamedTuple):
+    """What a rank's program wrote."""
+
+    stdout: str = ""
+    stderr: str = ""
+
+
+class Outcome(NamedTuple):
+    """How a rank's program ended: with `result`, or with what it raised.
+
+    is_clean     everything it began was waited for
+    """
+
+    rank: int
+    result: Any
+    raised: Raised | None
+    journal: Journal | None
+    report: Report | None
+    printed: Printed
+    is_clean: bool
+
+
+def check_arguments(args: Sequence[Any], in_specs: Any, mesh: Mesh) -> None:
+    """Raise SpecError or ShapeError where the arguments cannot be split as in_specs says."""
+    for arg, entry in zip(args, arguments.entries_of(in_specs, len(args), "in_specs", "arguments")):
+        for leaf, spec in zip(pytree.tree_leaves(arg), arguments.spread(entry, arg, "in_specs")):
+            if isinstance(leaf, Tensor | np.ndarray):
+                check_spec(leaf.shape, spec, mesh)
+            elif spec.axis_names:
+                kind = type(leaf).__name__
+                raise SpecError(f"in_specs splits a {kind} as {spec}; only tensors and arrays can be split")
+
+
+def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) -> Any:
+    """Run the program as this rank, and give what it returns."""
+    drawn_from = generators(device)
+    kept = [generator.get() for generator in drawn_from]
+    pieces = arguments.arguments_of(rank.rank, program.args, program.in_specs, program.mesh, device)
+    for generator in drawn_from:
+        generator.set(generator.state(program.seed, rank.rank))
+    rank.seed = program.seed
+    rank_context.enter(rank)
+    try:
+        with program.settings.state():
+            rank.start_watching()
+            try:
+                result = program.fn(*pieces)
+                if rank.native is not None:
+                    rank.native.launch_all()
+            finally:
+                rank.stop_watching()
+        return without_graph(result)
+    finally:
+        rank_context.leave()
+        for generator, state in zip(drawn_from, kept):
+            generator.set(state)
+
+
+def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
+    """What `rank` raised, as it travels; None: before it was one."""
+    try:
+        text = cloudpickle.dumps(error)
+        pickle.loads(text)  # many exceptions can be written but not read: their arguments are not those of __init__
+    except Exception:
+        text = None
+    frames = traceback.extract_tb(error.__traceback__)
+    stack = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames if not _is_ours(frame.filename)]
+    line = None if rank is None else rank.lines.of(error)
+    is_mismatch = rank is not None and error is rank.mismatch
+    return Raised(text, type(error).__name__, str(error), line, stack, isinstance(error, ConnectionLost), is_mismatch)
+
+
+def _is_ours(filename: str) -> bool:
+    return Path(tplab.__file__).parent in Path(filename).parents

@@ -1,0 +1,136 @@
+"""Who waits for whom: what ranks that stand still report, and what follows from all reports together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
+from tplab.mesh import Mesh
+from tplab.torch.processes.frames import Side
+
+REMEMBERED = 256
+"""How many of its last collectives a rank can name."""
+
+Group = tuple[int, ...]
+
+
+class Wait(NamedTuple):
+    """A rank that waits in its collective number `number` over `group` for the ranks in `missing`."""
+
+    side: Side
+    group: Group
+    number: int
+    missing: tuple[int, ...]
+
+
+class Report(NamedTuple):
+    """What one rank has begun so far, and what it waits for; `wait` is None of a rank whose program has returned.
+
+    begun   of each group, how many of its collectives
+    calls   (group, number) -> how the rank called it; the last ones
+    """
+
+    rank: int
+    wait: Wait | None
+    begun: Mapping[Group, int]
+    calls: Mapping[tuple[Group, int], Side]
+
+    def has_begun(self, group: Group, number: int) -> bool:
+        return self.begun.get(group, 0) > number
+
+
+def verdict(reports: Mapping[int, Report], mesh: Mesh) -> TplabError | None:
+    """The error that explains why ranks stand still, if it is certain; ranks without a report are running.
+
+    A report may be old: the rank may have gone on since. It went on because somebody it waited for began the
+    collective, and that one, if it was waiting too, had first to go on itself. So if by all the reports nobody can be
+    the first to go on, then nobody has.
+    """
+    for report in reports.values():
+        if report.wait is not None and (error := _mismatch_at(report, report.wait, reports)):
+            return error
+    alive = {rank for rank in mesh.ranks if rank not in reports}
+    waiting = {rank: report.wait for rank, report in reports.items() if report.wait is not None}
+    while freed := {
+        rank
+        for rank, wait in waiting.items()
+        if rank not in alive and all(source in alive for source in _unbegun(wait, reports))
+    }:
+        alive |= freed
+    return None if alive or not waiting else deadlock(reports)
+
+
+def _unbegun(wait: Wait, reports: Mapping[int, Report]) -> list[int]:
+    """Those who are waited for and had not begun the collective. What somebody else has begun is on its way."""
+    return [
+        rank for rank in wait.missing if rank not in reports or not reports[rank].has_begun(wait.group, wait.number)
+    ]
+
+
+def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> CollectiveMismatchError | None:
+    for rank in wait.group:
+        if rank in reports:
+            other = reports[rank].calls.get((wait.group, wait.number))
+            if other is not None and not other.agrees(wait.side):
+                return mismatch(wait.group, wait.number, [wait.side, other])
+    return None
+
+
+def mismatch(group: Group, number: int, sides: Sequence[Side]) -> CollectiveMismatchError:
+    """The error for ranks whose collective number `number` over `group` is not the same one."""
+    lines = [
+        f"  rank {side.rank}: {call_text(side)} of {side.dtype} {list(side.shape)} at {side.where}"
+        for side in sorted(sides, key=lambda side: side.rank)
+    ]
+    return CollectiveMismatchError(
+        f"collective number {number + 1} over axis {sides[0].key[1]!r} is not the same on all of ranks "
+        f"{', '.join(map(str, group))}:\n" + "\n".join(lines) + f"\n{_THE_SAME}, with the same shapes and dtypes"
+    )
+
+
+def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
+    """The error for a collective to which some of its group have never come, though all have returned."""
+    for group in dict.fromkeys(group for report in reports for group in report.begun):
+        members = [report for report in reports if report.rank in group]
+        number = min(report.begun.get(group, 0) for report in members)
+        came = [report for report in members if report.has_begun(group, number)]
+        if came:
+            side = came[0].calls.get((group, number))
+            about = "" if side is None else f" over axis {side.key[1]!r}, {call_text(side)},"
+            at = "" if side is None else f" at {side.where}"
+            absent = [report.rank for report in members if report not in came]
+            return CollectiveMismatchError(
+                f"collective number {number + 1}{about} which rank {came[0].rank} called{at}:\n"
+                f"  {_ranks(absent)} returned without calling it\n{_THE_SAME}"
+            )
+    return None
+
+
+def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
+    """The error that says of every rank what it waits for."""
+    lines = []
+    for rank, report in sorted(reports.items()):
+        wait = report.wait
+        if wait is None:
+            lines.append(f"  rank {rank} has returned")
+            continue
+        absent = _unbegun(wait, reports) or wait.missing
+        is_message = wait.side.key[0] in ("ppermute", "ring_shift")
+        missing = ("a message from " if is_message else "") + _ranks(absent)
+        lines.append(f"  rank {rank} waits in {call_text(wait.side)} at {wait.side.where} for {missing}")
+    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{_THE_SAME}, and none may return before")
+
+
+_THE_SAME = "every rank of a group must call the same collectives in the same order"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def call_text(side: Side) -> str:
+    """The call as the program wrote it, as `str(Call)` has it."""
+    op, label, params = side.key
+    params = params[:2] if op == "reduce_scatter" else params  # what follows is not the caller's
+    return f"{op}({', '.join(['x', repr(label), *map(repr, params)])})"

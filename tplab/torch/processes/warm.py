@@ -1,0 +1,126 @@
+"""Ranks on this machine, each a process of its own, kept warm from one run to the next."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from tplab.launcher import Launcher
+from tplab.mesh import Mesh
+from tplab.torch.printing import show
+from tplab.torch.processes.journal import trace_of
+from tplab.torch.processes.parcels import Parcel
+from tplab.torch.processes.pool import Pool
+from tplab.torch.processes.program import Program, Settings, check_arguments
+from tplab.torch.processes.unsendable import explained
+from tplab.trace import Trace
+
+KEPT_WARM = 2
+"""How many pools are kept, of the sizes used last: each holds memory."""
+
+
+class _Warm:
+    """The launcher and the pools of this process."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self._launcher: Launcher | None = None
+        self._pools: dict[tuple[int, bool], Pool] = {}  # the one used last is last
+
+    def pool(self, num_ranks: int, has_gpus: bool) -> Pool:
+        """A pool that is ready to run."""
+        key = num_ranks, has_gpus
+        pool = self._pools.pop(key, None)
+        if pool is not None and not pool.is_fit():
+            pool.close()
+            pool = None
+        while len(self._pools) >= KEPT_WARM:
+            self._pools.pop(next(iter(self._pools))).close()
+        if self._launcher is None or not self._launcher.is_alive:
+            self.close()
+            self._launcher = Launcher("tplab.torch.processes.worker:main", ["tplab.torch.processes.worker"])
+        if pool is None:
+            pool = Pool(self._launcher, *key)
+        self._pools[key] = pool
+        return pool
+
+    def close(self) -> None:
+        """End all processes."""
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.close()
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+
+    def forget(self) -> None:
+        """In a copy of this process, which fork has made: processes and connections are the original's."""
+        for pool in self._pools.values():
+            pool.forget()
+        if self._launcher is not None:
+            self._launcher.forget()
+        self.__init__()
+
+
+_warm = _Warm()
+atexit.register(_warm.close)
+os.register_at_fork(after_in_child=_warm.forget)
+
+
+def shut_down() -> None:
+    """End the processes that are kept warm; the next run starts new ones. They also end when this process does."""
+    with _warm.lock:
+        _warm.close()
+
+
+def run_on_processes(
+    fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], in_specs: Any, *, seed: int, record: int,
+    device: torch.device | None, title: str,
+) -> tuple[list[Any], Callable[[], Trace]]:  # fmt: skip
+    """Run `fn` on every rank of `mesh`, each a process of its own: what each returned, and what makes the trace.
+
+    The first run starts the processes; later ones on as many ranks find them warm. `fn` travels as code, so it may be
+    a function of a notebook cell, a lambda or a closure; a module it needs is imported from where this process finds
+    it. Each process computes with its share of this process's threads, so sums that torch splits over threads (of tens
+    of thousands of elements and more) may differ from simulated ranks' in the last bit; all else is the same bits.
+    """
+    check_arguments(args, in_specs, mesh)
+    args = tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in args)
+    settings, cells = Settings.here(mesh.size), notebook_cells()
+    program = Program(fn, mesh, args, in_specs, seed, record, device, settings, cells, title)
+    with explained(fn, args):
+        parcel = Parcel(program.settings, program)
+    wants_gpu = device is None or device.type == "cuda"
+    has_gpus = wants_gpu and torch.cuda.is_available() and torch.cuda.device_count() >= mesh.size
+    with _warm.lock:
+        try:
+            finished = _warm.pool(mesh.size, has_gpus).run(program, parcel)
+        finally:
+            parcel.close()
+    show([[printed.stdout] for printed in finished.printed], sys.stdout)
+    show([[printed.stderr] for printed in finished.printed], sys.stderr)
+    if finished.error is not None:
+        raise finished.error
+    journals = [outcome.journal for outcome in finished.outcomes if outcome.journal is not None]
+    return [outcome.result for outcome in finished.outcomes], lambda: trace_of(journals, mesh, title)
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def notebook_cells() -> dict[str, int]:
+    """File name -> number, of the cells of the notebook that runs in this process."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    names = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return {Path(filename).name: number for filename, number in names.items()}

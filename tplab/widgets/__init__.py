@@ -1,0 +1,35 @@
+"""Moving pictures of traces, meshes and shardings, for notebooks.
+
+    animate(trace)                ranks on their mesh, what travels between them, what each of them holds
+    timeline(trace)               where the time of every rank goes
+    shards(mesh, shape, P(...))   which rank holds which slice of a tensor, or computes which part of a product
+
+and for labs, of numbers that a cell has:
+
+    matrices({...})               small matrices side by side
+    curves(...)                   how something grows
+    knob(...)                     one control, and bars that change with it
+
+Each is a widget; where no kernel runs it is a picture and a sentence.
+"""
+
+from tplab.widgets.animate import Animation, animate
+from tplab.widgets.curves import curves
+from tplab.widgets.knob import Bars, Row, knob
+from tplab.widgets.matrices import matrices
+from tplab.widgets.shards import Shards, shards
+from tplab.widgets.timeline import Timeline, timeline
+
+__all__ = [
+    "Animation",
+    "Bars",
+    "Row",
+    "Shards",
+    "Timeline",
+    "animate",
+    "curves",
+    "knob",
+    "matrices",
+    "shards",
+    "timeline",
+]

@@ -1,0 +1,42 @@
+"""`animate(trace)`: the ranks, the chunks that travel between them, what each rank holds, and when."""
+
+from __future__ import annotations
+
+import traitlets
+
+from tplab.trace import Trace
+from tplab.widgets import payload, still, words
+from tplab.widgets.card import Card, script, style
+from tplab.widgets.score import Score, score
+from tplab.widgets.step import Step
+
+
+class Animation(Card):
+    """The card that `animate` makes. `step` is where the playhead is, in steps: 1.5 is half-way through the second.
+
+    It moves in the browser; Python hears of it when a step is over and when it rests, and can set it.
+    """
+
+    _esm = script("units", "wire", "score", "shell", "player", "ranks", "table", "bars", "lanes", "animate")
+    _css = style()
+    score = traitlets.Bytes().tag(sync=True)
+    step = Step().tag(sync=True)
+
+    def __init__(self, of: Score, step: float = 0):
+        self.of, self.sentence = of, words.summary(of)
+        super().__init__(score=payload.picture(of), step=step)
+
+    @property
+    def num_steps(self) -> int:
+        return self.of.num_steps
+
+    def picture(self) -> bytes:
+        return still.moving(self.of)
+
+
+def animate(trace: Trace, step: float = 0) -> Animation:
+    """Show what `trace` recorded: ranks on their mesh, what travels between them, what each of them holds, and when.
+
+    step    where the playhead stands at first: 0 is before the first round of communication, 1 after it
+    """
+    return Animation(score(trace), step)

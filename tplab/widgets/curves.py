@@ -1,0 +1,134 @@
+"""`curves(...)`: seconds over bytes on logarithmic axes: how costs grow, and where two of them cross."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import traitlets
+from PIL import Image
+
+from tplab.widgets.card import Card, script, style
+from tplab.widgets.palette import DIM, HUES, INK, LINE, PAPER, SOFT
+from tplab.widgets.units import bytes_text, time_text
+
+Numbers = Sequence[float] | np.ndarray
+
+DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (7, 1.6, 1.2, 1.6)))  # not by colour alone
+WIDTH, HEIGHT, MARGIN = 900, 330, 20
+# As static/tplab.css names them. On dark paper a line in one of the hues is made lighter.
+_TOKENS = {INK: "var(--ink)", DIM: "var(--dim)", LINE: "var(--line)", SOFT: "var(--soft)", PAPER: "var(--paper)"}
+_HUES = {hue: f"color-mix(in srgb,var(--c{i}) var(--onpaper),var(--toward))" for i, hue in enumerate(HUES)}
+
+
+class Curves(Card):
+    """The card that `curves` makes. Drawn once, by matplotlib; the browser fills in the colours of its theme."""
+
+    _esm = script("shell", "curves")
+    _css = style()
+    content = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, title: str, about: str, sentence: str, figure: Any):
+        self.title, self.about, self.sentence, self.figure = title, about, sentence, figure
+        content = {"title": title, "about": about, "sentence": sentence, "drawing": _as_svg(figure)}
+        super().__init__(content=content)
+
+    def picture(self) -> bytes:
+        """The card as PNG, a dot a pixel."""
+        from tplab.widgets.pen import Pen
+
+        pen = Pen(WIDTH + 2 * MARGIN, HEIGHT + 92)
+        pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
+        x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
+        pen.text(x, 26.5, self.about, size=11, fill=DIM, anchor="lm")
+        pen.text(MARGIN, HEIGHT + 72, self.sentence, size=11.5, anchor="lm")
+        sheet, image = io.BytesIO(), pen.image().convert("RGB")
+        self.figure.savefig(sheet, format="png", dpi=100, facecolor=PAPER)
+        image.paste(Image.open(sheet).convert("RGB"), (MARGIN, 48))
+        small = io.BytesIO()
+        image.quantize(128).save(small, "PNG", optimize=True)
+        return small.getvalue()
+
+
+def curves(
+    nbytes: Numbers,
+    panels: Mapping[str, Mapping[str, Numbers]],
+    *,
+    title: str,
+    about: str = "",
+    sentence: str,
+    floor: Mapping[str, Numbers] | None = None,
+    dots: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    crossings: Mapping[str, float] | None = None,
+) -> Curves:
+    """Draw seconds over bytes, a panel beside the other.
+
+    nbytes      what is drawn along x
+    panels      panel title -> {curve: seconds, one for each of nbytes}
+    sentence    what is to be seen; it stands for the picture where none is shown
+    floor       panel title -> seconds that nothing can beat: the area below is tinted
+    dots        panel title -> (bytes, seconds) of runs
+    crossings   panel title -> a size in bytes to mark on the first curve
+    """
+    from matplotlib.figure import Figure  # slow to import, and not pyplot: nothing to close, no backend to choose
+
+    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, (name, lines) in zip(axes, panels.items()):
+        _dress(ax, name, nbytes)
+        if floor:
+            ax.fill_between(nbytes, floor[name], 1e-9, color=SOFT, lw=0, zorder=1)
+            ax.plot(nbytes, floor[name], color=LINE, lw=1, zorder=1)
+            ax.text(0.97, 0.06, "out of reach", transform=ax.transAxes, ha="right", color=DIM, size=9, style="italic")
+        for index, (label, seconds) in enumerate(lines.items()):
+            ax.plot(nbytes, seconds, color=HUES[index % 8], ls=DASHES[index % 4], lw=2, label=label, zorder=3)
+        if dots:
+            ax.plot(*zip(*dots[name]), "o", ms=5.5, mfc=PAPER, mec=INK, mew=1.3, label="runs", zorder=4)
+        if crossings:
+            _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
+    drawn = [value for lines in (*panels.values(), floor or {}) for seconds in lines.values() for value in seconds]
+    axes[0].set_ylim(min(drawn) / 1.6, max(drawn) * 1.6)
+    entries = axes[0].get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK, fontsize=9)
+    return Curves(title, about, sentence, figure)
+
+
+def _dress(ax: Any, name: str, nbytes: Numbers) -> None:
+    ax.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK)
+    ax.set_xlabel("bytes of the tensor", color=DIM, fontsize=9)
+    ax.set_xscale("log", base=2)
+    ax.set(yscale="log", facecolor="none", xlim=(nbytes[0], nbytes[-1]))
+    ax.set_xticks([2.0**power for power in range(5, 60, 5) if nbytes[0] <= 2.0**power <= nbytes[-1]])
+    ax.xaxis.set_major_formatter(lambda value, place: bytes_text(value))
+    ax.yaxis.set_major_formatter(lambda value, place: time_text(value, "s"))
+    ax.tick_params(which="both", colors=DIM, labelsize=9, length=0, pad=6)
+    ax.grid(which="major", color=LINE, lw=0.6, zorder=0)
+    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+
+
+def _mark(ax: Any, size: float, nbytes: Numbers, seconds: Numbers) -> None:
+    """A dashed line from the axis up to the curve, and the size written at its end."""
+    height = float(np.exp(np.interp(np.log(size), np.log(nbytes), np.log(seconds))))
+    ax.plot([size, size], [1e-9, height], color=DIM, lw=1, ls=(0, (3, 3)), zorder=2)
+    beside = {"xytext": (-6, 9), "textcoords": "offset points", "ha": "right", "va": "bottom", "zorder": 5}
+    ax.annotate(bytes_text(size), (size, height), color=INK, fontsize=9, fontweight="bold", **beside)
+
+
+def _as_svg(figure: Any) -> str:
+    """The figure as an SVG element whose colours are those of the style sheet, by name."""
+    from matplotlib import rc_context
+
+    sheet = io.StringIO()
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "tplab"}):
+        figure.savefig(sheet, format="svg", facecolor="none", metadata={"Date": None})
+    text = sheet.getvalue()
+    text = text[text.index("<svg") :]
+    # Its <style> would hold for the whole page; the browser's part says the same on the element.
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"(\d\d\.\d\d)\d+", r"\1", re.sub(r"\s+", " ", text))
+    for colour, token in (_TOKENS | _HUES).items():
+        text = text.replace(colour, token)
+    return text

@@ -1,0 +1,173 @@
+"""`knob(...)`: one control, and bars that change with it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import traitlets
+
+from tplab.widgets.apng import encode
+from tplab.widgets.card import Card, script, style
+from tplab.widgets.palette import ACCENT, DIM, HUES, INK, LINE, WORK, mix
+from tplab.widgets.pen import Pen, text_width
+from tplab.widgets.units import bytes_text, plain, time_text
+
+MARGIN, LINE_HEIGHT, WIDTH = 18, 34, 720
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bar.
+
+    label   what it is of: "4 ranks"
+    parts   what it is made of, in order: {"computing": seconds, "all_reduce": seconds}
+    note    what stands behind its total: "2.5 x as fast"
+    """
+
+    label: str
+    parts: Mapping[str, float]
+    note: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What one setting of the control shows: bars on one scale, and a sentence that says what is to be seen."""
+
+    rows: Sequence[Row]
+    sentence: str
+
+
+class Knob(Card):
+    """The card that `knob` makes. `index` is the place of the chosen option; `option` is the option itself."""
+
+    _esm = script("shell", "knob")
+    _css = style()
+    content = traitlets.Dict().tag(sync=True)
+    index = traitlets.Int(0).tag(sync=True)
+
+    def __init__(self, title: str, control: str, options: Mapping[Any, Bars], start: Any, about: str, unit: str):
+        self.title, self.control, self.about, self.unit, self.options = title, control, about, unit, dict(options)
+        if start not in self.options:
+            raise ValueError(f"start is {start!r}; it must be one of the options, {', '.join(map(repr, self.options))}")
+        listed = ", ".join(map(option_text, self.options))
+        self.sentence = f"{title}. {control}: {listed}. At {option_text(start)}: {self.options[start].sentence}"
+        names = list(dict.fromkeys(name for bars in self.options.values() for row in bars.rows for name in row.parts))
+        hued = [name for name in names if not name.startswith("comput")]  # computing is grey, as on a timeline
+        self.colours = {name: hued.index(name) if name in hued else -1 for name in names}
+        super().__init__(content=self._content(), index=list(self.options).index(start))
+
+    @property
+    def option(self) -> Any:
+        return list(self.options)[self.index]
+
+    @traitlets.validate("index")
+    def _check_index(self, proposal: Any) -> int:
+        if not 0 <= proposal["value"] < len(self.options):
+            many = len(self.options)
+            raise traitlets.TraitError(f"index is {proposal['value']}; give one from 0 to {many - 1}")
+        return proposal["value"]
+
+    def _content(self) -> dict[str, Any]:
+        """All that the browser draws, for every option: it asks nothing of the kernel when the knob is turned."""
+        return {
+            "title": self.title,
+            "about": self.about,
+            "control": self.control,
+            "colours": self.colours,
+            "options": [
+                {
+                    "name": option_text(option),
+                    "sentence": bars.sentence,
+                    "rows": [
+                        {
+                            "label": row.label,
+                            "parts": [[name, share, self.text(row.parts[name])] for name, share in _shares(bars, row)],
+                            "total": self.text(row.total),
+                            "note": row.note,
+                        }
+                        for row in bars.rows
+                    ],
+                }
+                for option, bars in self.options.items()
+            ],
+        }
+
+    def text(self, amount: float) -> str:
+        if self.unit == "B":
+            return bytes_text(amount)
+        return time_text(amount, self.unit) if self.unit in ("s", "steps") else f"{plain(amount)} {self.unit}".strip()
+
+    def picture(self) -> bytes:
+        bars = self.options[self.option]
+        sentence = textwrap.wrap(bars.sentence, int((WIDTH - 2 * MARGIN) / 6.8))
+        pen = Pen(WIDTH, 2 * MARGIN + 83 + LINE_HEIGHT * len(bars.rows) + 17 * len(sentence))
+        pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
+        x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
+        pen.text(x, 26.5, self.about, size=11, fill=DIM, anchor="lm")
+        x = MARGIN + pen.text(MARGIN, 54, f"{self.control}: ", size=11.5, fill=DIM, anchor="lm")
+        self._track(pen, x + pen.text(x, 54, option_text(self.option), size=11.5, bold=True, anchor="lm") + 16, 54)
+        label = max(text_width(row.label, 11) for row in bars.rows) + 12
+        behind = max(text_width(f"{self.text(row.total)}  {row.note}", 11) for row in bars.rows) + 12
+        room = WIDTH - 2 * MARGIN - label - behind
+        y = 74
+        x = MARGIN + label
+        for name, colour in self.colours.items():
+            tint = WORK if colour < 0 else HUES[colour % 8]
+            pen.box(x, y + 4, 16, 10, fill=mix(tint, 0.3), edge=tint, radius=3)
+            x += 22 + pen.text(x + 22, y + 9, name, size=10.5, fill=DIM, anchor="lm") + 18
+        y += 24
+        for row in bars.rows:
+            pen.text(MARGIN + label - 10, y + 12, row.label, size=11, anchor="rm")
+            x = MARGIN + label
+            for name, share in _shares(bars, row):
+                width, colour = share * room, self.colours[name]
+                tint = WORK if colour < 0 else HUES[colour % 8]
+                pen.box(x, y, max(width - 1, 1), 24, fill=mix(tint, 0.3), edge=tint, radius=3)
+                if text_width(name, 10) + 10 < width:
+                    pen.text(x + width / 2, y + 12, name, size=10)
+                x += width
+            end = x + 8 + pen.text(x + 8, y + 12, self.text(row.total), size=11, bold=True, fill=INK, anchor="lm")
+            pen.text(end + 7, y + 12, row.note, size=11, fill=DIM, anchor="lm")
+            y += LINE_HEIGHT
+        for place, line in enumerate(sentence):
+            pen.text(MARGIN, y + 14 + 17 * place, line, size=11.5, anchor="lm")
+        return encode([pen.image()], [0])
+
+    def _track(self, pen: Pen, x: float, y: float) -> None:
+        last, width = max(len(self.options) - 1, 1), 200
+        pen.line([(x, y), (x + width, y)], LINE, 4)
+        pen.line([(x, y), (x + width * self.index / last, y)], ACCENT, 4)
+        pen.disc(x + width * self.index / last, y, 6, fill=ACCENT)
+
+
+def knob(
+    title: str, control: str, options: Mapping[Any, Bars], *, start: Any = None, about: str = "", unit: str = "s"
+) -> Knob:
+    """Show the bars of one option, and a slider that goes through all of them.
+
+    options   what the control can be set to, in order -> the bars to show for it
+    start     the option to begin with; the first, if None
+    unit      of the bars: "s", "steps", "B", or a word of your own
+
+    Everything is worked out before; turning the knob needs no kernel.
+    """
+    if not options or any(not bars.rows for bars in options.values()):
+        raise ValueError("knob needs an option at least, and a bar at least for each")
+    return Knob(title, control, options, next(iter(options)) if start is None else start, about, unit)
+
+
+def option_text(option: Any) -> str:
+    return f"{option:,}" if isinstance(option, int) else str(option)
+
+
+def _shares(bars: Bars, row: Row) -> list[tuple[str, float]]:
+    """The parts of a row as shares of the longest bar."""
+    longest = max(row.total for row in bars.rows) or 1.0
+    return [(name, amount / longest) for name, amount in row.parts.items() if amount > 0]

@@ -1,0 +1,162 @@
+"""`matrices({"X": x, "W": w})`: small matrices side by side, every entry a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import traitlets
+
+from tplab.widgets.apng import encode
+from tplab.widgets.card import Card, script, style
+from tplab.widgets.palette import DIM, HUES, INK, LINE, PAPER, mix
+from tplab.widgets.pen import Pen, text_width
+
+CELL_WIDTH, CELL_HEIGHT, MARGIN, GAP = 46, 25, 18, 34
+MAX_ROWS = MAX_COLUMNS = 8
+MAX_WIDTH, TEXT_WIDTH = 880, 640
+ABOVE, BELOW, WRONG = HUES[0], HUES[1], HUES[5]  # of positive entries, of negative ones, of those that are marked
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One matrix of the picture.
+
+    title   what it is
+    array   its entries: a vector is one row; dims before the last two are laid one below the other
+    wrong   the entries that are marked as wrong (an array of the same shape), or None
+    """
+
+    title: str
+    array: Any
+    wrong: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """What is drawn of a panel: at most MAX_ROWS x MAX_COLUMNS entries."""
+
+    title: str
+    numbers: np.ndarray
+    wrong: np.ndarray
+
+    @property
+    def width(self) -> float:
+        return max(self.numbers.shape[1] * CELL_WIDTH, text_width(self.title, 11))
+
+
+class Matrices(Card):
+    """The card that `matrices` makes: a title, a text, and panels."""
+
+    _esm = script("shell", "matrices")
+    _css = style()
+    content = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, panels: Sequence[Panel], title: str = "", text: str = ""):
+        self.title, self.text = title, text
+        self.grids = [_grid(panel) for panel in panels]
+        sizes = [grid.numbers[np.isfinite(grid.numbers)] for grid in self.grids]
+        self.largest = max((float(np.abs(size).max(initial=0)) for size in sizes), default=0.0)
+        shapes = ", ".join(f"{panel.title} {list(np.shape(panel.array))}" for panel in panels)
+        self.sentence = "\n".join(filter(None, (title, text))) if text else ": ".join(filter(None, (title, shapes)))
+        super().__init__(content={"title": title, "text": text, "panels": [self._panel(grid) for grid in self.grids]})
+
+    def _panel(self, grid: _Grid) -> dict[str, Any]:
+        """Rows of [text, share of the largest entry (below 0 where it is negative), marked?]."""
+        rows = [
+            [[number_text(number), round(self.share(number), 3), bool(wrong)] for number, wrong in zip(*pair)]
+            for pair in zip(grid.numbers, grid.wrong)
+        ]
+        return {"title": grid.title, "rows": rows}
+
+    def share(self, number: float) -> float:
+        return float(number) / self.largest if self.largest and np.isfinite(number) else 0.0
+
+    def picture(self) -> bytes:
+        rows = _in_rows(self.grids)
+        widths = [sum(grid.width for grid in row) + GAP * (len(row) - 1) for row in rows]
+        said = min(max(text_width(line, 11.5) for line in self.text.split("\n")), TEXT_WIDTH)
+        inner = max([text_width(self.title, 13, bold=True), said, *widths])
+        lines = [line for part in self.text.split("\n") for line in _wrapped(part, inner)] if self.text else []
+        top = MARGIN + (22 if self.title else 0) + 17 * len(lines) + (8 if self.title or lines else 0)
+        heights = [24 + max(len(grid.numbers) for grid in row) * CELL_HEIGHT + 16 for row in rows]
+        pen = Pen(inner + 2 * MARGIN, top + sum(heights) + 2)
+        pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
+        if self.title:
+            pen.text(MARGIN, MARGIN + 7, self.title, size=13, bold=True, anchor="lm")
+        for place, line in enumerate(lines):
+            pen.text(MARGIN, MARGIN + 7 + (22 if self.title else 0) + 17 * place, line, size=11.5, anchor="lm")
+        for row, height in zip(rows, heights):
+            x = MARGIN
+            for grid in row:
+                self._draw(pen, grid, x, top)
+                x += grid.width + GAP
+            top += height
+        return encode([pen.image()], [0])
+
+    def _draw(self, pen: Pen, grid: _Grid, x: float, y: float) -> None:
+        pen.text(x, y + 8, grid.title, size=11, bold=True, fill=DIM, anchor="lm")
+        for (row, column), number in np.ndenumerate(grid.numbers):
+            left, top = x + column * CELL_WIDTH, y + 22 + row * CELL_HEIGHT
+            share = self.share(number)
+            fill = mix(ABOVE if share > 0 else BELOW, 0.3 * abs(share), PAPER)
+            pen.box(left, top, CELL_WIDTH - 2, CELL_HEIGHT - 2, fill=fill, edge=LINE, radius=4)
+            if grid.wrong[row, column]:  # a frame and a corner: not by colour alone
+                pen.box(left, top, CELL_WIDTH - 2, CELL_HEIGHT - 2, edge=WRONG, radius=4, line=1.6)
+                pen.line([(left + CELL_WIDTH - 9, top + 1), (left + CELL_WIDTH - 3, top + 7)], WRONG, 1.6)
+            at = left + CELL_WIDTH / 2 - 1, top + CELL_HEIGHT / 2 - 1
+            pen.text(*at, number_text(number), size=10.5, fill=INK)
+
+
+def matrices(arrays: Mapping[str, Any], title: str = "") -> Matrices:
+    """Show a few small matrices, of NumPy, torch or JAX, side by side: {"X": x, "W": w}."""
+    return Matrices([Panel(name, array) for name, array in arrays.items()], title)
+
+
+def number_text(number: float) -> str:
+    """A number in at most six characters; what is smaller than a rounding is 0."""
+    if not np.isfinite(number):
+        return str(float(number))
+    size = abs(float(number))
+    if size < 1e-9:
+        return "0"
+    if size < 1e5 and number == int(number):
+        return str(int(number))
+    if 0.005 <= size < 1e5:
+        return f"{number:.2f}" if size < 100 else f"{number:.0f}"
+    return f"{number:.0e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _grid(panel: Panel) -> _Grid:
+    array = np.asarray(panel.array, float)
+    flat = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+    wrong = np.zeros(flat.shape, bool) if panel.wrong is None else np.asarray(panel.wrong, bool).reshape(flat.shape)
+    cut = (slice(MAX_ROWS), slice(MAX_COLUMNS))
+    numbers = flat[cut]
+    cut_to = "" if numbers.size == flat.size else f", its first {numbers.shape[0]} × {numbers.shape[1]}"
+    return _Grid(panel.title + cut_to, numbers, wrong[cut])
+
+
+def _in_rows(grids: Sequence[_Grid]) -> list[list[_Grid]]:
+    """As many panels beside each other as there is room for."""
+    rows: list[list[_Grid]] = []
+    for grid in grids:
+        taken = sum(other.width + GAP for other in rows[-1]) if rows else 0
+        if rows and taken + grid.width <= MAX_WIDTH - 2 * MARGIN:
+            rows[-1].append(grid)
+        else:
+            rows.append([grid])
+    return rows
+
+
+def _wrapped(text: str, width: float) -> list[str]:
+    lines = [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}".lstrip()
+        if lines[-1] and text_width(longer, 11.5) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines

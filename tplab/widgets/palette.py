@@ -1,0 +1,29 @@
+"""The colours of the pictures that Python draws: those of static/tplab.css in its light theme. A test compares them."""
+
+INK, DIM, LINE, SOFT, PAPER = "#1c2230", "#5c677a", "#d5dbe5", "#f4f6f9", "#ffffff"
+ACCENT, HATCH, WORK = "#1f5fd0", "#dfe4ec", "#66718a"
+
+# Each has a letter, number or pattern beside it wherever it is used. White text on each of them, and each of them on
+# light or dark paper, has a contrast of 4.5 and 3 at least; neighbours stay apart for colour-blind readers.
+HUES = ("#2f6bd8", "#b45309", "#0f7d5c", "#b33a83", "#0b7a99", "#d0342c", "#537a30", "#7a5fb0")
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def mix(colour: str, share: float, paper: str = PAPER) -> tuple[int, int, int]:
+    """`share` of a colour over the paper."""
+    return tuple(round(share * a + (1 - share) * b) for a, b in zip(rgb(colour), rgb(paper), strict=True))  # type: ignore
+
+
+def hue(index: int) -> str:
+    return HUES[index % len(HUES)] if index >= 0 else WORK
+
+
+def shades() -> list[tuple[int, int, int]]:
+    """The colours that pictures are made of: each plain, as it is used over paper, and as its edges are smoothed."""
+    paper = [rgb(PAPER), rgb(SOFT), rgb(LINE), rgb(HATCH)]
+    greys = [mix(colour, share / 8) for colour in (INK, DIM) for share in range(1, 9)]
+    strong = [mix(colour, share) for colour in (ACCENT, WORK) for share in (1, 0.7, 0.42, 0.22)]
+    return paper + greys + strong + [mix(colour, share) for colour in HUES for share in (1, 0.8, 0.55, 0.26, 0.13)]

@@ -1,0 +1,205 @@
+"""What `shards` draws: tensors cut into pieces, and each rank with its own. Lengths are CSS pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tplab.mesh import Mesh
+from tplab.sharding import local_shape, replicas, shard_slices
+from tplab.widgets.product import Product, Tensor
+
+LARGEST = 190.0  # pixels of the longest side
+LEFT, TOP = 64.0, 40.0  # room for a tensor's captions
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a tensor: where it lies, and the ranks that hold it. For a sum: the ranks it is the sum of."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    hue: int
+    ranks: tuple[int, ...]
+    index: str  # "[0:4, 3:6]"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One tensor: its box, its pieces, and what is written above and to the left of it."""
+
+    name: str
+    x: float
+    y: float
+    width: float
+    height: float
+    above: str
+    beside: str
+    pieces: list[Piece]
+    summed: bool  # its pieces are sums over several ranks' products, not made yet
+    lines: tuple[int, int]  # rows and columns of elements, where they are few enough to be seen
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """"0, 4"; "0-3" where they follow each other; "0, 8, ... 56" where they are many."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
+
+
+def index_text(shape: Sequence[int], slices: Sequence[slice]) -> str:
+    """A piece as one would index it: "[0:4, :]"."""
+    whole = [slice(0, size) for size in shape]
+    return f"[{', '.join(':' if part == all_ else f'{part.start}:{part.stop}' for part, all_ in zip(slices, whole))}]"
+
+
+def _faces(tensor: Tensor) -> tuple[int, int | None]:
+    """The dims drawn downwards and across: those that are split first, then the last ones. None: a vector."""
+    dims = range(len(tensor.shape))
+    split = [dim for dim in dims if tensor.axes(dim)]
+    rest = [dim for dim in reversed(dims) if not tensor.axes(dim)]
+    chosen = sorted((split + rest)[:2])
+    return (chosen[0], chosen[1]) if len(chosen) == 2 else (chosen[0] if chosen else 0, None)
+
+
+def drawing(tensor: Tensor, mesh: Mesh, x: float, y: float, pixels: tuple[float, float], *,
+            above: bool = True, beside: bool = True, summed: Sequence[str] = ()) -> Drawing:  # fmt: skip
+    """A tensor at (x, y), `pixels` wide and high. `summed`: axes over which its pieces are sums."""
+    down, across = _faces(tensor)
+    width, height = pixels
+    groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for ranks in replicas(tensor.spec, mesh):
+        for rank in ranks:
+            slices = shard_slices(tensor.shape, tensor.spec, mesh, rank)
+            groups.setdefault(tuple((part.start, part.stop) for part in slices), []).append(rank)
+    pieces = []
+    # Dims that are not drawn share the face: a piece that differs only in those gets a strip of its own.
+    places: dict[tuple[tuple[int, int], ...], list[tuple[tuple[int, int], ...]]] = {}
+    for key in sorted(groups):
+        face = tuple(key[dim] for dim in (down, across) if dim is not None and key)
+        places.setdefault(face, []).append(key)
+    for face, keys in places.items():
+        size = tensor.shape
+        y0, y1 = ((part / max(size[down], 1)) for part in face[0]) if across is not None else (0.0, 1.0)
+        wide = face[-1] if face else (0, 1)
+        x0, x1 = (part / max(size[across if across is not None else down] if size else 1, 1) for part in wide)
+        for place, key in enumerate(keys):
+            strip = (y1 - y0) / len(keys)
+            box = (x0 * width, (y0 + place * strip) * height, (x1 - x0) * width, strip * height)
+            text = index_text(tensor.shape, [slice(*part) for part in key])
+            pieces.append(Piece(*box, hue=len(pieces) % 8, ranks=tuple(groups[key]), index=text))
+    lines = (1, 1)
+    if tensor.shape:
+        lines = (1, tensor.shape[down]) if across is None else (tensor.shape[down], tensor.shape[across])
+    few = max(lines) <= 16 and min(width / lines[1], height / lines[0]) >= 7
+    captions = [_caption(tensor, dim, mesh) for dim in range(len(tensor.shape))]
+    top = captions[across if across is not None else down] if above and captions else ""
+    left = captions[down] if beside and across is not None else ""
+    name = f"{tensor.name} {list(tensor.shape)}"
+    return Drawing(name, x, y, width, height, top, left, pieces, bool(summed), lines if few else (1, 1))
+
+
+def _caption(tensor: Tensor, dim: int, mesh: Mesh) -> str:
+    axes = tensor.axes(dim)
+    if not axes:
+        return f"{tensor.shape[dim]}"
+    parts = mesh.axis_size(axes)
+    return f"{tensor.shape[dim]} = {parts} × {tensor.shape[dim] // parts} over {','.join(axes)}"
+
+
+def _pixels(sizes: Sequence[int], longest: float) -> list[float]:
+    """Lengths that grow with the sizes, but slower, so that a small dim can still be seen."""
+    most = max(max(sizes), 1)
+    return [max(62.0, longest * (max(size, 1) / most) ** 0.4) for size in sizes]
+
+
+def one(tensor: Tensor, mesh: Mesh) -> list[Drawing]:
+    """The drawing of a single tensor."""
+    down, across = _faces(tensor)
+    shape = tensor.shape or (1,)
+    if across is None:
+        return [drawing(tensor, mesh, LEFT, TOP, (LARGEST + 60, 54.0))]
+    high, wide = _pixels((shape[down], shape[across]), LARGEST + 40)
+    return [drawing(tensor, mesh, LEFT, TOP, (wide, min(high, LARGEST)))]
+
+
+def multiplied(of: Product, mesh: Mesh) -> list[Drawing]:
+    """The drawing of a product, as on paper: w above y, x to its left, so that rows and columns line up."""
+    rows, inner, columns = _pixels((of.x.shape[0], of.x.shape[1], of.w.shape[1]), 150.0)
+    left, top = LEFT, TOP
+    gap = 46.0
+    return [
+        drawing(of.x, mesh, left, top + inner + gap, (inner, rows)),
+        drawing(of.w, mesh, left + inner + gap, top, (columns, inner)),
+        drawing(of.y, mesh, left + inner + gap, top + inner + gap, (columns, rows), above=False, beside=False,
+                summed=of.summed),
+    ]  # fmt: skip
+
+
+def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> dict[str, Any]:
+    """Every rank with a small copy of each tensor, its own pieces filled."""
+    few = mesh.size <= 16
+    scale = 0.26 if few else 0.14
+    if len(drawings) > 1:
+        scale *= 0.65
+    small = [(max(11.0, d.width * scale), max(9.0, d.height * scale)) for d in drawings]
+    gap, pad, name = (6.0, 8.0, 20.0) if few else (3.0, 5.0, 16.0)
+    width = max(sum(w for w, _ in small) + gap * (len(small) - 1) + 2 * pad, 58.0 if few else 34.0)
+    height = max(h for _, h in small) + name + pad
+    between = 10 if few else 5
+    columns = mesh.shape[mesh.axis_names[-1]]
+    grid = len([size for size in mesh.shape.values() if size > 1]) > 1 and columns <= 16
+    if not grid:
+        columns = min(mesh.size, 4 if mesh.size in (4, 8) or mesh.size > 8 else mesh.size)
+        columns = 8 if mesh.size > 16 else columns
+    left, top = (44.0, 24.0) if grid else (0.0, 0.0)
+    boxes, labels = [], []
+    for rank in mesh.ranks:
+        row, column = divmod(rank, columns)
+        x, y = left + column * (width + between), top + row * (height + between)
+        inside = x + (width - sum(w for w, _ in small) - gap * (len(small) - 1)) / 2
+        minis = []
+        for d, (w, h) in zip(drawings, small):
+            own = next(piece for piece in d.pieces if rank in piece.ranks)
+            box = (inside, y + name + (height - name - pad - h) / 2, w, h)
+            part = (box[0] + own.x / d.width * w, box[1] + own.y / d.height * h, own.width / d.width * w,
+                    own.height / d.height * h)  # fmt: skip
+            minis.append([*box, *part, own.hue])
+            inside += w + gap
+        boxes.append({"x": x, "y": y, "minis": minis})
+    if grid:
+        *others, last = mesh.axis_names
+        labels += [[left + c * (width + between) + width / 2, 10.0, f"{last} {c}"] for c in range(columns)]
+        for row in range(mesh.size // columns):
+            where = mesh.coordinates(row * columns)
+            text = " ".join(f"{axis} {where[axis]}" for axis in others if mesh.shape[axis] > 1)
+            labels.append([20.0, top + row * (height + between) + height / 2, text])
+    rows = -(-mesh.size // columns)
+    return {
+        "boxes": boxes,
+        "size": [width, height],
+        "labels": labels,
+        "few": few,
+        "width": left + columns * (width + between) - between,
+        "height": top + rows * (height + between) - between,
+    }
+
+
+
+def held(tensor: Tensor, mesh: Mesh) -> str:
+    """"w [8, 12] is split over tp (dim 1): each rank holds [8, 3], 1/4 of it; over dp there are 2 copies"."""
+    split = [dim for dim in range(len(tensor.shape)) if tensor.axes(dim)]
+    local = local_shape(tensor.shape, tensor.spec, mesh)
+    spare = [axis for axis in mesh.axis_names if axis not in tensor.spec.axis_names and mesh.shape[axis] > 1]
+    copies = math.prod(mesh.shape[axis] for axis in spare)
+    name = f"{tensor.name} {list(tensor.shape)}"
+    if not split:
+        return f"every rank holds all of {name}: {copies} cop{'ies' if copies > 1 else 'y'}"
+    how = " and ".join(f"over {','.join(tensor.axes(dim))} (dim {dim})" for dim in split)
+    parts = math.prod(mesh.axis_size(tensor.axes(dim)) for dim in split)
+    text = f"{name} is split {how}: each rank holds {list(local)}, 1/{parts} of it"
+    return text + (f"; over {' and '.join(spare)} there are {copies} copies of each piece" if copies > 1 else "")

@@ -1,0 +1,139 @@
+"""`shards(mesh, shape, P(...))`: which rank holds which slice of a tensor, or what each computes of a product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import traitlets
+
+from tplab.errors import SpecError
+from tplab.mesh import Mesh
+from tplab.sharding import P, check_spec
+from tplab.widgets import scene, still_shards
+from tplab.widgets.card import Card, script, style
+from tplab.widgets.product import Product, Tensor, product
+from tplab.widgets.units import count_text
+from tplab.widgets.wire import pack
+
+
+class Shards(Card):
+    """The card that `shards` makes. `rank` is the rank that is pointed out; -1: none."""
+
+    _esm = script("wire", "shell", "shards")
+    _css = style()
+    scene = traitlets.Bytes().tag(sync=True)
+    rank = traitlets.Int(-1).tag(sync=True)
+
+    def __init__(self, mesh: Mesh, of: Tensor | Product):
+        self.mesh, self.of = mesh, of
+        self.content = content(mesh, of)
+        self.sentence = self.content["sentence"]
+        super().__init__(scene=pack(self.content, {}))
+
+    @traitlets.validate("rank")
+    def _check_rank(self, proposal: Any) -> int:
+        if not -1 <= proposal["value"] < self.mesh.size:
+            last = self.mesh.size - 1
+            raise traitlets.TraitError(f"rank is {proposal['value']}; {self.mesh} has 0 to {last}, and -1 is none")
+        return proposal["value"]
+
+    def picture(self) -> bytes:
+        return still_shards.still(self.content, self.rank)
+
+
+def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
+    """All that is drawn and said, for the browser and for the still picture."""
+    one = isinstance(of, Tensor)
+    drawings = scene.one(of, mesh) if one else scene.multiplied(of, mesh)
+    says = [_of_rank(mesh, of, drawings, rank) for rank in mesh.ranks]
+    about = f"{of.spec} on {mesh}" if one else f"{of.x.name} {of.x.spec}, {of.w.name} {of.w.spec} on {mesh}"
+    drawn = {
+        "title": f"{of.name} {list(of.shape)}" if one else f"{of.x.name} @ {of.w.name} = {of.y.name}",
+        "about": about,
+        "badge": f"{mesh.size} rank{'s' * (mesh.size > 1)}",
+        "drawings": [asdict(d) for d in drawings],
+        "width": max(d.x + d.width for d in drawings) + 6,
+        "height": max(d.y + d.height for d in drawings) + 24,
+        "ranks": scene.ranks(drawings, mesh),
+        "sentence": scene.held(of, mesh) + "." if one else _verdict(mesh, of),
+        "says": says,
+    }
+    return _rounded(drawn)
+
+
+def _rounded(value: Any) -> Any:
+    """Lengths to a hundredth of a pixel, so that less is sent."""
+    if isinstance(value, float):
+        return round(value, 2)
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _verdict(mesh: Mesh, of: Product) -> str:
+    """What the product costs and needs."""
+    rows, inner, columns = of.multiplied
+    whole = 2 * of.x.shape[0] * of.x.shape[1] * of.w.shape[1]
+    text = (
+        f"Each rank multiplies [{rows}, {inner}] by [{inner}, {columns}]: {count_text(of.flops)} of "
+        f"{count_text(whole)} FLOPs; {of.y.name} {list(of.y.shape)} comes out as {of.y.spec}"
+    )
+    if not of.summed:
+        return text + ", complete: nothing is sent."
+    size = mesh.axis_size(of.summed)
+    sent = 2 * (size - 1) * rows * columns / size
+    return (
+        f"{text}, each piece as {size} parts of a sum: it needs an all_reduce over {','.join(of.summed)} "
+        f"(a ring sends 2 × {size - 1}/{size} × {rows * columns} = {count_text(sent)} elements from each rank)."
+    )
+
+
+def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[scene.Drawing], rank: int) -> str:
+    own = [next(piece for piece in d.pieces if rank in piece.ranks) for d in drawings]
+    if isinstance(of, Tensor):
+        others = [other for other in own[0].ranks if other != rank]
+        shared = f", and so do {scene.ranks_text(others)}" if others else ", nobody else does"
+        return f"holds {of.name}{own[0].index}{shared}"
+    multiplies = f"multiplies {of.x.name}{own[0].index} by {of.w.name}{own[1].index}"
+    if of.x.axes(1) != of.w.axes(0):  # one of the two is whole: only the matching part of it is used
+        whole = of.x if not of.x.axes(1) else of.w
+        multiplies += f" (of {whole.name} only what meets the other's piece)"
+    result = f"{of.y.name}{own[2].index}"
+    if not of.summed:
+        return f"{multiplies}: {result}"
+    summed = scene.ranks_text(mesh.group(rank, of.summed))
+    return f"{multiplies}: its part of {result}, which is the sum over ranks {summed}"
+
+
+def shards(
+    mesh: Mesh, shape: Sequence[int] | None = None, spec: P | None = None, *, name: str = "x", **tensors: Any
+) -> Shards:
+    """Show which rank holds which slice of a tensor.
+
+        shards(Mesh(dp=2, tp=4), (8, 12), P(None, "tp"), name="w")
+
+    Or, for two matrices given by name as (shape, P), of their product: how the result is sharded, what each rank
+    computes, and whether it needs an all_reduce.
+
+        shards(mesh, x=((8, 16), P("dp", None)), w=((16, 12), P(None, "tp")))
+
+    Raises SpecError and ShapeError where a `P` does not fit, or the pieces cannot be multiplied where they lie.
+    """
+    if shape is not None and not tensors:
+        tensors = {name: (shape, P() if spec is None else spec)}
+    elif shape is not None or spec is not None or len(tensors) not in (1, 2):
+        raise SpecError(
+            f"shards takes one tensor, shards(mesh, (8, 12), P(None, 'tp')), or two by name, shards(mesh, x=((8, 16), "
+            f"P()), w=((16, 12), P(None, 'tp'))); there are {len(tensors) + (shape is not None)}"
+        )
+    found = []
+    for key, given in tensors.items():
+        if not (isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], P)):
+            raise SpecError(f"{key} is {given!r}; give its shape and its P, as {key}=((8, 16), P('dp', None))")
+        sizes = tuple(int(size) for size in np.atleast_1d(given[0]))
+        check_spec(sizes, given[1], mesh)
+        found.append(Tensor(key, sizes, given[1]))
+    return Shards(mesh, found[0] if len(found) == 1 else product(found[0], found[1], mesh))

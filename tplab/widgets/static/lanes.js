@@ -1,0 +1,323 @@
+// The timeline: one lane a rank, computing above and messages below, on one canvas; the playhead lies over it.
+import { colours, el } from "./shell.js";
+import { plain, ticks, timeText } from "./units.js";
+import { COMPUTE, SEND, WAIT } from "./score.js";
+import { describeBar } from "./bars.js";
+
+const AXIS = 20, TOP = 6;
+
+export class Lanes {
+  // seek(time): the reader points at a time. zoom: whether one can look closer; busy: each rank's share, to write.
+  constructor(root, host, score, { seek, hint, zoom = false, busy = null }) {
+    Object.assign(this, { root, score, seek, hint, zoom, busy });
+    this.begin = score.times[0];
+    this.end = Math.max(score.times[score.times.length - 1], this.begin + 1e-12);
+    this.view = [this.begin, this.end];
+    this.left = score.ranks > 16 ? 34 : 58;
+    this.right = busy ? 50 : 8;
+    this.measure();
+    this.canvas = el("canvas", { role: "img", "aria-label": `timeline of ${score.ranks} ranks, ${timeText(this.end - this.begin, score.unit)} long` });
+    this.head = el("div.tpl-playhead");
+    this.veil = zoom ? null : el("div.tpl-veil"); // what is still to come is paler
+    this.mark = el("div.tpl-barmark", { hidden: "" });
+    this.box = el("div.tpl-lanes", {}, this.canvas, el("div.tpl-plot", {}, this.veil, this.mark, this.head));
+    this.plot = this.box.lastChild;
+    this.box.style.height = `${this.height}px`;
+    this.canvas.style.height = `${this.height}px`;
+    host.append(this.box);
+    this.listen();
+    this.resizer = new ResizeObserver(() => this.draw());
+    this.resizer.observe(this.box);
+  }
+
+  // Which bars lie in which lane and track, and how high a lane is.
+  measure() {
+    const { score } = this, { rank, kind, start, end } = score;
+    this.rows = Array.from({ length: score.ranks }, () => []);
+    this.track = new Uint8Array(rank.length);
+    const free = Array.from({ length: score.ranks }, () => []);
+    let tracks = 1;
+    for (let row = 0; row < rank.length; row++) {
+      if (end[row] <= start[row]) continue;
+      this.rows[rank[row]].push(row);
+      if (kind[row] === COMPUTE || kind[row] === WAIT) continue;
+      const until = free[rank[row]];
+      let track = until.findIndex((time) => time <= start[row] + 1e-15);
+      if (track < 0) track = Math.min(until.length, 2);
+      until[track] = end[row];
+      this.track[row] = track;
+      tracks = Math.max(tracks, track + 1);
+    }
+    const size = score.ranks <= 4 ? 17 : score.ranks <= 8 ? 15 : score.ranks <= 16 ? 11 : score.ranks <= 32 ? 6 : 3;
+    this.work = score.computes ? size : 0;
+    this.talk = tracks > 1 ? Math.max(2, Math.round((size * 1.5) / tracks)) : score.computes ? Math.max(2, Math.round(size * 0.8)) : size;
+    this.lane = this.work + this.talk * tracks + (size > 6 ? 5 : 1);
+    this.bottom = TOP + this.lane * score.ranks;
+    this.height = this.bottom + AXIS;
+  }
+
+  x(time) {
+    return this.left + ((time - this.view[0]) / (this.view[1] - this.view[0])) * this.width;
+  }
+
+  time(x) {
+    return this.view[0] + ((x - this.left) / this.width) * (this.view[1] - this.view[0]);
+  }
+
+  // [top, height] of a bar.
+  at(row) {
+    const { score } = this, top = TOP + score.rank[row] * this.lane, kind = score.kind[row];
+    const above = (kind === COMPUTE || kind === WAIT) && this.work;
+    return above ? [top, this.work] : [top + this.work + this.track[row] * this.talk, this.talk - (this.talk > 5 ? 1 : 0)];
+  }
+
+  draw() {
+    const full = this.box.clientWidth;
+    if (!full) return;
+    this.width = full - this.left - this.right;
+    const ratio = window.devicePixelRatio || 1, pen = this.canvas.getContext("2d");
+    this.canvas.width = Math.round(full * ratio);
+    this.canvas.height = Math.round(this.height * ratio);
+    pen.scale(ratio, ratio);
+    Object.assign(this.plot.style, { left: `${this.left}px`, width: `${this.width}px`, height: `${this.bottom}px` });
+    const paint = (this.paint = colours(this.root));
+    this.hatch = hatch(pen, paint.hatch, ratio);
+    this.drawGround(pen, paint);
+    pen.save();
+    pen.beginPath();
+    pen.rect(this.left, 0, this.width, this.bottom);
+    pen.clip();
+    for (const rows of this.rows) this.drawLane(pen, paint, rows);
+    if (this.critical) this.drawCritical(pen, paint);
+    pen.restore();
+    this.moveHead(this.now ?? this.begin);
+  }
+
+  drawGround(pen, paint) {
+    const { score, left, width } = this, every = this.lane < 12 ? 8 : 1;
+    pen.textBaseline = "middle";
+    pen.fillStyle = paint.dim;
+    pen.font = `11px ${paint.font}`;
+    for (let rank = 0; rank < score.ranks; rank++) {
+      const top = TOP + rank * this.lane, middle = top + (this.lane - 4) / 2;
+      pen.fillStyle = paint.soft;
+      pen.fillRect(left, top, width, this.lane - (this.lane > 12 ? 5 : 1));
+      if (this.work) this.drawIdle(pen, left, top, width, this.work);
+      pen.fillStyle = paint.dim;
+      pen.textAlign = "left";
+      if (rank % every === 0) pen.fillText(score.ranks > 16 ? rank : `rank ${rank}`, 0, middle);
+      pen.textAlign = "right";
+      if (this.busy && rank % every === 0) pen.fillText(`${plain(Math.round(100 * this.busy[rank]))} %`, left + width + this.right, middle);
+    }
+    const [from, to] = this.view;
+    for (const time of ticks(from, to, Math.max(2, width / 110), score.unit, this.begin)) {
+      const x = this.x(time), text = timeText(time - this.begin, score.unit, this.end - this.begin);
+      pen.fillStyle = paint.line;
+      pen.fillRect(Math.round(x), this.bottom - 1, 1, 4);
+      pen.fillStyle = paint.dim;
+      pen.textAlign = x < left + 12 ? "left" : x > left + width - 16 ? "right" : "center";
+      pen.fillText(text, x < left + 12 ? x - 2 : x, this.bottom + 12);
+    }
+  }
+
+  drawIdle(pen, x, y, width, height) {
+    pen.fillStyle = this.hatch;
+    pen.fillRect(x, y, width, height);
+  }
+
+  drawLane(pen, paint, rows) {
+    const { score, view: [from, to] } = this;
+    const last = [-9, -9, -9, -9];
+    for (const row of rows) {
+      if (score.start[row] > to) break;
+      const kind = score.kind[row];
+      if (score.end[row] < from || kind === WAIT) continue; // to wait is to do nothing: the ground shows
+      const [y, height] = this.at(row);
+      const x = Math.max(this.x(score.start[row]), this.left - 4), right = Math.min(this.x(score.end[row]), this.left + this.width + 4);
+      const track = kind === COMPUTE ? 3 : this.track[row];
+      if (right - last[track] < 0.7) continue; // nothing of it would be seen
+      last[track] = right;
+      pen.globalAlpha = this.critical && !this.critical.has(row) ? 0.22 : 1;
+      const colour = kind === COMPUTE ? paint.work : paint.hue(score.item[row]);
+      const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
+      pen.fillStyle = paint.paper;
+      if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching
+      pen.fillStyle = paint.mix(colour, kind === COMPUTE ? 0.42 : large ? 0.24 : 0.7);
+      shape(pen, x + 0.5, y + 0.5, width, height - 1, large ? 3 : 0);
+      pen.fill();
+      if (large) {
+        pen.strokeStyle = colour;
+        pen.lineWidth = 1;
+        pen.stroke();
+      }
+      if (height >= 10 && width > 12) this.write(pen, paint, row, x, y, width, height);
+    }
+    pen.globalAlpha = 1;
+  }
+
+  write(pen, paint, row, x, y, width, height) {
+    const { score } = this, item = score.item[row], op = score.ops[score.op[row]];
+    const name = item >= 0 ? score.items[item][0] : "";
+    const texts = score.kind[row] === SEND ? [`send ${name}`, name] : name ? [`${op} ${name}`, op, name] : [op];
+    pen.font = `${height >= 14 ? 11 : 10}px ${paint.font}`;
+    const text = texts.find((text) => text && pen.measureText(text).width < width - 8);
+    if (!text) return;
+    pen.fillStyle = paint.ink;
+    pen.textAlign = "left";
+    pen.fillText(text, Math.max(x, this.left) + 6, y + height / 2 + 0.5);
+  }
+
+  drawCritical(pen, paint) {
+    const { score } = this;
+    pen.strokeStyle = paint.accent;
+    pen.lineWidth = this.lane > 12 ? 2 : 1.2;
+    let before = null;
+    for (const row of this.critical) {
+      const [y, height] = this.at(row), x = this.x(score.start[row]), right = this.x(score.end[row]);
+      if (right - x > 1) {
+        shape(pen, x + 1, y + 1, Math.max(right - x - 2, 1), height - 2, 3);
+        pen.stroke();
+      }
+      const middle = y + height / 2;
+      if (before && Math.abs(before[1] - middle) > 1) {
+        pen.beginPath();
+        pen.moveTo(before[0], before[1]);
+        pen.lineTo(x, middle);
+        pen.stroke();
+      }
+      before = [right, middle];
+    }
+  }
+
+  showCritical(on) {
+    this.critical = on ? new Set(this.score.critical) : null;
+    this.draw();
+  }
+
+  moveHead(time) {
+    this.now = time;
+    if (!this.width) return;
+    const x = this.x(time) - this.left, inside = x >= -0.5 && x <= this.width + 0.5;
+    this.head.style.transform = `translateX(${x}px)`;
+    this.head.style.visibility = inside ? "" : "hidden";
+    if (!this.veil) return;
+    const from = Math.min(Math.max(x, 0), this.width);
+    this.veil.style.transform = `translateX(${from}px) scaleX(${(this.width - from) / this.width})`;
+  }
+
+  // Look closer by `factor` at `time`, which stays where it is; or move.
+  zoomAt(factor, time = this.now ?? (this.view[0] + this.view[1]) / 2) {
+    const whole = this.end - this.begin, span = Math.min(whole, Math.max((this.view[1] - this.view[0]) / factor, whole * 1e-5));
+    const share = (time - this.view[0]) / (this.view[1] - this.view[0]);
+    this.moveTo(time - span * Math.min(Math.max(share, 0), 1), span);
+  }
+
+  moveTo(from, span = this.view[1] - this.view[0]) {
+    from = Math.min(Math.max(from, this.begin), this.end - span);
+    this.view = [from, from + span];
+    this.hint?.hide();
+    this.mark.hidden = true;
+    this.draw();
+  }
+
+  get closer() {
+    return this.view[1] - this.view[0] < (this.end - this.begin) * 0.999;
+  }
+
+  listen() {
+    const pointers = new Map();
+    let moved = 0, spread = 0;
+    const x = (event) => event.clientX - this.box.getBoundingClientRect().left;
+    const y = (event) => event.clientY - this.box.getBoundingClientRect().top;
+    this.box.addEventListener("pointerdown", (event) => {
+      pointers.set(event.pointerId, event);
+      this.box.setPointerCapture(event.pointerId);
+      moved = 0;
+      this.scrub = !this.closer || y(event) > this.bottom;
+      if (this.scrub) this.seek(this.time(x(event)));
+    });
+    this.box.addEventListener("pointermove", (event) => {
+      const before = pointers.get(event.pointerId);
+      if (!before) return this.point(event, x(event), y(event));
+      const step = event.clientX - before.clientX;
+      pointers.set(event.pointerId, event);
+      moved += Math.abs(step);
+      if (pointers.size === 2 && this.zoom) {
+        const [a, b] = [...pointers.values()], wide = Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
+        if (spread) this.zoomAt(wide / spread, this.time((x(a) + x(b)) / 2));
+        spread = wide;
+      } else if (this.scrub) this.seek(this.time(x(event)));
+      else this.moveTo(this.view[0] - (step / this.width) * (this.view[1] - this.view[0]));
+    });
+    const up = (event) => {
+      if (pointers.has(event.pointerId) && !this.scrub && moved < 4) this.seek(this.time(x(event)));
+      pointers.delete(event.pointerId);
+      spread = 0;
+    };
+    this.box.addEventListener("pointerup", up);
+    this.box.addEventListener("pointercancel", up);
+    this.box.addEventListener("pointerleave", () => { this.hint?.hide(); this.mark.hidden = true; });
+    if (!this.zoom) return;
+    this.box.addEventListener("wheel", (event) => {
+      // The page keeps its own scrolling until the reader has turned to the widget.
+      const turned = event.ctrlKey || event.metaKey || this.root.contains(document.activeElement);
+      const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+      if (!turned || (!this.closer && (sideways || event.deltaY > 0))) return;
+      event.preventDefault();
+      const by = event.deltaMode === 1 ? 16 : 1;
+      if (sideways) this.moveTo(this.view[0] + (((event.deltaX || event.deltaY) * by) / this.width) * (this.view[1] - this.view[0]));
+      else this.zoomAt(Math.exp(-event.deltaY * by * 0.0025), this.time(x(event)));
+    }, { passive: false });
+  }
+
+  // The bar at a place: of several, the one that began last.
+  barAt(x, y) {
+    const rank = Math.floor((y - TOP) / this.lane);
+    if (!this.width || x < this.left || x > this.left + this.width || !this.rows[rank]) return -1;
+    const time = this.time(x), slack = (2 / this.width) * (this.view[1] - this.view[0]);
+    let found = -1;
+    for (const row of this.rows[rank]) {
+      if (this.score.start[row] > time + slack) break;
+      const [top, height] = this.at(row);
+      if (this.score.end[row] >= time - slack && y >= top && y < top + height + 1) found = row;
+    }
+    return found;
+  }
+
+  point(event, x, y) {
+    const row = this.barAt(x, y);
+    this.mark.hidden = row < 0;
+    if (row < 0) return this.hint?.hide();
+    const [top, height] = this.at(row), left = Math.max(this.x(this.score.start[row]), this.left) - this.left;
+    const right = Math.min(this.x(this.score.end[row]) - this.left, this.width);
+    Object.assign(this.mark.style, { left: `${left}px`, top: `${top}px`, width: `${Math.max(right - left, 2)}px`, height: `${height}px` });
+    this.hint?.show(event, describeBar(this.score, row));
+  }
+
+  destroy() {
+    this.resizer.disconnect();
+  }
+}
+
+function shape(pen, x, y, width, height, radius) {
+  pen.beginPath();
+  if (radius) pen.roundRect(x, y, width, Math.max(height, 0.5), Math.min(radius, width / 2));
+  else pen.rect(x, y, width, Math.max(height, 0.5));
+}
+
+function hatch(pen, colour, ratio) {
+  const tile = document.createElement("canvas"), size = 6 * ratio;
+  tile.width = tile.height = Math.round(size);
+  const lines = tile.getContext("2d");
+  lines.strokeStyle = colour;
+  lines.lineWidth = 1.3 * ratio;
+  for (const shift of [-1, 0, 1]) {
+    lines.beginPath();
+    lines.moveTo(shift * tile.width - 1, tile.height + 1);
+    lines.lineTo((shift + 1) * tile.width + 1, -1);
+    lines.stroke();
+  }
+  const pattern = pen.createPattern(tile, "repeat");
+  pattern.setTransform?.(new DOMMatrix().scale(1 / ratio));
+  return pattern;
+}

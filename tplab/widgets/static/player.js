@@ -1,0 +1,205 @@
+// The playhead and its controls. Frames are made here, in the browser: Python hears of the position only when it rests
+// or a step is over.
+import { el, reducedMotion } from "./shell.js";
+
+const ICONS = {
+  first: "M4 3v10M13 3.5 6.5 8l6.5 4.5z", back: "M10.5 3.5 5 8l5.5 4.5z", play: "M5 3l8 5-8 5z",
+  pause: "M4.5 3.5h2v9h-2zM9.5 3.5h2v9h-2z", next: "M5.5 3.5 11 8l-5.5 4.5z",
+};
+const SPEEDS = [0.5, 1, 2, 4];
+
+const icon = (name) => {
+  const svg = el("svg.tpl-icon", { viewBox: "0 0 16 16", "aria-hidden": "true" }, el("path", { d: ICONS[name] }));
+  return svg;
+};
+
+export class Player {
+  // show(position, playing) draws; say(position) is [what step, what happens, how much was sent].
+  constructor(root, model, { steps, show, say, seconds }) {
+    Object.assign(this, { root, model, steps, show, say });
+    this.secondsAStep = seconds ?? Math.max(0.2, Math.min(1.1, 18 / steps));
+    this.position = this.clamp(model.get("step"));
+    this.speed = 1;
+    this.playing = false;
+    this.build();
+    this.onModel = () => {
+      const step = this.clamp(model.get("step"));
+      if (Math.abs(step - this.sent) > 1e-9) this.go(step, false);
+    };
+    model.on("change:step", this.onModel);
+    root.addEventListener("keydown", (event) => this.onKey(event));
+    this.sent = this.position;
+    this.draw();
+  }
+
+  clamp(position) {
+    return Math.min(Math.max(Number(position) || 0, 0), this.steps);
+  }
+
+  build() {
+    const button = (name, label, act) => el("button.tpl-button", { type: "button", title: label, "aria-label": label, onclick: act }, icon(name));
+    this.playButton = button("play", "play (space)", () => this.toggle());
+    this.playButton.classList.add("tpl-play");
+    this.slider = el("input.tpl-slider", {
+      type: "range", min: 0, max: this.steps, step: "any", value: this.position, "aria-label": "position, in steps",
+      oninput: () => this.seek(this.slider.value),
+    });
+    const marks = el("div.tpl-marks", { "aria-hidden": "true" });
+    if (this.steps <= 40) for (let step = 0; step <= this.steps; step++) marks.append(el("i"));
+    this.speedButton = el("button.tpl-button.tpl-speed", { type: "button", onclick: () => this.faster() });
+    this.root.append(el("div.tpl-controls", {},
+      button("first", "to the start (Home)", () => this.go(0)),
+      button("back", "one step back (←)", () => this.step(-1)),
+      this.playButton,
+      button("next", "one step on (→)", () => this.step(1)),
+      el("div.tpl-track", {}, this.slider, marks),
+      this.speedButton));
+    this.headText = el("b");
+    this.sayText = el("span");
+    this.sentText = el("span.tpl-sent");
+    this.root.append(el("p.tpl-say", { "aria-live": "polite" }, this.headText, this.sayText, this.sentText));
+    this.faster(0);
+    // The card keeps the height of its longest sentence, so that nothing below it moves.
+    this.resizer = new ResizeObserver(() => this.reserve());
+    this.resizer.observe(this.root);
+  }
+
+  reserve() {
+    const line = this.sayText.parentElement, width = this.root.clientWidth;
+    if (!width || width === this.reserved) return;
+    this.reserved = width;
+    line.style.minHeight = "";
+    const ghost = line.cloneNode(true);
+    ghost.removeAttribute("aria-live");
+    ghost.style.visibility = "hidden";
+    line.after(ghost);
+    let most = 0;
+    const texts = new Map();
+    for (let step = 0; step <= this.steps; step += Math.ceil(this.steps / 40)) texts.set(this.say(step).join().length, step);
+    for (const step of [...texts].sort((a, b) => b[0] - a[0]).slice(0, 3).map((pair) => pair[1])) {
+      const [head, words, sent] = this.say(step);
+      ghost.textContent = `${head} — ${words} · ${sent}`;
+      most = Math.max(most, ghost.offsetHeight);
+    }
+    ghost.remove();
+    line.style.minHeight = `${most}px`;
+  }
+
+  faster(by = 1) {
+    this.speed = SPEEDS[(SPEEDS.indexOf(this.speed) + by) % SPEEDS.length];
+    this.speedButton.textContent = `${this.speed}×`;
+    this.speedButton.setAttribute("aria-label", `speed ${this.speed} times`);
+    this.speedButton.title = "speed";
+  }
+
+  onKey(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    const onButton = event.target.closest?.("button, select");
+    const act = {
+      " ": onButton ? null : () => this.toggle(), ArrowRight: () => this.step(1), ArrowLeft: () => this.step(-1),
+      Home: () => this.go(0), End: () => this.go(this.steps),
+    }[event.key];
+    if (!act || event.shiftKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    act();
+  }
+
+  // To the next whole step, in either direction.
+  step(by) {
+    const next = by > 0 ? Math.floor(this.position + 1e-6) + 1 : Math.ceil(this.position - 1e-6) - 1;
+    this.go(next);
+  }
+
+  go(position, tell = true) {
+    this.pause(false);
+    clearTimeout(this.resting);
+    this.position = this.clamp(position);
+    this.draw();
+    if (tell) this.sync();
+  }
+
+  // To a position that the reader is still choosing: Python hears of it when the hand rests.
+  seek(position) {
+    this.go(position, false);
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => this.sync(), 150);
+  }
+
+  toggle() {
+    if (this.playing) this.pause();
+    else this.play();
+  }
+
+  play() {
+    if (this.position >= this.steps) this.position = 0;
+    this.playing = true;
+    this.mark();
+    let before = null;
+    const tick = (now) => {
+      const passed = before === null ? 0 : Math.min((now - before) / 1000, 0.1) * this.speed / this.secondsAStep;
+      before = now;
+      const whole = Math.floor(this.position);
+      this.position = this.clamp(this.position + passed);
+      this.draw();
+      if (this.position >= this.steps) this.pause();
+      else {
+        if (Math.floor(this.position) > whole) this.sync();
+        this.timer = requestAnimationFrame(tick);
+      }
+    };
+    if (reducedMotion.matches) {
+      // No motion: one whole step at a time.
+      const jump = () => {
+        this.position = this.clamp(Math.floor(this.position + 1e-6) + 1);
+        this.draw();
+        if (this.position >= this.steps) this.pause();
+        else this.jumps = setTimeout(jump, (1000 * Math.max(this.secondsAStep, 0.8)) / this.speed);
+      };
+      jump();
+    } else this.timer = requestAnimationFrame(tick);
+  }
+
+  pause(tell = true) {
+    if (!this.playing) return;
+    this.playing = false;
+    cancelAnimationFrame(this.timer);
+    clearTimeout(this.jumps);
+    this.mark();
+    if (tell) this.sync();
+  }
+
+  mark() {
+    const label = this.playing ? "pause (space)" : "play (space)";
+    this.playButton.replaceChildren(icon(this.playing ? "pause" : "play"));
+    this.playButton.setAttribute("aria-label", label);
+    this.playButton.title = label;
+  }
+
+  draw() {
+    this.slider.value = this.position;
+    this.slider.parentElement.style.setProperty("--at", `${(100 * this.position) / this.steps}%`);
+    this.show(this.position);
+    const [head, words, sent] = this.say(this.position);
+    const texts = [[this.headText, head], [this.sayText, ` — ${words}`], [this.sentText, sent ? ` · ${sent}` : ""]];
+    for (const [node, text] of texts) if (node.textContent !== text) node.textContent = text;
+    this.slider.setAttribute("aria-valuetext", head);
+  }
+
+  // Tell Python where the playhead is; at most about four times a second while it plays.
+  sync() {
+    const now = performance.now();
+    if (this.playing && now - (this.told ?? -1e9) < 250) return;
+    this.told = now;
+    this.sent = Math.round(this.position * 1000) / 1000;
+    this.model.set("step", this.sent);
+    this.model.save_changes();
+  }
+
+  destroy() {
+    this.pause(false);
+    clearTimeout(this.resting);
+    this.resizer.disconnect();
+    this.model.off("change:step", this.onModel);
+  }
+}

@@ -1,0 +1,198 @@
+// The ranks on their mesh, the links between them, and the chunks on their way.
+import { el } from "./shell.js";
+import { bytesText } from "./units.js";
+import { PASSED, cellText, members, pool } from "./score.js";
+
+const SLOT = 17;
+
+// A point of a quadratic curve [x0, y0, cx, cy, x1, y1].
+function onCurve([x0, y0, cx, cy, x1, y1], u) {
+  const a = (1 - u) ** 2, b = 2 * u * (1 - u), c = u * u;
+  return [a * x0 + b * cx + c * x1, a * y0 + b * cy + c * y1];
+}
+
+export class Ranks {
+  // over(event, what): the pointer is over {flight} or {rank, item} or {rank}; over(null) when it has left.
+  constructor(host, score, over) {
+    this.score = score;
+    const { layout } = score;
+    this.links = new Map(layout.links.map(([from, to, ...curve]) => [`${from}>${to}`, curve]));
+    const svg = el("svg.tpl-ranks", {
+      viewBox: `0 0 ${layout.width} ${layout.height}`, role: "img", "aria-label": `${score.ranks} ranks and the links between them`,
+    });
+    const scale = Math.min(1.15, Math.max(1, 430 / layout.width)); // small pictures may be larger, large ones smaller
+    svg.style.flex = `1 1 ${0.78 * layout.width}px`;
+    svg.style.maxWidth = `min(100%, ${scale * layout.width}px)`;
+    this.bands = el("g");
+    this.flights = el("g");
+    const links = el("g"), ranks = el("g");
+    if (this.links.size <= 300) for (const curve of this.links.values()) links.append(...this.link(curve, layout.boxes));
+    for (const [x, y, text] of layout.labels) links.append(el("text.tpl-axis", { x, y }, text));
+    this.ranks = layout.centres.map((centre, rank) => this.rank(ranks, rank, centre, over));
+    this.pool = [];
+    this.over = over;
+    svg.append(links, this.bands, ranks, this.flights);
+    host.append(svg);
+  }
+
+  link([x0, y0, cx, cy, x1, y1], head) {
+    const parts = [el("path.tpl-link", { d: `M${x0} ${y0}Q${cx} ${cy} ${x1} ${y1}` })];
+    if (!head) return parts;
+    const angle = Math.atan2(y1 - cy, x1 - cx);
+    const wing = (turn) => `${x1 - 6.5 * Math.cos(angle + turn)} ${y1 - 6.5 * Math.sin(angle + turn)}`;
+    return [...parts, el("path.tpl-arrow", { d: `M${wing(0.55)}L${x1} ${y1}L${wing(-0.55)}` })];
+  }
+
+  rank(host, rank, [x, y], over) {
+    const { boxes, size: [width, height], slots } = this.score.layout;
+    const group = el("g.tpl-rank");
+    host.append(group);
+    if (!boxes) {
+      const dot = el("circle.tpl-dot", { cx: x, cy: y, r: width / 2 });
+      const share = el("circle.tpl-share.tpl-turned", { cx: x, cy: y, r: width / 2 - 1.5, pathLength: 1 });
+      group.append(dot, share, el("text.tpl-dotname", { x, y }, rank));
+      group.addEventListener("pointermove", (event) => over(event, { rank }));
+      group.addEventListener("pointerleave", () => over(null));
+      return { group, share, slots: [] };
+    }
+    const few = slots[rank].length;
+    const name = el("text.tpl-rankname", { x, y: few ? y - height / 2 + 14 : y - 3 }, `rank ${rank}`);
+    group.append(el("rect.tpl-box", { x: x - width / 2, y: y - height / 2, width, height, rx: 10 }), name);
+    // Where there are too many items for slots, a bar says how much of them all the rank holds.
+    const bar = { x1: x - width / 2 + 9, x2: x + width / 2 - 9, y1: y + height / 2 - 8, y2: y + height / 2 - 8 };
+    const share = few || !this.score.items.length ? null : el("line.tpl-share", { ...bar, pathLength: 1 });
+    if (share) group.append(el("line.tpl-shareof", bar), share);
+    const cells = slots[rank].map(([item, left, top]) => {
+      const slot = el("g.tpl-slot", { style: `--c:var(--c${item % 8})`, transform: `translate(${left} ${top})` },
+        el("rect", { width: SLOT, height: SLOT, rx: 5 }), el("rect.tpl-gauge", { width: SLOT, height: SLOT, rx: 5 }),
+        el("text", { x: SLOT / 2, y: SLOT / 2 }, this.score.items[item][0]));
+      slot.addEventListener("pointermove", (event) => over(event, { rank, item }));
+      slot.addEventListener("pointerleave", () => over(null));
+      group.append(slot);
+      return { item, slot, gauge: slot.children[1], state: "" };
+    });
+    return { group, name, share, slots: cells };
+  }
+
+  draw(now) {
+    const { score } = this, numItems = score.items.length;
+    const working = new Map(now.computing.map(([row]) => [score.rank[row], score.ops[score.op[row]]]));
+    const busy = new Set([...working.keys(), ...now.together.map(([row]) => score.rank[row])]);
+    this.ranks.forEach((shape, rank) => {
+      shape.group.classList.toggle("tpl-busy", busy.has(rank));
+      if (shape.name) {
+        const text = working.get(rank) ?? `rank ${rank}`;
+        const most = Math.floor(score.layout.size[0] / 6.6) - 2;
+        const name = working.has(rank) ? `${rank} · ${text.length > most ? `${text.slice(0, most - 1)}…` : text}` : text;
+        if (shape.name.textContent !== name) shape.name.textContent = name;
+      }
+      for (const slot of shape.slots) this.drawSlot(slot, rank, now.cells[rank * numItems + slot.item], now);
+      if (shape.share) this.drawShare(shape, rank, now);
+    });
+    this.drawBands(now);
+    now.flights.forEach(([row, u], place) => this.drawFlight(place, row, u));
+    for (let place = now.flights.length; place < this.pool.length; place++) this.pool[place].group.style.display = "none";
+  }
+
+  drawSlot(slot, rank, hold, now) {
+    const arriving = now.arriving.has(rank * this.score.items.length + slot.item);
+    const state = `${hold}${arriving}`;
+    if (slot.state === state) return;
+    slot.state = state;
+    const held = hold >= 0, passed = held && this.score.hold_state[hold] === PASSED;
+    const share = held && !passed ? members(this.score, hold).length / pool(this.score, hold).length : 0;
+    slot.slot.setAttribute("class", `tpl-slot${passed ? " tpl-passed" : held ? " tpl-held" : ""}${arriving ? " tpl-arriving" : ""}`);
+    slot.gauge.setAttribute("height", SLOT * share);
+    slot.gauge.setAttribute("y", SLOT * (1 - share));
+  }
+
+  drawShare(shape, rank, now) {
+    const { score } = this, numItems = score.items.length;
+    let sum = 0;
+    for (let item = 0; item < numItems; item++) {
+      const hold = now.cells[rank * numItems + item];
+      if (hold >= 0 && score.hold_state[hold] !== PASSED) sum += this.shareOf(hold);
+    }
+    shape.share.setAttribute("stroke-dasharray", `${sum / Math.max(numItems, 1)} 1`);
+  }
+
+  shareOf(hold) {
+    this.shares ??= new Float32Array(this.score.hold_set.length).fill(-1);
+    if (this.shares[hold] < 0) {
+      const inside = members(this.score, hold);
+      this.shares[hold] = inside.length / pool(this.score, hold, inside).length;
+    }
+    return this.shares[hold];
+  }
+
+  // A band through the ranks that work together, filling as they do.
+  drawBands(now) {
+    const groups = new Map(now.together.map(([row, u]) => [this.score.group[row], [row, u]]));
+    const key = [...groups.keys()].join();
+    if (key !== this.bandKey) {
+      this.bandKey = key;
+      this.bands.replaceChildren(...[...groups.keys()].map((group) => {
+        const points = this.score.groups[group].map((rank) => this.score.layout.centres[rank].join(" "));
+        const d = `M${points.join("L")}${points.length > 2 ? "Z" : ""}`;
+        return el("g", {}, el("path.tpl-band", { d }), el("path.tpl-bandon", { d, pathLength: 1 }));
+      }));
+    }
+    [...groups.values()].forEach(([, u], place) => {
+      this.bands.children[place].lastChild.setAttribute("stroke-dasharray", `${u} 1`);
+    });
+  }
+
+  drawFlight(place, row, u) {
+    const { score } = this, curve = this.links.get(`${score.rank[row]}>${score.peer[row]}`);
+    const flight = (this.pool[place] ??= this.newFlight());
+    if (!curve) return;
+    const [x, y] = onCurve(curve, u);
+    flight.group.style.display = "";
+    flight.group.setAttribute("transform", `translate(${x.toFixed(2)} ${y.toFixed(2)})`);
+    if (flight.row === row) return;
+    flight.row = row;
+    const item = score.item[row];
+    flight.group.setAttribute("style", `--c:${item >= 0 ? `var(--c${item % 8})` : "var(--work)"}`);
+    if (flight.text) flight.text.textContent = item >= 0 ? score.items[item][0] : "";
+  }
+
+  newFlight() {
+    const flight = { row: -1 };
+    if (this.score.layout.boxes) {
+      flight.text = el("text", {});
+      flight.group = el("g.tpl-flight", {}, el("rect", { x: -11, y: -11, width: 22, height: 22, rx: 6 }), flight.text);
+    } else flight.group = el("g.tpl-flight", {}, el("circle", { r: 4.5 }));
+    flight.group.addEventListener("pointermove", (event) => this.over(event, { flight: flight.row }));
+    flight.group.addEventListener("pointerleave", () => this.over(null));
+    this.flights.append(flight.group);
+    return flight;
+  }
+}
+
+// What the hint says about a chunk on its way, a cell of the table or a rank.
+export function describe(score, now, { flight, rank, item }, values) {
+  if (flight >= 0) {
+    item = score.item[flight];
+    const from = score.rank[flight];
+    const hold = item >= 0 ? now.cells[from * score.items.length + item] : -1;
+    return [["", `${item >= 0 ? `chunk ${score.items[item][0]}` : "message"}: rank ${from} to rank ${score.peer[flight]}`],
+      ["size", bytesText(score.bytes[flight])], ...contents(score, hold, values), ["sent by", score.where[score.place[flight]]]];
+  }
+  if (item === undefined) return [["", `rank ${rank}`], ["sent", bytesText(now.sent[rank])]];
+  const hold = now.cells[rank * score.items.length + item], [name, origin, piece, op] = score.items[item];
+  const what = op ? `${op} (${name})` : `chunk ${name}`;
+  const born = op ? "" : `rank ${origin}${piece ? `, piece ${piece}` : ""}`;
+  if (hold < 0) {
+    const coming = now.arriving.get(rank * score.items.length + item);
+    return [["", `rank ${rank} does not hold ${what}`], ["comes from", coming === undefined ? "" : `rank ${score.rank[coming]}, is on its way`]];
+  }
+  const passed = score.hold_state[hold] === PASSED;
+  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}`], ["first of", born], ...contents(score, hold, values)];
+}
+
+function contents(score, hold, values) {
+  if (hold < 0) return [];
+  const { inside, all } = cellText(score, hold);
+  const joint = all.length > 1 ? `ranks ${inside.join(", ")}${inside.length === all.length ? " (all of them)" : ` (${inside.length} of ${all.length})`}` : "";
+  return [["data of", joint], ["values", values(hold)]];
+}

@@ -1,0 +1,110 @@
+// What every widget shares: elements, the theme of the page around it, the card, the hint under the pointer.
+const SVG = "http://www.w3.org/2000/svg";
+const SVG_TAGS = new Set(["svg", "g", "path", "rect", "circle", "text", "line", "defs", "pattern", "tspan"]);
+
+// el("div.tpl-x", {title: "…"}, child, …): an element with classes, attributes and children.
+export function el(what, attributes = {}, ...children) {
+  const [tag, ...classes] = what.split(".");
+  const node = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  if (classes.length) node.setAttribute("class", classes.join(" "));
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+const luminance = (colour) => {
+  const [r, g, b, a = 1] = colour.match(/[\d.]+/g).map(Number);
+  return a < 0.5 ? null : (0.299 * r + 0.587 * g + 0.114 * b) / 255;
+};
+
+// Whether the page around `node` is dark: by its own mark (JupyterLab, VS Code, Colab), else by what is behind the
+// widget, else by what the reader prefers.
+export function isDark(node) {
+  const { body, documentElement: html } = document;
+  const lab = body.dataset.jpThemeLight;
+  if (lab !== undefined) return lab === "false";
+  const kind = body.dataset.vscodeThemeKind ?? "";
+  if (kind) return /dark|high-contrast$/.test(kind);
+  const marks = `${html.getAttribute("theme") ?? ""} ${html.dataset.theme ?? ""} ${html.className} ${body.className}`;
+  if (/\bdark\b/.test(marks)) return true;
+  for (let at = node; at; at = at.parentElement) {
+    const light = luminance(getComputedStyle(at).backgroundColor);
+    if (light !== null) return light < 0.5;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+// Keep `root`'s theme that of the page; `changed` is called when it turns. Returns what ends it.
+export function followTheme(root, changed) {
+  const apply = () => {
+    const theme = isDark(root.parentElement ?? document.body) ? "dark" : "light";
+    if (root.dataset.theme === theme) return;
+    root.dataset.theme = theme;
+    changed();
+  };
+  const watcher = new MutationObserver(apply);
+  for (const node of [document.body, document.documentElement]) watcher.observe(node, { attributes: true });
+  const prefers = matchMedia("(prefers-color-scheme: dark)");
+  prefers.addEventListener("change", apply);
+  apply();
+  // The widget may not be in the page yet.
+  const later = setTimeout(apply, 0);
+  return () => {
+    watcher.disconnect();
+    prefers.removeEventListener("change", apply);
+    clearTimeout(later);
+  };
+}
+
+// The colours of the theme, for canvases: read from the style sheet, so that they stand in one place.
+export function colours(root) {
+  const style = getComputedStyle(root);
+  const read = (name) => style.getPropertyValue(`--${name}`).trim();
+  const found = { font: style.fontFamily };
+  for (const name of ["ink", "dim", "line", "soft", "paper", "accent", "hatch", "work"]) found[name] = read(name);
+  found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
+  found.hue = (item) => (item >= 0 ? found.hues[item % 8] : found.work);
+  found.mix = (colour, share) => mix(colour, found.paper, share);
+  return found;
+}
+
+function mix(a, b, share) {
+  const parts = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  const [x, y] = [parts(a), parts(b)];
+  return `rgb(${x.map((part, at) => Math.round(share * part + (1 - share) * y[at])).join(",")})`;
+}
+
+export function card(host, { title, about, badge, label }) {
+  const root = el("section.tplab", {
+    tabindex: 0, role: "group", "aria-label": label ?? title, "data-lm-suppress-shortcuts": "true",
+  });
+  const heading = el("header.tpl-head", {}, el("b", {}, title), el("span.tpl-about", {}, about ?? ""));
+  if (badge) heading.append(el("span.tpl-badge", {}, badge));
+  root.append(heading);
+  host.append(root);
+  return root;
+}
+
+// The hint: rows of [what, text], beside the pointer, inside of the card.
+export function hint(root) {
+  const box = el("div.tpl-hint", { role: "tooltip", hidden: "" });
+  root.append(box);
+  return {
+    show(event, rows) {
+      box.replaceChildren(...rows.filter((row) => row && row[1] !== "").map(([what, text]) =>
+        el("div", {}, what ? el("span", {}, what) : el("b", {}, text), what ? text : "")));
+      box.hidden = false;
+      const frame = root.getBoundingClientRect();
+      const x = event.clientX - frame.left + 14, y = event.clientY - frame.top + 14;
+      const room = frame.width - box.offsetWidth - 6;
+      box.style.left = `${Math.max(4, Math.min(x, room))}px`;
+      box.style.top = `${x > room ? y + 6 : y}px`;
+    },
+    hide() { box.hidden = true; },
+  };
+}
+
+export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");

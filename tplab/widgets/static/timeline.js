@@ -1,0 +1,90 @@
+// Where the time goes: a lane a rank, on which one can look closer.
+import { card, el, followTheme, hint } from "./shell.js";
+import { plain, rangeText, timeText } from "./units.js";
+import { unpack } from "./wire.js";
+import { COMPUTE, head, numSteps, positionAt, timeAt } from "./score.js";
+import { Player } from "./player.js";
+import { Lanes } from "./lanes.js";
+
+// [what, figure, note] of a whole trace.
+export function facts(score, busy) {
+  const { kind, start, end } = score, span = score.times[numSteps(score)] - score.times[0];
+  const found = [["makespan", timeText(span, score.unit), score.unit === "steps" ? "steps" : ""]];
+  if (score.computes) {
+    const idle = 100 * (1 - busy.reduce((sum, share) => sum + share, 0) / busy.length);
+    found.push(["busy", `${rangeText(busy.map((share) => Math.round(1000 * share) / 10), plain)} %`, "of the makespan, a rank"]);
+    found.push(["idle", `${plain(Math.round(10 * idle) / 10)} %`, "of all ranks' time"]);
+  }
+  let compute = 0, all = 0;
+  for (const row of score.critical) {
+    all += end[row] - start[row];
+    if (kind[row] === COMPUTE) compute += end[row] - start[row];
+  }
+  if (score.critical.length) {
+    found.push(["critical path", score.critical.length.toLocaleString("en"), `bars, ${plain(Math.round((100 * compute) / (all || 1)))} % of it computing`]);
+  }
+  return found;
+}
+
+function busyShares(score) {
+  const busy = new Array(score.ranks).fill(0), span = score.times[numSteps(score)] - score.times[0];
+  score.kind.forEach((kind, row) => {
+    if (kind === COMPUTE) busy[score.rank[row]] += score.end[row] - score.start[row];
+  });
+  return busy.map((time) => time / (span || 1));
+}
+
+async function render({ model, el: host }) {
+  const score = await unpack(model.get("score"));
+  const root = card(host, { title: score.title, about: score.about, badge: score.badge, label: `timeline of ${score.title}` });
+  const tip = hint(root), busy = busyShares(score);
+  const tool = (text, label, act) => el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act }, text);
+  const critical = el("button.tpl-button.tpl-tool", { type: "button", "aria-pressed": "false" }, "critical path");
+  critical.addEventListener("click", () => {
+    const on = critical.getAttribute("aria-pressed") !== "true";
+    critical.setAttribute("aria-pressed", on);
+    lanes.showCritical(on);
+  });
+  let player = null;
+  const tools = el("div.tpl-tools", {}, score.computes ? el("span.tpl-key", {}, el("i.tpl-keywork"), "computing") : null,
+    el("span.tpl-key", {}, el("i.tpl-keysend"), "sending"), score.computes ? el("span.tpl-key", {}, el("i.tpl-keyidle"), "idle") : null,
+    el("span.tpl-space"), score.critical.length ? critical : null,
+    tool("−", "look from further away (−)", () => lanes.zoomAt(1 / 1.6)), tool("+", "look closer (+)", () => lanes.zoomAt(1.6)),
+    tool("all", "the whole trace (0)", () => lanes.zoomAt(1e-9)));
+  root.append(tools);
+  const lanes = new Lanes(root, root, score, {
+    hint: tip, zoom: true, busy: score.computes ? busy : null, seek: (time) => player.seek(positionAt(score, time)),
+  });
+  root.append(el("div.tpl-facts", {}, ...facts(score, busy).map(([name, figure, note]) =>
+    el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), note ? el("span", {}, ` ${note}`) : null))));
+  player = new Player(root, model, {
+    steps: numSteps(score),
+    show: (position) => lanes.moveHead(timeAt(score, position)),
+    say(position) {
+      const round = Math.min(Math.ceil(position), numSteps(score));
+      return [head(score, round), score.sentences[round], `t = ${timeText(timeAt(score, position) - score.times[0], score.unit)}`];
+    },
+  });
+  root.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const span = lanes.view[1] - lanes.view[0];
+    const act = {
+      "+": () => lanes.zoomAt(1.6), "=": () => lanes.zoomAt(1.6), "-": () => lanes.zoomAt(1 / 1.6), 0: () => lanes.zoomAt(1e-9),
+    }[event.key] ?? (event.shiftKey ? {
+      ArrowLeft: () => lanes.moveTo(lanes.view[0] - span / 4), ArrowRight: () => lanes.moveTo(lanes.view[0] + span / 4),
+    }[event.key] : null);
+    if (!act) return;
+    event.preventDefault();
+    event.stopPropagation();
+    act();
+  });
+  const unfollow = followTheme(root, () => lanes.draw());
+  lanes.draw();
+  return () => {
+    unfollow();
+    lanes.destroy();
+    player.destroy();
+  };
+}
+
+export default { render };

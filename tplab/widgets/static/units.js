@@ -1,0 +1,55 @@
+// Numbers as people read them: what widgets/units.py says, in JavaScript.
+const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
+const SECONDS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
+
+export function plain(number) {
+  if (number === 0 || !isFinite(number)) return String(number);
+  const digits = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(number)) + 1e-9));
+  const text = (number * (1 + 1e-12)).toFixed(Math.min(digits, 20));
+  return text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
+}
+
+// An element of a tensor: whole numbers below a million as they are, others with four significant digits.
+export function numberText(number) {
+  if (!isFinite(number)) return { NaN: "nan", Infinity: "inf", "-Infinity": "-inf" }[number];
+  if (number === Math.trunc(number) && Math.abs(number) < 1e6) return String(number);
+  const exponent = Number(number.toExponential(3).split("e")[1]);
+  if (exponent >= -4 && exponent < 4) return String(Number(number.toPrecision(4)));
+  return number.toExponential(3).replace(/\.?0*e\+?/, "e");
+}
+
+export function bytesText(number) {
+  let power = 0;
+  for (; number >= 1024 && power < BYTES.length - 1; power++) number /= 1024;
+  return `${plain(number)} ${BYTES[power]}`;
+}
+
+export function timeText(time, unit, scale = time) {
+  if (unit === "steps") return plain(time);
+  const size = Math.abs(scale);
+  const [name, factor] = SECONDS.find((pair) => size >= pair[1] * 0.9995) ?? SECONDS[size ? 3 : 0];
+  return `${plain(time / factor)} ${name}`;
+}
+
+export function rangeText(numbers, text = bytesText) {
+  let least = Infinity, most = -Infinity;
+  for (const number of numbers) {
+    if (number < least) least = number;
+    if (number > most) most = number;
+  }
+  return least === most ? text(least) : `${text(least)} to ${text(most)}`;
+}
+
+// Round times from `start` on, at most about `most` of them before `end`.
+export function ticks(start, end, most, unit = "s", zero = start) {
+  if (!(end > start)) return [start];
+  const rough = (end - start) / Math.max(most, 1);
+  const power = 10 ** Math.floor(Math.log10(rough) + 1e-9);
+  let step = power * [1, 2, 5, 10].find((nice) => power * nice >= rough * (1 - 1e-9));
+  if (unit === "steps") step = Math.max(step, 1);
+  const times = [];
+  for (let index = Math.ceil((start - zero) / step - 1e-9); zero + index * step <= end + step * 1e-9; index++) {
+    times.push(zero + index * step);
+  }
+  return times;
+}
