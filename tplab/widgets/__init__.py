@@ -2,6 +2,8 @@
 
     animate(trace)                ranks on their mesh, what travels between them, what each of them holds
     timeline(trace)               where the time of every rank goes
+    gantt(run)                    a pipeline schedule, when simulated, and what each rank holds in memory
+    pipeline_lab()                the same with every number in your hands
     shards(mesh, shape, P(...))   which rank holds which slice of a tensor, or computes which part of a product
 
 and for labs, of numbers that a cell has:
@@ -15,21 +17,27 @@ Each is a widget; where no kernel runs it is a picture and a sentence.
 
 from tplab.widgets.animate import Animation, animate
 from tplab.widgets.curves import curves
+from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.knob import Bars, Row, knob
 from tplab.widgets.matrices import matrices
+from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
 from tplab.widgets.shards import Shards, shards
 from tplab.widgets.timeline import Timeline, timeline
 
 __all__ = [
     "Animation",
     "Bars",
+    "Gantt",
+    "PipelineLab",
     "Row",
     "Shards",
     "Timeline",
     "animate",
     "curves",
+    "gantt",
     "knob",
     "matrices",
+    "pipeline_lab",
     "shards",
     "timeline",
 ]

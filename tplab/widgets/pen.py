@@ -82,6 +82,11 @@ class Pen:
         scaled = [(x * _SCALE, y * _SCALE) for x, y in points]
         self._draw.line(scaled, fill=colour, width=max(1, round(line * _SCALE)), joint="curve")
 
+    def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None:
+        """A filled shape with these corners."""
+        if len(points) > 2:
+            self._draw.polygon([(x * _SCALE, y * _SCALE) for x, y in points], fill=fill)
+
     def disc(self, x: float, y: float, radius: float, fill: Colour, edge: Colour | None = None) -> None:
         box = [(x - radius) * _SCALE, (y - radius) * _SCALE, (x + radius) * _SCALE, (y + radius) * _SCALE]
         self._draw.ellipse(box, fill=fill, outline=edge, width=_SCALE if edge else 0)

@@ -13,11 +13,13 @@ const icon = (name) => {
   return svg;
 };
 
+const pace = (steps) => Math.max(0.2, Math.min(1.1, 18 / steps));
+
 export class Player {
   // show(position, playing) draws; say(position) is [what step, what happens, how much was sent].
   constructor(root, model, { steps, show, say, seconds }) {
     Object.assign(this, { root, model, steps, show, say });
-    this.secondsAStep = seconds ?? Math.max(0.2, Math.min(1.1, 18 / steps));
+    this.secondsAStep = seconds ?? pace(steps);
     this.position = this.clamp(model.get("step"));
     this.speed = 1;
     this.playing = false;
@@ -44,15 +46,15 @@ export class Player {
       type: "range", min: 0, max: this.steps, step: "any", value: this.position, "aria-label": "position, in steps",
       oninput: () => this.seek(this.slider.value),
     });
-    const marks = el("div.tpl-marks", { "aria-hidden": "true" });
-    if (this.steps <= 40) for (let step = 0; step <= this.steps; step++) marks.append(el("i"));
+    this.marks = el("div.tpl-marks", { "aria-hidden": "true" });
+    this.markSteps();
     this.speedButton = el("button.tpl-button.tpl-speed", { type: "button", onclick: () => this.faster() });
     this.root.append(el("div.tpl-controls", {},
       button("first", "to the start (Home)", () => this.go(0)),
       button("back", "one step back (←)", () => this.step(-1)),
       this.playButton,
       button("next", "one step on (→)", () => this.step(1)),
-      el("div.tpl-track", {}, this.slider, marks),
+      el("div.tpl-track", {}, this.slider, this.marks),
       this.speedButton));
     this.headText = el("b");
     this.sayText = el("span");
@@ -62,6 +64,21 @@ export class Player {
     // The card keeps the height of its longest sentence, so that nothing below it moves.
     this.resizer = new ResizeObserver(() => this.reserve());
     this.resizer.observe(this.root);
+  }
+
+  markSteps() {
+    this.marks.replaceChildren(...Array.from({ length: this.steps <= 40 ? this.steps + 1 : 0 }, () => el("i")));
+  }
+
+  // What is shown has changed, and has so many steps now.
+  restart(steps) {
+    this.steps = steps;
+    this.secondsAStep = pace(steps);
+    this.slider.max = steps;
+    this.markSteps();
+    this.reserved = 0;
+    this.reserve();
+    this.go(this.clamp(this.position), false);
   }
 
   reserve() {

@@ -1,0 +1,96 @@
+"""`pipeline_lab` and `gantt` in JupyterLab."""
+
+import json
+
+import pytest
+from playwright.sync_api import Page, expect
+
+LAB = """
+from tplab.widgets import gantt, pipeline_lab
+lab = pipeline_lab("zb_h1")
+lab
+"""
+GANTT = """
+from tplab.schedules import one_f_one_b, zb_v
+gantt(one_f_one_b(4, 8), zb_v(4, 8), memory_limit=3)
+"""
+
+
+def figure(root, name: str):
+    return root.locator(".tpl-facts > div", has_text=name).first.locator("b")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_controls_ask_python(page: Page, open_notebook, theme: str):
+    book = open_notebook([LAB], theme=theme)
+    root = book.output(0).locator(".tplab")
+    expect(root).to_have_attribute("data-theme", theme)
+    expect(figure(root, "makespan")).to_have_text("27")
+    root.get_by_label("schedule").select_option("gpipe")
+    expect(figure(root, "makespan")).to_have_text("33")
+    expect(root.locator("header b")).to_have_text("gpipe")
+    ranks = root.get_by_role("slider", name="ranks")
+    ranks.focus()
+    page.keyboard.press("ArrowRight")
+    expect(root.locator(".tpl-about")).to_contain_text("5 ranks")
+    assert book.run("print(lab.settings['ranks'], lab.run.makespan)") == "5 36.0\n"
+    root.get_by_label("schedule").select_option("dualpipe")
+    expect(root.locator(".tpl-notice")).to_contain_text("dualpipe needs an even number of ranks")
+    book.run("lab.settings = {**lab.settings, 'rule': 'one_f_one_b', 'ranks': 4}")
+    expect(figure(root, "makespan")).to_have_text("33")
+    expect(root.get_by_label("schedule")).to_have_value("one_f_one_b")
+    expect(root.locator(".tpl-notice")).to_have_text("")
+
+
+def test_actions_are_moved_by_hand(page: Page, open_notebook):
+    book = open_notebook([LAB.replace("zb_h1", "one_f_one_b")])
+    root = book.output(0).locator(".tplab")
+    root.get_by_role("button", name="move actions by hand").click()
+    box = root.locator(".tpl-lanes canvas").bounding_box()
+    assert box is not None
+    unit = (box["width"] - 66) / 33  # the makespan is 33
+    middle = box["y"] + 16
+    page.mouse.click(box["x"] + 58 + 12.5 * unit, middle)  # F4 of rank 0
+    expect(root.locator(".tpl-notice")).to_have_text("chosen: F4 of stage 0, rank 0")
+    root.get_by_role("button", name="move the chosen action one place earlier").click()
+    expect(root.get_by_label("schedule")).to_have_value("edited")
+    assert book.run("print([str(a) for a in lab.schedule.by_rank()[0][3:6]])") == "['0F3', '0F4', '0B0']\n"
+    page.mouse.move(box["x"] + 58 + 0.5 * unit, middle)  # F0 is dragged behind everything
+    page.mouse.down()
+    page.mouse.move(box["x"] + 58 + 30 * unit, middle, steps=4)
+    page.mouse.up()
+    expect(root.locator(".tpl-notice")).to_contain_text("not legal")
+
+
+def test_the_playhead_and_files(page: Page, open_notebook):
+    book = open_notebook([LAB])
+    root = book.output(0).locator(".tplab")
+    expect(root.locator(".tpl-say")).to_contain_text("t = 0")
+    root.focus()
+    page.keyboard.press("End")
+    expect(root.locator(".tpl-say")).to_contain_text("t = 27")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    expect(root.locator(".tpl-say")).to_contain_text("rank 0 runs F1, rank 1 runs F0")
+    book.run("lab.step = 3")
+    expect(root.locator(".tpl-say")).to_contain_text("t = 3")
+    with page.expect_download() as caught:
+        root.get_by_role("button", name="save as perfetto").click()
+    with open(caught.value.path(), encoding="utf8") as file:
+        assert caught.value.suggested_filename == "zb_h1.json" and json.load(file)["traceEvents"]
+    box = root.locator(".tpl-lanes canvas").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 58 + 5 * (box["width"] - 66) / 27, box["y"] + 16)
+    expect(root.locator(".tpl-hint")).to_contain_text("rank 0 idles")
+    expect(root.locator(".tpl-hint")).to_contain_text("I0 of stage 1 from rank 1")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_two_schedules_under_one_playhead(open_notebook, theme: str):
+    book = open_notebook([LAB.replace("\nlab\n", "\n"), GANTT], theme=theme)
+    root = book.output(1).locator(".tplab")
+    expect(root.locator(".tpl-of")).to_have_text(["one_f_one_b", "zb_v"])
+    expect(root.locator(".tpl-playhead")).to_have_count(1)
+    expect(root.locator("canvas")).to_have_attribute(
+        "aria-label", "one_f_one_b on 4 ranks, 33 long; zb_v on 4 ranks, 25.5 long"
+    )

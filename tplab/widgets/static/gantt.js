@@ -1,0 +1,325 @@
+// Pipeline schedules on a canvas: a lane a rank, its actions above, what it holds in memory below; one time axis.
+import { colours, el } from "./shell.js";
+import { plain, ticks, timeText } from "./units.js";
+
+const ACTIONS = ["F", "B", "I", "W", "send F", "receive F", "send B", "receive B", "gradient sum", "unshard", "reshard", "step"];
+const TOP_MARGIN = 4, TITLE = 22, AXIS_HEIGHT = 22, GAP = 5;
+
+// The columns of run `place` of a board, by name.
+function runOf(board, place) {
+  const about = board.runs[place], run = { ...about, place };
+  for (const name of ["rank", "kind", "stage", "microbatch", "joined", "start", "end", "waits", "message", "critical", "stair", "stairTime", "stairHeld"]) {
+    run[name] = board[`${name}${place}`];
+  }
+  run.rows = Array.from({ length: about.ranks }, () => []);
+  run.rank.forEach((rank, row) => run.rows[rank].push(row));
+  return run;
+}
+
+export const label = (run, row) => (run.microbatch[row] >= 0 ? `${ACTIONS[run.kind[row]]}${run.microbatch[row]}` : ACTIONS[run.kind[row]]);
+export const inWords = (run, row) => (run.stage[row] >= 0 ? `${label(run, row)} of stage ${run.stage[row]}` : label(run, row));
+
+export class GanttChart {
+  constructor(root, host, { seek, hint, pick, drop }) {
+    Object.assign(this, { root, seek, hint, pick, drop });
+    this.canvas = el("canvas", { role: "img" });
+    this.head = el("div.tpl-playhead");
+    this.mark = el("div.tpl-barmark", { hidden: "" });
+    this.plot = el("div.tpl-plot", {}, this.mark, this.head);
+    this.box = el("div.tpl-lanes", {}, this.canvas, this.plot);
+    host.append(this.box);
+    this.chosen = null;
+    this.listen();
+    this.resizer = new ResizeObserver(() => this.draw());
+    this.resizer.observe(this.box);
+  }
+
+  set(board) {
+    this.board = board;
+    this.runs = board.runs.map((_, place) => runOf(board, place));
+    this.end = Math.max(...this.runs.map((run) => run.makespan), 1e-12);
+    this.most = Math.max(...this.runs.map((run) => run.peak), board.limit ?? 0);
+    const ranks = Math.max(...this.runs.map((run) => run.ranks));
+    [this.bar, this.strip] = ranks <= 8 ? [24, 11] : ranks <= 12 ? [17, 7] : [13, 5];
+    this.left = ranks > 12 ? 34 : 58;
+    this.chosen = null;
+    this.mark.hidden = true;
+    let top = TOP_MARGIN;
+    for (const run of this.runs) {
+      if (this.runs.length > 1) top += TITLE;
+      run.top = top;
+      top += run.ranks * (this.bar + this.strip + GAP) + AXIS_HEIGHT;
+    }
+    this.height = top;
+    this.box.style.height = this.canvas.style.height = `${top}px`;
+    const said = this.runs.map((run) => `${run.name} on ${run.ranks} ranks, ${timeText(run.makespan, board.unit)} long`);
+    this.canvas.setAttribute("aria-label", said.join("; "));
+    this.draw();
+  }
+
+  x(time) {
+    return this.left + (time / this.end) * this.width;
+  }
+
+  time(x) {
+    return Math.min(Math.max(((x - this.left) / this.width) * this.end, 0), this.end);
+  }
+
+  laneTop(run, rank) {
+    return run.top + rank * (this.bar + this.strip + GAP);
+  }
+
+  // [x, y, width, height] of an action; a pair shares its time, one above the other.
+  place(run, row) {
+    const x = this.x(run.start[row]), width = this.x(run.end[row]) - x, y = this.laneTop(run, run.rank[row]);
+    if (run.joined[row]) return [x, y + this.bar / 2, width, this.bar / 2];
+    return [x, y, width, run.joined[row + 1] && run.rank[row + 1] === run.rank[row] ? this.bar / 2 : this.bar];
+  }
+
+  draw() {
+    const full = this.box.clientWidth;
+    if (!full || !this.board) return;
+    this.width = full - this.left - 8;
+    const ratio = window.devicePixelRatio || 1, pen = this.canvas.getContext("2d");
+    this.canvas.width = Math.round(full * ratio);
+    this.canvas.height = Math.round(this.height * ratio);
+    pen.scale(ratio, ratio);
+    Object.assign(this.plot.style, { left: `${this.left}px`, width: `${this.width}px`, height: `${this.height - AXIS_HEIGHT}px` });
+    const paint = colours(this.root), idle = stripes(pen, paint.hatch, ratio);
+    for (const run of this.runs) {
+      this.ground(pen, paint, run, idle);
+      run.rank.forEach((_, row) => this.action(pen, paint, run, row));
+      if (this.critical) this.path(pen, paint, run);
+    }
+    this.moveTo(this.now ?? 0);
+  }
+
+  ground(pen, paint, run, idle) {
+    pen.textBaseline = "middle";
+    const right = this.x(run.makespan), every = run.ranks > 12 ? 4 : 1;
+    if (this.runs.length > 1) {
+      pen.font = `600 12px ${paint.font}`;
+      pen.textAlign = "left";
+      pen.fillStyle = paint.ink;
+      pen.fillText(run.name, 0, run.top - TITLE / 2 + 1);
+    }
+    pen.font = `11px ${paint.font}`;
+    for (let rank = 0; rank < run.ranks; rank++) {
+      const y = this.laneTop(run, rank);
+      pen.fillStyle = paint.dim;
+      pen.textAlign = "left";
+      if (rank % every === 0) pen.fillText(run.ranks > 12 ? rank : `rank ${rank}`, 0, y + this.bar / 2 + 0.5);
+      pen.fillStyle = paint.soft;
+      pen.fillRect(this.left, y, right - this.left, this.bar);
+      pen.fillStyle = idle;
+      pen.fillRect(this.left, y, right - this.left, this.bar);
+      this.memory(pen, paint, run, rank, y + this.bar + 1.5);
+    }
+    const bottom = this.laneTop(run, run.ranks);
+    pen.fillStyle = paint.dim;
+    for (const time of ticks(0, this.end, Math.max(2, this.width / 90), this.board.unit)) {
+      const x = this.x(time);
+      pen.textAlign = x > this.left + this.width - 14 ? "right" : x < this.left + 8 ? "left" : "center";
+      pen.fillText(timeText(time, this.board.unit, this.end), x, bottom + 8);
+    }
+  }
+
+  memory(pen, paint, run, rank, top) {
+    const { strip, most } = this, limit = this.board.limit;
+    const level = (held) => top + strip * (1 - held / most);
+    const end = this.x(run.makespan);
+    for (let at = run.stair[rank]; at < run.stair[rank + 1]; at++) {
+      const held = run.stairHeld[at], x = this.x(run.stairTime[at]);
+      const right = at + 1 < run.stair[rank + 1] ? this.x(run.stairTime[at + 1]) : end;
+      if (held <= 0 || right <= x) continue;
+      pen.fillStyle = paint.mix(paint.work, 0.45);
+      pen.fillRect(x, level(held), right - x + 0.4, top + strip - level(held));
+      if (limit === null || held <= limit + 1e-9) continue;
+      pen.fillStyle = paint.hues[5];
+      pen.fillRect(x, level(held), right - x + 0.4, level(limit) - level(held));
+    }
+    if (limit === null) return;
+    pen.fillStyle = paint.accent;
+    pen.fillRect(this.left, level(limit) - 0.5, end - this.left, 1);
+  }
+
+  action(pen, paint, run, row) {
+    const kind = run.kind[row];
+    const [x, y, wide, height] = this.place(run, row), width = Math.max(wide - 1, 0.8);
+    const colour = run.microbatch[row] >= 0 ? paint.hue(run.microbatch[row]) : paint.work;
+    const large = width > 5 && height > 6, faded = this.critical && !this.onPath[run.place].has(row);
+    pen.globalAlpha = faded ? 0.25 : 1;
+    pen.fillStyle = paint.paper;
+    pen.fillRect(x, y, wide, height);
+    pen.fillStyle = kind === 0 ? colour : paint.mix(colour, kind === 1 ? 0.42 : kind === 3 ? 0.1 : 0.28);
+    rounded(pen, x + 0.5, y + 0.5, width, height - 1, large ? 3 : 0);
+    pen.fill();
+    if (kind !== 0 && large) {
+      pen.strokeStyle = colour;
+      pen.lineWidth = 1;
+      pen.setLineDash(kind === 3 ? [3, 2] : []);
+      pen.stroke();
+      pen.setLineDash([]);
+    }
+    const text = label(run, row);
+    pen.font = `${kind === 0 ? 600 : 500} ${height >= 18 ? 11 : 9.5}px ${paint.font}`;
+    pen.fillStyle = kind === 0 ? "#ffffff" : paint.ink;
+    pen.textAlign = "center";
+    const shown = height >= 9 ? [text, text.slice(1)].find((part) => part && pen.measureText(part).width < width - 2) : "";
+    if (shown && (kind < 4 || shown === text)) pen.fillText(shown, x + wide / 2, y + height / 2 + 0.5);
+    pen.globalAlpha = 1;
+  }
+
+  path(pen, paint, run) {
+    pen.strokeStyle = paint.accent;
+    pen.lineWidth = 2;
+    let before = null;
+    for (const row of run.critical) {
+      const [x, y, width, height] = this.place(run, row), middle = y + height / 2;
+      rounded(pen, x + 1, y + 1, Math.max(width - 2, 1), height - 2, 3);
+      pen.stroke();
+      if (before && Math.abs(before[1] - middle) > 1) {
+        pen.beginPath();
+        pen.moveTo(...before);
+        pen.lineTo(x, middle);
+        pen.stroke();
+      }
+      before = [x + width, middle];
+    }
+  }
+
+  showCritical(on) {
+    this.critical = on;
+    this.onPath = this.runs.map((run) => new Set(run.critical));
+    this.draw();
+  }
+
+  moveTo(time) {
+    this.now = time;
+    if (this.width) this.head.style.transform = `translateX(${this.x(time) - this.left}px)`;
+  }
+
+  // [run, row, rank] under a place; row is -1 where the rank idles.
+  at(x, y) {
+    for (const run of this.runs) {
+      const rank = Math.floor((y - run.top) / (this.bar + this.strip + GAP));
+      if (y < run.top || rank < 0 || rank >= run.ranks || x < this.left || x > this.x(run.makespan)) continue;
+      const row = run.rows[rank].find((row) => {
+        const [left, top, width, height] = this.place(run, row);
+        return x >= left && x < left + width && y >= top && y < top + height;
+      });
+      return [run, row ?? -1, rank];
+    }
+    return null;
+  }
+
+  listen() {
+    const where = (event) => {
+      const frame = this.box.getBoundingClientRect();
+      return [event.clientX - frame.left, event.clientY - frame.top];
+    };
+    let held = null;
+    this.box.addEventListener("pointerdown", (event) => {
+      const found = this.at(...where(event));
+      this.box.setPointerCapture(event.pointerId);
+      held = this.editing && found && found[0].place === 0 && found[1] >= 0 ? found : [];
+      if (held.length) this.choose(held[1]);
+      else this.seek(this.time(where(event)[0]));
+    });
+    this.box.addEventListener("pointermove", (event) => {
+      if (!held) this.tell(event, ...where(event));
+      else if (!held.length) this.seek(this.time(where(event)[0]));
+    });
+    this.box.addEventListener("pointerup", (event) => {
+      if (held?.length) this.dropped(held, ...where(event));
+      held = null;
+    });
+    this.box.addEventListener("pointercancel", () => { held = null; });
+    this.box.addEventListener("pointerleave", () => { this.hint.hide(); });
+  }
+
+  choose(row) {
+    this.chosen = row;
+    this.mark.hidden = row === null;
+    if (row !== null) {
+      const [x, y, width, height] = this.place(this.runs[0], row);
+      Object.assign(this.mark.style, { left: `${x - this.left}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
+    }
+    this.pick(row);
+  }
+
+  // Where in its rank's row an action is, from 0.
+  index(row) {
+    const run = this.runs[0];
+    return run.rows[run.rank[row]].indexOf(row);
+  }
+
+  dropped([run, row, rank], x) {
+    const time = this.time(x), others = run.rows[rank].filter((other) => other !== row);
+    const to = others.filter((other) => (run.start[other] + run.end[other]) / 2 < time).length;
+    if (to !== this.index(row) && !(time >= run.start[row] && time < run.end[row])) this.drop(rank, this.index(row), to);
+  }
+
+  tell(event, x, y) {
+    const found = this.at(x, y);
+    if (!found) return this.hint.hide();
+    const [run, row, rank] = found, unit = this.board.unit, text = (time) => timeText(time, unit, this.end);
+    const who = (cause) => `${inWords(run, cause)}${run.rank[cause] === rank ? "" : ` from rank ${run.rank[cause]}`}`;
+    if (row < 0) {
+      const time = this.time(x), next = run.rows[rank].find((other) => run.start[other] > time);
+      const before = run.rows[rank].filter((other) => run.end[other] <= time).pop();
+      const from = before === undefined ? 0 : run.end[before], to = next === undefined ? run.makespan : run.start[next];
+      const why = next === undefined ? "done; the others are not" : run.waits[next] >= 0 ? who(run.waits[next]) : "the other ranks";
+      return this.hint.show(event, [["", `rank ${rank} idles`], ["time", `${text(from)} to ${text(to)}`],
+        next === undefined ? null : ["before", inWords(run, next)], ["waits for", why]]);
+    }
+    const takers = [];
+    run.message.forEach((cause, other) => { if (cause === row) takers.push(`${inWords(run, other)}${run.rank[other] === rank ? "" : `, rank ${run.rank[other]}`}`); });
+    this.hint.show(event, [["", `${inWords(run, row)}, rank ${rank}`], ["time", `${text(run.start[row])} to ${text(run.end[row])}`],
+      ["takes in", run.message[row] >= 0 ? who(run.message[row]) : ""], ["waited for", run.waits[row] >= 0 ? who(run.waits[row]) : ""],
+      ["needed by", takers.join("; ")]]);
+  }
+
+  // What the ranks do at a time, in words.
+  say(time) {
+    const run = this.runs[0], busy = [], waiting = [];
+    for (let rank = 0; rank < run.ranks; rank++) {
+      const row = run.rows[rank].find((row) => run.start[row] <= time + 1e-9 && time < run.end[row] - 1e-9);
+      if (row !== undefined) {
+        busy.push(`rank ${rank} runs ${label(run, row)}`);
+        continue;
+      }
+      const next = run.rows[rank].find((row) => run.start[row] >= time - 1e-9);
+      if (next !== undefined && run.waits[next] >= 0) waiting.push(`rank ${rank} waits for ${label(run, run.waits[next])} from rank ${run.rank[run.waits[next]]}`);
+    }
+    const few = (texts) => (texts.length > 3 ? `${texts.slice(0, 3).join(", ")}, …` : texts.join(", "));
+    return [few(busy) || "all ranks are done", few(waiting)].filter(Boolean).join("; ");
+  }
+
+  destroy() {
+    this.resizer.disconnect();
+  }
+}
+
+function rounded(pen, x, y, width, height, radius) {
+  pen.beginPath();
+  if (radius) pen.roundRect(x, y, width, Math.max(height, 0.5), Math.min(radius, width / 2));
+  else pen.rect(x, y, width, Math.max(height, 0.5));
+}
+
+function stripes(pen, colour, ratio) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = Math.round(6 * ratio);
+  const lines = tile.getContext("2d");
+  lines.strokeStyle = colour;
+  lines.lineWidth = 1.3 * ratio;
+  for (const shift of [-1, 0, 1]) {
+    lines.beginPath();
+    lines.moveTo(shift * tile.width - 1, tile.height + 1);
+    lines.lineTo((shift + 1) * tile.width + 1, -1);
+    lines.stroke();
+  }
+  const pattern = pen.createPattern(tile, "repeat");
+  pattern.setTransform?.(new DOMMatrix().scale(1 / ratio));
+  return pattern;
+}

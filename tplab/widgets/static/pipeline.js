@@ -1,0 +1,197 @@
+// A pipeline schedule and its figures; in the pipeline lab with controls over it.
+import { card, el, followTheme, hint } from "./shell.js";
+import { plain, timeText } from "./units.js";
+import { unpack } from "./wire.js";
+import { Player } from "./player.js";
+import { GanttChart, inWords } from "./gantt.js";
+
+const SLIDERS = [
+  ["ranks", "ranks"], ["microbatches", "microbatches"], ["virtual_stages", "stages a rank"], ["forward", "F"],
+  ["input_grad", "I"], ["weight_grad", "W"], ["transfer", "transfer"],
+];
+
+function slider(name, { least, most, by, turned }) {
+  const input = el("input.tpl-slider", { type: "range", min: least, max: most, step: by, "aria-label": name });
+  const marks = el("div.tpl-marks", { "aria-hidden": "true" }), value = el("b");
+  const node = el("label.tpl-setting", {}, el("span", {}, name), value, el("div.tpl-track", {}, input, marks));
+  const draw = (at, text = plain(at)) => {
+    input.value = at;
+    value.textContent = text;
+    input.setAttribute("aria-valuetext", text);
+    marks.style.setProperty("--at", `${(100 * (at - least)) / Math.max(most - least, 1e-9)}%`);
+  };
+  input.addEventListener("input", () => turned(Number(input.value)));
+  // JupyterLab keeps the arrow keys from the slider, so they are read here.
+  input.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
+    if (!step && event.key !== "Home" && event.key !== "End") return;
+    event.preventDefault();
+    event.stopPropagation();
+    const next = step ? Number(input.value) + step * by : event.key === "Home" ? least : most;
+    turned(Math.min(Math.max(Math.round(next / by) * by, least), most));
+  });
+  return { node, draw, off: (off) => { input.disabled = off; node.classList.toggle("tpl-off", off); } };
+}
+
+// The controls of the lab. ask(changes) sends them to Python.
+function controls(root, model, ask) {
+  const { rules, virtual, limits } = model.get("choices");
+  const select = (name, options, chosen) => {
+    const node = el("select.tpl-select", { "aria-label": name, onchange: () => chosen(node.value) },
+      ...options.map(([value, text]) => el("option", { value }, text)));
+    return [el("label.tpl-setting", {}, el("span", {}, name), node), node];
+  };
+  const named = rules.map((rule) => [rule, rule]);
+  const [ruleBox, rule] = select("schedule", [...named, ["edited", "edited"]], (value) => ask({ rule: value }));
+  const [besideBox, beside] = select("beside it", [["", "nothing"], ...named], (value) => ask({ compare: value || null }));
+  rule.querySelector("[value=edited]").disabled = true;
+  const sliders = Object.fromEntries(SLIDERS.map(([name, text]) => {
+    const [least, most, by] = limits[name];
+    return [name, slider(text, { least, most, by, turned: (value) => ask({ [name]: value }) })];
+  }));
+  const least = 0.5, none = 16.5;
+  const limit = slider("memory limit", { least, most: none, by: 0.5, turned: (value) => ask({ memory_limit: value >= none ? null : value }) });
+  root.append(el("div.tpl-settings", {}, ruleBox, besideBox, ...SLIDERS.map(([name]) => sliders[name].node), limit.node));
+  return (settings) => {
+    rule.value = settings.rule;
+    beside.value = settings.compare ?? "";
+    for (const [name] of SLIDERS) sliders[name].draw(settings[name]);
+    const fits = virtual.includes(settings.rule) || virtual.includes(settings.compare);
+    sliders.virtual_stages.off(!fits);
+    for (const name of ["ranks", "microbatches"]) sliders[name].off(settings.rule === "edited");
+    limit.draw(settings.memory_limit ?? none, settings.memory_limit === null ? "none" : plain(settings.memory_limit));
+  };
+}
+
+function save(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
+  const link = el("a", { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+async function render({ model, el: host }) {
+  const isLab = model.get("settings") !== undefined;
+  let board = await unpack(model.get("board"));
+  const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: `pipeline schedule ${board.title}` });
+  const tip = hint(root);
+  let waiting = false, wanted = null;
+
+  // One question at a time: while Python works on one, only the last of the next is kept.
+  function ask(changes) {
+    wanted = { ...(wanted ?? model.get("settings")), ...changes };
+    show(wanted);
+    if (waiting) return;
+    waiting = true;
+    model.set("settings", wanted);
+    wanted = null;
+    model.save_changes();
+    setTimeout(answered, 2000); // where no kernel answers
+  }
+  function answered() {
+    waiting = false;
+    if (wanted) ask({});
+  }
+  const show = isLab ? controls(root, model, ask) : () => {};
+
+  const button = (text, label, act, more = {}) =>
+    el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act, ...more }, text);
+  const toggle = (text, label, act) => {
+    const node = button(text, label, () => {
+      const on = node.getAttribute("aria-pressed") !== "true";
+      node.setAttribute("aria-pressed", on);
+      act(on);
+    }, { "aria-pressed": "false" });
+    return node;
+  };
+  const shift = (by) => {
+    if (chart.chosen === null) return;
+    const index = chart.index(chart.chosen);
+    model.send({ move: [chart.runs[0].rank[chart.chosen], index, index + by] });
+  };
+  const earlier = button("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
+  const later = button("later ▸", "move the chosen action one place later", () => shift(1), { hidden: "" });
+  const edit = toggle("edit", "move actions by hand", (on) => {
+    chart.editing = on;
+    earlier.hidden = later.hidden = !on;
+    chart.choose(null);
+    if (on) note.textContent = "Choose an action; drag it, or move it with the buttons.";
+  });
+  const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => model.send({ export: kind })));
+  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
+  root.append(el("div.tpl-tools", {}, key("f", "F"), key("b", "B"), key("i", "I"), key("w", "W"), key("idle", "idle"), key("held", "activations held"),
+    el("span.tpl-space"), ...(isLab ? [earlier, later, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
+    ...(isLab ? files : [])));
+  const note = el("p.tpl-notice", { role: "status" });
+  let player = null;
+  const chart = new GanttChart(root, root, {
+    hint: tip,
+    seek: (time) => player.seek(positionAt(time)),
+    pick: (row) => { if (row !== null) note.textContent = `chosen: ${inWords(chart.runs[0], row)}, rank ${chart.runs[0].rank[row]}`; },
+    drop: (rank, index, to) => model.send({ move: [rank, index, to] }),
+  });
+  const figures = el("div.tpl-figures");
+  root.append(note, figures);
+
+  const timeAt = (position) => {
+    const { moments } = board, whole = Math.min(Math.floor(position), moments.length - 1), next = Math.min(whole + 1, moments.length - 1);
+    return moments[whole] + (position - whole) * (moments[next] - moments[whole]);
+  };
+  const positionAt = (time) => {
+    const { moments } = board, next = moments.findIndex((moment) => moment > time);
+    if (next <= 0) return next < 0 ? moments.length - 1 : 0;
+    return next - 1 + (time - moments[next - 1]) / (moments[next] - moments[next - 1]);
+  };
+
+  function draw() {
+    root.querySelector("header b").textContent = board.title;
+    root.querySelector(".tpl-about").textContent = board.about;
+    root.setAttribute("aria-label", `pipeline schedule ${board.title}`);
+    chart.set(board);
+    if (chart.critical) chart.showCritical(true);
+    figures.replaceChildren(...board.runs.map((run) => el("div.tpl-facts", {},
+      board.runs.length > 1 ? el("div.tpl-of", {}, run.name) : null,
+      ...run.facts.map(([name, figure, more]) => el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), el("span", {}, ` ${more}`))))));
+    player?.restart(board.moments.length - 1);
+  }
+  const tellNotice = () => {
+    note.textContent = model.get("notice") ?? "";
+    note.classList.toggle("tpl-wrong", Boolean(model.get("notice")));
+    answered();
+  };
+  draw();
+  player = new Player(root, model, {
+    steps: board.moments.length - 1,
+    show: (position) => chart.moveTo(timeAt(position)),
+    say: (position) => [`t = ${timeText(timeAt(position), board.unit, chart.end)}`, chart.say(timeAt(position)), ""],
+  });
+  const onBoard = async () => {
+    board = await unpack(model.get("board"));
+    draw();
+    answered();
+  };
+  const onSettings = () => show(wanted ?? model.get("settings"));
+  const onFile = (content) => { if (content.file) save(content.file, content.text); };
+  model.on("change:board", onBoard);
+  if (isLab) {
+    onSettings();
+    tellNotice();
+    model.on("change:settings", onSettings);
+    model.on("change:notice", tellNotice);
+    model.on("msg:custom", onFile);
+  }
+  const unfollow = followTheme(root, () => chart.draw());
+  return () => {
+    model.off("change:board", onBoard);
+    model.off("change:settings", onSettings);
+    model.off("change:notice", tellNotice);
+    model.off("msg:custom", onFile);
+    unfollow();
+    chart.destroy();
+    player.destroy();
+  };
+}
+
+export default { render };

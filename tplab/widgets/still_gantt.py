@@ -1,0 +1,175 @@
+"""The picture of simulated pipeline schedules: a pure function, for PNG and for SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tplab.schedules import Run
+from tplab.schedules.action import CODE, B, F, I, W
+from tplab.widgets.palette import ACCENT, DIM, HATCH, INK, LINE, PAPER, SOFT, hue, mix
+from tplab.widgets.pen import Colour, text_width
+from tplab.widgets.pipeline_facts import facts
+from tplab.widgets.units import ticks, time_text
+
+At = Callable[[float], float]
+MARGIN, LEFT, WIDTH = 18, 58, 860
+WRONG = "#d0342c"  # above the memory limit
+
+
+class Sheet(Protocol):
+    """What is drawn on: `Pen` or `SvgPen`."""
+
+    def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
+            edge: Colour | None = None, radius: float = 0, line: float = 1) -> None: ...  # fmt: skip
+    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None: ...
+    def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None: ...
+    def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None: ...
+    def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None: ...
+    def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
+             anchor: str = "mm") -> float: ...  # fmt: skip
+
+
+def lane_heights(num_ranks: int) -> tuple[float, float]:
+    """Height of a rank's bars, and of the memory strip under them."""
+    return (22, 10) if num_ranks <= 8 else (13, 6) if num_ranks <= 16 else (7, 3)
+
+
+def height(runs: Sequence[Run]) -> float:
+    """Of the whole picture."""
+    return 54 + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
+
+
+def draw(sheet: Sheet, runs: Sequence[Run], limit: float | None = None) -> None:
+    """One run, or several below each other on one time axis. limit: microbatches a rank may hold."""
+    first = runs[0]
+    x = MARGIN + sheet.text(MARGIN, 26, first.schedule.name or "schedule", size=14, bold=True, anchor="lm") + 10
+    sheet.text(x, 26.5, about(first), size=11, fill=DIM, anchor="lm")
+    label = badge(first)
+    wide = text_width(label, 10.5) + 20
+    sheet.box(WIDTH - MARGIN - wide, 15, wide, 22, edge=LINE, radius=11)
+    sheet.text(WIDTH - MARGIN - wide / 2, 26, label, size=10.5, fill=DIM)
+    end = max(run.makespan for run in runs)
+    most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
+    top = 50.0
+    for place, run in enumerate(runs):
+        if len(runs) > 1:
+            sheet.text(MARGIN, top + 8, run.schedule.name or f"schedule {place + 1}", size=11, bold=True, anchor="lm")
+            top += 20
+        _draw_run(sheet, run, top, end, most, limit)
+        top += _block(run)
+
+
+def about(run: Run) -> str:
+    """ "4 ranks, 8 microbatches, F : I : W = 1 : 1 : 1"."""
+    schedule, costs = run.schedule, run.costs
+    stages = "" if schedule.num_stages == schedule.num_ranks else f" · {schedule.num_stages} stages"
+    text = f"{schedule.num_ranks} ranks{stages} · {schedule.num_microbatches} microbatches"
+    shares = (costs.forward, costs.input_grad, costs.weight_grad)
+    if all(np.ndim(share) == 0 for share in shares) and costs.full_backward is None:
+        text += " · F : I : W = " + " : ".join(f"{share:g}" for share in shares)
+    return text
+
+
+def badge(run: Run) -> str:
+    return "modelled · unit times" if run.costs.unit == "steps" else "modelled · seconds"
+
+
+def _block(run: Run) -> float:
+    bars, strip = lane_heights(run.schedule.num_ranks)
+    return run.schedule.num_ranks * (bars + strip + 5) + 24 + 44
+
+
+def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit: float | None) -> None:
+    schedule = run.schedule
+    bars, strip = lane_heights(schedule.num_ranks)
+    left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT
+    begin = float(run.start.min(initial=0.0))
+
+    def at(time: float) -> float:
+        return left + width * (time - begin) / end
+
+    for rank in range(schedule.num_ranks):
+        y = top + rank * (bars + strip + 5)
+        if schedule.num_ranks <= 16 or rank % 8 == 0:
+            sheet.text(left - 10, y + bars / 2, f"rank {rank}", size=10.5, fill=DIM, anchor="rm")
+        sheet.box(left, y, at(begin + run.makespan) - left, bars, fill=SOFT)
+        sheet.hatch(left, y, at(begin + run.makespan) - left, bars, HATCH)
+        for place in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
+            _bar(sheet, run, place, at, y, bars)
+        _strip(sheet, run, rank, at, y + bars + 1.5, strip, most, limit)
+    bottom = top + schedule.num_ranks * (bars + strip + 5)
+    for time in ticks(0.0, end, 8, run.costs.unit):
+        text = time_text(time, run.costs.unit, end)
+        sheet.text(min(at(begin + time), left + width - 10), bottom + 7, text, size=10, fill=DIM)
+    x = float(MARGIN)
+    for name, figure, _ in facts(run):
+        sheet.text(x, bottom + 27, name, size=10, fill=DIM, anchor="lm")
+        wide = sheet.text(x, bottom + 44, figure, size=13, bold=True, anchor="lm")
+        x += max(text_width(name, 10), wide) + 28
+
+
+def _bar(sheet: Sheet, run: Run, place: int, at: At, y: float, size: float) -> None:
+    schedule = run.schedule
+    kind, joined = int(schedule.kind[place]), bool(schedule.joined[place])
+    has_second = place + 1 < len(schedule) and bool(schedule.joined[place + 1])
+    x, right = at(float(run.start[place])), at(float(run.end[place]))
+    if joined or has_second:  # a pair shares its time: one above, one below
+        if joined:
+            x = at(float(run.start[place - 1]))
+        y, size = (y + size / 2, size / 2) if joined else (y, size / 2)
+    width = max(right - x - 1, 0.8)
+    colour = hue(int(schedule.microbatch[place]))
+    ink: Colour = INK
+    if kind == F:
+        sheet.box(x + 0.5, y, width, size, fill=colour, radius=3)
+        ink = PAPER
+    elif kind in (B, I):
+        sheet.box(x + 0.5, y, width, size, fill=mix(colour, 0.42 if kind == B else 0.3), edge=colour, radius=3)
+    elif kind == W:
+        sheet.box(x + 0.5, y, width, size, fill=mix(colour, 0.1), radius=3)
+        sheet.dashed(x + 0.5, y, width, size, colour)
+    else:
+        sheet.box(x + 0.5, y, width, size, fill=mix(DIM, 0.2), edge=DIM, radius=3)
+    label = schedule.action(place).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
+    for text in (label, label[1:]):
+        if size >= 9 and text and text_width(text, 9.5) < width - 2:
+            sheet.text(x + width / 2 + 0.5, y + size / 2, text, size=9.5, fill=ink)
+            break
+
+
+def _strip(
+    sheet: Sheet, run: Run, rank: int, at: At, y: float, size: float, most: float, limit: float | None
+) -> None:
+    """What a rank holds over time, under its bars."""
+    times, held = run.activations(rank)
+    if len(times) < 2 or not most:
+        return
+    xs = [at(float(time)) for time in times] + [at(float(run.start.min()) + run.makespan)]
+    corners = [(xs[1], y + size)]
+    for place in range(1, len(times)):
+        level = y + size * (1 - float(held[place]) / most)
+        corners += [(xs[place], level), (xs[place + 1], level)]
+    corners.append((corners[-1][0], y + size))
+    sheet.area(corners, mix(DIM, 0.36))
+    if limit is not None and limit < most:
+        for place in range(1, len(times)):
+            if held[place] > limit + 1e-9:
+                a, b = y + size * (1 - float(held[place]) / most), y + size * (1 - limit / most)
+                sheet.box(xs[place], a, xs[place + 1] - xs[place], b - a, fill=WRONG)
+    if limit is not None:
+        level = y + size * (1 - limit / most)
+        sheet.line([(xs[0], level), (xs[-1], level)], ACCENT, 0.8)
+
+
+def sentence(runs: Sequence[Run]) -> str:
+    """One plain sentence, for where there is no picture."""
+    said = [
+        f"{run.schedule.name or 'a schedule'} on {run.schedule.num_ranks} ranks with {run.schedule.num_microbatches} "
+        f"microbatches: makespan {run.makespan:g}, {100 * run.bubble_fraction:.1f} % idle, "
+        f"{float(run.peak_activations.max(initial=0.0)):g} microbatches held at most"
+        for run in runs
+    ]
+    return "; beside it ".join(said) + "."
