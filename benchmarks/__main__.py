@@ -24,6 +24,7 @@ ORDER = [
     "mlp_torch",
     "mlp_jax",
     "jax_in_flight",
+    "hidden_communication",
     "import_time",
     "first_animation",
     "widget_bytes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,6 +72,12 @@ class Jax:
 
 
 FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": Torch, "jax": Jax}
+
+
+def in_both(of_torch: Iterable[Any], of_jax: Iterable[Any]) -> list[Any]:
+    """Cases for `@pytest.mark.parametrize("fw, ...", ..., indirect=["fw"])`: every one for torch, which runs as it is
+    written, and fewer for JAX, which compiles each one."""
+    return [(name, *case) for name, cases in (("torch", of_torch), ("jax", of_jax)) for case in cases]
 
 
 def on_each_rank(

@@ -94,7 +94,7 @@ def test_environment_has_all_that_tplab_asks_for():
     packages, from_pip = conda_dependencies("environment.yml")
     assert packages[:2] == ["python=3.11", "pip"]
     found = [Requirement(CONDA_NAMES.get(name, name) + rest) for name, rest in map(_split_name, packages[2:])]
-    assert {canonicalize_name(one.name): one for one in found} == requirements("torch", "jax", "lab")
+    assert {canonicalize_name(one.name): one for one in found} == requirements("torch", "jax", "lab", "huggingface")
     assert from_pip == ["--editable ."]
 
 

@@ -214,6 +214,29 @@ def test_messages_behind_one_another_fill_the_wire():
     assert timeline(out, 0, "wait") == []  # who sends does not wait
 
 
+@pytest.mark.parametrize("cluster", [None, SWITCH])
+def test_zeros_where_nobody_sends_are_no_computing(cluster):
+    def program(x: Tensor) -> None:
+        ppermute(x, "tp", [(0, 1)])
+        start(ppermute, x, "tp", [(0, 1)]).wait()
+        ppermute(x.requires_grad_(), "tp", [(0, 1)]).backward(torch.ones(()))
+
+    out = run(program, Mesh(tp=3), torch.tensor(1.0), cluster=cluster)
+    assert {e.op for e in out.trace.events if e.kind == "compute"} <= {"ones", "detach"}
+    assert timeline(out, 2, "send", "receive", "wait") == []
+
+
+def test_ways_in_are_not_taken():
+    """As `Links` says."""
+
+    def program(x: Tensor) -> None:
+        for source in (1, 2):
+            ppermute(x, "tp", [(source, 0)])
+
+    out = run(program, Mesh(tp=3), torch.empty(16), cluster=SWITCH)
+    assert [timeline(out, rank, "send") for rank in (1, 2)] == [[("send", "ppermute", 0.0, 6.0)]] * 2
+
+
 def test_between_nodes_a_message_takes_the_slower_link():
     out = run(lambda: ring_shift(torch.empty(4), "tp"), Mesh(tp=4), cluster=NODES)
     spans = {e.rank: (e.start, e.end) for e in out.trace.events if e.kind == "send"}

@@ -51,3 +51,11 @@ class CollectiveMismatchError(TplabError, RuntimeError):
 
 class OutsideRunError(TplabError, RuntimeError):
     """A collective was called where there are no ranks: outside of `run`."""
+
+
+class ParallelError(TplabError, AssertionError):
+    """A parallel model does not compute what the unsharded one does. The message is `check_parallel`'s report."""
+
+
+class PlanError(TplabError, ValueError):
+    """A plan to shard a model that cannot be, or that would compute something else."""

@@ -23,6 +23,11 @@ class Links:
     messages; on a torus, one to each other rank. Without a cluster time counts hops: each message, and each collective,
     takes 1, and every pair of ranks has a way of its own.
 
+    Ways in are not taken: on a switch, seven ranks that send to one at once are done as soon as one of them, where a
+    real one carries one after the other. Rings and collectives, in which a rank receives as much as it sends, are not
+    touched by it. Whose message comes first would have to be known before any is placed; but ranks that take turns ask
+    in the order of turns, in which one may be far ahead of the others on the clock.
+
     Ask in the order in which each rank issues: what was asked for first goes first.
     """
 
@@ -32,18 +37,18 @@ class Links:
         self._free: dict[tuple[int, int], float] = {}
         self._seconds: dict[tuple[str, int, tuple[int, ...]], float] = {}
 
-    def message(self, source: int, target: int, num_bytes: int, ready: float) -> Span:
-        """A message from `source` to `target` that can leave at `ready`."""
+    def message(self, source: int, target: int, num_bytes: int, ready: float) -> tuple[float, float]:
+        """When a message from `source` to `target`, which can leave at `ready`, is on its way: (start, end)."""
         way = (source, -1) if self._shared else (source, target)
         free = self._free.get(way, 0.0)
         start = ready if ready > free else free
         if self._cluster is None:
             end = self._free[way] = start + 1.0
-            return Span(start, end)
+            return start, end
         link = self._cluster.link(source, target)
         carried = num_bytes / link.bandwidth
         self._free[way] = start + carried
-        return Span(start, start + carried + link.latency)
+        return start, start + carried + link.latency
 
     def collective(self, op: str, num_bytes: int, group: tuple[int, ...], ready: float) -> Span:
         """A collective over `group`, each rank putting in `num_bytes`, whose last rank is there at `ready`.

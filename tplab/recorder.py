@@ -17,6 +17,7 @@ _BLOCK = 1 << 16
 
 _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contributors")
 _WIDTH = len(_NOTED)
+_FULL = _BLOCK * _WIDTH
 _FORMS = tuple(name for name in STORED if name not in _NOTED)
 """The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where."""
 
@@ -90,7 +91,14 @@ class Recorder:
         if values is not None:
             self._values[self._num_packed + len(notes) // _WIDTH] = values
         notes += (form, start, end, bytes, message, step, chunk, contributors)
-        if len(notes) >= _BLOCK * _WIDTH:
+        if len(notes) >= _FULL:
+            self._pack()
+
+    def note_wait(self, form: int, start: float, end: float) -> None:
+        """Take down a wait of this form."""
+        notes = self._notes
+        notes += (form, start, end, 0, -1, -1, -1, ())
+        if len(notes) >= _FULL:
             self._pack()
 
     def note_message(
@@ -103,7 +111,7 @@ class Recorder:
         if values is not None:
             self._values[self._num_packed + len(notes) // _WIDTH] = values
         notes += (form, start, end, num_bytes, message, step, chunk, contributors)
-        if len(notes) >= _BLOCK * _WIDTH:
+        if len(notes) >= _FULL:
             self._pack()
 
     # --- one by one ----------------------------------------------------------------------------------------------
@@ -129,7 +137,7 @@ class Recorder:
 
     def add_wait(self, rank: int, op: str, start: float, end: float, axis: str, where: str) -> None:
         """Take down that `rank` stood still from `start` to `end`."""
-        self.note(self.form(rank, "wait", op, axis, where=where), start, end)
+        self.note_wait(self.form(rank, "wait", op, axis, where=where), start, end)
 
     # --- the trace -----------------------------------------------------------------------------------------------
 

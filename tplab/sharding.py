@@ -168,6 +168,85 @@ def piece_sizes(size: int, num_ranks: int) -> list[int]:
     return [size // num_ranks + (index < size % num_ranks) for index in range(num_ranks)]
 
 
+# --- weights of the overlapped layers, kept in the order in which a ring brings what they multiply -------------------
+
+
+def async_weight(weight: Any, num_ranks: int, mode: str, direction: str = "up") -> Any:
+    """The weight of a blocking layer as the overlapped layers of R ranks keep it: the same numbers in another order.
+
+    weight [F, D], whole, as nn.Linear has it   ->   stacked [R (rank), R (arrival), F/R, D/R]
+    "gather"    stacked[i, k] = rows of i, columns of (i-k) mod R: what multiplies the k-th piece of x that i gets
+    "scatter"   stacked[j, k] = rows of (j-1-k) mod R, columns of j: what makes the k-th part of y that j sends
+    direction   "up" and "both" as above; "down": (i+k) and (j+1+k). "split": each block's first half (of its columns
+                for "gather", of its rows for "scatter"; the larger one of an odd number) as "up", the second as "down"
+
+    NumPy, torch and JAX arrays alike. Raises ShapeError where R does not divide F and D.
+    """
+    rows, columns = _block_sizes(weight.shape, num_ranks, mode, direction)
+    blocks = weight.reshape(num_ranks, rows, num_ranks, columns)
+    size = columns if mode == "gather" else rows
+    rank, place, inner = _grid(num_ranks, num_ranks, size)
+    other = _partner(rank, place, inner >= size - size // 2, num_ranks, mode, direction)
+    if mode == "gather":
+        return blocks[rank, :, other, inner].swapaxes(-1, -2)  # dims of index arrays with a slice between come first
+    return blocks[other, inner, rank, :]
+
+
+def blocking_weight(stacked: Any, mode: str, direction: str = "up") -> Any:
+    """The reverse of async_weight: stacked [R, R, F/R, D/R] -> weight [F, D], bit for bit."""
+    if len(stacked.shape) != 4 or stacked.shape[0] != stacked.shape[1]:
+        raise ShapeError(
+            f"blocking_weight takes [R, R, F/R, D/R], the pieces of each of R ranks, and got {list(stacked.shape)}; "
+            "weight.reshape(R, R, ...) makes it of the pieces of all ranks behind one another"
+        )
+    num_ranks, _, rows, columns = stacked.shape
+    _block_sizes((num_ranks * rows, num_ranks * columns), num_ranks, mode, direction)
+    size = columns if mode == "gather" else rows
+    rank, other, inner = _grid(num_ranks, num_ranks, size)
+    place = _partner(rank, other, inner >= size - size // 2, num_ranks, mode, direction, back=True)
+    if mode == "gather":  # [rank, owner, columns, rows]
+        blocks = stacked[rank, place, :, inner].swapaxes(-1, -2).swapaxes(1, 2)
+    else:  # [rank, owner, rows, columns]
+        blocks = stacked[rank, place, inner, :].swapaxes(0, 1).swapaxes(1, 2)
+    return blocks.reshape(num_ranks * rows, num_ranks * columns)
+
+
+def _partner(
+    rank: Any, given: Any, is_second: Any, num_ranks: int, mode: str, direction: str, back: bool = False
+) -> Any:  # fmt: skip
+    """Of each place, the rank whose piece it is; `back`: of each rank, the place.
+
+    up    gather i - k, scatter j - 1 - k: its own reverse
+    down  gather i + k, scatter j + 1 + k, of which the reverse is owner - i, owner - 1 - j
+    """
+    first = 0 if mode == "gather" else 1
+    up = (rank - first - given) % num_ranks
+    down = (given - first - rank) % num_ranks if back else (rank + first + given) % num_ranks
+    if direction == "split":
+        return up * ~is_second + down * is_second
+    return (down if direction == "down" else up) + 0 * is_second
+
+
+def _grid(*sizes: int) -> tuple[Any, ...]:
+    import numpy as np  # here, so that `import tplab` stays quick
+
+    return np.ogrid[tuple(slice(size) for size in sizes)]
+
+
+def _block_sizes(shape: Sequence[int], num_ranks: int, mode: str, direction: str) -> tuple[int, int]:
+    """Rows and columns of one of R x R blocks."""
+    if mode not in ("gather", "scatter"):
+        raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter': only these have a blocking form")
+    if direction not in ("up", "down", "both", "split"):
+        raise ValueError(f"direction is {direction!r}; it must be one of up, down, both, split")
+    if len(shape) != 2 or shape[0] % num_ranks or shape[1] % num_ranks:
+        raise ShapeError(
+            f"a weight [F, D] of shape {list(shape)} cannot be cut into {num_ranks} x {num_ranks} equal blocks; "
+            f"make F and D multiples of {num_ranks}"
+        )
+    return shape[0] // num_ranks, shape[1] // num_ranks
+
+
 def _plain(entry: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
     """An entry of P in its one form: None, a name, or a tuple of two names or more."""
     if entry is None or isinstance(entry, str):

@@ -853,4 +853,4 @@ check_gather(gather)
 # (the two rings and their numbers). Misha Laskin, [Sharding Large
 # Models](https://www.mishalaskin.com/posts/tensor_parallel) (8 x 2 and 4 x 4).
 #
-# Back to [00 A first look](00_first_look.ipynb).
+# Next: [03 A Megatron block](03_megatron_block.ipynb).

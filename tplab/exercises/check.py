@@ -140,7 +140,7 @@ def grade(fn: Callable[..., Any], exercise: Exercise, framework: Framework = "to
                     return verdict
                 num_bytes = trace.bytes_sent()
         except Exception as error:
-            return Verdict(False, _raised(error, fn, name, mesh))
+            return Verdict(False, raised(error, fn, name, mesh))
         if exercise.fewest and not remark:
             needed = exercise.fewest(mesh, tensors) // (1 if framework == "torch" else 2)  # JAX computes in float32
             if num_bytes > needed:
@@ -190,7 +190,8 @@ def _run(
         from tplab.torch import run
     else:
         from tplab.jax import run
-    arrays = [array if framework == "torch" else array.astype(np.float32) for array in tensors.values()]
+    is_narrowed = [framework == "jax" and array.dtype.kind == "f" for array in tensors.values()]  # and ids stay whole
+    arrays = [array.astype(np.float32) if is_so else array for array, is_so in zip(tensors.values(), is_narrowed)]
     out = run(program, mesh, *arrays, in_specs=specs)
     return [{name: np.asarray(array) for name, array in zip(names, results)} for results in out.per_rank], out.trace
 
@@ -269,7 +270,7 @@ def _known_mistake(
     return None
 
 
-def _raised(error: Exception, fn: Callable[..., Any], name: str, mesh: Mesh) -> str:
+def raised(error: Exception, fn: Callable[..., Any], name: str, mesh: Mesh) -> str:
     """What the learner's function raised, and at which of its lines."""
     cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
     frames = traceback.extract_tb(cause.__traceback__)

@@ -4,8 +4,11 @@ Importing it settles how many CPU devices JAX will simulate (16; `prepare` for m
 """
 
 from tplab.jax.devices import prepare  # first: it settles what JAX cannot change later  # isort: skip
+from tplab.classifier import async_state, blocking_state, classifier_specs
 from tplab.gpt import GPTConfig, gpt_specs
+from tplab.gpt2 import gpt2_config, gpt2_state
 from tplab.jax.attention import ParallelSelfAttention
+from tplab.jax.classifier import ParallelClassifier, ParallelMLPBlock
 from tplab.jax.comm import (
     Handle,
     all_gather,
@@ -20,27 +23,35 @@ from tplab.jax.comm import (
     ring_shift,
     start,
 )
+from tplab.jax.comparison import check_parallel
 from tplab.jax.compiled import CompiledCollective, collectives_in
 from tplab.jax.context import rank_key
 from tplab.jax.dropout import dropout
 from tplab.jax.gpt import GPT
+from tplab.jax.huggingface import gpt2_params, shard_params
 from tplab.jax.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from tplab.jax.memory import gather_again, saved_tensors
 from tplab.jax.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.jax.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
 from tplab.jax.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.jax.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.jax.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
 from tplab.jax.world import Result, run
+from tplab.sharding import async_weight, blocking_weight
 
 __all__ = [
     "GPT",
+    "AsyncLinear",
     "ColumnParallelLinear",
     "CompiledCollective",
     "GPTConfig",
     "Handle",
     "LayerNorm",
+    "ParallelClassifier",
     "ParallelLayerNorm",
     "ParallelMLP",
+    "ParallelMLPBlock",
     "ParallelRMSNorm",
     "ParallelSelfAttention",
     "RMSNorm",
@@ -48,19 +59,31 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "all_gather",
+    "all_gather_matmul",
     "all_reduce",
     "all_to_all",
+    "async_state",
+    "async_weight",
     "axis_index",
     "axis_size",
     "barrier",
+    "blocking_state",
+    "blocking_weight",
     "broadcast",
+    "check_parallel",
+    "classifier_specs",
     "collectives_in",
     "copy_to",
     "dropout",
+    "gather_again",
     "gather_from",
+    "gpt2_config",
+    "gpt2_params",
+    "gpt2_state",
     "gpt_specs",
     "load_shards",
     "load_state",
+    "matmul_reduce_scatter",
     "merge_state",
     "pad_vocabulary",
     "ppermute",
@@ -75,7 +98,9 @@ __all__ = [
     "run",
     "save_shards",
     "save_state",
+    "saved_tensors",
     "scatter_to",
+    "shard_params",
     "split_state",
     "start",
     "vocab_parallel_cross_entropy",

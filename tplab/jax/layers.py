@@ -27,7 +27,7 @@ from jax import Array
 from tplab.errors import ShapeError
 from tplab.jax.comm import all_gather, all_reduce, axis_size, reduce_scatter
 from tplab.jax.context import this_mesh
-from tplab.jax.parameters import Params, uniform
+from tplab.jax.parameters import Params, here, uniform
 from tplab.jax.regions import copy_to, gather_from, scatter_to
 from tplab.mesh import Axis
 from tplab.sharding import P
@@ -66,7 +66,7 @@ class ColumnParallelLinear:
         """The weight spread evenly over +-1/sqrt(D), the bias zero. Whole; inside a rank's program, its piece."""
         check_share(self.out_features, self.axis, "out_features")
         weight = uniform(key, (self.out_features, self.in_features), P(self.axis), self.in_features**-0.5)
-        return with_bias(weight, weight.shape[0] if self.bias else 0)
+        return with_bias(weight, self.out_features if self.bias else 0, P(self.axis))
 
     def __call__(self, params: Params, x: Array) -> Array:
         y = self.features(params, enter(x, self.axis, self.sequence_dim))
@@ -81,7 +81,7 @@ class ColumnParallelLinear:
             )
         num_here = share(self.out_features, self.axis, "out_features")
         check_weight("ColumnParallelLinear", params["weight"], (num_here, self.in_features), self.axis)
-        y = x @ params["weight"].T
+        y = linear(x, params["weight"])
         return y + params["bias"] if self.bias else y
 
 
@@ -132,7 +132,7 @@ class RowParallelLinear:
         """The weight spread evenly over +-1/sqrt(F), the bias zero. Whole; inside a rank's program, its piece."""
         check_share(self.in_features, self.axis, "in_features")
         weight = uniform(key, (self.out_features, self.in_features), P(None, self.axis), self.in_features**-0.5)
-        return with_bias(weight, self.out_features if self.bias else 0)
+        return with_bias(weight, self.out_features if self.bias else 0, P())
 
     def __call__(self, params: Params, x: Array) -> Array:
         num_here = share(self.in_features, self.axis, "in_features")
@@ -142,7 +142,7 @@ class RowParallelLinear:
         check_weight("RowParallelLinear", params["weight"], (self.out_features, num_here), self.axis)
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
-        part = x @ params["weight"].T
+        part = linear(x, params["weight"])
         if not self.reduce_output:
             return part
         y = leave(part, self.axis, self.sequence_dim)
@@ -232,6 +232,12 @@ def leave(part: Array, axis: Axis, sequence_dim: int | None) -> Array:
     return reduce_scatter(part, axis, sequence_dim)
 
 
+def linear(x: Array, weight: Array) -> Array:
+    """x @ weight.T, without a transposed weight: its gradient, too, comes as [out, in], and what sums it over
+    data-parallel ranks has nothing to turn round."""
+    return jnp.einsum("...i,oi->...o", x, weight)
+
+
 def shared(parameter: Array, axis: Axis, sequence_dim: int | None) -> Array:
     """A parameter that all ranks hold, where they use it: under sequence parallelism each on its own part of the
     sequence, so that its gradient must be summed. Here it cannot be forgotten."""
@@ -264,9 +270,9 @@ def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) 
         )
 
 
-def with_bias(weight: Array, num_biases: int) -> Params:
-    """A layer's first parameters."""
-    return {"weight": weight} | ({"bias": jnp.zeros(num_biases, weight.dtype)} if num_biases else {})
+def with_bias(weight: Array, num_biases: int, spec: P) -> Params:
+    """A layer's first parameters. Of zeros, too, a rank has a piece: by their type, which their gradient follows."""
+    return {"weight": weight} | ({"bias": here(jnp.zeros(num_biases, weight.dtype), spec)} if num_biases else {})
 
 
 def _row_input_message(shape: tuple[int, ...], expected: int, in_features: int, axis: Axis) -> str:

@@ -95,10 +95,12 @@ class Compiled:
         self.piece_shapes: list[tuple[int, ...]] = []
         self.jitted = jax.jit(self._mapped(fn, leaves, structure))
         try:
-            self.jaxpr = self.jitted.trace(self.key(0), *self.place(list(filter(_is_array, leaves)))).jaxpr
+            traced = self.jitted.trace(self.key(0), *self.place(list(filter(_is_array, leaves))))
         except _UNKNOWN_YET as error:
             error.add_note(_ONE_TRACE_FOR_ALL)
             raise
+        self.jaxpr = traced.jaxpr
+        self._shapes = jax.tree.map(lambda about: jax.ShapeDtypeStruct(about.shape, about.dtype), traced.out_info)
 
     def _mapped(self, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Callable[..., Any]:
         """The program of all ranks: a function of the random key and the arrays among `leaves`."""
@@ -133,7 +135,10 @@ class Compiled:
         return [_placed(array, sharding) for array, sharding in zip(arrays, self._shardings, strict=True)]
 
     def __call__(self, placed: Sequence[Any], seed: int) -> Any:
-        """Run it on arrays that `place` gave. Returns the global arrays without waiting for them."""
+        """Run it on arrays that `place` gave. Returns the global arrays without waiting for them; only their shapes,
+        and nothing is run, where there are only shapes of the arguments."""
+        if any(map(is_shape, placed)):
+            return self._shapes
         results = self.jitted(self.key(seed), *placed)
         return jax.block_until_ready(results) if self._paced else results
 
@@ -173,19 +178,24 @@ def _stackable(leaf: Any, axes: tuple[str, ...]) -> Any:
     return vary(leaf if leaf.ndim else leaf.reshape(1), axes)
 
 
+def is_shape(leaf: Any) -> bool:
+    """Whether it stands for an array of which there is only the shape."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def _array(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+    return is_shape(leaf) or isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
 
 
 def _kind(leaf: Any) -> Any:
     """What a program is compiled for: shape and dtype of an array; a number's type; anything else itself."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.weak_type
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, False
     if isinstance(leaf, int | float | complex):
         return type(leaf)

@@ -33,9 +33,9 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     cost       (R-1) x is sent by each rank
     """
     num_ranks = axis_size(axis)
-    x = jax.tree.map(lambda leaf: _varying(leaf, axis), x)
-    if _checked(direction) == "split":
-        first, second = _halves(x, dim)
+    x = jax.tree.map(lambda leaf: varying(leaf, axis), x)
+    if checked_direction(direction) == "split":
+        first, second = halved(x, dim)
         up, down = _gathered(first, second, axis, num_ranks - 1, num_ranks - 1)
         return [first, *up, second, *down]
     hops_up = {"up": num_ranks - 1, "down": 0, "both": num_ranks // 2}[direction]
@@ -70,9 +70,9 @@ def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction =
             f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, "
             f"and got {len(parts)}; jnp.split(x, {num_ranks}, dim) makes a list of them"
         )
-    parts = jax.tree.map(lambda leaf: _varying(leaf, axis), list(parts))
-    if _checked(direction) == "split":
-        halves = [_halves(part, dim) for part in parts]
+    parts = jax.tree.map(lambda leaf: varying(leaf, axis), list(parts))
+    if checked_direction(direction) == "split":
+        halves = [halved(part, dim) for part in parts]
         first, second = [half for half, _ in halves], [half for _, half in halves]
         up, down = _collected(first[:-1], second[:-1], axis)
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim), _plus(up, first[-1]), _plus(down, second[-1]))
@@ -93,14 +93,14 @@ def ring_all_reduce(x: Any, axis: Axis, direction: Direction = "up") -> Array:
               x is padded to R equal pieces ("split": 2R)
     """
     num_ranks, index = axis_size(axis), axis_index(axis)
-    multiple = 2 * num_ranks if _checked(direction) == "split" else num_ranks
-    x = _varying(x, axis)
+    multiple = 2 * num_ranks if checked_direction(direction) == "split" else num_ranks
+    x = varying(x, axis)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
     pieces = flat.reshape(num_ranks, -1)
     rising = [_piece(pieces, index - 1 - place) for place in range(num_ranks)]  # so that index i sums piece i
     sinking = [_piece(pieces, index + 1 + place) for place in range(num_ranks)]
     if direction == "split":
-        parts = [jnp.concatenate([_halves(a, 0)[0], _halves(b, 0)[1]]) for a, b in zip(rising, sinking, strict=True)]
+        parts = [jnp.concatenate([halved(a, 0)[0], halved(b, 0)[1]]) for a, b in zip(rising, sinking, strict=True)]
     else:
         parts = sinking if direction == "down" else rising
     arrived = ring_all_gather(ring_reduce_scatter(parts, axis, direction, 0), axis, direction, 0)
@@ -138,7 +138,7 @@ def _plus(received: Any, part: Any) -> Any:
     return part if received is None else jax.tree.map(jnp.add, received, part)
 
 
-def _halves(x: Any, dim: int) -> tuple[Any, Any]:
+def halved(x: Any, dim: int) -> tuple[Any, Any]:
     """Every array of x cut in two along `dim`; of an odd size the first half is the larger one."""
     def cut(leaf: Array) -> list[Array]:
         middle = leaf.shape[dim] - leaf.shape[dim] // 2
@@ -149,12 +149,12 @@ def _halves(x: Any, dim: int) -> tuple[Any, Any]:
     return structure.unflatten([first for first, _ in halves]), structure.unflatten([second for _, second in halves])
 
 
-def _varying(x: Any, axis: Axis) -> Array:
+def varying(x: Any, axis: Axis) -> Array:
     """All pieces of a ring have one type, the rank's own included, which has not travelled."""
     return vary(jnp.asarray(x), (axis,) if isinstance(axis, str) else tuple(axis))
 
 
-def _checked(direction: str) -> str:
+def checked_direction(direction: str) -> Direction:
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
     return direction

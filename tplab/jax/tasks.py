@@ -69,3 +69,10 @@ def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs:
     if name in _COPIES:
         return 0
     return max(held.size for held in (*inputs, *outputs))
+
+
+def bytes_of(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> int:
+    """Read and written: every operand and result; of an array that is updated in place, as XLA does, only the piece."""
+    if name == "dynamic_update_slice":
+        return 2 * inputs[1].num_bytes
+    return sum(held.num_bytes for held in (*inputs, *outputs))

@@ -115,7 +115,7 @@ class Timing:
             if source == target:
                 heappush(self._agenda, (now, _ENDED, number, rank))
                 continue
-            span = self.spans[number][rank] = self._links.message(source, target, task.num_bytes, now)
+            span = self.spans[number][rank] = Span(*self._links.message(source, target, task.num_bytes, now))
             self._arrive(span.end, number, target)
 
     def _join(self, now: float, number: int, rank: int) -> None:

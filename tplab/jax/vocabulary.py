@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from tplab.errors import ShapeError
 from tplab.jax.comm import all_reduce, axis_index, axis_size
-from tplab.jax.layers import check_weight, enter, leave
+from tplab.jax.layers import check_weight, enter, leave, linear
 from tplab.jax.parameters import Params, normal
 from tplab.mesh import Axis
 from tplab.sharding import P
@@ -69,7 +69,7 @@ class VocabParallelEmbedding:
     def logits(self, params: Params, x: Array) -> Array:
         """x times the rows of this rank's words: [..., D] -> [..., n]."""
         self._check(params)
-        return enter(x, self.axis, self.sequence_dim) @ params["weight"].T
+        return linear(enter(x, self.axis, self.sequence_dim), params["weight"])
 
     def _check(self, params: Params) -> None:
         num_words = -(-self.vocab_size // axis_size(self.axis))

@@ -14,7 +14,7 @@ import numpy as np
 from tplab.errors import TraceError
 from tplab.jax.exchange import EXCHANGES, Exchange
 from tplab.jax.held import Held, Label, PerRank, computed, joined
-from tplab.jax.tasks import Task, flops_of, is_free
+from tplab.jax.tasks import Task, bytes_of, flops_of, is_free
 from tplab.lines import line_text
 from tplab.mesh import Mesh
 
@@ -87,7 +87,7 @@ class Walk:
             first = outputs[0] if outputs else inputs[0]
             number = self._add(Task(
                 "compute", name, ranks, tuple(sorted(needs)), first.shape, str(first.dtype),
-                sum(held.num_bytes for held in (*inputs, *outputs)), where, flops_of(name, eqn.params, inputs, outputs),
+                bytes_of(name, inputs, outputs), where, flops_of(name, eqn.params, inputs, outputs),
                 carried=first, **_about(labels, inputs),
             ))  # fmt: skip
             for held in outputs:

@@ -13,7 +13,7 @@ import numpy as np
 from tplab.cluster import Cluster, find
 from tplab.errors import SpecError
 from tplab.jax.devices import rank_of_device
-from tplab.jax.program import Compiled, program_of
+from tplab.jax.program import Compiled, is_shape, program_of
 from tplab.jax.trace import trace_of
 from tplab.mesh import Mesh
 from tplab.trace import Trace
@@ -37,7 +37,7 @@ class Result:
         self._compiled, self._outputs = compiled, outputs
         self._seed, self._cluster, self._record = seed, cluster, record
         # The trace shows values where they are small; what is large need not be kept alive for it.
-        self._small = [array if np.size(array) <= _KEPT_FOR_TRACE else None for array in arrays]
+        self._small = [None if is_shape(a) or np.size(a) > _KEPT_FOR_TRACE else a for a in arrays]
 
     @property
     def value(self) -> Any:
@@ -81,7 +81,9 @@ def run(
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
     args        what `fn` is called with: arrays (JAX's or NumPy's), numbers, any pytree of them. Each rank gets the
-                piece that in_specs gives it, or all. Strings, functions and other objects reach it as they are
+                piece that in_specs gives it, or all. Strings, functions and other objects reach it as they are.
+                A jax.ShapeDtypeStruct stands for an array of which there is no more: nothing is run then, the trace
+                is the same, and the results are shapes too
     in_specs    one P an argument (or a structure of them, or one P for all); without, every rank gets everything
     out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks must be
                 known to be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's not
@@ -116,6 +118,8 @@ def run(
 
 def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:
     """Each rank's piece of a global array. On CPU devices they are brought together, to be computed with freely."""
+    if is_shape(leaf):
+        return [jax.ShapeDtypeStruct(shape, leaf.dtype)] * mesh.size
     rank_of = rank_of_device(mesh)
     pieces: list[Any] = [None] * mesh.size  # None: a rank of another process
     for shard in leaf.addressable_shards:

@@ -37,7 +37,8 @@ class Costs:
     optimizer_step  of one rank
     gradient_sync   of one rank's gradients (REDUCE_GRAD), a share a stage; it occupies the rank
     activation      what F keeps for the backward: bytes of a rank's share of one microbatch, or one figure a stage
-    input_grad_frees  the part of it that I lets go; W lets go of the rest (B of everything)
+    input_grad_frees  the part of it that I lets go (one number, or one a stage); W lets go of the rest (B of all).
+                    Below 0 where I keeps more: the gradients that W will need
     unit            "steps" for unit times, "s" for seconds
     """
 
@@ -54,7 +55,7 @@ class Costs:
     optimizer_step: float = 0.0
     gradient_sync: float = 0.0
     activation: float | Sequence[float] = 1.0
-    input_grad_frees: float = 0.0
+    input_grad_frees: float | Sequence[float] = 0.0
     unit: str = "steps"
 
     def __post_init__(self):
@@ -63,7 +64,8 @@ class Costs:
             if value is None or isinstance(value, str):
                 continue
             amounts = np.asarray(value, float)
-            if bool(np.any(np.isnan(amounts) | (amounts < 0))) or (
+            may_be_negative = field.name == "input_grad_frees"
+            if bool(np.any(np.isnan(amounts) | ((amounts < 0) & (not may_be_negative)))) or (
                 field.name != "bandwidth" and np.isinf(amounts).any()
             ):
                 raise ScheduleError(f"the cost {field.name} is {value!r}; it must be a finite number, 0 or more")
@@ -72,7 +74,7 @@ class Costs:
         if self.bandwidth == 0:
             raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
         for name in ("overlap", "input_grad_frees"):
-            if getattr(self, name) > 1:
+            if bool(np.any(np.asarray(getattr(self, name)) > 1)):
                 raise ScheduleError(f"{name} is {getattr(self, name)}; it is a part of a whole, 0 to 1")
 
     def durations(self, schedule: Schedule) -> np.ndarray:
@@ -109,6 +111,13 @@ class Costs:
     def kept(self, schedule: Schedule) -> np.ndarray:
         """Bytes that the activations of each action's stage and microbatch weigh [actions]."""
         return _of(self.activation, schedule, np.arange(len(schedule)), "activation")
+
+    def part_freed(self, schedule: Schedule) -> np.ndarray:
+        """The part of them that I of each action's stage lets go [actions]."""
+        part = np.asarray(self.input_grad_frees, float)
+        if part.ndim and len(part) < schedule.num_stages:
+            raise ScheduleError(f"input_grad_frees has {len(part)} figures; there are {schedule.num_stages} stages")
+        return part[np.maximum(schedule.stage, 0)] if part.ndim else np.full(len(schedule), float(part))
 
 
 def _of(amount: Amount, schedule: Schedule, rows: np.ndarray, name: str) -> np.ndarray:

@@ -203,7 +203,7 @@ class Run:
         return np.append(0.0, times[order]), np.append(0.0, np.cumsum(change[order]))
 
     def _bytes(self) -> np.ndarray:
-        kept, part = self.costs.kept(self.schedule), self.costs.input_grad_frees
+        kept, part = self.costs.kept(self.schedule), self.costs.part_freed(self.schedule)
         kind = self.schedule.kind
         return np.select(
             [kind == F, kind == B, kind == I, kind == W], [kept, -kept, -part * kept, (part - 1) * kept], 0.0

@@ -183,6 +183,15 @@ class Schedule:
 
         return add_communication(self)
 
+    @cached_property
+    def program(self) -> list[tuple[Action, ...]]:
+        """What each rank executes: its row with sends and receives written out. Raises ScheduleError, as `check` does,
+        where the schedule is not right."""
+        from tplab.schedules.check import check
+
+        check(self)
+        return (self if self.has_communication else self.with_communication()).by_rank()
+
     def with_optimizer_step(self, sync: bool = False) -> Schedule:
         """With a STEP at the end of each row and, with `sync`, a REDUCE_GRAD a stage after its last gradient."""
         from tplab.schedules.communication import add_optimizer_step

@@ -1,7 +1,12 @@
 """tplab on torch: one rank's program, run on every rank of a mesh."""
 
+from tplab.classifier import async_state, blocking_state, classifier_specs
 from tplab.gpt import GPTConfig, gpt_specs
+from tplab.gpt2 import gpt2_config, gpt2_state
+from tplab.sharding import async_weight, blocking_weight
 from tplab.torch.attention import ParallelSelfAttention
+from tplab.torch.checking.comparison import check_parallel
+from tplab.torch.classifier import ParallelClassifier, ParallelMLPBlock
 from tplab.torch.comm import (
     Handle,
     all_gather,
@@ -18,8 +23,16 @@ from tplab.torch.comm import (
 )
 from tplab.torch.dropout import dropout
 from tplab.torch.gpt import GPT
+from tplab.torch.huggingface import parallelize, whole_state
 from tplab.torch.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from tplab.torch.memory import gather_again, saved_tensors
+from tplab.torch.messages import receive, send
 from tplab.torch.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.torch.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.torch.pipeline.microbatches import split_batch
+from tplab.torch.pipeline.stages import Stages, num_parameters, stages_of
+from tplab.torch.pipeline.train_batch import train_batch
+from tplab.torch.plans import FusedColumn, gpt2_plan, llama_plan
 from tplab.torch.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.torch.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
@@ -28,33 +41,54 @@ from tplab.torch.world import Result, run
 
 __all__ = [
     "GPT",
+    "AsyncLinear",
     "ColumnParallelLinear",
+    "FusedColumn",
     "GPTConfig",
     "Handle",
     "LayerNorm",
+    "ParallelClassifier",
     "ParallelLayerNorm",
     "ParallelMLP",
+    "ParallelMLPBlock",
     "ParallelRMSNorm",
     "ParallelSelfAttention",
     "RMSNorm",
     "Result",
     "RowParallelLinear",
+    "Stages",
     "VocabParallelEmbedding",
     "all_gather",
+    "all_gather_matmul",
     "all_reduce",
     "all_to_all",
+    "async_state",
+    "async_weight",
     "axis_index",
     "axis_size",
     "barrier",
+    "blocking_state",
+    "blocking_weight",
     "broadcast",
+    "check_parallel",
+    "classifier_specs",
     "copy_to",
     "dropout",
+    "gather_again",
     "gather_from",
+    "gpt2_config",
+    "gpt2_plan",
+    "gpt2_state",
     "gpt_specs",
+    "llama_plan",
     "load_shards",
     "load_state",
+    "matmul_reduce_scatter",
     "merge_state",
+    "num_parameters",
+    "parallelize",
     "ppermute",
+    "receive",
     "reduce_from",
     "reduce_scatter",
     "ring_all_gather",
@@ -64,8 +98,14 @@ __all__ = [
     "run",
     "save_shards",
     "save_state",
+    "saved_tensors",
     "scatter_to",
+    "send",
+    "split_batch",
     "split_state",
+    "stages_of",
     "start",
+    "train_batch",
     "vocab_parallel_cross_entropy",
+    "whole_state",
 ]

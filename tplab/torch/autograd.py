@@ -52,7 +52,7 @@ def varying(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _is_followed(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or _transform() is not None)
+    return (x.requires_grad or _transform() is not None) and torch.is_grad_enabled()
 
 
 _transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]  # of torch.func; None outside

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tplab.errors import ShapeError
-from tplab.torch.rank import Call, Place
+from tplab.torch.rank import MESSAGES, Call, Place
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -69,6 +69,8 @@ def signature(call: Call, x: Tensor) -> tuple[Any, ...]:
     """
     if x.layout is not torch.strided:
         raise TypeError(f"{call.op} sends dense tensors, not {x.layout}; x.to_dense() makes one")
+    if call.op in MESSAGES:
+        return ()  # the receiver takes what comes
     if call.peers is not None or call.op == "barrier":
         return call.key, x.dtype, None  # a message may have any shape: the receiver takes what comes
     shape: tuple[int, ...] = x.shape

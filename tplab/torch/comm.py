@@ -31,6 +31,7 @@ from tplab.errors import MeshError
 from tplab.mesh import Axis
 from tplab.torch.autograd import do, start_on
 from tplab.torch.collectives import check_divides, check_reduction, check_tensor, dim_of
+from tplab.torch.messages import receive, start_receive
 from tplab.torch.rank import Call, Peers, Pending, Place, this_rank
 
 Handle = Pending
@@ -47,12 +48,15 @@ def axis_size(axis: Axis) -> int:
     return len(this_rank().place(axis).group)
 
 
-def start(op: Callable[..., Any], x: Tensor, /, *args: Any, **kwargs: Any) -> Handle:
+def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handle:
     """Begin a collective without waiting for it: `h = start(ring_shift, x, "tp")`, then `y = h.wait()`.
 
     `op` is any collective of this module. What the rank computes between the two overlaps with the communication. In
     the backward pass the roles are exchanged: the gradient's collective begins at `wait` and is waited for at `start`.
+    start(receive, "pp", 0) says which message will be taken.
     """
+    if op is receive:
+        return start_receive(x, *args, **kwargs)
     call_of = getattr(op, "call_of", None)
     if call_of is None:
         raise TypeError(f"start needs a collective, as in start(ring_shift, x, 'tp'), not {op!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from tplab.mesh import Axis
 from tplab.torch.draws import next_generator
@@ -23,6 +24,8 @@ def dropout(x: Tensor, p: float, *, axis: Axis | None = None) -> Tensor:
     and after row-parallel layers a mask of its own would make copies differ. torch.utils.checkpoint gets the same mask
     again. Ranks that are to agree must drop equally often. For evaluation leave it out, or give p=0.
     """
+    if has_torch_function_unary(x):  # somebody watches: check_parallel
+        return handle_torch_function(dropout, (x,), x, p, axis=axis)
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; it is the share that is dropped, from 0 up to, but not including, 1")
     if axis is not None:

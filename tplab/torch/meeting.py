@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import CodeType
 from typing import Any
 
@@ -22,13 +21,13 @@ class Group:
     Each member's k-th call over the group belongs to the k-th meeting, so members leave a meeting behind in order.
     """
 
-    __slots__ = ("first", "num_calls", "open", "ranks")
+    __slots__ = ("num_calls", "open", "ranks", "signatures", "size")
 
     def __init__(self, ranks: tuple[int, ...]):
-        self.ranks = ranks
+        self.ranks, self.size = ranks, len(ranks)
         self.num_calls = [0] * len(ranks)  # of the member at each position
-        self.first = 0  # the number of open[0]
-        self.open: deque[Meeting] = deque()
+        self.open: dict[int, Meeting] = {}  # by number
+        self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so they compare by identity
 
 
 class Site:
@@ -37,18 +36,21 @@ class Site:
 
     signature   what every member of the group must bring to the meeting
     target      of a collective between pairs: to whom, None if to nobody; `source`: from whom
+    num_sent    of the others: the bytes that the ring algorithm sends from here, where that is the same in each meeting
     """
 
-    __slots__ = ("call", "code", "dtype", "form", "group", "index", "is_small", "num_bytes", "shape", "signature",
-                 "source", "target", "wait_form", "where")  # fmt: skip
+    __slots__ = ("call", "code", "dtype", "form", "group", "index", "is_small", "num_bytes", "num_sent", "shape",
+                 "signature", "source", "target", "wait_form", "where")  # fmt: skip
 
     def __init__(self, call: Call, x: Tensor, rank: int, group: Group, where: str, code: CodeType, recorder: Recorder):
         self.call, self.group, self.where = call, group, where
         self.code = code  # kept alive: sites are found by its identity
         self.index, axis = call.place.index, call.place.label
-        self.signature = signature(call, x)
+        brought = signature(call, x)
+        self.signature = group.signatures.setdefault(brought, brought)
         self.shape, self.dtype, self.num_bytes = tuple(x.shape), dtype_name(x.dtype), x.nbytes
         self.is_small = x.numel() <= VALUES_UP_TO
+        self.num_sent: int | None = None
         self.target, self.source = call.peers or (None, None)
         about = call.op, axis, group.ranks
         if self.target is not None and self.target != rank:

@@ -190,6 +190,8 @@ def _cost(
 
 _VECTORS = {aten.mv, aten.addmv, aten.dot, aten.vdot}
 _COUNTED_AS = {
+    aten.addmm_: aten.addmm,
+    aten.baddbmm_: aten.baddbmm,
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }

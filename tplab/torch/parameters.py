@@ -1,11 +1,13 @@
 """How parameters begin: drawn as those of the whole model, of which a rank keeps its piece.
 
-So a model that is made with one seed is the same on every mesh, up to the last bit, and data-parallel copies agree.
+So a model that is made with one seed is the same on every mesh, up to the last bit, and data-parallel copies agree. On
+the modelled clock making it takes no time: it is no part of what a step does. As meta tensors, under
+`torch.device("meta")`, parameters have shapes and no numbers, and a model of any size is made at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,16 +16,28 @@ from tplab.sharding import P
 from tplab.torch.draws import next_generator
 from tplab.torch.rank import this_rank
 
+Draw = Callable[..., Tensor]
+"""torch.rand or torch.randn"""
+
 
 def drawn_uniform(shape: Sequence[int], spec: P, bound: float) -> Tensor:
     """This rank's piece of numbers spread evenly over [-bound, bound]."""
-    generator = next_generator()
-    return piece_of(torch.rand(tuple(shape), generator=generator, device="cpu") * (2 * bound) - bound, spec)
+    return drawn_piece(shape, lambda whole: piece_of(whole * (2 * bound) - bound, spec), torch.rand)
 
 
 def drawn_normal(shape: Sequence[int], spec: P, deviation: float) -> Tensor:
     """This rank's piece of normal numbers."""
-    return piece_of(torch.randn(tuple(shape), generator=next_generator(), device="cpu") * deviation, spec)
+    return drawn_piece(shape, lambda whole: piece_of(whole * deviation, spec), torch.randn)
+
+
+def drawn_piece(shape: Sequence[int], keep: Callable[[Tensor], Tensor], draw: Draw) -> Tensor:
+    """What `keep` makes of a whole parameter's first numbers, where parameters are made."""
+    device = torch.empty(0).device
+    with torch._C._DisableTorchDispatch():  # no operation of the program's
+        generator = next_generator()
+        if device.type == "meta":
+            return keep(torch.empty(tuple(shape)))
+        return keep(draw(tuple(shape), generator=generator, device="cpu")).to(device)
 
 
 def piece_of(whole: Tensor, spec: P) -> Tensor:
@@ -36,4 +50,4 @@ def piece_of(whole: Tensor, spec: P) -> Tensor:
             size = -(-whole.shape[dim] // len(place.group))
             begin = min(place.index * size, whole.shape[dim])
             piece = piece.narrow(dim, begin, min(size, whole.shape[dim] - begin))
-    return piece.clone(memory_format=torch.contiguous_format).to(torch.empty(0).device)
+    return piece.clone(memory_format=torch.contiguous_format)

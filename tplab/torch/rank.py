@@ -8,6 +8,7 @@ import sysconfig
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,6 +28,22 @@ PeersOf = Callable[..., Peers]
 """(place, the collective's parameters) -> peers"""
 
 
+class Pair(tuple[int, ...]):
+    """Two ranks, (source, target), of which the first sends to the second: their messages are counted by themselves,
+    apart from those of the way back and from the collectives of a group that has the same two ranks."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pair) and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(("pair", tuple(self)))
+
+
 class Place(NamedTuple):
     """A rank's place along an axis: the axis as text, the group's ranks in order, and its own position among them."""
 
@@ -38,9 +55,9 @@ class Place(NamedTuple):
 class Call:
     """A collective as one rank calls it: its name, the rank's place, and the collective's own parameters.
 
-    `peers` is for the operations between pairs (ppermute, ring_shift): the rank to send to and the one to receive
-    from, None where there is none. `key` is what must be the same on every rank. Calls are made once and compared by
-    identity.
+    `peers` is for the operations between pairs (ppermute, ring_shift, send, receive): the rank to send to and the one
+    to receive from, None where there is none. `key` is what must be the same on every rank. Calls are made once and
+    compared by identity.
     """
 
     __slots__ = ("axis", "key", "op", "params", "peers", "place")
@@ -50,8 +67,30 @@ class Call:
         self.key = (op, place.label, params)
 
     def __str__(self) -> str:
-        params = self.params[:2] if self.op == "reduce_scatter" else self.params  # what follows is not the caller's
-        return f"{self.op}({', '.join(['x', repr(self.place.label), *map(repr, params)])})"
+        return call_text(*self.key)
+
+
+def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
+    """A call as the program wrote it."""
+    params = params[: _GIVEN.get(op)]  # what follows is not the caller's
+    return f"{op}({', '.join([*(['x'] if op != 'receive' else []), repr(label), *map(repr, params)])})"
+
+
+_GIVEN = {"reduce_scatter": 2, "send": 1}
+MESSAGES = ("send", "receive")
+"""What one rank calls to send to another, and what that one calls."""
+
+
+class Doing(NamedTuple):
+    """One thing that a rank does, as an action of a schedule: its name, where it belongs, whose data it is about.
+
+    takes   how long, on the clock that counts steps, where computing takes no time otherwise
+    """
+
+    op: str
+    where: str
+    label: Label
+    takes: float = 0.0
 
 
 class Pending(ABC):
@@ -63,6 +102,11 @@ class Pending(ABC):
     def sizes(self) -> tuple[int, ...] | None:
         """Of an all_gather that is done: the size along `dim` of what each rank put in."""
         return None
+
+    @property
+    def sent_with(self) -> tuple[Any, ...]:
+        """Of a receive that is done: the parameters of the send that it met."""
+        return ()
 
     @abstractmethod
     def wait(self) -> Tensor:
@@ -80,6 +124,7 @@ class Rank(ABC):
         self.labels = Labels()  # of what it has received, and computed from that
         self._places: dict[Axis, Place] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
+        self.receipts: dict[Call, Any] = {}  # of each sender, what was last said to be taken
 
     def place(self, axis: Axis) -> Place:
         """This rank's place along `axis`. Raises MeshError for an axis that the mesh does not have."""
@@ -103,6 +148,21 @@ class Rank(ABC):
             found = self._calls[key] = Call(op, axis, place, params, peers and peers(place, *params))
         return found
 
+    def message(self, op: str, axis: Axis, other: int, params: tuple[Any, ...] = ()) -> Call:
+        """The send to, or the receive from, the rank at position `other` of `axis`. Between two ranks the k-th send
+        meets the k-th receive."""
+        if axis.__class__ is list:
+            axis = tuple(axis)
+        key = (op, axis, (other, *params))
+        found = self._calls.get(key)
+        if found is None:
+            place = self.place(axis)
+            here, there = self.rank, place.group[other]
+            pair, peers = (Pair((here, there)), (there, None)) if op == "send" else (Pair((there, here)), (None, there))
+            there_and_back = Place(place.label, pair, int(op == "receive"))
+            found = self._calls[key] = Call(op, axis, there_and_back, key[2], peers)
+        return found
+
     @abstractmethod
     def begin(self, call: Call, x: Tensor) -> Pending:
         """Start a collective on `x`, outside of any graph; what the rank writes to `x` later does not travel."""
@@ -110,6 +170,14 @@ class Rank(ABC):
     def do(self, call: Call, x: Tensor) -> Tensor:
         """Run a collective on `x` to its end."""
         return self.begin(call, x).wait()
+
+    def doing(self, about: Doing) -> AbstractContextManager[Any]:
+        """What the rank computes inside of this is one thing, and stands in the trace under its name."""
+        return nullcontext()
+
+    def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
+        """The label of data that is `piece` of what `origin_rank` began with."""
+        return Label(origin_rank + piece * self.mesh.size, contributors)
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:  # noqa: B027  # not every rank notes it
         """Say that with `x`, made by `op`, data of this rank's own has joined what it received."""
@@ -151,6 +219,14 @@ _OTHERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platst
 _INSTALLED = (*_OURS, *_OTHERS, "<frozen")
 
 
+class _IsProgram(dict[str, bool]):
+    """Whether a file belongs to the program, and not to an installed package."""
+
+    def __missing__(self, filename: str) -> bool:
+        found = self[filename] = not filename.startswith(_INSTALLED)
+        return found
+
+
 class Lines:
     """The line of the user's program that is being run, as text: "cell 3, line 4" or "file.py:12".
 
@@ -158,7 +234,7 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        self._is_program: dict[str, bool] = {}
+        self._is_program = _IsProgram()
         self._texts: dict[tuple[str, int], str] = {}
 
     def frame(self, depth: int = 0) -> FrameType:
@@ -166,11 +242,7 @@ class Lines:
         is_program = self._is_program
         frame: FrameType | None = sys._getframe(depth + 1)
         while frame is not None:
-            filename = frame.f_code.co_filename
-            known = is_program.get(filename)
-            if known is None:
-                known = is_program[filename] = not filename.startswith(_INSTALLED)
-            if known:
+            if is_program[frame.f_code.co_filename]:
                 return frame
             frame = frame.f_back
         innermost = sys._getframe(depth + 1)
@@ -191,7 +263,7 @@ class Lines:
         found, step = None, error.__traceback__
         while step is not None:
             filename = step.tb_frame.f_code.co_filename
-            if not filename.startswith(_INSTALLED):
+            if self._is_program[filename]:
                 found = filename, step.tb_lineno
             step = step.tb_next
         return self._text(*found) if found else None

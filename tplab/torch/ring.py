@@ -34,7 +34,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     cost       (R-1) x is sent by each rank
     """
     num_ranks = axis_size(axis)
-    if _checked(direction) == "split":
+    if checked_direction(direction) == "split":
         first, second = _halves(x, dim)
         up, down = _gathered(first, second, axis, num_ranks - 1, num_ranks - 1)
         return [first, *up, second, *down]
@@ -72,7 +72,7 @@ def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction =
             f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, and got "
             f"{len(parts)}; x.chunk({num_ranks}, dim) makes a list of them"
         )
-    if _checked(direction) == "split":
+    if checked_direction(direction) == "split":
         halves = [_halves(part, dim) for part in parts]
         first, second = [half for half, _ in halves], [half for _, half in halves]
         up, down = _collected(first[:-1], second[:-1], axis)
@@ -94,7 +94,7 @@ def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tenso
               x is padded to R equal pieces ("split": 2R)
     """
     num_ranks, index = axis_size(axis), axis_index(axis)
-    multiple = 2 * num_ranks if _checked(direction) == "split" else num_ranks
+    multiple = 2 * num_ranks if checked_direction(direction) == "split" else num_ranks
     flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % multiple))
     pieces = flat.chunk(num_ranks) if flat.numel() else [flat] * num_ranks
     rising = [pieces[(index - 1 - place) % num_ranks] for place in range(num_ranks)]  # so that index i sums piece i
@@ -148,7 +148,8 @@ def _halves(x: Any, dim: int) -> tuple[Any, Any]:
     return tuple(pytree.tree_unflatten([pair[side] for pair in cut], structure) for side in (0, 1))  # type: ignore
 
 
-def _checked(direction: str) -> str:
+def checked_direction(direction: str) -> str:
+    """Raise ValueError for a direction that there is not."""
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
     return direction

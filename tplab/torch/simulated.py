@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tplab.torch import collectives
+from tplab.torch.burst import Burst
+from tplab.torch.collectives import own, results
 from tplab.torch.labels import UNKNOWN, Label
 from tplab.torch.meeting import Group, Meeting, Site, bytes_sent
 from tplab.torch.meter import Cost, Meter
 from tplab.torch.provenance import Provenance
-from tplab.torch.rank import Call, Pending, Rank
+from tplab.torch.rank import Call, Doing, Pending, Rank
 from tplab.torch.values import dtype_name, values_of
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class SimulatedRank(Rank):
         self.hops = 0.0
         self._is_timed = turns.clock == "measured"
         self._seen_at = 0.0
+        self._doing: Burst | None = None
         self._sites: dict[tuple[Any, ...], Site] = {}
         is_modelled = turns.cluster is not None and not self._is_timed
         self._meter = Meter(rank, self._computed if is_modelled else None)
@@ -72,6 +76,9 @@ class SimulatedRank(Rank):
         dtype = dtype_name(done.output.dtype)
         start = self.clock
         self.clock = start + cluster.compute_seconds(done.flops, done.num_bytes, dtype)
+        if self._doing is not None:
+            self._doing.add(start, self.clock, done.flops, done.num_bytes)
+            return
         self.turns.recorder.add(
             self.rank, "compute", done.op, start, self.clock,
             bytes=done.num_bytes, flops=done.flops, shape=tuple(done.output.shape), dtype=dtype,
@@ -80,7 +87,7 @@ class SimulatedRank(Rank):
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         """Where computing takes no time of its own, an addition to what was received is an event of no length."""
-        if self._meter.on_cost is None:
+        if self._meter.on_cost is None and self._doing is None:
             self.turns.recorder.add(
                 self.rank, "compute", op, self.clock, self.clock, shape=tuple(x.shape), dtype=dtype_name(x.dtype),
                 **self._provenance.contents(x, label),
@@ -94,9 +101,32 @@ class SimulatedRank(Rank):
 
     def _catch_up(self) -> None:
         """Advance the measured clock by what this rank did since it was last seen."""
-        burst = self._now() - self._seen_at
-        self.turns.recorder.add(self.rank, "compute", "compute", self.clock, self.clock + burst)
-        self.clock += burst
+        start, self.clock = self.clock, self.clock + self._now() - self._seen_at
+        if self._doing is not None:
+            self._doing.add(start, self.clock)
+        else:
+            self.turns.recorder.add(self.rank, "compute", "compute", start, self.clock)
+
+    @contextmanager
+    def doing(self, about: Doing) -> Iterator[None]:
+        if self._is_timed:
+            self._catch_up()
+            self._seen_at = self._now()
+        self._doing = Burst(self.turns.recorder, self.rank, about, self.clock)
+        try:
+            yield
+            if self._is_timed:
+                self._catch_up()
+                self._seen_at = self._now()
+            elif self.turns.cluster is None:
+                self.clock += about.takes
+                self._doing.end = self.clock
+            self._doing.note()
+        finally:
+            self._doing = None
+
+    def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
+        return Label(self.turns.recorder.chunk(origin_rank, piece), contributors)
 
     def starts_with(self, x: Tensor) -> None:
         self._provenance.starts_with(x)
@@ -104,14 +134,14 @@ class SimulatedRank(Rank):
     # --- collectives ---------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, x: Tensor) -> Pending:
-        if torch._C._len_torch_dispatch_stack():
-            with torch._C._DisableTorchDispatch():  # what follows is no operation of the program's
+        if _num_modes():
+            with _BelowModes():  # what follows is no operation of the program's
                 return self._begun(call, x)
         return self._begun(call, x)
 
     def do(self, call: Call, x: Tensor) -> Tensor:
-        if torch._C._len_torch_dispatch_stack():
-            with torch._C._DisableTorchDispatch():
+        if _num_modes():
+            with _BelowModes():
                 return self._done(call, x)
         return self._done(call, x)
 
@@ -119,8 +149,8 @@ class SimulatedRank(Rank):
         """Wait for what this rank gets from what it has begun, and take it."""
         if self._is_timed:
             self._catch_up()
-        with torch._C._DisableTorchDispatch():
-            result = self._taken(site, meeting, x)
+        with _BelowModes():
+            result = self._outcome(site, meeting) if site.call.peers is None else self._received(site, meeting, x)
         if self._is_timed:
             self._seen_at = self._now()
         return result
@@ -129,9 +159,9 @@ class SimulatedRank(Rank):
         if self._is_timed:
             self._catch_up()
         site = self._site(call, x)
-        meeting = self._arrive(site, x)
+        meeting = self._arrive(site)
         if call.peers is None:
-            self._put_in(site, collectives.own(x), meeting)
+            self._put_in(site, own(x), meeting)
         elif site.target is not None:
             self._send(site, x, meeting)
         if self._is_timed:
@@ -143,12 +173,14 @@ class SimulatedRank(Rank):
         if self._is_timed:
             self._catch_up()
         site = self._site(call, x)
-        meeting = self._arrive(site, x)
+        meeting = self._arrive(site)
         if call.peers is None:
             self._put_in(site, x if x.is_contiguous() else x.contiguous(), meeting)
-        elif site.target is not None:
-            self._send(site, x, meeting)
-        result = self._taken(site, meeting, x)
+            result = self._outcome(site, meeting)
+        else:
+            if site.target is not None:
+                self._send(site, x, meeting)
+            result = self._received(site, meeting, x)
         if self._is_timed:
             self._seen_at = self._now()
         return result
@@ -165,37 +197,34 @@ class SimulatedRank(Rank):
             site = self._sites[key] = Site(call, x, self.rank, group, where, code, turns.recorder)
         return site
 
-    def _arrive(self, site: Site, x: Tensor) -> Meeting:
+    def _arrive(self, site: Site) -> Meeting:
         """The meeting of the group to which this call belongs; this rank has come to it."""
         if self.turns.failure is not None:
             self.turns.release()
         group, index = site.group, site.index
         number = group.num_calls[index]
         group.num_calls[index] = number + 1
-        if number - group.first == len(group.open):
-            meeting = Meeting(number, site.signature)
-            group.open.append(meeting)
-        else:
-            meeting = group.open[number - group.first]
-            if meeting.signature != site.signature:
-                raise self.turns.mismatch(meeting, self.rank, site)
+        meeting = group.open.get(number)
+        if meeting is None:
+            meeting = group.open[number] = Meeting(number, site.signature)
+        elif meeting.signature is not site.signature:
+            raise self.turns.mismatch(meeting, self.rank, site)
         meeting.sites[index] = site
-        if len(meeting.sites) == len(group.ranks):
-            group.open.popleft()
-            group.first += 1
+        if len(meeting.sites) == group.size:
+            del group.open[number]
         return meeting
 
     def _send(self, site: Site, x: Tensor, meeting: Meeting) -> None:
         """Put this rank's message where its receiver finds it. Sending never waits."""
-        turns, payload, target, num_bytes = self.turns, collectives.own(x), site.target, site.num_bytes
-        assert target is not None
-        if target == self.rank:
+        turns, rank, payload, num_bytes = self.turns, self.rank, own(x), site.num_bytes
+        target: int = site.target  # type: ignore
+        if target == rank:
             meeting.messages[target] = payload, self.clock, self.hops, self.labels.get(x) or UNKNOWN
             return
-        start, end = turns.links.message(self.rank, target, num_bytes, self.clock)
+        start, end = turns.links.message(rank, target, num_bytes, self.clock)
         hop, hop_end = start, end
         if turns.cluster is not None:
-            hop, hop_end = turns.hop_links.message(self.rank, target, num_bytes, self.hops)
+            hop, hop_end = turns.hop_links.message(rank, target, num_bytes, self.hops)
         label, values = UNKNOWN, None
         if turns.num_left_to_keep > 0:
             turns.num_left_to_keep -= 1
@@ -205,8 +234,9 @@ class SimulatedRank(Rank):
             self._provenance.stop()
         meeting.messages[target] = payload, end, hop_end, label
         turns.recorder.note_message(site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values)
-        if target in meeting.waiting:
-            meeting.waiting.remove(target)
+        waiting = meeting.waiting
+        if waiting and target in waiting:
+            waiting.remove(target)
             turns.ready.append(target)
 
     def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
@@ -218,43 +248,55 @@ class SimulatedRank(Rank):
         if len(meeting.inputs) < len(ranks):
             return
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
-        meeting.outputs = dict(enumerate(collectives.results(call, inputs)))
+        meeting.outputs = dict(enumerate(results(call, inputs)))
         if len(ranks) == 1:
             meeting.end, meeting.hops_end = self.clock, self.hops
             return
-        num_bytes = max(site.num_bytes for site in meeting.sites.values())
+        num_bytes = max([other.num_bytes for other in meeting.sites.values()])
         span = turns.links.collective(call.op, num_bytes, ranks, meeting.ready)
         hop = span if turns.cluster is None else turns.hop_links.collective(call.op, num_bytes, ranks, meeting.hops)
         meeting.end, meeting.hops_end = span.end, hop.end
         number = turns.recorder.next_message()
-        for index, other in sorted(meeting.sites.items()):
-            turns.recorder.note(
-                other.form, *span, bytes_sent(call, inputs, index), number, int(hop.start), -1, ranks,
-                turns.values(meeting.outputs[index]),
-            )  # fmt: skip
+        for index in range(len(ranks)):
+            other = meeting.sites[index]
+            num_sent = other.num_sent
+            if num_sent is None:
+                num_sent = bytes_sent(call, inputs, index)
+                if call.op != "all_gather":  # what others put in may have another size each time
+                    other.num_sent = num_sent
+            values = turns.values(meeting.outputs[index])
+            turns.recorder.note(other.form, *span, num_sent, number, int(hop.start), -1, ranks, values)
         turns.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
-    def _taken(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
-        """What this rank gets from a meeting, once it is there."""
-        if site.call.peers is None:
-            if meeting.outputs is None:
-                self._wait(site, meeting)
-            result, end, hops = meeting.outputs.pop(site.index), meeting.end, meeting.hops_end  # type: ignore
-        elif site.source is None:
-            result, end, hops = _zeros_like(x), self.clock, self.hops
-        else:
-            if self.rank not in meeting.messages:
-                self._wait(site, meeting)
-            result, end, hops, label = meeting.messages.pop(self.rank)
-            if label is not UNKNOWN or not self._provenance.has_lost_track:
-                self._provenance.received(result, label)
+    def _outcome(self, site: Site, meeting: Meeting) -> Tensor:
+        """What this rank gets from a meeting of all, once it is there."""
+        if meeting.outputs is None:
+            self._wait(site, meeting)
+        self._stand_still(site, meeting.end, meeting.hops_end)
+        return meeting.outputs.pop(site.index)  # type: ignore
+
+    def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
+        """The message to this rank, once it is there; zeros like `x` where nobody sends one."""
+        if site.source is None:
+            return _zeros_like(x)
+        message = meeting.messages.pop(self.rank, None)
+        if message is None:
+            self._wait(site, meeting)
+            message = meeting.messages.pop(self.rank)
+        result, end, hops, label = message
+        if label is not UNKNOWN or not self._provenance.has_lost_track:
+            self._provenance.received(result, label)
+        self._stand_still(site, end, hops)
+        return result
+
+    def _stand_still(self, site: Site, end: float, hops: float) -> None:
+        """What came is there at `end`, `hops` rounds from the start."""
         if end > self.clock:
-            self.turns.recorder.note(site.wait_form, self.clock, end)
+            self.turns.recorder.note_wait(site.wait_form, self.clock, end)
             self.clock = end
         if hops > self.hops:
             self.hops = hops
-        return result
 
     def _wait(self, site: Site, meeting: Meeting) -> None:
         meeting.waiting.append(self.rank)
@@ -283,6 +325,13 @@ class _Pending(Pending):
         if call.op != "all_gather" or self.result is None:
             return None
         return tuple(inputs[index].shape[call.params[0]] for index in range(len(inputs)))
+
+    @property
+    def sent_with(self) -> tuple[Any, ...]:
+        return self.meeting.sites[0].call.params
+
+
+_num_modes, _BelowModes = torch._C._len_torch_dispatch_stack, torch._C._DisableTorchDispatch
 
 
 def _zeros_like(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tplab.torch import rank as rank_context
 from tplab.torch.generators import generators
 from tplab.torch.inherited import inherited_state
 from tplab.torch.meeting import Group, Meeting, Site
+from tplab.torch.one_core import OneCore
 from tplab.torch.rank import Lines
 from tplab.torch.simulated import SimulatedRank
 from tplab.torch.values import VALUES_UP_TO, values_of
@@ -59,6 +60,7 @@ class Turns:
             rank.random_state = [generator.state(seed, rank.rank) for generator in self._generators]
         self.ready: deque[int] = deque(mesh.ranks)
         self.failure: BaseException | None = None
+        self.core = OneCore([])
         self._ending = Lock()
         self._done = Lock()  # held until every rank has ended
 
@@ -68,6 +70,9 @@ class Turns:
         """Run one program a rank, to the end of all. Returns what each returned; raises what went wrong first."""
         state = inherited_state(self.device)
         kernels_own = [generator.get() for generator in self._generators]
+        around = rank_context.current_rank_or_none()
+        if isinstance(around, SimulatedRank):
+            around.turns.core.leave()  # our threads inherit where it may run
         self._done.acquire()
         try:
             for rank, program in zip(self.ranks, programs, strict=True):
@@ -76,9 +81,11 @@ class Turns:
                     target=context.run, args=(self._life, rank, program, state), name=f"rank {rank.rank}", daemon=True
                 )
                 rank.thread.start()
+            self.core = OneCore([rank.thread.native_id for rank in self.ranks if rank.thread and rank.thread.native_id])
             self._give_turn(self.ready.popleft())
             while not self._is_over():
                 self._done.acquire(timeout=_POLL)
+                self.core.look()
             for rank in self.ranks:
                 assert rank.thread is not None
                 rank.thread.join()
@@ -86,6 +93,7 @@ class Turns:
             self._stop(interrupt)
             raise
         finally:
+            self.core.leave()
             for generator, kept in zip(self._generators, kernels_own, strict=True):
                 generator.set(kept)
         if self.failure is not None:
@@ -101,6 +109,7 @@ class Turns:
         """What a rank's thread does, from its first turn to its last."""
         try:
             rank.turn.acquire()
+            self.core.turn_begins()
             if self.failure is None:
                 rank_context.enter(rank)
                 with state():
@@ -126,9 +135,11 @@ class Turns:
         if not self.ready:
             self.fail(self._deadlock())
             raise _Released
+        self.core.turn_ends()
         rank.random_state = [generator.get() for generator in self._generators]
         self._give_turn(self.ready.popleft())
         rank.turn.acquire()
+        self.core.turn_begins()
         if self.failure is not None:
             raise _Released
 
@@ -143,6 +154,7 @@ class Turns:
         with self._ending:
             remaining = [other for other in self.ranks if other is not rank and not other.finished]
             if self.failure is None and remaining:
+                self.core.turn_ends()
                 if self.ready:
                     self._give_turn(self.ready.popleft())
                 else:
@@ -228,7 +240,7 @@ class Turns:
     def _check_that_all_met(self) -> None:
         """All have returned: is there a collective to which some of its group have not come?"""
         for group in self.groups.values():
-            for meeting in group.open:
+            for meeting in group.open.values():
                 rank, site = meeting.first
                 what = f"collective number {meeting.number + 1} over axis {site.call.place.label!r}, {site.call}"
                 self.fail(

@@ -11,8 +11,11 @@ from tplab.torch.collectives import BITS, WITHOUT_KERNELS
 VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
 
 
-def values_of(x: Tensor) -> np.ndarray:
-    """The values of a small tensor, for the trace: what NumPy has no type for as one that holds it."""
+def values_of(x: Tensor) -> np.ndarray | None:
+    """The values of a small tensor, for the trace: what NumPy has no type for as one that holds it. Meta tensors have
+    none."""
+    if x.is_meta:
+        return None
     x = x.detach().cpu()
     if x.dtype in WITHOUT_KERNELS:
         x = x.view(BITS[x.itemsize])

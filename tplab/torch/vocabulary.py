@@ -81,7 +81,7 @@ def vocab_parallel_cross_entropy(
     begin, num_words = words_here(vocab_size, axis)
     _check_loss(logits, ids, axis, vocab_size, reduction, label_smoothing)
     is_counted = ids != ignore_index
-    _check_ids(ids[is_counted], vocab_size)
+    _check_ids(ids, vocab_size, is_counted)
 
     z = logits[..., :num_words]
     z = z.float() if z.dtype.itemsize < 4 else z
@@ -118,8 +118,11 @@ def _check_whole(ids: Tensor) -> None:
         raise TypeError(f"ids are whole numbers, not {ids.dtype}; ids.long() makes them so")
 
 
-def _check_ids(ids: Tensor, vocab_size: int) -> None:
+def _check_ids(ids: Tensor, vocab_size: int, is_counted: Tensor | None = None) -> None:
     _check_whole(ids)
+    if ids.is_meta:
+        return
+    ids = ids if is_counted is None else ids[is_counted]
     if ids.numel() == 0:
         return
     lowest, highest = (int(extreme) for extreme in torch.aminmax(ids))

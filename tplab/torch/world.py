@@ -83,7 +83,8 @@ def run(
                 (on `cluster`, or this laptop), unless they are real
     seed        every rank draws from a generator of its own, derived from (seed, rank); the caller's is untouched
     record      of how many messages the trace keeps the values (of at most 64 elements)
-    device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU
+    device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU; "meta" for
+                tensors without numbers, of which the modelled clock counts what real ones of any size would cost
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
     Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks.

@@ -44,10 +44,10 @@ def time_text(time: float, unit: str, scale: float | None = None) -> str:
 
 
 def range_text(numbers: Iterable[float], text=bytes_text) -> str:
-    """One figure where all are equal, else "the least to the most"."""
+    """One figure where all read alike, else "the least to the most"."""
     numbers = list(numbers)
-    least, most = min(numbers), max(numbers)
-    return text(least) if least == most else f"{text(least)} to {text(most)}"
+    least, most = text(min(numbers)), text(max(numbers))
+    return least if least == most else f"{least} to {most}"
 
 
 def ticks(start: float, end: float, most: int, unit: str = "s") -> list[float]:

@@ -17,6 +17,7 @@ from tplab.errors import RankError
 from tplab.mesh import Mesh
 from tplab.torch.processes import frames
 from tplab.torch.processes.frames import Header
+from tplab.torch.rank import Pair
 
 WAIT_FOREVER = timedelta(days=365)
 """Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
@@ -148,6 +149,8 @@ class Tags:
             for names in permutations(mesh.axis_names, count):
                 for group in mesh.groups(names):
                     groups.setdefault(group, len(groups))
+        for pair in permutations(mesh.ranks, 2):
+            groups[Pair(pair)] = len(groups)
         self._groups = groups
         self._window = (_LAST_TAG - 2) // len(groups)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tplab.errors import ShapeError, TplabError
 from tplab.torch.collectives import signature
 from tplab.torch.labels import Label
-from tplab.torch.rank import Call
+from tplab.torch.rank import MESSAGES, Call
 from tplab.torch.values import dtype_name
 
 SIZE = 1 << 14
@@ -38,12 +38,16 @@ class Side(NamedTuple):
     where: str
 
     def agrees(self, other: Side) -> bool:
-        return (self.key, self.dtype, self.fixed_shape) == (other.key, other.dtype, other.fixed_shape)
+        return self.key[0] in MESSAGES or self._signature == other._signature
+
+    @property
+    def _signature(self) -> tuple[Any, ...]:
+        return self.key, self.dtype, self.fixed_shape
 
 
 def side_of(call: Call, x: Tensor, rank: int, where: str) -> Side:
     """How `rank` calls the collective on `x`."""
-    key, dtype, fixed_shape = signature(call, x)
+    key, dtype, fixed_shape = signature(call, x) or (call.key, x.dtype, None)
     return Side(rank, key, dtype_name(dtype), fixed_shape, tuple(x.shape), where)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from tplab.mesh import Mesh
 from tplab.recorder import Recorder
-from tplab.torch.labels import Label
+from tplab.torch.labels import UNKNOWN, Label
+from tplab.torch.rank import Doing
 from tplab.trace import Trace
 
 Group = tuple[int, ...]
@@ -50,6 +51,14 @@ class Met(NamedTuple):
     where: str
 
 
+class Computed(NamedTuple):
+    """What the rank computed, and for what, where the program says so."""
+
+    start: float
+    end: float
+    doing: Doing | None
+
+
 class Added(NamedTuple):
     """Data of the rank's own has joined what it had received."""
 
@@ -70,7 +79,7 @@ class Journal:
     def __init__(self, rank: int):
         self.rank = rank
         self.start = self.end = 0.0
-        self.computed: list[tuple[float, float]] = []
+        self.computed: list[Computed] = []
         self.added: list[Added] = []
         self.sent: list[Sent] = []
         self.received: dict[tuple[int, Group, int], float] = {}
@@ -81,7 +90,7 @@ class Journal:
         """The same on a clock that shows so much more."""
         other = Journal(self.rank)
         other.start, other.end = self.start + seconds, self.end + seconds
-        other.computed = [(start + seconds, end + seconds) for start, end in self.computed]
+        other.computed = [Computed(start + seconds, end + seconds, about) for start, end, about in self.computed]
         other.added = [added._replace(time=added.time + seconds) for added in self.added]
         other.sent = [sent._replace(start=sent.start + seconds) for sent in self.sent]
         other.received = {key: arrival + seconds for key, arrival in self.received.items()}
@@ -106,8 +115,12 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         return -1 if label.chunk < 0 else recorder.chunk(origin_rank, piece)
 
     for journal in journals:
-        for start, end in journal.computed:
-            recorder.add(journal.rank, "compute", "compute", start - origin, end - origin)
+        for start, end, doing in journal.computed:
+            op, where, label, _ = doing or _ANYTHING
+            recorder.add(
+                journal.rank, "compute", op, start - origin, end - origin, chunk=chunk_of(label),
+                contributors=label.contributors, where=where,
+            )  # fmt: skip
         for op, start, end, axis, where in journal.waited:
             recorder.add_wait(journal.rank, op, start - origin, end - origin, axis, where)
     for sent, source in sorted(((sent, j.rank) for j in journals for sent in j.sent), key=_start_and_source):
@@ -138,6 +151,9 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
                 contributors=met.group, values=met.values, where=met.where,
             )  # fmt: skip
     return recorder.trace(clock="measured", unit="s")
+
+
+_ANYTHING = Doing("compute", "", UNKNOWN)
 
 
 def _start_and_source(entry: tuple[Sent, int]) -> tuple[float, int]:

@@ -22,7 +22,7 @@ from tplab.torch.processes.exchange import WAIT_FOREVER, Arrived
 from tplab.torch.processes.frames import Header
 from tplab.torch.processes.journal import Group
 from tplab.torch.processes.pending import Message, ProcessPending, Together
-from tplab.torch.rank import Call
+from tplab.torch.rank import MESSAGES, Call
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -49,7 +49,8 @@ class Native:
     def carries(self, call: Call, x: Tensor) -> bool:
         """Whether this collective of `x` goes the native way."""
         adds = call.op in ("all_reduce", "reduce_scatter")
-        return x.device.type == self._device_type and call.op != "barrier" and (not adds or x.dtype in _ADDS)
+        is_ours = call.op not in ("barrier", *MESSAGES)  # a receiver does not know yet what comes: over gloo
+        return x.device.type == self._device_type and is_ours and (not adds or x.dtype in _ADDS)
 
     def kind(self, call: Call) -> type[ProcessPending]:
         return MessageOnGpu if call.peers else TogetherOnGpu

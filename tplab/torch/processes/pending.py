@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -185,6 +185,21 @@ class Message(ProcessPending):
         rank.journal.received[self.source, self.group, self.number] = arrival
         rank.hops = max(rank.hops, self.header.hops + 1)
         rank.received(result, self.header.label)
+
+
+class Receipt(Message):
+    """What meets a send: of any shape and type, from a rank that says on which kind of device it had it."""
+
+    def arrive(self) -> Tensor:
+        assert self.flight is not None and self.source is not None
+        came = self.flight.finish(self.check)[self.source]
+        self.header = came.header
+        x = self.tensor(came, came.header.side.shape, getattr(torch, came.header.side.dtype))
+        return x.to(self.sent_with[-1])
+
+    @property
+    def sent_with(self) -> tuple[Any, ...]:
+        return self.header.side.key[2]
 
 
 class Together(ProcessPending):

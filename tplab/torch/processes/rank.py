@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +32,12 @@ from tplab.torch.meter import Meter
 from tplab.torch.processes import waits
 from tplab.torch.processes.exchange import Exchange, Tags
 from tplab.torch.processes.frames import INLINE_UP_TO, Side, check_dense, side_of
-from tplab.torch.processes.journal import Added, Group, Journal
+from tplab.torch.processes.journal import Added, Computed, Group, Journal
 from tplab.torch.processes.native import Native
-from tplab.torch.processes.pending import Alone, Message, ProcessPending, Together
+from tplab.torch.processes.pending import Alone, Message, ProcessPending, Receipt, Together
 from tplab.torch.processes.waits import Report, Wait
 from tplab.torch.provenance import LABELS_UP_TO
-from tplab.torch.rank import Call, Lines, Pending, Rank
+from tplab.torch.rank import Call, Doing, Lines, Pending, Rank
 from tplab.torch.values import VALUES_UP_TO, dtype_name, values_of
 
 
@@ -63,6 +65,7 @@ class ProcessRank(Rank):
         self._last_sides: deque[tuple[Group, int, Side]] = deque(maxlen=waits.REMEMBERED)
         self._ways: dict[int, int] = {}  # until which hop the way to another rank is taken
         self._seen_at = 0.0
+        self._doing: Doing | None = None
         self._meter = Meter(rank, None)
         self._num_left_to_keep, self._num_sums_to_keep = record, record * mesh.size
         self._num_chunks = 0
@@ -84,8 +87,20 @@ class ProcessRank(Rank):
     def catch_up(self) -> float:
         """Note what this rank has computed since it was last seen. Returns the time."""
         now = time.perf_counter()
-        self.journal.computed.append((self._seen_at, now))
+        self.journal.computed.append(Computed(self._seen_at, now, self._doing))
         return now
+
+    @contextmanager
+    def doing(self, about: Doing) -> Iterator[None]:
+        self.catch_up()
+        self.go_on()
+        self._doing = about
+        try:
+            yield
+            self.catch_up()
+        finally:
+            self._doing = None
+            self.go_on()
 
     def go_on(self) -> None:
         """From here on the rank computes."""
@@ -102,7 +117,8 @@ class ProcessRank(Rank):
 
     def begin(self, call: Call, x: Tensor) -> Pending:
         with torch._C._DisableTorchDispatch():  # what follows is no operation of the program's
-            return self._begin(call, x, x.nbytes > INLINE_UP_TO)
+            flies = call.op == "receive" or (x.nbytes > INLINE_UP_TO and call.op != "send")
+            return self._begin(call, x, flies)
 
     def do(self, call: Call, x: Tensor) -> Tensor:
         with torch._C._DisableTorchDispatch():
@@ -116,7 +132,7 @@ class ProcessRank(Rank):
         side = side_of(call, x, self.rank, self.lines.here())
         self._begun[group] = number + 1
         self._last_sides.append((group, number, side))
-        kind = Message if call.peers else Together
+        kind = Receipt if call.op == "receive" else Message if call.peers else Together
         if len(group) == 1 or call.peers == (self.rank, self.rank):
             kind = Alone
         elif self.native is not None and self.native.carries(call, x):
@@ -125,7 +141,7 @@ class ProcessRank(Rank):
         pending.depart(x)
         if flies:
             pending.fly()
-        self.num_in_flight += 1
+        self.num_in_flight += call.op != "send"  # which nobody waits for
         self.go_on()
         return pending
 
@@ -154,6 +170,8 @@ class ProcessRank(Rank):
         return self._label(x), values_of(x) if x.numel() <= VALUES_UP_TO else None
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
+        if self._doing is not None:
+            return
         values = None
         if self._num_sums_to_keep > 0 and x.numel() <= VALUES_UP_TO:
             self._num_sums_to_keep -= 1

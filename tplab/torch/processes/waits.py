@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.frames import Side
+from tplab.torch.rank import call_text
 
 REMEMBERED = 256
 """How many of its last collectives a rank can name."""
@@ -80,7 +81,7 @@ def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> C
 def mismatch(group: Group, number: int, sides: Sequence[Side]) -> CollectiveMismatchError:
     """The error for ranks whose collective number `number` over `group` is not the same one."""
     lines = [
-        f"  rank {side.rank}: {call_text(side)} of {side.dtype} {list(side.shape)} at {side.where}"
+        f"  rank {side.rank}: {call_text(*side.key)} of {side.dtype} {list(side.shape)} at {side.where}"
         for side in sorted(sides, key=lambda side: side.rank)
     ]
     return CollectiveMismatchError(
@@ -97,7 +98,7 @@ def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
         came = [report for report in members if report.has_begun(group, number)]
         if came:
             side = came[0].calls.get((group, number))
-            about = "" if side is None else f" over axis {side.key[1]!r}, {call_text(side)},"
+            about = "" if side is None else f" over axis {side.key[1]!r}, {call_text(*side.key)},"
             at = "" if side is None else f" at {side.where}"
             absent = [report.rank for report in members if report not in came]
             return CollectiveMismatchError(
@@ -116,9 +117,9 @@ def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
             lines.append(f"  rank {rank} has returned")
             continue
         absent = _unbegun(wait, reports) or wait.missing
-        is_message = wait.side.key[0] in ("ppermute", "ring_shift")
+        is_message = wait.side.key[0] in ("ppermute", "ring_shift", "receive")
         missing = ("a message from " if is_message else "") + _ranks(absent)
-        lines.append(f"  rank {rank} waits in {call_text(wait.side)} at {wait.side.where} for {missing}")
+        lines.append(f"  rank {rank} waits in {call_text(*wait.side.key)} at {wait.side.where} for {missing}")
     return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{_THE_SAME}, and none may return before")
 
 
@@ -127,10 +128,3 @@ _THE_SAME = "every rank of a group must call the same collectives in the same or
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
-
-
-def call_text(side: Side) -> str:
-    """The call as the program wrote it, as `str(Call)` has it."""
-    op, label, params = side.key
-    params = params[:2] if op == "reduce_scatter" else params  # what follows is not the caller's
-    return f"{op}({', '.join(['x', repr(label), *map(repr, params)])})"

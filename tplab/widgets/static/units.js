@@ -37,7 +37,8 @@ export function rangeText(numbers, text = bytesText) {
     if (number < least) least = number;
     if (number > most) most = number;
   }
-  return least === most ? text(least) : `${text(least)} to ${text(most)}`;
+  const [from, to] = [text(least), text(most)];
+  return from === to ? from : `${from} to ${to}`;
 }
 
 // Round times from `start` on, at most about `most` of them before `end`.

@@ -1,0 +1,114 @@
+"""One pipeline in every framework, for tests: stages of two linear layers of differing widths, and the plain answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tplab import Mesh
+from tplab.schedules import Schedule
+
+State = dict[str, np.ndarray]
+Batch = list[tuple[np.ndarray, np.ndarray]]
+HIDDEN, TOKENS = 5, 3
+
+
+def widths(num_stages: int) -> list[int]:
+    """What passes between stages: of another width at every cut."""
+    return [3 + number % 3 for number in range(num_stages + 1)]
+
+
+def weights(num_stages: int) -> list[State]:
+    """Of each stage: y = tanh(x w1 + b1) w2 + b2."""
+    made, random = [], np.random.default_rng(7)
+    for a, b in zip(widths(num_stages), widths(num_stages)[1:]):
+        shapes = {"w1": (a, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, b), "b2": (b,)}
+        made.append({name: random.normal(size=shape) for name, shape in shapes.items()})
+    return made
+
+
+def batch(num_stages: int, num_microbatches: int, size: int = 2) -> Batch:
+    random, ends = np.random.default_rng(8), widths(num_stages)
+    return [
+        (random.normal(size=(size, TOKENS, ends[0])), random.normal(size=(size, TOKENS, ends[-1])))
+        for _ in range(num_microbatches)
+    ]
+
+
+def plain(num_stages: int, microbatches: Batch) -> tuple[float, list[State]]:
+    """The mean loss, and the gradient of every weight: one microbatch after another, by hand."""
+    stages, loss, count = weights(num_stages), 0.0, len(microbatches)
+    grads = [{name: np.zeros_like(w) for name, w in stage.items()} for stage in stages]
+    for x, target in microbatches:
+        kept = []
+        for w in stages:
+            hidden = np.tanh(x @ w["w1"] + w["b1"])
+            kept.append((x, hidden))
+            x = hidden @ w["w2"] + w["b2"]
+        loss += ((x - target) ** 2).mean() / count
+        dy = 2 * (x - target) / x.size / count
+        for w, grad, (x, hidden) in zip(stages[::-1], grads[::-1], kept[::-1]):
+            dh = dy @ w["w2"].T * (1 - hidden**2)
+            grad["w2"] += np.einsum("bth,btd->hd", hidden, dy)
+            grad["b2"] += dy.sum((0, 1))
+            grad["w1"] += np.einsum("btd,bth->dh", x, dh)
+            grad["b1"] += dh.sum((0, 1))
+            dy = dh @ w["w1"].T
+    return loss, grads
+
+
+def run_torch(
+    schedule: Schedule, microbatches: Batch | Callable[[int], Batch], mesh: Mesh | None = None, on: str = "simulated",
+    **options: Any,
+) -> tuple[list[Any], Any]:  # fmt: skip
+    """What each rank returned: the loss, and the gradients of its stages. And the trace.
+
+    microbatches   of all ranks; or position along "dp" -> those of the ranks there
+    """
+    import torch
+    from torch import nn
+
+    from tplab.torch import axis_index, run, train_batch
+
+    class Layers(nn.Module):
+        def __init__(self, state: State):
+            super().__init__()
+            for name, value in state.items():
+                self.register_parameter(name, nn.Parameter(torch.tensor(value)))
+
+        def forward(self, x):
+            w1, b1, w2, b2 = (self.get_parameter(name) for name in ("w1", "b1", "w2", "b2"))
+            return torch.tanh(x @ w1 + b1) @ w2 + b2
+
+    def program():
+        index = axis_index("pp")
+        stages = {n: Layers(weights(schedule.num_stages)[n]) for n in schedule.placement[index]}
+        own = microbatches(axis_index("dp")) if callable(microbatches) else microbatches
+        given = [(torch.tensor(x), torch.tensor(y)) for x, y in own]
+        loss = train_batch(schedule, stages, given, nn.functional.mse_loss, **options)
+        return loss, {n: {k: p.grad for k, p in stage.named_parameters()} for n, stage in stages.items()}
+
+    out = run(program, mesh or Mesh(pp=schedule.num_ranks), on=on)
+    results = [(float(loss), {n: {k: g.numpy() for k, g in grads.items()} for n, grads in held.items()})
+               for loss, held in out.per_rank]  # fmt: skip
+    return results, out.trace
+
+
+EXECUTORS: dict[str, Callable[..., Any]] = {"torch": run_torch}
+"""A framework that executes schedules joins here: (schedule, microbatches) -> (what each rank returned, the trace)."""
+
+
+def check(results: Sequence[Any], schedule: Schedule, microbatches: Batch, tolerance: float = 1e-12) -> None:
+    """Raise AssertionError where a rank's loss or gradients are not those of plain accumulation."""
+    loss, grads = plain(schedule.num_stages, microbatches)
+    seen = set()
+    for rank, (got, held) in enumerate(results):
+        assert abs(got - loss) <= tolerance * abs(loss), f"rank {rank}: loss {got}, not {loss}"
+        for stage, found in held.items():
+            seen.add(stage)
+            for name, want in grads[stage].items():
+                error = np.abs(found[name] - want).max() / np.abs(want).max()
+                assert error <= tolerance, f"rank {rank}, stage {stage}: gradient of {name} is off by {error:.2g}"
+    assert seen == set(range(schedule.num_stages))

@@ -1,0 +1,77 @@
+"""Lab 05's exercises: right and overlapped passes; right and blocking is told from wrong."""
+
+from __future__ import annotations
+
+import torch
+
+from tplab.exercises.overlap import check_gather_product, check_product_scatter
+from tplab.torch import (
+    all_gather,
+    all_gather_matmul,
+    axis_index,
+    axis_size,
+    matmul_reduce_scatter,
+    reduce_scatter,
+    ring_shift,
+    start,
+)
+
+
+def gather_by_hand(x: torch.Tensor, w: torch.Tensor, order: int = -1, waits_at_once: bool = False) -> torch.Tensor:
+    num_ranks, index = axis_size("tp"), axis_index("tp")
+    columns = w.chunk(num_ranks, 1)
+    piece, y = x, torch.zeros(1, dtype=x.dtype, device=x.device)
+    for k in range(num_ranks):
+        flight = start(ring_shift, piece, "tp") if k < num_ranks - 1 else None
+        arrived = flight.wait() if flight and waits_at_once else None
+        y = y + piece @ columns[(index + order * k) % num_ranks if order else k].T
+        if flight:
+            piece = flight.wait() if arrived is None else arrived
+    return y
+
+
+def scatter_by_hand(x: torch.Tensor, w: torch.Tensor, first: int = 1, adds: bool = True) -> torch.Tensor:
+    num_ranks, index = axis_size("tp"), axis_index("tp")
+    rows = w.chunk(num_ranks, 0)
+    total = x @ rows[(index - first) % num_ranks].T
+    for k in range(1, num_ranks):
+        flight = start(ring_shift, total, "tp")
+        part = x @ rows[(index - first - k) % num_ranks].T
+        arrived = flight.wait()
+        total = arrived + part if adds else part
+    return total
+
+
+def test_right_and_overlapped():
+    for verdict in (
+        check_gather_product(gather_by_hand),
+        check_gather_product(lambda x, w: all_gather_matmul(x, w, "tp")),
+        check_product_scatter(scatter_by_hand),
+        check_product_scatter(lambda x, w: matmul_reduce_scatter(x, w, "tp")),
+    ):
+        assert verdict.passed and "100 % of the communication that can be hidden is hidden" in verdict.text, verdict
+
+
+def test_right_and_blocking():
+    for verdict in (
+        check_gather_product(lambda x, w: all_gather(x, "tp", -1) @ w.T),
+        check_gather_product(lambda x, w: gather_by_hand(x, w, waits_at_once=True)),
+        check_product_scatter(lambda x, w: reduce_scatter(x @ w.T, "tp", -1)),
+    ):
+        assert verdict.passed is False and "the numbers are right, and 0 %" in verdict.text, verdict
+
+
+def test_known_mistakes():
+    for verdict, hint in (
+        (check_gather_product(lambda x, w: gather_by_hand(x, w, order=0)), "multiply it with *its* columns"),
+        (check_gather_product(lambda x, w: x @ w.chunk(axis_size("tp"), 1)[axis_index("tp")].T), "nothing that"),
+        (check_product_scatter(lambda x, w: scatter_by_hand(x, w, adds=False)), "what this rank alone adds"),
+        (check_product_scatter(lambda x, w: scatter_by_hand(x, w, first=0)), "which part must be the last one"),
+    ):
+        assert verdict.passed is False and hint in verdict.text, verdict
+
+
+def test_not_started_and_raising():
+    assert check_gather_product(lambda x, w: ...).passed is None
+    verdict = check_product_scatter(lambda x, w: x @ w)
+    assert verdict.passed is False and "RuntimeError" in verdict.text

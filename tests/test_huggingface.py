@@ -1,0 +1,484 @@
+"""A transformers GPT-2, Llama and its like, sharded: equal to the unsharded ones; wrong plans refused; what is sent."""
+
+import copy
+import os
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # every model is made from a config
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.sharded import close
+from tplab import Mesh, P
+from tplab.errors import PlanError
+from tplab.layout import take
+from tplab.torch import (
+    FusedColumn,
+    check_parallel,
+    gpt2_plan,
+    llama_plan,
+    parallelize,
+    run,
+    vocab_parallel_cross_entropy,
+    whole_state,
+)
+
+transformers = pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
+
+VOCABULARY, BATCH, SEQUENCE = 53, 2, 8
+MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=4)]
+
+
+def loss_in_float64(logits, labels, vocab_size, **_):
+    """transformers' own rounds logits to float32."""
+    return F.cross_entropy(logits.flatten(0, 1), F.pad(labels, (0, 1), value=-100)[:, 1:].flatten())
+
+
+class Norm(nn.Module):
+    """Llama's norm without its rounding to float32."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.weight, self.eps = given.weight, given.variance_epsilon
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def exact(model):
+    """The model in float64 throughout, every parameter far from where it starts."""
+    generator = torch.Generator().manual_seed(0)
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Norm(module))
+    model.double().loss_function = loss_in_float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def gpt2(heads=12, dropout=0.0, attention="sdpa", vocabulary=VOCABULARY, **options):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=2 * heads, n_head=heads, n_positions=16, vocab_size=vocabulary, attn_implementation=attention,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=options.pop("attn_pdrop", dropout), bos_token_id=0,
+        eos_token_id=None, **options,
+    )  # fmt: skip
+    return exact(transformers.GPT2LMHeadModel(config))
+
+
+def llama(family="Llama", heads=12, kv_heads=12, **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=2 * heads, intermediate_size=36, num_hidden_layers=2, num_attention_heads=heads, head_dim=2,
+        num_key_value_heads=kv_heads, vocab_size=VOCABULARY, max_position_embeddings=16, bos_token_id=0,
+        eos_token_id=None, pad_token_id=options.pop("pad_token_id", None), attn_implementation="sdpa", **options,
+    )  # fmt: skip
+    return exact(getattr(transformers, f"{family}ForCausalLM")(config))
+
+
+IDS = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, SEQUENCE)))
+
+MODELS = {
+    "gpt2, sdpa": (gpt2, gpt2_plan),
+    "gpt2, eager": (lambda: gpt2(attention="eager"), gpt2_plan),
+    "llama": (llama, llama_plan),
+    "llama, grouped, tied": (lambda: llama(kv_heads=4, heads=8, tie_word_embeddings=True), llama_plan),
+    "llama, with padding": (lambda: llama(pad_token_id=int(IDS[0, 0])), llama_plan),
+    "mistral": (lambda: llama("Mistral"), llama_plan),
+    "qwen2, with biases": (lambda: llama("Qwen2"), llama_plan),
+    "qwen3, norms of heads": (lambda: llama("Qwen3"), llama_plan),
+}
+
+
+def step_of(model, ids, optimizer=None):
+    if optimizer is not None:
+        optimizer.zero_grad()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return out
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)  # a large eps: no step of rounding alone
+
+
+# --- equal to the unsharded model -------------------------------------------------------------------------------------
+
+
+CASES = [
+    *(("gpt2, sdpa", mesh, gather) for mesh in MESHES for gather in (True, False)),
+    *(("llama", mesh, True) for mesh in MESHES),
+    ("gpt2, eager", Mesh(tp=3), False),
+    ("llama, grouped, tied", Mesh(tp=2), True),
+    ("llama, grouped, tied", Mesh(tp=4), False),
+    ("llama, with padding", Mesh(tp=3), True),
+    ("mistral", Mesh(tp=2), False),
+    ("qwen2, with biases", Mesh(tp=3), True),
+    ("qwen3, norms of heads", Mesh(tp=4), True),
+]
+
+
+@pytest.mark.parametrize("name, mesh, gather_logits", CASES, ids=str)
+def test_logits_loss_gradients_and_three_steps_are_those_of_the_unsharded_model(name, mesh, gather_logits):
+    make, plan_of = MODELS[name]
+    model = make()
+    whole = copy.deepcopy(model)
+    want = step_of(whole, IDS)
+    want_grads = {n: p.grad.clone() for n, p in whole.named_parameters()}
+    optimizer = adamw(whole)
+    for _ in range(3):
+        step_of(whole, IDS, optimizer)
+
+    def program(model, ids):
+        parallelize(model, plan_of(model), gather_logits=gather_logits)
+        out = step_of(model, ids)
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        optimizer = adamw(model)
+        for _ in range(3):
+            step_of(model, ids, optimizer)
+        layouts = {
+            f"{n}.{p}": layout
+            for n, m in model.named_modules()
+            if hasattr(m, "layouts")
+            for p, layout in m.layouts().items()
+        }
+        return out.logits, out.loss, grads, dict(model.named_parameters()), layouts
+
+    ranks = run(program, mesh, model, IDS).per_rank
+    logits = ranks[0][0] if gather_logits else torch.cat([logits for logits, *_ in ranks], -1)
+    close(logits, want.logits.detach(), "logits")
+    for rank, (_, loss, grads, parameters, layouts) in enumerate(ranks):
+        close(loss, want.loss.detach(), "loss")
+        assert grads.keys() == want_grads.keys()
+        largest = max(float(g.abs().max()) for g in want_grads.values())
+        for n, g in want_grads.items():
+
+            def piece(x, n=n, rank=rank, layouts=layouts):
+                return take(x, layouts[n], mesh, rank) if n in layouts else x
+
+            if g.abs().max() > 1e-13 * largest:  # softmax does not see key's bias
+                error = (grads[n] - piece(g)).abs().max() if grads[n].numel() else 0
+                assert error <= 1e-12 * g.abs().max(), f"{n} on rank {rank}: {error}"
+            error = (parameters[n] - piece(dict(whole.named_parameters())[n])).detach().abs()
+            assert error.max() <= 1e-11, f"{n} after three steps: {error.max()}"  # of numbers about 1
+
+
+@pytest.mark.parametrize("name", ["gpt2, sdpa", "llama, grouped, tied", "qwen3, norms of heads"])
+def test_check_parallel_passes_it_and_knows_its_layouts(name):
+    make, plan_of = MODELS[name]
+
+    def program(model, whole, ids):
+        return check_parallel(parallelize(model, plan_of(model)), whole, ids, labels=ids)
+
+    report = run(program, Mesh(tp=4), make(), make(), IDS).per_rank[0]
+    assert report.ok, report
+    if "gpt2" in name:
+        assert report.of("transformer.h.0.attn.c_attn.weight").layout == "P(None, 'tp') in 3 parts"
+        assert report.of("lm_head.weight").layout == "P('tp')"
+
+
+def test_the_models_own_loss_in_float32():
+    """transformers' loss as it is, which works in float32: sharded, it is the same up to rounding."""
+    model = gpt2().float()
+    del model._loss_function
+
+    def program(model, ids, gather):
+        parallelize(model, gpt2_plan(model), gather_logits=gather)
+        return model(ids, labels=ids, num_items_in_batch=10).loss, model(ids, labels=ids).loss
+
+    want = model(IDS, labels=IDS, num_items_in_batch=10).loss.detach(), model(IDS, labels=IDS).loss.detach()
+    for gather in (True, False):
+        for ranks in run(program, Mesh(tp=4), model, IDS, gather).per_rank:
+            for got, wanted in zip(ranks, want):
+                close(got, wanted, tolerance=1e-5)  # float32: sums of 53 exponentials and 16 tokens, behind two layers
+
+
+def test_a_vocabulary_of_50257_over_4_ranks():
+    model = gpt2(heads=4, vocabulary=50257)
+    ids = torch.tensor([[0, 12564, 12565, 25130, 37695, 50256]])
+    whole = copy.deepcopy(model)
+    want = step_of(whole, ids)
+
+    def program(model, ids):
+        parallelize(model, gpt2_plan(model), gather_logits=False)
+        out = step_of(model, ids)
+        assert model.lm_head.weight is model.transformer.wte.weight
+        return out.loss, model.lm_head.weight.grad, out.logits.shape[-1]
+
+    ranks = run(program, Mesh(tp=4), model, ids).per_rank
+    assert [count for *_, count in ranks] == [12565, 12565, 12565, 12562]
+    close(ranks[3][0], want.loss.detach(), "loss")
+    close(torch.cat([gradient for _, gradient, _ in ranks]), whole.lm_head.weight.grad, "tied gradient")
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_outside_of_the_attention_is_the_same_on_any_mesh():
+    def program(model, ids):
+        return step_of(parallelize(model, gpt2_plan(model)).train(), ids).logits
+
+    model = gpt2(dropout=0.3, attn_pdrop=0.0)
+    alone = run(program, Mesh(tp=1), model, IDS, seed=5).per_rank[0]
+    for mesh in MESHES[1:]:
+        for logits in run(program, mesh, model, IDS, seed=5).per_rank:
+            close(logits, alone, "logits with dropout")
+    assert not torch.equal(alone, run(program, Mesh(tp=1), model, IDS, seed=6).per_rank[0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_dropout_masks_agree_outside_and_differ_inside(attention):
+    def program(model, whole, ids):
+        return check_parallel(parallelize(model, gpt2_plan(model)).train(), whole, ids, labels=ids)
+
+    model = gpt2(dropout=0.3, attention=attention)
+    report = run(program, Mesh(tp=4), model, copy.deepcopy(model), IDS).per_rank[0]
+    assert report.ok, report
+    assert (
+        sum(row.kind == "dropout" for row in report.rows) == 1 + 2 * 3
+    )  # of the embedding; attention, and after it, MLP
+
+    def without(model, whole, ids):
+        parallelize(model, gpt2_plan(model))
+        for block in model.transformer.h:
+            block.mlp.dropout = nn.Dropout(0.3)
+        return check_parallel(model.train(), whole, ids, labels=ids)
+
+    (wrong,) = run(without, Mesh(tp=2), model, copy.deepcopy(model), IDS).per_rank[0].wrong
+    assert wrong.name == "transformer.h.0.mlp.dropout" and "different dropout" in wrong.words
+
+
+def test_data_parallel_ranks_drop_other_elements():
+    def program(model, ids):
+        model = parallelize(model, gpt2_plan(model), data_axis="dp").train()
+        return model(ids).logits
+
+    model = gpt2(dropout=0.3, attn_pdrop=0.0)
+    a, b, c, d = run(program, Mesh(dp=2, tp=2), model, IDS).per_rank
+    assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+
+
+# --- generation, and where it runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, gather_logits", [("gpt2, sdpa", True), ("gpt2, eager", False), ("llama, grouped, tied", False)]
+)
+def test_greedy_generation_with_a_cache_gives_the_same_tokens(name, gather_logits):
+    make, plan_of = MODELS[name]
+    model = make().eval()
+    prompt, how = IDS[:, :3], {"max_new_tokens": 10, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    want = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+
+    def program(model, prompt):
+        parallelize(model, plan_of(model), gather_logits=gather_logits)
+        cache = model(prompt, use_cache=True).past_key_values
+        assert cache.get_seq_length() == 3
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+
+    for mesh in (Mesh(tp=1), Mesh(tp=2), Mesh(tp=4)):  # 8 or 12 heads
+        for tokens in run(program, mesh, model, prompt).per_rank:
+            assert torch.equal(tokens, want)
+
+
+def test_ranks_do_not_share_what_transformers_keeps():
+    """Hidden states and attentions are collected while ranks take turns: each gets its own."""
+    model = gpt2(attention="eager")
+    want = model(IDS, output_hidden_states=True, output_attentions=True)
+
+    def program(model, ids):
+        out = parallelize(model, gpt2_plan(model))(ids, output_hidden_states=True, output_attentions=True)
+        return tuple(out.hidden_states), tuple(out.attentions)
+
+    ranks = run(program, Mesh(tp=4), model, IDS).per_rank
+    for hidden, _ in ranks:
+        for got, wanted in zip(hidden, want.hidden_states, strict=True):
+            close(got, wanted.detach(), "hidden state")
+    for layer, wanted in enumerate(want.attentions):
+        close(torch.cat([attentions[layer] for _, attentions in ranks], 1), wanted.detach(), "attentions")
+
+
+@pytest.mark.timeout(240)
+def test_on_processes():
+    def program(model, ids):
+        parallelize(model, gpt2_plan(model), gather_logits=False)
+        out = step_of(model, ids)
+        return (
+            out.loss,
+            model.transformer.wpe.weight.grad,
+            model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0),
+        )
+
+    model = gpt2()
+    processes = run(program, Mesh(tp=2), model, IDS, on="processes").per_rank
+    for got, wanted in zip(processes, run(program, Mesh(tp=2), model, IDS).per_rank, strict=True):
+        for one, other in zip(got, wanted):
+            close(one, other)
+
+
+def test_a_sharded_model_can_be_copied_and_checkpointed():
+    model = gpt2()
+    whole = copy.deepcopy(model)
+    step_of(whole, IDS)
+
+    def program(model: Any, ids):
+        model = copy.deepcopy(parallelize(model, gpt2_plan(model))).train()
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        step_of(model, ids)
+        return model.transformer.wpe.weight.grad
+
+    for gradient in run(program, Mesh(tp=2), model, IDS).per_rank:
+        close(gradient, whole.transformer.wpe.weight.grad)
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make, plan_of", [(gpt2, gpt2_plan), (llama, llama_plan)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("gather_logits", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_training_step_sends_four_a_layer_and_those_of_the_words(make, plan_of, num_ranks, gather_logits):
+    model = make()
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+
+    def program(model, ids):
+        step_of(parallelize(model, plan_of(model), gather_logits=gather_logits), ids)
+
+    trace = run(program, Mesh(tp=num_ranks), model, IDS).trace
+    tokens = BATCH * SEQUENCE
+    activations = 8 * tokens * width
+    ring = 2 * (num_ranks - 1) / num_ranks
+    per_layer, words = 4 * layers * ring * activations, 2 * ring * activations  # the embedding, and back from the head
+    if gather_logits:
+        most = -(-VOCABULARY // num_ranks)
+        pieces = [min(most, VOCABULARY - most * rank) for rank in range(num_ranks)]
+        loss, loss_calls = 8 * tokens * (VOCABULARY - pieces[1]), 1  # around the ring all pieces but the next rank's
+    else:
+        loss, loss_calls = ring * 8 * tokens * (1 + 2), 2
+    assert trace.bytes_sent(0) == pytest.approx(per_layer + words + loss, abs=4)
+    assert len(trace.select(rank=0, kind="collective")) == 4 * layers + 2 + loss_calls
+    assert len(trace.select(rank=0, kind="collective", op="all_reduce")) == 4 * layers + 2 + (0 if gather_logits else 2)
+
+
+def test_parameters_are_shared_out():
+    def program(model):
+        return sum(p.numel() for p in parallelize(model, gpt2_plan(model)).parameters())
+
+    model = gpt2(vocabulary=52)
+    copies = sum(p.numel() for n, p in model.named_parameters() if "ln_" in n or "wpe" in n or "c_proj.bias" in n)
+    total = sum(p.numel() for p in model.parameters())
+    assert run(program, Mesh(tp=4), model).per_rank == [copies + (total - copies) // 4] * 4
+
+
+@pytest.mark.parametrize("name", ["gpt2, sdpa", "llama, grouped, tied"])
+def test_the_whole_state_comes_back_bit_for_bit(name):
+    make, plan_of = MODELS[name]
+    model = make()
+
+    def program(model):
+        return whole_state(parallelize(model, plan_of(model)))
+
+    for state in run(program, Mesh(dp=2, tp=4), model).per_rank:
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, state[n]) for n, value in model.state_dict().items())
+
+
+# --- a plan that cannot be right is refused ---------------------------------------------------------------------------
+
+BLOCK = "transformer.h.*."
+REFUSED = {
+    "a name that matches nothing": (
+        {f"{BLOCK}attn.c_atn": "column"}, r"matches no module .*'transformer\.h\.\*\.attn\.c_attn'",
+    ),
+    "a parameter": ({f"{BLOCK}mlp.c_proj.bias": "column"}, "names a parameter.*added once, after the sum"),
+    "an unknown kind": ({"transformer.wpe": "rows"}, "planned as 'rows'; it must be one of 'column', 'row'"),
+    "a column without a row": (
+        {f"{BLOCK}mlp.c_proj": "replicate"}, "c_fc is a column.*c_proj, which takes them, is 'replicate'",
+    ),
+    "a row without a column": ({f"{BLOCK}mlp.c_fc": "replicate"}, "a row takes each rank's own features"),
+    "a fused weight in one piece": (
+        {f"{BLOCK}attn.c_attn": "column"}, r"query, key and value side by side: plan it as FusedColumn\(3\)",
+    ),
+    "parts that do not add up": ({f"{BLOCK}attn.c_attn": FusedColumn((24, 24))}, r"parts \(24, 24\) have 48"),
+    "tied and planned in two ways": ({"lm_head": "replicate"}, "have one weight.*'vocab' and as 'replicate'"),
+    "words of a norm": ({"transformer.ln_f": "vocab"}, "for an nn.Embedding or a head .* it is LayerNorm"),
+    "columns of an embedding": ({"transformer.wpe": "column"}, "for a linear layer; it is Embedding"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_plan_is_refused_with_the_reason(what):
+    change, reason = REFUSED[what]
+
+    def program(model):
+        parallelize(model, {**gpt2_plan(model), **change})
+
+    with pytest.raises(PlanError, match=f"(?s){reason}"):
+        run(program, Mesh(tp=2), gpt2())
+
+
+def test_what_is_left_out_or_does_not_divide_is_refused():
+    def program(model, plan_of, change, drop=""):
+        plan = {pattern: kind for pattern, kind in plan_of(model).items() if pattern != drop}
+        before = dict(model.named_modules())
+        try:
+            parallelize(model, {**plan, **change})
+        finally:
+            assert dict(model.named_modules()) == before  # nothing was changed
+
+    with pytest.raises(PlanError, match=r"leaves out 2 modules that hold parameters: 'transformer\.h\.\*\.ln_1'"):
+        run(program, Mesh(tp=2), gpt2(), gpt2_plan, {}, "transformer.h.*.ln_1")
+    with pytest.raises(
+        PlanError, match="c_attn has 6 heads of 2 features, which the 4 ranks"
+    ):
+        run(program, Mesh(tp=4), gpt2(heads=6), gpt2_plan, {})
+    with pytest.raises(PlanError, match="k_proj has 2 heads of 2 features, which the 4 ranks"):
+        run(program, Mesh(tp=4), llama(heads=8, kv_heads=2), llama_plan, {})
+    with pytest.raises(PlanError, match=r"q_proj.*and these are not: .*k_proj.* sharded together"):
+        run(program, Mesh(tp=2), llama(), llama_plan, {"model.layers.*.self_attn.k_proj": "replicate"})
+    with pytest.raises(PlanError, match="c_fc has 30 output features, which the 4 ranks"):
+        run(program, Mesh(tp=4), gpt2(heads=12, n_inner=30), gpt2_plan, {})
+    with pytest.raises(PlanError, match="llama_plan is for models built as Llama is, and GPT2LMHeadModel has no"):
+        run(lambda model: llama_plan(model), Mesh(tp=2), gpt2())
+    with pytest.raises(PlanError, match=r"planned twice: 'column' by .* and 'row' by"):
+        run(program, Mesh(tp=2), gpt2(), gpt2_plan, {"transformer.h.1.mlp.c_fc": "row"})
+    with pytest.raises(ValueError, match="no axis 'model'"):
+        run(lambda model: parallelize(model, gpt2_plan(model), "model"), Mesh(tp=2), gpt2())
+
+
+# --- what check_parallel finds in somebody's own ----------------------------------------------------------------------
+
+
+def test_a_plan_applied_wrongly_is_found():
+    def program(model, whole, ids):
+        parallelize(model, gpt2_plan(model))
+        mlp = model.transformer.h[1].mlp
+        mlp.c_fc.entrance = lambda x: x  # no copy_to
+        return check_parallel(model, whole, ids, labels=ids)
+
+    report = run(program, Mesh(tp=2), gpt2(), gpt2(), IDS).per_rank[0]
+    assert report.of("loss").ok and report.of("transformer.h.1.ln_2.weight").mistake == "partial"
+    assert "right down to transformer.h.1.mlp.c_fc" in report.notes[-1]
+
+
+def test_sharded_logits_can_be_checked_with_ones_own_loss():
+    def program(model, whole, ids):
+        parallelize(model, gpt2_plan(model), gather_logits=False)
+        return check_parallel(
+            model, whole, ids, loss=lambda out: vocab_parallel_cross_entropy(out.logits, ids, "tp", VOCABULARY),
+            reference_loss=lambda out: F.cross_entropy(out.logits.flatten(0, 1), ids.flatten()),
+            specs={"transformer.wte.weight": P("tp")},
+        )  # fmt: skip
+
+    report = run(program, Mesh(tp=3), gpt2(), gpt2(), IDS).per_rank[0]
+    assert report.ok and report.of("logits").layout == "P(None, None, 'tp')"

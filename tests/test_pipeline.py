@@ -1,0 +1,138 @@
+"""Schedules executed on real tensors: loss and every gradient equal plain accumulation, whatever the schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import pipelines
+from tests.pipelines import EXECUTORS
+from tplab import Mesh
+from tplab.errors import ScheduleError
+from tplab.schedules import (
+    RULES,
+    Costs,
+    Schedule,
+    chimera,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    naive,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_v,
+)
+
+
+@pytest.fixture(params=EXECUTORS)
+def execute(request):
+    return EXECUTORS[request.param]
+
+
+def legal(rule, ranks):
+    """A schedule of this rule whose microbatches are no multiple of the ranks, where the rule allows that."""
+    for microbatches in (1,) if rule is naive else (2 * ranks + 1, 2 * ranks + 2, 2 * ranks):
+        try:
+            return rule(ranks, microbatches)
+        except ScheduleError:
+            continue
+    return None
+
+
+SCHEDULES = [made for rule in RULES.values() for ranks in (1, 2, 3, 4) if (made := legal(rule, ranks)) is not None]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{s.num_ranks}-{s.num_microbatches}")
+def test_every_schedule_gives_the_plain_gradients(execute, schedule):
+    batch = pipelines.batch(schedule.num_stages, schedule.num_microbatches)
+    results, _ = execute(schedule, batch)
+    pipelines.check(results, schedule, batch)
+
+
+def test_that_all_rules_are_among_them():
+    assert {schedule.name for schedule in SCHEDULES} == set(RULES)
+    assert {(s.num_ranks, s.num_microbatches) for s in SCHEDULES if s.name == "one_f_one_b"} == {
+        (1, 3), (2, 5), (3, 7), (4, 9)
+    }  # fmt: skip
+
+
+EDITED = {
+    "by hand": Schedule.parse("F0 F1 .. B0 .. .. B1\n.. F0 B0 F1 .. B1 .."),
+    "W much later": Schedule.parse("F0 F1 .. I0 .. I1 W1 W0\n.. F0 I0 F1 I1 W0 .. W1"),
+    "half split": Schedule.parse("F0 F1 .. I0 W0 B1\n.. F0 I0 F1 B1 W0"),
+    "moved": one_f_one_b(3, 4).moved(0, 3, 4),
+    "with communication": zb_v(2, 3).with_communication(),
+    "with steps and sums": one_f_one_b(2, 3).with_optimizer_step(sync=True),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_what_the_user_wrote_or_edited(execute, name):
+    schedule = EDITED[name]
+    batch = pipelines.batch(schedule.num_stages, schedule.num_microbatches)
+    results, _ = execute(schedule, batch)
+    pipelines.check(results, schedule, batch)
+
+
+def test_a_schedule_that_is_not_right_says_why(execute):
+    wrong = one_f_one_b(2, 3).moved(1, 0, 1)
+    with pytest.raises(ScheduleError, match="B0 of stage 1 before F0"):
+        execute(wrong, pipelines.batch(2, 3))
+    stuck = Schedule.parse("F0 B0 F1 B1\nF1 B1 F0 B0")
+    with pytest.raises(ScheduleError, match="deadlock"):
+        execute(stuck, pipelines.batch(2, 2))
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 4)], ids=str)
+def test_data_parallel_pipelines(execute, shape):
+    """8 workers as 8x1, 4x2 and 2x4: every rank its own batch, gradients the mean."""
+    data, ranks = shape
+    mesh, schedule = Mesh(dp=data, pp=ranks), zb_h1(ranks, 3)
+    batch = pipelines.batch(ranks, 3 * data)
+
+    def mine(index):
+        return batch[3 * index : 3 * index + 3]
+
+    results, _ = execute(schedule, mine, mesh=mesh, data_axis="dp")
+    for copy in range(data):
+        pipelines.check(results[copy * ranks : (copy + 1) * ranks], schedule, batch)
+
+
+@pytest.mark.parametrize("schedule", [zb_v(2, 3), chimera(2, 4), dualpipe_v(2, 4)], ids=lambda s: s.name)
+def test_ranks_that_are_processes(execute, schedule):
+    batch = pipelines.batch(schedule.num_stages, schedule.num_microbatches)
+    results, trace = execute(schedule, batch, on="processes")
+    pipelines.check(results, schedule, batch)
+    assert trace.clock == "measured"
+
+
+@pytest.mark.parametrize(
+    "schedule", [gpipe(4, 8), one_f_one_b(4, 8), zb_h1(4, 8), interleaved_1f1b(4, 8), zb_v(4, 8)], ids=lambda s: s.name
+)
+def test_the_executed_timeline_is_the_simulated_one(execute, schedule):
+    """On the clock that counts steps, with F = I = W = 1 a rank, and messages that take their link for 1."""
+    costs = Costs(message_bytes=1, bandwidth=1, links="queue")
+    _, trace = execute(schedule, pipelines.batch(schedule.num_stages, 8), costs=costs)
+    run = simulate(schedule, costs)
+    done = [e for e in trace.events if e.kind == "compute"]
+    found = {(e.rank, e.op, e.where): (e.start, e.end) for e in done}
+    assert len(done) == len(found) == len(schedule)
+    for place in range(len(schedule)):
+        action = schedule.action(place)
+        span = found[int(schedule.rank[place]), action.label, f"stage {action.stage}"]
+        assert span == (run.start[place], run.end[place])
+    origin, piece = trace.chunks[next(e.chunk for e in done if e.op == "F3")]
+    assert (origin, piece) == (0, 3)  # a microbatch is a chunk: what belongs together has one colour
+
+
+def test_what_is_sent(execute):
+    """Each cut carries every microbatch once each way, and nothing else travels but the loss."""
+    schedule = one_f_one_b(3, 4)
+    _, trace = execute(schedule, pipelines.batch(3, 4))
+    one = 2 * pipelines.TOKENS * 8
+    widths = pipelines.widths(3)
+    sent = [trace.bytes_sent(rank=rank, op="send") for rank in range(3)]
+    assert sent == [4 * one * widths[1], 4 * one * (widths[1] + widths[2]), 4 * one * widths[2]]
+    assert {e.op for e in trace.events if e.kind == "collective"} == {"all_reduce"}
+    assert np.sum([e.kind == "collective" for e in trace.events]) == 3

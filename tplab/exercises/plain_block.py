@@ -1,0 +1,93 @@
+"""A transformer block in NumPy, with gradients worked out by hand: the plain answer of lab 03's exercises.
+
+Each part gives what it computes, and its backward pass: a function of dy that gives the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from tplab.exercises.check import Tensors, weight
+
+Backward = Callable[[np.ndarray], Tensors]
+
+EPSILON = 1e-6
+_erf = np.vectorize(math.erf, otypes=[float])
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, Backward]:
+    """x / sqrt(mean(x^2) + eps) * scale; and dy -> dx, and of the gradient of scale the part "of each token"."""
+    root = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + EPSILON)
+    unit = x * root
+
+    def backward(dy: np.ndarray) -> Tensors:
+        dunit = dy * scale
+        dx = root * (dunit - unit * (dunit * unit).mean(-1, keepdims=True))
+        return {"dx": dx, "of each token": (dy * unit).sum(0)}
+
+    return unit * scale, backward
+
+
+def causal_attention(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
+    """The sum of the heads' terms, each token seeing itself and those before it; and dy -> gradients of all."""
+    q, k, v = (np.einsum("bsD,nDd->bnsd", x, weights[name]) for name in "qkv")
+    size = q.shape[-1] ** -0.5
+    scores = np.einsum("bnsd,bntd->bnst", q, k) * size
+    length = x.shape[1]
+    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares = shares / shares.sum(-1, keepdims=True)
+    mixed = np.einsum("bnst,bntd->bnsd", shares, v)
+
+    def backward(dy: np.ndarray) -> Tensors:
+        dmixed = np.einsum("bsD,ndD->bnsd", dy, weights["o"])
+        dshares = np.einsum("bnsd,bntd->bnst", dmixed, v)
+        dscores = shares * (dshares - (dshares * shares).sum(-1, keepdims=True)) * size
+        into = {
+            "q": np.einsum("bnst,bntd->bnsd", dscores, k),
+            "k": np.einsum("bnst,bnsd->bntd", dscores, q),
+            "v": np.einsum("bnst,bnsd->bntd", shares, dmixed),
+        }
+        grads = {f"d{name}": np.einsum("bsD,bnsd->nDd", x, into[name]) for name in "qkv"}
+        dx = np.stack([np.einsum("bnsd,nDd->bsD", into[name], weights[name]) for name in "qkv"])
+        return {"dx": dx.sum(0), **grads, "do": np.einsum("bnsd,bsD->ndD", mixed, dy)}
+
+    return np.einsum("bnsd,ndD->bsD", mixed, weights["o"]), backward
+
+
+def gelu_mlp(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
+    """gelu(x @ a) @ b; and dy -> gradients of all."""
+    a, b = weights["a"], weights["b"]
+    u = x @ a
+    below = (1 + _erf(u / math.sqrt(2))) / 2  # how much of a normal distribution lies below u
+    hidden = u * below
+
+    def backward(dy: np.ndarray) -> Tensors:
+        du = dy @ b.T * (below + u * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi))
+        da, db = (np.tensordot(left, right, ([0, 1], [0, 1])) for left, right in ((x, du), (hidden, dy)))
+        return {"dx": du @ a.T, "da": da, "db": db}
+
+    return hidden @ b, backward
+
+
+def one_norm(tensors: Tensors) -> Tensors:
+    """y = x + attention(h) + mlp(h) with h = norm(x), and the gradients of sum(y * weight).
+
+    Beside them "residual", what of dx does not pass h, "through ..." what passes it in either way, and of the gradient
+    of scale the part "of each token".
+    """
+    x = tensors["x"]
+    h, through_norm = rms_norm(x, tensors["scale"])
+    attended, through_attention = causal_attention(h, tensors)
+    projected, through_mlp = gelu_mlp(h, tensors)
+    y = x + attended + projected
+    dy = weight(y)
+    by_attention, by_mlp = through_attention(dy), through_mlp(dy)
+    first, second = through_norm(by_attention["dx"]), through_norm(by_mlp["dx"])
+    tokens = first["of each token"] + second["of each token"]
+    parts = {"residual": dy, "through attention": first["dx"], "through mlp": second["dx"], "of each token": tokens}
+    grads = {**by_attention, **by_mlp, "dx": dy + first["dx"] + second["dx"], "dscale": tokens.sum(0)}
+    return {"y": y, **grads, **parts}

@@ -1,0 +1,121 @@
+"""What a forward pass keeps for the backward pass: the tensors that a framework kept, and what a layer must keep.
+
+`saved_tensors` of `tplab.torch` and `tplab.jax` lists what there is; `activation_tensors` and `activation_bytes` say
+what Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count for one transformer layer, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tplab.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that is kept from the forward to the backward pass.
+
+    shape, dtype   as it was first kept
+    bytes          of the memory behind it, which several may share: it is listed once
+    made_by        the operation that computed it; "input" where the function was given it
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    made_by: str
+
+    def __str__(self) -> str:
+        return f"{self.bytes:>12,}  {self.dtype}{list(self.shape)}, made by {self.made_by}"
+
+
+class SavedTensors(tuple[SavedTensor, ...]):
+    """What a forward pass keeps, in the order in which it kept it, without parameters; prints as one line each."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them together."""
+        return sum(tensor.bytes for tensor in self)
+
+    def __repr__(self) -> str:
+        return "\n".join((*map(str, self), f"{self.bytes:>12,}  bytes in {len(self)} tensors"))
+
+
+def activation_tensors(
+    sequence: int, batch: int, width: int, num_heads: int, num_ranks: int = 1, *, sequence_parallel: bool = False,
+    itemsize: int = 2, dropout: bool = True, scores: bool = True,
+) -> dict[str, float]:  # fmt: skip
+    """Bytes that each rank keeps of one transformer layer for its backward pass, by what they are.
+
+    s, b, h, a: sequence, batch, width, heads; t: num_ranks; activations of `itemsize` bytes, masks of one. In 16 bit
+
+        s b h (10 + 24/t + 5 a s / (h t))     tensor parallelism: norms' inputs, the inputs of the two regions and the
+                                              masks behind them are on every rank, all between is divided
+        s b h (34 + 5 a s / h) / t            with sequence_parallel: everything is divided
+
+    dropout   False: no masks are kept, nor the scores after theirs
+    scores    False: attention computes softmax(q k^T) again in the backward pass ("selective recomputation", section 5;
+              also what a fused attention does, which keeps one number a row instead)
+    Counted are an MLP of 4 h hidden features with GeLU, and a head for each key and value. Left out, as in the paper:
+    what is small beside these (a norm's mean and deviation, 2 numbers a token), the embedding and the head.
+    Korthikanti et al. 2022, equations 1, 2 and 4.
+    """
+    _check(sequence, num_heads, num_ranks, sequence_parallel)
+    token = sequence * batch * width
+    square = num_heads * sequence * sequence * batch
+    outside = num_ranks if sequence_parallel else 1
+
+    def kept(elements: int, itemsize: int, ranks: int) -> float:
+        total = elements * itemsize
+        return total / ranks if total % ranks else total // ranks
+
+    found = {"input of norm 1": kept(token, itemsize, outside)}
+    found["input of query, key, value"] = kept(token, itemsize, outside)
+    found |= {name: kept(token, itemsize, num_ranks) for name in ("query", "key", "value")}
+    if scores:
+        found["scores after softmax"] = kept(square, itemsize, num_ranks)
+        if dropout:
+            found["mask of the scores"] = kept(square, 1, num_ranks)
+            found["scores after dropout"] = kept(square, itemsize, num_ranks)
+    found["input of the output projection"] = kept(token, itemsize, num_ranks)
+    if dropout:
+        found["mask after attention"] = kept(token, 1, outside)
+    found["input of norm 2"] = kept(token, itemsize, outside)
+    found["input of up"] = kept(token, itemsize, outside)
+    found["input of gelu"] = kept(4 * token, itemsize, num_ranks)
+    found["input of down"] = kept(4 * token, itemsize, num_ranks)
+    if dropout:
+        found["mask after the MLP"] = kept(token, 1, outside)
+    return found
+
+
+def activation_bytes(
+    sequence: int, batch: int, width: int, num_heads: int, num_ranks: int = 1, *, sequence_parallel: bool = False,
+    itemsize: int = 2, dropout: bool = True, scores: bool = True,
+) -> float:  # fmt: skip
+    """The sum of `activation_tensors`: in 16 bit s b h (10 + 24/t + 5 a s / (h t)), or s b h (34 + 5 a s / h) / t."""
+    return _sum(
+        activation_tensors(
+            sequence, batch, width, num_heads, num_ranks, sequence_parallel=sequence_parallel, itemsize=itemsize,
+            dropout=dropout, scores=scores,
+        ).values()
+    )  # fmt: skip
+
+
+def _sum(values: Iterable[float]) -> float:
+    total = sum(values)
+    return int(total) if total == int(total) else total
+
+
+def _check(sequence: int, num_heads: int, num_ranks: int, sequence_parallel: bool) -> None:
+    if num_ranks < 1 or num_heads % num_ranks:
+        raise ShapeError(
+            f"{num_heads} heads cannot be shared by {num_ranks} ranks: heads are sharded whole; "
+            f"take a number of ranks that divides {num_heads}"
+        )
+    if sequence_parallel and sequence % num_ranks:
+        raise ShapeError(
+            f"a sequence of {sequence} cannot be shared equally by {num_ranks} ranks; "
+            f"pad it to {-(-sequence // num_ranks) * num_ranks}"
+        )

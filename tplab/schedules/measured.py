@@ -1,0 +1,183 @@
+"""A schedule that was executed: its measured times and bytes as costs, and its timeline beside the predicted one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tplab.errors import ScheduleError
+from tplab.mesh import Axis
+from tplab.schedules.action import Action, B, F, I, W, in_words
+from tplab.schedules.costs import Costs
+from tplab.schedules.run import Run
+from tplab.schedules.schedule import Schedule
+from tplab.schedules.simulate import simulate
+from tplab.trace import Trace
+
+Held = Sequence[tuple[Action, int]]
+"""What one rank held for its backward passes after each action, in bytes: what `train_batch(held=...)` fills."""
+
+
+def measured_costs(
+    schedule: Schedule, trace: Trace, held: Sequence[Held] | None = None, *, axis: Axis = "pp", batch: int = -1
+) -> Costs:
+    """What each action took in the trace of a run of `train_batch`, as the costs of `simulate`.
+
+    A message takes as long as the quickest one did: others may have waited until their receiver looked.
+
+    trace   of the run. Of several batches in it, `batch` says which
+    held    one list a rank, as train_batch(held=...) has filled it: the bytes of each stage's activations, and what of
+            them I lets go, go to the costs too
+    axis    of the pipeline; with more axes, the ranks of the group of rank 0 count
+    """
+    took = _times(schedule, trace, axis, batch)
+    tables = {kind: np.zeros((schedule.num_stages, schedule.num_microbatches)) for kind in (F, B, I, W)}
+    duration = took.busy
+    for kind, table in tables.items():
+        rows = np.flatnonzero(took.schedule.kind == kind)
+        table[took.schedule.stage[rows], took.schedule.microbatch[rows]] = duration[rows]
+    activation, part_freed = (1.0, 0.0) if held is None else _bytes(schedule, held)
+    messages = trace.select(kind="send", op="send", axis=axis)
+    travel = messages.column("end") - messages.column("start")
+    return Costs(
+        tables[F],
+        tables[I],
+        tables[W],
+        float(travel.min()) if len(travel) else 0.0,
+        full_backward=tables[B] if bool(np.any(schedule.kind == B)) else None,
+        unit=trace.unit,
+        activation=activation,
+        input_grad_frees=part_freed,
+    )
+
+
+def compare(
+    schedule: Schedule, trace: Trace, costs: Costs | None = None, *, axis: Axis = "pp", batch: int = -1
+) -> Comparison:
+    """The executed schedule beside the predicted one: `costs` are those predicted with; left out, the measured ones.
+
+    With measured costs nothing is left to predict but the waiting: the residual is what the simulation does not know
+    of. With others, it is also what they got wrong.
+    """
+    costs = measured_costs(schedule, trace, axis=axis, batch=batch) if costs is None else costs
+    took = _times(schedule, trace, axis, batch)
+    return Comparison(simulate(took.schedule, costs), took.start - took.start.min(), took.end - took.start.min())
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """When each action of a schedule ran: predicted, and measured (counted from the first start). Arrays are in the
+    order of the schedule's columns."""
+
+    predicted: Run
+    start: np.ndarray
+    end: np.ndarray
+
+    @property
+    def makespan(self) -> float:
+        """The measured one."""
+        return float(self.end.max() - self.start.min())
+
+    @property
+    def residual(self) -> float:
+        """Measured makespan - predicted makespan."""
+        return self.makespan - self.predicted.makespan
+
+    @cached_property
+    def lag(self) -> np.ndarray:
+        """How much later than predicted each action started [actions]."""
+        return self.start - (self.predicted.start - self.predicted.start.min())
+
+    def __str__(self) -> str:
+        """One line a rank: its end, predicted and measured; then the makespan."""
+        schedule = self.predicted.schedule
+        origin = self.predicted.start.min()
+        lines = [f"{'rank':>4} {'predicted':>10} {'measured':>10} {'residual':>10}"]
+        for rank in range(schedule.num_ranks):
+            last = int(schedule.offsets[rank + 1]) - 1
+            lines.append(_line(str(rank), self.predicted.end[last] - origin, self.end[last]))
+        return "\n".join([*lines, _line("all", self.predicted.makespan, self.makespan)])
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.predicted.schedule.name or 'schedule'}: predicted {self.predicted.makespan:.4g}, measured "
+            f"{self.makespan:.4g}, residual {self.residual:+.4g}"
+        )
+
+
+@dataclass(frozen=True)
+class _Times:
+    """When each action started and ended, and how long its rank was busy with it [actions of `schedule`]."""
+
+    schedule: Schedule
+    start: np.ndarray
+    end: np.ndarray
+    busy: np.ndarray
+
+
+def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
+    """Follow each rank's row through the trace; again and again, where there are several batches in it."""
+    schedule = schedule.compute_only()
+    group = trace.mesh.group(0, axis)
+    if len(group) != schedule.num_ranks:
+        raise ScheduleError(f"the trace has {len(group)} ranks along {axis!r}, and the schedule {schedule.num_ranks}")
+    start, end, busy = (np.zeros(len(schedule)) for _ in range(3))
+    for rank, row in enumerate(schedule.by_rank()):
+        runs = list(_batches(row, trace, group[rank]))
+        if not -len(runs) <= batch < len(runs):
+            raise ScheduleError(
+                f"the trace has {len(runs)} batches of this schedule on rank {group[rank]}, so there is no number "
+                f"{batch}; it must be the trace of a run of train_batch with it"
+            )
+        first = int(schedule.offsets[rank])
+        for place, (began, ended, worked) in enumerate(runs[batch]):
+            start[first + place], end[first + place], busy[first + place] = began, ended, worked
+    return _Times(schedule, start, end, busy)
+
+
+def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tuple[float, float, float]]]:
+    """(start, end, busy) of each action of a row, for each time it was run whole. An action may be several events."""
+    names = [(action.label, f"stage {action.stage}") for action in row]
+    known, made = set(names), []
+    for event in trace.select(rank=rank, kind="compute").events:
+        name = event.op, event.where
+        if name not in known:
+            continue
+        if made and name == names[len(made) - 1]:
+            made[-1] = made[-1][0], event.end, made[-1][2] + event.duration
+            continue
+        if len(made) == len(row):
+            yield made
+            made = []
+        if name != names[len(made)]:
+            raise ScheduleError(
+                f"rank {rank} ran {event.op} of {event.where} where the schedule has {in_words(row[len(made)])}; the "
+                "trace must be of this schedule"
+            )
+        made.append((event.start, event.end, event.duration))
+    if row and len(made) == len(row):
+        yield made
+    elif not row:
+        yield []
+
+
+def _bytes(schedule: Schedule, held: Sequence[Held]) -> tuple[list[float], list[float]]:
+    """Bytes that F of each stage keeps (the mean over microbatches), and the part that I lets go."""
+    kept, freed = np.zeros((2, schedule.num_stages)), np.zeros((2, schedule.num_stages))
+    for one in held:
+        before = 0
+        for action, num_bytes in one:
+            if action.kind in ("F", "I"):
+                sums, change = (kept, num_bytes - before) if action.kind == "F" else (freed, before - num_bytes)
+                sums[:, action.stage] += change, 1
+            before = num_bytes
+    activation = kept[0] / np.maximum(kept[1], 1)
+    part = freed[0] / np.maximum(freed[1], 1) / np.maximum(activation, 1)
+    return activation.tolist(), part.tolist()
+
+
+def _line(who: str, predicted: float, measured: float) -> str:
+    return f"{who:>4} {predicted:>10.4g} {measured:>10.4g} {measured - predicted:>+10.4g}"

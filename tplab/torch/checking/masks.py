@@ -1,0 +1,110 @@
+"""Dropout masks of all ranks, compared: the same where they hold the same tensor, different where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tplab.mesh import Mesh
+from tplab.report import Row
+from tplab.torch.dropout import dropout
+
+DROPOUTS = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, dropout}
+FEWEST = 32  # elements; fewer may be dropped alike by chance
+
+Seen = list[tuple[str, int, int, int]]
+"""Of each dropout, in the order of calls: the module, fingerprints of input and mask, the number of elements."""
+
+
+class MaskWatch(TorchFunctionMode):
+    """Notes every dropout of one forward pass, whether a module's, a function's, or that inside of an attention."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.seen: Seen = []
+        self._inside: list[str] = []
+        self._hooks = [
+            hook
+            for name, module in model.named_modules()
+            for hook in (
+                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
+                module.register_forward_hook(lambda *_: self._leave()),
+            )
+        ]
+
+    def _leave(self) -> None:
+        self._inside.pop()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            state = fingerprint(torch.get_rng_state())  # the mask stays inside: what it is drawn from tells
+            query = args[0] if args else kwargs["query"]
+            y = func(*args, **kwargs)
+            if p:
+                self._note(query, state)
+            return y
+        y = func(*args, **kwargs)
+        if func in DROPOUTS:
+            x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+            if isinstance(x, Tensor) and y is not x:
+                kept = (y != 0) | (x == 0)
+                if not bool(kept.all()):
+                    self._note(x, fingerprint(kept))
+        return y
+
+    def _note(self, x: Tensor, mask: int) -> None:
+        self.seen.append((self._inside[-1] if self._inside else "", fingerprint(x), mask, x.numel()))
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        for hook in self._hooks:
+            hook.remove()
+
+
+def fingerprint(x: Tensor) -> int:
+    """A number that two tensors share only if they are the same."""
+    return crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if x.numel() else 0
+
+
+def mask_rows(per_rank: list[Seen], mesh: Mesh) -> list[Row]:
+    """A row for each dropout, up to the first that is wrong: what follows that one follows from it."""
+    rows: list[Row] = []
+    if len({len(seen) for seen in per_rank}) > 1:
+        counts = ", ".join(str(len(seen)) for seen in per_rank)
+        return [_row("number of dropouts", f"ranks drop {counts} times; each must drop equally often")]
+    for calls in zip(*per_rank):
+        name = calls[0][0] or "dropout"
+        wrong = ""
+        for one, other in combinations(mesh.ranks, 2):
+            (_, x, mask, count), (_, other_x, other_mask, _) = calls[one], calls[other]
+            if x == other_x and mask != other_mask:
+                wrong = (
+                    f"different dropout: ranks {one} and {other} hold the same tensor and drop other elements of it, "
+                    "as with a generator of each rank's own outside of the parallel regions; "
+                    "tplab.torch.dropout(x, p) draws one mask"
+                )
+            elif x != other_x and mask == other_mask and count >= FEWEST:
+                wrong = (
+                    f"the same mask inside: ranks {one} and {other} hold different activations and drop the same "
+                    "places, as with one generator; tplab.torch.dropout(x, p, axis=...) draws one a rank"
+                )
+            if wrong:
+                return [*rows, _row(name, wrong)]
+        rows.append(_row(name))
+    return rows
+
+
+def _row(name: str, wrong: str = "") -> Row:
+    words = wrong or "the same mask where ranks hold the same, different ones where they do not"
+    return Row("dropout", name, (), "", not wrong, 0.0, 0.0, words, "dropout" if wrong else "")

@@ -1,0 +1,133 @@
+"""Copies of parameters on several ranks: their gradients are added up, or averaged, before the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tplab.errors import ScheduleError
+from tplab.mesh import Axis
+from tplab.schedules.placement import Placement
+from tplab.torch.comm import all_reduce
+from tplab.torch.messages import receive, send
+from tplab.torch.pipeline.graph import Gradients
+from tplab.torch.pipeline.stage import Stage
+from tplab.torch.rank import this_rank
+
+Tied = Sequence[Sequence[tuple[int, str]]]
+"""Parameters that are one: of each, where it is, as (stage, name)."""
+
+
+class _Copies(NamedTuple):
+    """One parameter of the model: where it is (stage, name), as far as this rank holds it, and all ranks that do."""
+
+    here: list[tuple[int, str]]
+    holders: list[int]
+
+
+class GradientSync:
+    """What is done to gradients after the backward passes of a batch.
+
+    Over `data_axis` they are averaged, stage by stage. Then those of copies along `axis` are added up: each rank that
+    holds one sends its part to the others, and adds all parts in the order of ranks, so that copies stay equal to the
+    last bit. At the end all go to `.grad`.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Stage], placement: Placement, axis: Axis, data_axis: Axis | None, tied: Tied
+    ):
+        self._stages, self._axis, self._data_axis = stages, axis, data_axis
+        self._names = {n: dict(stage.module.named_parameters()) for n, stage in stages.items()}
+        self._index = this_rank().place(axis).index
+        self._copies = list(self._find(placement, tied))
+        self._reduced: set[int] = set()
+
+    def reduce(self, stage: int, gradients: Mapping[int, Gradients]) -> None:
+        """Average the gradients of one stage over the data-parallel ranks; once."""
+        if self._data_axis is None or stage in self._reduced:
+            return
+        self._reduced.add(stage)
+        found = gradients[stage]
+        for parameter in self._stages[stage].parameters():
+            grad = found.get(parameter)
+            own = torch.zeros_like(parameter) if grad is None else grad
+            found[parameter] = all_reduce(own.detach(), self._data_axis, "mean")
+
+    def finish(self, gradients: Mapping[int, Gradients]) -> None:
+        """Average what has not been, add up copies, and give every parameter its gradient."""
+        for stage in self._stages:
+            self.reduce(stage, gradients)
+        parts = [self._part(copies, gradients) for copies in self._copies]
+        for part, copies in zip(parts, self._copies):
+            for holder in copies.holders:
+                if holder != self._index:
+                    send(part, self._axis, holder)
+        for part, copies in zip(parts, self._copies):
+            total = None
+            for holder in copies.holders:  # in one order on all of them
+                term = part if holder == self._index else receive(self._axis, holder)
+                assert isinstance(term, Tensor)
+                if term.shape != part.shape:
+                    raise ScheduleError(
+                        f"{_where(copies.here[0])} is {list(part.shape)} here, and its copy at position {holder} of "
+                        f"axis {self._axis!r} {list(term.shape)}; copies must have one shape"
+                    )
+                total = term if total is None else total + term
+            assert total is not None
+            met: set[nn.Parameter] = set()
+            for stage, name in copies.here:
+                parameter = self._names[stage][name]
+                if parameter in met:  # two names here for one parameter
+                    gradients[stage].pop(parameter, None)
+                else:
+                    met.add(parameter)
+                    gradients[stage][parameter] = total
+        for found in gradients.values():
+            for parameter, grad in found.items():
+                parameter.grad = _own(grad) if parameter.grad is None else parameter.grad + grad
+
+    def _part(self, copies: _Copies, gradients: Mapping[int, Gradients]) -> Tensor:
+        """The sum of the gradients of this rank's copies."""
+        parameters = [self._names[stage][name] for stage, name in copies.here]
+        found = [gradients[stage].get(p) for (stage, _), p in zip(copies.here, parameters)]
+        total = torch.zeros_like(parameters[0])
+        for grad in found:
+            if grad is not None:
+                total = total + grad
+        return total.detach()
+
+    def _find(self, placement: Placement, tied: Tied) -> Iterator[_Copies]:
+        """What this rank has copies of: what is tied by name, then what is in stages that several ranks hold."""
+        ranks_of = {n: [r for r, held in enumerate(placement) if n in held] for held in placement for n in held}
+        in_a_tie = set()
+        for tie in tied:
+            for stage, _ in tie:
+                if stage not in ranks_of:
+                    raise ScheduleError(f"tied names stage {stage}; there are stages 0 to {max(ranks_of)}")
+            here = [(stage, name) for stage, name in tie if stage in self._stages]
+            for stage, name in here:
+                if name not in self._names[stage]:
+                    raise ScheduleError(
+                        f"tied names {_where((stage, name))}, which it does not have; it has "
+                        f"{', '.join(self._names[stage]) or 'no parameters'}"
+                    )
+            in_a_tie |= set(here)
+            if here:
+                yield _Copies(here, sorted({rank for stage, _ in tie for rank in ranks_of[stage]}))
+        for stage in sorted(self._stages):
+            if len(ranks_of[stage]) > 1:
+                for name, parameter in self._names[stage].items():
+                    if parameter.requires_grad and (stage, name) not in in_a_tie:
+                        yield _Copies([(stage, name)], ranks_of[stage])
+
+
+def _own(grad: Tensor) -> Tensor:
+    """A gradient that nobody else's writes reach."""
+    return grad.detach() if grad._base is None and grad.is_contiguous() else grad.detach().clone()
+
+
+def _where(place: tuple[int, str]) -> str:
+    return f"parameter {place[1]!r} of stage {place[0]}"

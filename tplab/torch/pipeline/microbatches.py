@@ -1,0 +1,49 @@
+"""Microbatches: a batch cut into the pairs that a pipeline takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tplab.errors import ScheduleError, ShapeError
+
+
+def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[Any, Any]]:
+    """A batch as microbatches for `train_batch`: pairs of equal slices along dim 0, of tensors or tuples of tensors.
+
+    Raises ShapeError where the batch cannot be shared equally: the mean of the microbatches' means would not be the
+    mean of the batch.
+    """
+    sides = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
+    sizes = {x.shape[0] for side in sides for x in side}
+    if len(sizes) != 1:
+        raise ShapeError(f"inputs and targets have batches of {', '.join(map(str, sorted(sizes)))}; they must agree")
+    (size,) = sizes
+    if num_microbatches < 1 or size % num_microbatches:
+        raise ShapeError(
+            f"a batch of {size} cannot be shared equally by {num_microbatches} microbatches; make it "
+            f"{max(1, -(-size // max(1, num_microbatches))) * max(1, num_microbatches)}, or take a number that "
+            f"divides {size}"
+        )
+    cut = [[x.split(size // num_microbatches) for x in side] for side in sides]
+    slices = [
+        [tuple(x[k] for x in side) if isinstance(given, tuple) else side[0][k] for k in range(num_microbatches)]
+        for given, side in zip((inputs, targets), cut)
+    ]
+    return list(zip(*slices))
+
+
+def checked(microbatches: Sequence[Any], expected: int) -> Sequence[tuple[Any, Any]]:
+    """Raises ScheduleError where they are not as many pairs as the schedule has microbatches."""
+    if len(microbatches) != expected:
+        raise ScheduleError(
+            f"the schedule has {expected} microbatches, and {len(microbatches)} were given; "
+            f"split_batch(x, y, {expected}) makes as many of a batch"
+        )
+    for number, pair in enumerate(microbatches):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ScheduleError(
+                f"microbatch {number} is a {type(pair).__name__}; it must be a pair (input, target), as split_batch "
+                "gives them"
+            )
+    return microbatches

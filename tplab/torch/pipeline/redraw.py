@@ -1,0 +1,52 @@
+"""Random numbers that depend on what is drawn for, not on when: the same in any order, and the same again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tplab.mesh import Axis
+from tplab.torch.generators import generators
+from tplab.torch.rank import Rank
+
+_REDRAW = (1 << 31) + 1  # sets these numbers apart from others that are made of the run's seed
+
+
+class Redraw:
+    """`with redraw: ...` draws from the seed of the run and `key` alone. Entered again, it goes on where it was left.
+
+    Both torch's default generator and `tplab.torch.dropout` draw so. Along `axis` it does not count which rank draws,
+    so the numbers are the same on any mesh; ranks that differ along another axis draw others, as they always do.
+    """
+
+    def __init__(self, rank: Rank, key: tuple[int, ...], axis: Axis, device: torch.device):
+        self._rank, self._generators = rank, generators(device)
+        source = np.random.SeedSequence(rank.seed, spawn_key=(_REDRAW, *key))
+        self._seed = int(source.generate_state(1, np.uint64)[0])
+        here = {**rank.mesh.coordinates(rank.rank), **dict.fromkeys(rank.mesh.names(axis), 0)}
+        self._states = [generator.state(self._seed, rank.mesh.rank(**here)) for generator in self._generators]
+        self._draws: dict[Any, Any] = {}
+
+    def mark(self) -> list[Tensor]:
+        """Where the drawing is, for `go_back`; also while it is entered."""
+        return [generator.get() for generator in self._generators]
+
+    def go_back(self, mark: list[Tensor]) -> None:
+        """Draw from here on what was drawn after `mark`; before it is entered again."""
+        self._states = mark
+
+    def __enter__(self) -> None:
+        rank = self._rank
+        self._others = [generator.get() for generator in self._generators], rank.seed, rank.draws
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set(state)
+        rank.seed, rank.draws = self._seed, self._draws
+
+    def __exit__(self, *_: object) -> None:
+        self._states = self.mark()
+        states, self._rank.seed, self._rank.draws = self._others
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set(state)

@@ -1,0 +1,76 @@
+"""What a forward pass saves for its backward pass: where it can be counted, and let go piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+_fields: dict[type, tuple[str, ...]] = {}
+
+
+class Saved:
+    """The tensors that the nodes of one graph have saved. The graph holds numbers, and this the tensors.
+
+    Autograd lets go of what a node has saved when it has run, or of nothing (`retain_graph`). Between I and W some of
+    it is needed and some is not: so the tensors lie here, and `keep_only` lets go of the rest.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, int]] = {}  # and the version each one had
+        self._num_saved = 0
+        self._read: set[int] | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Inside of this, what autograd saves comes here."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x, _ in self._tensors.values()]
+
+    def keep_only(self, nodes: Iterable[Node]) -> None:
+        """Let go of all but what these nodes have saved."""
+        self._read = set()
+        for node in nodes:
+            read_saved(node)
+        self._tensors = {key: kept for key, kept in self._tensors.items() if key in self._read}
+        self._read = None
+
+    def clear(self) -> None:
+        self._tensors.clear()
+
+    def _pack(self, x: Tensor) -> int:
+        key = self._num_saved
+        self._num_saved = key + 1
+        self._tensors[key] = x.detach(), x._version  # the graph would hold itself alive through its own output
+        return key
+
+    def _unpack(self, key: int) -> Tensor:
+        if self._read is not None:
+            self._read.add(key)
+        x, version = self._tensors[key]
+        if x._version != version:
+            raise RuntimeError(
+                f"a tensor {list(x.shape)} that the backward pass needs was written to since the forward pass: it is "
+                f"at version {x._version}, and was saved at version {version}; compute out of place"
+            )
+        return x
+
+
+def read_saved(node: Node) -> None:
+    """Read all that a node has saved: what is read goes through the hooks."""
+    kind = type(node)
+    fields = _fields.get(kind)
+    if fields is None:
+        names = tuple(name for name in dir(node) if name.startswith("_saved_"))
+        fields = _fields[kind] = names or (("saved_tensors",) if hasattr(node, "saved_tensors") else ())
+    for name in fields:
+        getattr(node, name)
+
+
+def bytes_of(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
+    """Bytes of the memory that these tensors lie in, each piece once, without the memory that `others` lie in."""
+    apart = {x.untyped_storage()._cdata for x in others}
+    storages = {storage._cdata: storage for x in tensors if (storage := x.untyped_storage())._cdata not in apart}
+    return sum(storage.nbytes() for storage in storages.values())

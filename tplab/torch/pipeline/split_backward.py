@@ -1,0 +1,217 @@
+"""A backward pass in two parts: I, the gradient of the input, and W, that of the weights, which can wait.
+
+The gradient flows down a chain of nodes from the output to the input. Weights join the chain from the side:
+
+    output <- addmm <- gelu <- layer_norm <- addmm <- input        the chain, which I walks
+                |                 |            |
+                W2              gamma         W1                   the side branches, which W walks
+
+I runs the chain alone, and keeps the gradient that arrives at each node with a side branch. W gives that gradient to
+the node again and asks for the branch only: of an addmm, dW = dy^T x. Nothing is computed twice, I and W together are
+the FLOPs of B. Qi et al. 2024 split linear layers so; torch.distributed.pipelining does it on graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+Gradients = dict[nn.Parameter, Tensor]
+Place = tuple[Node, int]
+"""Where a gradient arrives: a node of the graph, and which of its outputs' gradients it is."""
+
+
+@dataclass
+class Split:
+    """The graph of one forward pass, cut into chain and side branches.
+
+    branches   node of the chain -> where its side branches begin
+    arrives    node of the chain with branches -> which of its outputs have a gradient
+    early      the nodes of parameters that are I's: a branch to them begins at several nodes of the chain, so that
+               asking one of them for it would walk the chain again; or at a Python function, which computes all or none
+    late       the nodes of parameters that are W's
+    side       all nodes of the branches that W walks
+    """
+
+    branches: dict[Node, list[Place]] = field(default_factory=dict)
+    arrives: dict[Node, list[int]] = field(default_factory=dict)
+    early: dict[Node, nn.Parameter] = field(default_factory=dict)
+    late: dict[Node, nn.Parameter] = field(default_factory=dict)
+    side: list[Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._kept: dict[Place, Tensor] = {}
+        self._gradients: Gradients = {}
+
+    # --- the two passes ------------------------------------------------------------------------------------------
+
+    def input_grads(
+        self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[GradientEdge]
+    ) -> list[Tensor | None]:
+        """I: walk the chain from `roots`, which have these gradients. Returns the gradient of each input."""
+        places = [(node, number) for node, numbers in self.arrives.items() for number in numbers]
+        early = list(self.early.values())
+        wanted = [*inputs, *(GradientEdge(*place) for place in places), *early]
+        if not wanted:
+            return []
+        found = torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
+        first, after = len(inputs), len(inputs) + len(places)
+        self._kept = {place: grad for place, grad in zip(places, found[first:after]) if grad is not None}
+        self._gradients = {p: grad for p, grad in zip(early, found[after:]) if grad is not None}
+        return list(found[:first])
+
+    def weight_grads(self) -> Gradients:
+        """W: walk the side branches. Returns the gradients of the parameters."""
+        gradients = self._gradients
+        beyond: dict[Place, Tensor] = {}
+        for node, branches in self.branches.items():
+            numbers = [number for number in self.arrives[node] if (node, number) in self._kept]
+            if not numbers:
+                continue
+            edges = [GradientEdge(node, number) for number in numbers]
+            grads = [self._kept.pop((node, number)) for number in numbers]
+            wanted = [GradientEdge(*place) for place in branches]
+            found = torch.autograd.grad(edges, wanted, grads, retain_graph=True, allow_unused=True)
+            for place, grad in zip(branches, found):
+                if grad is not None and place[0] in self.late:
+                    gradients[self.late[place[0]]] = grad
+                elif grad is not None:
+                    beyond[place] = grad
+        if beyond:  # what lies between a branch's beginning and its parameters: a transpose, mostly
+            parameters = list(self.late.values())
+            edges = [GradientEdge(*place) for place in beyond]
+            found = torch.autograd.grad(edges, parameters, list(beyond.values()), allow_unused=True)
+            for parameter, grad in zip(parameters, found):
+                if grad is not None:
+                    gradients[parameter] = gradients[parameter] + grad if parameter in gradients else grad
+        self._gradients = {}
+        return gradients
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients that are kept from I to W."""
+        return [*self._kept.values(), *self._gradients.values()]
+
+    def nodes_for_weights(self) -> list[Node]:
+        """The nodes that W runs."""
+        return [*self.branches, *self.side]
+
+
+def split(roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], parameters: Sequence[nn.Parameter]) -> Split:
+    """Find the chain and the side branches of the graph above `inputs` and `parameters`.
+
+    Where a graph has an input, a branch is whatever leads to parameters and not to an input. Where it has none, as in
+    the first stage, whose tokens have no gradient, it is what leads to one parameter without computing anything.
+    """
+    above = _Above(roots, {edge.node for edge in inputs}, {id(parameter): parameter for parameter in parameters})
+    made, ways = Split(), {}  # of each branch, how many nodes lead into it
+    todo, seen, early = [], set(), []
+    for edge in roots:
+        if above.is_chain(edge.node):
+            todo.append(edge.node)
+            _arrives(made, (edge.node, edge.output_nr))
+        else:
+            early.append(edge.node)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for child, number in above.children(node):
+            place = child, number
+            if above.is_chain(child):
+                _arrives(made, place)
+                todo.append(child)
+            elif above.leads_to_weights(child):
+                made.branches.setdefault(node, []).append(place)
+                ways[child] = ways.get(child, 0) + 1
+    below = {child: above.below([child]) for child in ways}
+    inside = {node for child, nodes in below.items() for node in nodes if node is not child}
+    for node, branches in made.branches.items():
+        onwards = [child for child, _ in above.children(node) if above.is_chain(child)]
+        children = [child for child, _ in branches]
+        if onwards and isinstance(node, BackwardCFunction):
+            early += children
+        early += [child for child in children if ways[child] > 1]
+        if not inside.isdisjoint(children):  # part of another branch too: does the chain lead there?
+            further = set(above.below(onwards))
+            early += [child for child in children if child in further]
+    made.early = {node: above.leaves[node] for node in above.below(early) if node in above.leaves}
+    for node, branches in list(made.branches.items()):
+        kept = [place for place in branches if any(n in above.leaves and n not in made.early for n in below[place[0]])]
+        made.branches[node] = kept
+        made.side += [n for place in kept for n in below[place[0]]]
+    made.branches = {node: branches for node, branches in made.branches.items() if branches}
+    made.arrives = {node: made.arrives[node] for node in made.branches}
+    made.side = list(dict.fromkeys(made.side))
+    made.late = {node: above.leaves[node] for node in made.side if node in above.leaves and node not in made.early}
+    return made
+
+
+def _arrives(made: Split, place: Place) -> None:
+    numbers = made.arrives.setdefault(place[0], [])
+    if place[1] not in numbers:
+        numbers.append(place[1])
+
+
+class _Above:
+    """The nodes of a graph, and what each of them leads to."""
+
+    def __init__(self, roots: Sequence[GradientEdge], inputs: set[Node], parameters: dict[int, nn.Parameter]):
+        self.leaves: dict[Node, nn.Parameter] = {}
+        self._children: dict[Node, list[Place]] = {}
+        self._input: dict[Node, bool] = {}
+        self._weights: dict[Node, bool] = {}
+        self._carries: dict[Node, bool] = {}  # leads to one parameter, and computes nothing on the way
+        todo = [edge.node for edge in roots]
+        while todo:  # depth first; a node is judged when its children are
+            node = todo[-1]
+            if node in self._input:
+                todo.pop()
+                continue
+            if node not in self._children:
+                self._children[node] = [(child, number) for child, number in node.next_functions if child is not None]
+                todo += [child for child, _ in self._children[node] if child not in self._input]
+                continue
+            todo.pop()
+            self._judge(node, inputs, parameters)
+        self._has_input = any(self._input[node] for node in inputs if node in self._input)
+
+    def _judge(self, node: Node, inputs: set[Node], parameters: dict[int, nn.Parameter]) -> None:
+        children = [child for child, _ in self._children[node]]
+        parameter = parameters.get(id(getattr(node, "variable", None)))
+        if parameter is not None:
+            self.leaves[node] = parameter
+        self._input[node] = node in inputs or any(self._input[child] for child in children)
+        self._weights[node] = parameter is not None or any(self._weights[child] for child in children)
+        is_carrier = len(children) == 1 and node.name().startswith(_CARRIERS) and self._carries[children[0]]
+        self._carries[node] = parameter is not None or is_carrier
+
+    def children(self, node: Node) -> list[Place]:
+        return self._children[node]
+
+    def leads_to_weights(self, node: Node) -> bool:
+        return self._weights[node]
+
+    def is_chain(self, node: Node) -> bool:
+        """Whether the gradient passes through `node` on its way down the chain."""
+        return self._input[node] if self._has_input else self._weights[node] and not self._carries[node]
+
+    def below(self, nodes: Sequence[Node]) -> list[Node]:
+        """These nodes and all below them."""
+        found: dict[Node, None] = {}
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found[node] = None
+                todo += [child for child, _ in self._children[node]]
+        return list(found)
+
+
+_CARRIERS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Squeeze",
+             "Unsqueeze", "ToCopy", "Clone", "Select", "Slice")  # fmt: skip

@@ -1,0 +1,177 @@
+"""A stage of a pipeline, and what one microbatch leaves behind in it between its forward and its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tplab.errors import ScheduleError
+from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients
+from tplab.torch.pipeline.redraw import Redraw
+from tplab.torch.pipeline.saved import bytes_of
+
+Function = Callable[..., Tensors]
+
+
+class Piece(NamedTuple):
+    """Layers that run together: all of a stage, or those between two checkpoints.
+
+    wants_grads   whether anything before it needs the gradient of its inputs
+    """
+
+    function: Function
+    parameters: list[nn.Parameter]
+    wants_grads: bool
+
+
+class Stage:
+    """Consecutive layers of a model, run on one microbatch at a time.
+
+    module             what is called, with one tensor or several, and returns one or a tuple of them
+    number, num_stages which stage it is, of how many
+    checkpoint_every   every so many layers (those of an nn.Sequential) only what enters them is kept; the activations
+                       between are computed again in the backward pass. Counted from the stage's own first layer
+    """
+
+    def __init__(self, module: nn.Module, number: int, num_stages: int, checkpoint_every: int | None = None):
+        self.module, self.number = module, number
+        self.is_first, self.is_last = number == 0, number == num_stages - 1
+        self.recomputes = checkpoint_every is not None
+        groups = [module] if checkpoint_every is None else self._groups(checkpoint_every)
+        self.pieces: list[Piece] = []
+        wants_grads = not self.is_first
+        for group in groups:
+            parameters = [p for p in group.parameters() if p.requires_grad]
+            self.pieces.append(Piece(self._called(group), parameters, wants_grads))
+            wants_grads = wants_grads or bool(parameters)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def _groups(self, size: int) -> list[nn.Module]:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ScheduleError(f"checkpoint_every is {size!r}; it is a number of layers, 1 or more")
+        if not isinstance(self.module, nn.Sequential):
+            raise ScheduleError(
+                f"checkpoint_every={size} needs the layers of stage {self.number}, which is a "
+                f"{type(self.module).__name__}; make it an nn.Sequential of them"
+            )
+        layers = list(self.module)
+        return [InTurn(layers[at : at + size]) for at in range(0, len(layers), size)] or [self.module]
+
+    def _called(self, module: nn.Module) -> Function:
+        def function(*inputs: Tensor) -> Tensors:
+            outputs = module(*inputs)
+            found = outputs if isinstance(outputs, tuple) else (outputs,)
+            if not found or not all(isinstance(x, Tensor) for x in found):
+                raise ScheduleError(
+                    f"stage {self.number} returned {_kind(outputs)}; it must return a tensor, or a tuple of tensors"
+                )
+            return found
+
+        return function
+
+
+class InTurn(nn.Sequential):
+    """Layers one after the other, also where several tensors, in a tuple, pass between them."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__(*layers)
+
+    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
+        x: Tensor | Tensors = inputs[0] if len(inputs) == 1 else inputs
+        for layer in self:
+            x = layer(*x) if isinstance(x, tuple) else layer(x)
+        return x
+
+
+class Pass:
+    """One microbatch in one stage: from its forward pass until its backward pass is done.
+
+    inputs    what enters the stage
+    finish    of the last stage: outputs -> loss, which is what the pass gives instead
+    redraw    gives the same random numbers again when activations are computed again
+    """
+
+    def __init__(self, stage: Stage, inputs: Tensors, finish: Callable[..., Tensors] | None, redraw: Redraw):
+        self._stage, self._redraw = stage, redraw
+        self._given = inputs if stage.is_first else ()
+        self._pieces = list(stage.pieces)
+        if finish is not None:
+            last = self._pieces[-1]
+            self._pieces[-1] = last._replace(function=lambda *xs: finish(*last.function(*xs)))
+        self._graphs: list[Graph] = []
+        self._entered: list[Tensors] = []  # what entered each piece, where activations are computed again
+        self._marks: list[list[Tensor]] = []
+        with redraw:
+            self.outputs = self._recomputable(inputs) if stage.recomputes else self._kept(inputs)
+
+    def _kept(self, inputs: Tensors) -> Tensors:
+        graph, outputs = Graph.of(*self._pieces[0], inputs)
+        self._graphs = [graph]
+        return outputs
+
+    def _recomputable(self, inputs: Tensors) -> Tensors:
+        with torch.no_grad():
+            for piece in self._pieces:
+                self._entered.append(inputs)
+                self._marks.append(self._redraw.mark())
+                inputs = piece.function(*inputs)
+        return tuple(x.detach() for x in inputs)
+
+    def _backwards(self) -> Iterator[Graph]:
+        """The graphs from the last to the first; where activations are computed again, each when its turn comes."""
+        yield from reversed(self._graphs)
+        while self._entered:
+            piece, inputs = self._pieces[len(self._entered) - 1], self._entered.pop()
+            self._redraw.go_back(self._marks.pop())
+            with self._redraw:
+                graph, _ = Graph.of(*piece, inputs)
+            yield graph
+
+    def backward(self, grads: Tensors) -> tuple[Tensors, Gradients]:
+        """B: from the gradients of the floating-point outputs, those of the floating-point inputs, and of the
+        parameters."""
+        gradients: Gradients = {}
+        for graph in self._backwards():
+            grads, found = graph.backward(grads)
+            add_gradients(gradients, found)
+        self._let_go()
+        return grads, gradients
+
+    def input_grads(self, grads: Tensors) -> Tensors:
+        """I: those of the floating-point inputs. What only I needs is let go."""
+        graphs = []
+        for graph in self._backwards():
+            grads = graph.input_grads(grads)
+            graphs.insert(0, graph)
+        self._graphs = graphs
+        return grads
+
+    def weight_grads(self) -> Gradients:
+        """W: those of the parameters. The rest is let go."""
+        gradients: Gradients = {}
+        for graph in self._graphs:
+            add_gradients(gradients, graph.weight_grads())
+        self._let_go()
+        return gradients
+
+    def _let_go(self) -> None:
+        self._graphs, self._given = [], ()
+
+    def num_bytes(self) -> int:
+        """Memory of what is kept for the backward pass, each piece of it counted once: without the microbatch itself
+        and the parameters, which are there anyway."""
+        kept = chain(*self._entered, *(graph.tensors() for graph in self._graphs))
+        return bytes_of(kept, [*self._given, *self._stage.module.parameters(), *self._stage.module.buffers()])
+
+
+def _kind(outputs: object) -> str:
+    if isinstance(outputs, tuple):
+        return f"a tuple of {', '.join(type(x).__name__ for x in outputs) or 'nothing'}"
+    return f"a {type(outputs).__name__}"

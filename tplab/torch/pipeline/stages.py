@@ -1,0 +1,157 @@
+"""A model as a list of layers, cut into stages, of which each rank makes its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from tplab.errors import ScheduleError
+from tplab.layer_spec import LayerSpec, TiedSpec, layer_names, ties
+from tplab.mesh import Axis
+from tplab.partition import Partition, partition
+from tplab.schedules import Schedule
+from tplab.schedules.placement import linear
+from tplab.torch.pipeline.copies import Tied
+from tplab.torch.pipeline.redraw import Redraw
+from tplab.torch.pipeline.stage import InTurn
+from tplab.torch.rank import current_rank_or_none, this_rank
+
+Layer = LayerSpec | nn.Module | Callable[..., Any]
+
+
+class Stages(Mapping[int, nn.Module]):
+    """This rank's stages: number -> module. `train_batch` takes it as it is.
+
+    partition   which layers each stage has
+    tied        which parameters are one, by stage and name
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], partition: Partition, tied: Tied):
+        self._modules, self.partition, self.tied = dict(modules), partition, tied
+
+    def __getitem__(self, stage: int) -> nn.Module:
+        return self._modules[stage]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of all its stages, each once, for an optimizer."""
+        return list(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
+
+
+def stages_of(
+    layers: Sequence[Layer], schedule: Schedule, method: str | Sequence[float] = "parameters", *, axis: Axis = "pp",
+    bounds: Sequence[int] | None = None,
+) -> Stages:  # fmt: skip
+    """Cut a model into the stages of `schedule`, and make those of this rank. Called inside a rank's program.
+
+    layers    LayerSpecs, modules that are there already, and functions (which have no parameters)
+    method    what is balanced over the ranks: see `tplab.partition.partition`
+    bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
+
+    A layer's first weights depend on the seed of the run and the layer's place in the list alone. So the model is the
+    same one with any number of ranks and stages, and data-parallel copies agree.
+    """
+    rank = this_rank()
+    index = rank.place(axis).index
+    if schedule.num_ranks != len(rank.place(axis).group):
+        raise ScheduleError(
+            f"{schedule!r} is for {schedule.num_ranks} ranks, and axis {rank.place(axis).label!r} has "
+            f"{len(rank.place(axis).group)}"
+        )
+    placement = schedule.placement
+    if sum(map(len, placement)) != schedule.num_stages:  # two directions: each way is a line
+        placement = linear(schedule.num_stages)
+    made = cut(layers, schedule.num_stages, method, placement, bounds)
+    first = {place: tied[0] for tied in ties(layers).values() for place in tied}
+    modules = {}
+    for stage in dict.fromkeys(schedule.placement[index]):
+        modules[stage] = InTurn([_made(layers[place], first.get(place, place)) for place in made.stages[stage]])
+    return Stages(modules, made, _tied(layers, made))
+
+
+def cut(
+    layers: Sequence[Layer], parts: int, method: str | Sequence[float] = "parameters", placement: Any = None,
+    bounds: Sequence[int] | None = None,
+) -> Partition:  # fmt: skip
+    """The partition of a model that need not be there: nothing is allocated."""
+    sizes, names = num_parameters(layers), layer_names(layers)
+    if bounds is None:
+        return partition(sizes, parts, method, names=names, placement=placement)
+    given = tuple(map(int, bounds))
+    rises = all(a <= b for a, b in pairwise(given))
+    if len(given) != parts + 1 or given[0] != 0 or given[-1] != len(layers) or not rises:
+        raise ScheduleError(
+            f"bounds {list(given)} do not cut {len(layers)} layers into {parts} stages; they begin with 0, rise, end "
+            f"with {len(layers)}, and are {parts + 1}"
+        )
+    return Partition(given, tuple(sizes), tuple(sizes), placement or linear(parts), "parameters", tuple(names))
+
+
+def num_parameters(layers: Sequence[Layer]) -> list[int]:
+    """Parameters of each layer. Specs are made on torch's "meta" device, which has shapes and no memory.
+
+    A function has none: an embedding that hides in a lambda is not counted, nor is it trained.
+    """
+    counts: dict[LayerSpec, int] = {}
+    return [_count(layer, counts) for layer in layers]
+
+
+def _count(layer: Layer, counts: dict[LayerSpec, int]) -> int:
+    if not isinstance(layer, LayerSpec):
+        return sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0
+    if layer not in counts:
+        with torch.device("meta"):
+            counts[layer] = _count(_drawn(layer, 0), counts)
+    return counts[layer]
+
+
+def _drawn(spec: LayerSpec, place: int) -> Any:
+    """The layer, its random numbers drawn for its place in the model."""
+    rank = current_rank_or_none()
+    if rank is None:
+        return spec.build()
+    with Redraw(rank, (place,), rank.mesh.axis_names, torch.empty(0).device):
+        return spec.build()
+
+
+def _made(layer: Layer, place: int) -> nn.Module:
+    made = _drawn(layer, place) if isinstance(layer, LayerSpec) else layer
+    if not isinstance(made, nn.Module):
+        return _Called(made)
+    forward = layer.forward if isinstance(layer, TiedSpec) else None
+    return made if forward is None else _Called(forward, made)
+
+
+class _Called(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None):
+        super().__init__()
+        self._function, self.layer = function, layer
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._function(*inputs) if self.layer is None else self._function(self.layer, *inputs)
+
+
+def _tied(layers: Sequence[Layer], made: Partition) -> Tied:
+    """(stage, name) of every parameter of each key."""
+    found = []
+    for places in ties(layers).values():
+        tie = []
+        for place in places:
+            spec, stage = layers[place], made.stage_of(place)
+            assert isinstance(spec, TiedSpec)
+            inner = "layer." if spec.forward is not None else ""
+            tie.append((stage, f"{place - made.bounds[stage]}.{inner}{spec.weight}"))
+        if len(tie) > 1:
+            found.append(tie)
+    return found

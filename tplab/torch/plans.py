@@ -1,0 +1,331 @@
+"""Plans: which layer of somebody's model is sharded how, and whether the whole of it can be right.
+
+A plan maps the names of modules to what becomes of them. It is checked before anything is changed: what is refused here
+would run, and compute something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+
+from tplab.errors import PlanError
+
+KINDS = {
+    "column": "the rank has some of the output features",
+    "row": "the rank has some of the input features, and the outputs are added up",
+    "vocab": "the rank has the rows of some words: an embedding, or the head",
+    "replicate": "every rank has all of it; of a dropout: the same mask on every rank",
+    "local": "of a dropout among sharded activations: a mask of each rank's own",
+}
+
+
+@dataclass(frozen=True)
+class FusedColumn:
+    """A column-parallel layer of several parts in one weight, each of which is sharded by itself.
+
+    parts   how many of equal size, as 3 for GPT-2's query, key and value; or the size of each
+    """
+
+    parts: int | tuple[int, ...]
+
+    def sizes(self, num_features: int) -> tuple[int, ...]:
+        """The features of each part. Raises PlanError where they are not those of the layer."""
+        sizes = (num_features // self.parts,) * self.parts if isinstance(self.parts, int) else tuple(self.parts)
+        if sum(sizes) != num_features:
+            raise PlanError(f"{self} of {num_features} output features: the parts {sizes} have {sum(sizes)}")
+        return sizes
+
+
+Kind = str | FusedColumn
+Plan = Mapping[str, Kind]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One module of a model, and what becomes of it."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    parts: tuple[int, ...] = ()
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+def gpt2_plan(model: nn.Module) -> dict[str, Kind]:
+    """How a `transformers` GPT-2 is sharded: whole heads, the MLP's hidden features, the words.
+
+    c_attn holds query, key and value side by side, and each is cut by itself; c_proj adds up. Norms and positions are
+    copies. The head is tied to the embedding, and stays so.
+    """
+    base = "transformer." if hasattr(model, "transformer") else ""
+    block = f"{base}h.*."
+    plan: dict[str, Kind] = {
+        f"{base}wte": "vocab",
+        f"{base}wpe": "replicate",
+        f"{block}ln_1": "replicate",
+        f"{block}attn.c_attn": FusedColumn(3),
+        f"{block}attn.c_proj": "row",
+        f"{block}attn.attn_dropout": "local",
+        f"{block}ln_2": "replicate",
+        f"{block}mlp.c_fc": "column",
+        f"{block}mlp.c_proj": "row",
+        f"{base}ln_f": "replicate",
+    }
+    if hasattr(model, "lm_head"):
+        plan["lm_head"] = "vocab"
+    _check_family(model, plan, "GPT-2", "gpt2_plan")
+    return plan
+
+
+def llama_plan(model: nn.Module) -> dict[str, Kind]:
+    """How a `transformers` Llama is sharded, and what is built alike: Mistral, Qwen.
+
+    Query, key and value heads are sharded whole, with grouped queries too; gate and up together, down adds up. Norms
+    are copies, those of single heads inside the attention (Qwen3) too.
+    """
+    base = "model." if hasattr(model, "model") else ""
+    block = f"{base}layers.*."
+    attention, mlp = f"{block}self_attn.", f"{block}mlp."
+    plan: dict[str, Kind] = {
+        f"{base}embed_tokens": "vocab",
+        f"{block}input_layernorm": "replicate",
+        **{f"{attention}{name}_proj": "column" for name in "qkv"},
+        f"{attention}o_proj": "row",
+        f"{block}post_attention_layernorm": "replicate",
+        f"{mlp}gate_proj": "column",
+        f"{mlp}up_proj": "column",
+        f"{mlp}down_proj": "row",
+        f"{base}norm": "replicate",
+    }
+    if any(name.endswith("self_attn.q_norm") for name, _ in model.named_modules()):
+        plan |= {f"{attention}{name}_norm": "replicate" for name in "qk"}
+    if hasattr(model, "lm_head"):
+        plan["lm_head"] = "vocab"
+    _check_family(model, plan, "Llama", "llama_plan")
+    return plan
+
+
+def bind(model: nn.Module, plan: Plan, num_ranks: int, label: str) -> list[Planned]:
+    """What becomes of each module of the model. Raises PlanError for a plan that cannot be right.
+
+    `*` in a name stands for anything between two dots. Every module that holds parameters must be named once.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, tuple[str, Kind]] = {}
+    for pattern, kind in plan.items():
+        matching = [name for name in modules if _matches(pattern, name)]
+        if not matching:
+            raise PlanError(_nothing_matches(model, pattern, modules))
+        if not isinstance(kind, FusedColumn) and kind not in KINDS:
+            listed = ", ".join(map(repr, KINDS))
+            raise PlanError(f"{pattern!r} is planned as {kind!r}; it must be one of {listed}, or a FusedColumn")
+        for name in matching:
+            if name in found and found[name][1] != kind:
+                raise PlanError(
+                    f"{name} is planned twice: {found[name][1]!r} by {found[name][0]!r}, and {kind!r} by {pattern!r}"
+                )
+            found[name] = pattern, kind
+    _check_all_are_named(modules, found)
+    planned = [_planned(name, modules[name], found[name][1]) for name in modules if name in found]
+    _check_tied(planned)
+    for parent in dict.fromkeys(one.parent for one in planned):
+        inside = [one for one in planned if one.parent == parent]
+        _check_region(parent, modules[parent], inside)
+        _check_division(modules[parent], inside, num_ranks, label)
+    return planned
+
+
+def features_of(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a linear layer, also of GPT-2's Conv1D, whose weight is [in, out]; None for any other module."""
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    if is_conv1d(module):
+        return module.weight.shape[0], module.weight.shape[1]  # type: ignore[union-attr,return-value]
+    return None
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, which needs no import to be known."""
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
+
+
+def heads_in(parent: nn.Module) -> int | None:
+    """The features of one head, where the module is an attention."""
+    width = getattr(parent, "head_dim", None)
+    return width if isinstance(width, int) else None
+
+
+# --- what a plan must satisfy -----------------------------------------------------------------------------------------
+
+
+def _planned(name: str, module: nn.Module, kind: Kind) -> Planned:
+    """The module with its kind, if it can be that."""
+    if isinstance(kind, FusedColumn):
+        features = features_of(module)
+        if features is None:
+            raise PlanError(f"{name} is planned as {kind}, and is {type(module).__name__}, not a linear layer")
+        return Planned(name, module, "column", kind.sizes(features[1]))
+    is_fit = {
+        "column": features_of(module) is not None,
+        "row": features_of(module) is not None,
+        "vocab": type(module) in (nn.Embedding, nn.Linear),
+        "replicate": True,
+        "local": isinstance(module, nn.Dropout),
+    }[kind]
+    if not is_fit:
+        kinds = {"column": "a linear layer", "row": "a linear layer", "vocab": "an nn.Embedding or a head (nn.Linear)",
+                 "local": "an nn.Dropout"}  # fmt: skip
+        raise PlanError(f"{name} is planned as {kind!r}, which is for {kinds[kind]}; it is {type(module).__name__}")
+    return Planned(name, module, kind)
+
+
+def _check_all_are_named(modules: Mapping[str, nn.Module], found: Mapping[str, object]) -> None:
+    left = [name for name, module in modules.items() if name not in found and list(module.parameters(recurse=False))]
+    if left:
+        patterns = list(dict.fromkeys(_pattern(name) for name in left))
+        raise PlanError(
+            f"the plan leaves out {len(left)} modules that hold parameters: {', '.join(map(repr, patterns))}; say "
+            "'replicate' of those which every rank is to hold whole"
+        )
+
+
+def _check_tied(planned: list[Planned]) -> None:
+    seen: dict[int, Planned] = {}
+    for one in planned:
+        for parameter in one.module.parameters(recurse=False):
+            other = seen.setdefault(id(parameter), one)
+            if (other.kind, other.parts) != (one.kind, one.parts):
+                raise PlanError(
+                    f"{other.name} and {one.name} have one weight ('tied'), planned as {other.kind!r} and as "
+                    f"{one.kind!r}; plan both alike, or give the head a weight of its own"
+                )
+
+
+def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None:
+    """Columns give each rank some features, and a row takes them: both, or neither, in one parent."""
+    linear = [one for one in inside if features_of(one.module) and one.kind != "vocab"]
+    columns = [one for one in linear if one.kind == "column"]
+    rows = [one for one in linear if one.kind == "row"]
+    whole = [one for one in linear if one.kind == "replicate"]
+    if columns and whole:
+        names = ", ".join(one.name for one in whole)
+        sharded, last = ", ".join(one.name for one in columns), linear[-1]
+        if not rows and last in whole:
+            raise PlanError(
+                f"{sharded} is a column: each rank has some of its features; {last.name}, which takes them, is "
+                f"'replicate' and needs all of them: plan it as 'row'"
+            )
+        raise PlanError(
+            f"of {parent} these are columns: {sharded}, and these are not: {names}; layers whose outputs meet, as "
+            "query, key and value, or gate and up, must be sharded together"
+        )
+    if columns and not rows:
+        names = ", ".join(one.name for one in columns)
+        raise PlanError(
+            f"{names}: a column gives each rank some of its features, and no layer of {parent or 'the model'} takes "
+            "them so; plan the one behind it as 'row'"
+        )
+    if rows and not columns:
+        names = ", ".join(one.name for one in rows)
+        raise PlanError(
+            f"{names}: a row takes each rank's own features, and no layer of {parent or 'the model'} gives them so; "
+            "plan those before it as 'column'"
+        )
+    for row in rows:
+        _check_joint(module, columns, row)
+    width = heads_in(module)
+    for one in inside:
+        spare = [p for p in one.module.parameters() if columns and one.kind == "replicate" and p.numel() != width]
+        if spare:
+            raise PlanError(
+                f"{one.name} is among sharded activations, of which each rank holds some, and its parameter of "
+                f"{list(spare[0].shape)} is for all of them; only a norm of single heads can be a copy"
+            )
+
+
+def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> None:
+    """The features that the columns give are those which the row takes."""
+    taken = features_of(row.module)[0]  # type: ignore[index]
+    first = features_of(columns[0].module)[1]  # type: ignore[index]
+    given = columns[0].parts[0] if columns[0].parts else first
+    is_attention = heads_in(parent) is not None
+    if given != taken:
+        more = ""
+        if is_attention and columns[0].parts == () and first == 3 * taken:
+            more = (
+                "; it holds query, key and value side by side: plan it as FusedColumn(3), so that each is cut by itself"
+            )
+        elif columns[0].parts == () and first % taken == 0 and first > taken:
+            more = f"; it may hold {first // taken} parts side by side: plan it as FusedColumn({first // taken})"
+        raise PlanError(f"{columns[0].name} gives {given} features, and {row.name} takes {taken}{more}")
+
+
+def _check_division(parent: nn.Module, inside: list[Planned], num_ranks: int, label: str) -> None:
+    """Features, and whole heads, can be shared equally."""
+    width = heads_in(parent)
+    for one in inside:
+        if one.kind not in ("column", "row"):
+            continue
+        taken, given = features_of(one.module)  # type: ignore[misc]
+        for size in (one.parts or (given,)) if one.kind == "column" else (taken,):
+            if width is not None and size % width == 0 and (size // width) % num_ranks:
+                heads = size // width
+                raise PlanError(
+                    f"{one.name} has {heads} heads of {width} features, which the {num_ranks} ranks of axis {label!r} "
+                    f"cannot share: heads are sharded whole;\nuse a mesh whose {label!r} divides {heads}"
+                )
+            if size % num_ranks:
+                what = "output" if one.kind == "column" else "input"
+                raise PlanError(
+                    f"{one.name} has {size} {what} features, which the {num_ranks} ranks of axis {label!r} cannot "
+                    f"share equally;\nuse a mesh whose {label!r} divides {size}"
+                )
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]*"), name) is not None
+
+
+def _pattern(name: str) -> str:
+    """The name with a star for each number: transformer.h.*.ln_1"""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _nothing_matches(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    for name, parameter in _parameters(model):
+        if _matches(pattern, f"{name}.{parameter}"):
+            return (
+                f"{pattern!r} names a parameter; a plan names modules, and {_pattern(name)!r} is the one that holds "
+                "it. The bias of a row is held whole and added once, after the sum"
+            )
+    known = list(dict.fromkeys(_pattern(name) for name in modules if name))
+    near = get_close_matches(pattern, known, 3, 0.4) or known[:3]
+    return f"{pattern!r} matches no module of {type(model).__name__}; near it are {', '.join(map(repr, near))}"
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The module of each parameter, and its name in there."""
+    for name, module in model.named_modules():
+        for parameter, _ in module.named_parameters(recurse=False):
+            yield name, parameter
+
+
+def _check_family(model: nn.Module, plan: Plan, family: str, function: str) -> None:
+    names = [name for name, _ in model.named_modules()]
+    missing = [pattern for pattern in plan if not any(_matches(pattern, name) for name in names)]
+    if missing:
+        raise PlanError(
+            f"{function} is for models built as {family} is, and {type(model).__name__} has no "
+            f"{', '.join(map(repr, missing))}; write a plan for it: module name -> {', '.join(map(repr, KINDS))}"
+        )

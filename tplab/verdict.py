@@ -1,0 +1,328 @@
+"""A verdict: what is wrong with a tensor that ranks hold, in words, from its numbers and those of the unsharded answer.
+
+Most mistakes of tensor parallelism leave a mark in the numbers: a sum that is made once too often multiplies by the
+number of ranks; a sum that is forgotten leaves each rank with its part, and the parts add up to the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from tplab.layout import Layout, layouts_for, take
+from tplab.mesh import Mesh
+
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+WAY_OUT = {
+    "gradient": "copy_to (Megatron's f) where the tensor enters divided work makes it",
+    "output": "reduce_from (Megatron's g) after the divided work makes it",
+}
+
+
+class Verdict(NamedTuple):
+    """What was found of one tensor.
+
+    ok          whether it is the answer, up to rounding
+    error       how far the worst rank is off, relative to the largest element of the answer
+    tolerance   what rounding can explain, in the same measure
+    words       what was found
+    mistake     a word for it: "", "scaled", "partial", "disagree", "missing", "shape", "not finite", "tied", "values",
+                "pieces", "fused", "other"
+    """
+
+    ok: bool
+    error: float
+    tolerance: float
+    words: str
+    mistake: str = ""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far a sum may be off because its terms were added in another order.
+
+    dtype   "float64", "float32", "bfloat16", "float16": one rounding is eps of it, 2.2e-16, 1.2e-7, 7.8e-3 or 9.8e-4
+    terms   of the longest sum: features, words or tokens. Roundings are as good as random: n of them give sqrt(n) eps.
+            Kernels add 16-bit products up in float32 and round once, so there it is 1
+    depth   how many such sums follow one another
+
+    8 eps sqrt(terms depth), relative to the largest element: what is larger needs another explanation. Where `own` is
+    known, how far the reference itself is from its answer in float64, 4 times that passes too.
+    """
+
+    dtype: str
+    terms: int = 1
+    depth: int = 1
+
+    @property
+    def tolerance(self) -> float:
+        terms = 1 if self.dtype in ("bfloat16", "float16") else self.terms
+        return 8 * EPSILON.get(self.dtype, EPSILON["float32"]) * (terms * self.depth) ** 0.5
+
+    def within(self, own: float | None) -> float:
+        return max(self.tolerance, 4 * own) if own is not None else self.tolerance
+
+    def words(self, error: float, own: float | None = None) -> str:
+        about = f"{self.dtype}, sums of up to {self.terms:,} terms"
+        if own is not None and error > self.tolerance:
+            about += f"; the reference itself is {own:.2g} off its float64 answer"
+        return "equal to the last bit" if error == 0 else f"within rounding ({error:.2g}; {about})"
+
+
+def judge(
+    pieces: Sequence[np.ndarray | None], reference: np.ndarray | None, layout: Layout, mesh: Mesh, rounding: Rounding,
+    *, what: str = "gradient", largest: float = 0.0, exact: np.ndarray | None = None,
+) -> Verdict:  # fmt: skip
+    """Hold what each rank has against its piece of the unsharded answer.
+
+    pieces      one a rank of the mesh; None where a rank has none
+    reference   the whole; None where there is none
+    layout      how it lies on the mesh. A piece may be padded: what is beyond the layout's must be zeros
+    what        "gradient", "output", "loss", "parameter"
+    largest     the largest element among all tensors of this kind: what is smaller than rounding of it counts as zero
+    exact       the reference's answer in float64, for dtypes below
+    """
+    if reference is None or any(piece is None for piece in pieces):
+        return _judge_none(pieces, reference, what)
+    got = [np.asarray(piece, np.float64) for piece in pieces]
+    reference = np.asarray(reference, np.float64)
+    want = [take(reference, layout, mesh, rank) for rank in mesh.ranks]
+    got = [_without_padding(piece, w.shape) for piece, w in zip(got, want)]
+    for rank, (g, w) in enumerate(zip(got, want)):
+        if g.shape != w.shape:
+            return Verdict(
+                False, np.inf, rounding.tolerance,
+                f"rank {rank} holds {list(g.shape)}; {layout} of {list(reference.shape)} would be {list(w.shape)}",
+                "shape",
+            )  # fmt: skip
+    if not all(np.isfinite(g).all() for g in got):
+        ranks = [rank for rank, g in enumerate(got) if not np.isfinite(g).all()]
+        if np.isfinite(reference).all():
+            return Verdict(False, np.inf, 0, f"not finite on {_ranks(ranks)}, and the reference is", "not finite")
+        return Verdict(False, np.inf, 0, f"neither the reference is finite, nor {_ranks(ranks)}", "not finite")
+
+    size = _largest(reference)
+    if size <= rounding.tolerance * largest:  # as the gradient of key's bias, which softmax does not see
+        error = max(map(_largest, got)) / (largest or 1.0)
+        is_zero = error <= (rounding.tolerance if largest else 0.0)
+        words = "zero, as the reference" if error == 0 else "zero but for rounding, as the reference"
+        return Verdict(is_zero, error, rounding.tolerance, words if is_zero else "not zero, and the reference is", "")
+    own = None if exact is None else _largest(reference - exact) / size
+    tolerance = rounding.within(own)
+    error = max(_largest(g - w) for g, w in zip(got, want)) / size
+    if error <= tolerance:
+        return Verdict(True, error, tolerance, rounding.words(error, own))
+    case = _Case(got, want, reference, layout, mesh, tolerance, what)
+    mistake, words = case.explained()
+    return Verdict(False, error, tolerance, words, mistake)
+
+
+def slack_of_step(
+    before: np.ndarray, after: np.ndarray, gradient: np.ndarray | None, rounding: Rounding, largest: float
+) -> np.ndarray:
+    """By how much rounding of the gradients may change each parameter in a step from `before` to `after`.
+
+    Adam divides a gradient by its own size: rounding is a large part of the step of a small element, and all of it
+    where the gradient is nothing else.
+    """
+    if gradient is None:
+        return np.zeros_like(after)
+    share = rounding.tolerance * largest / np.maximum(np.abs(gradient.astype(np.float64)), 1e-300)
+    return 2 * np.abs(after - before).max(initial=0) * np.minimum(1, share)
+
+
+class _Case:
+    """A tensor that is wrong, and the questions that its numbers can answer."""
+
+    def __init__(
+        self, got: list[np.ndarray], want: list[np.ndarray], reference: np.ndarray, layout: Layout, mesh: Mesh,
+        tolerance: float, what: str,
+    ):  # fmt: skip
+        self.got, self.want, self.reference = got, want, reference
+        self.layout, self.mesh, self.tolerance, self.what = layout, mesh, tolerance, what
+        self.size = _largest(reference)
+
+    def explained(self) -> tuple[str, str]:
+        for question in (self._zero, self._scaled, self._partial, self._pieces, self._disagree, self._rows):
+            if answer := question():
+                return answer
+        error = max(_largest(g - w) for g, w in zip(self.got, self.want)) / max(self.size, 1e-300)
+        return (
+            "other",
+            f"off by {error:.2g} of its largest element; neither a multiple of the reference nor parts of it",
+        )
+
+    def _close(self, got: np.ndarray, want: np.ndarray, slack: float = 1.0) -> bool:
+        return got.shape == want.shape and _largest(got - want) <= slack * self.tolerance * self.size
+
+    def _zero(self) -> tuple[str, str] | None:
+        ranks = [r for r in self.mesh.ranks if _largest(self.got[r]) == 0 and _largest(self.want[r]) > 0]
+        if len(ranks) == len([w for w in self.want if w.size]):
+            return "missing", "zero on every rank, and the reference is not: it takes no part"
+        return None
+
+    def _scaled(self) -> tuple[str, str] | None:
+        scales = []
+        for g, w in zip(self.got, self.want):
+            if _largest(w) <= self.tolerance * self.size:
+                continue  # no element of the answer here tells
+            scale = float((g * w).sum() / (w * w).sum())
+            if not self._close(g, scale * w, slack=max(abs(scale), 1.0)) or _largest(g) == 0:
+                return None
+            scales.append(scale)
+        if not scales or (self.reference.size == 1 and max(scales) - min(scales) > 1e-3):
+            return None  # a single number is a multiple of any other
+        first = scales[0]
+        if all(abs(scale - first) <= 4 * self.tolerance * max(abs(first), 1) for scale in scales):
+            return "scaled", self._multiple(first)
+        return "scaled", "a multiple of the reference, and another one on each rank: " + ", ".join(
+            f"{scale:.5g}" for scale in scales
+        )
+
+    def _multiple(self, scale: float) -> str:
+        close = 1e-3 + 4 * self.tolerance
+        for names in axis_sets(self.mesh):
+            count, label = self.mesh.axis_size(names), _label(names)
+            if abs(scale / count - 1) < close:
+                return (
+                    f"{scale:.5g} times the reference on every rank: added up over {label}, of {count} ranks, once too "
+                    "often"
+                )
+            if abs(scale * count - 1) < close:
+                return (
+                    f"1/{count} of the reference on every rank: divided by the {count} ranks of {label} once too often "
+                    "(a mean in place of a sum, or sizes divided by the whole world's)"
+                )
+        if abs(scale + 1) < close:
+            return "minus the reference on every rank"
+        return f"{scale:.5g} times the reference on every rank"
+
+    def _partial(self) -> tuple[str, str] | None:
+        for names in axis_sets(self.mesh, without=self.layout.spec.axis_names):
+            groups = self.mesh.groups(names)
+            total = {rank: np.sum([self.got[other] for other in group], axis=0) for group in groups for rank in group}
+            label, count = _label(names), self.mesh.axis_size(names)
+            where = WAY_OUT.get(self.what, WAY_OUT["output"])
+            if all(self._close(total[rank], self.want[rank], slack=count) for rank in self.mesh.ranks):
+                return "partial", (
+                    f"only this rank's part on each, and the parts add up to the reference: an all_reduce over {label} "
+                    f"is missing; {where}"
+                )
+            if all(self._close(total[rank], count * self.want[rank], slack=count) for rank in self.mesh.ranks):
+                return "partial", (
+                    f"ranks disagree, and their mean is the reference: an all_reduce of the mean over {label} is "
+                    "missing, as over ranks that have other data"
+                )
+            if scale := self._scale_of_sum(total, count):
+                return "partial", (
+                    f"only this rank's part on each, {scale:.5g} times too large together: a sum over {label} is made "
+                    "in another place than where it belongs"
+                )
+        return None
+
+    def _scale_of_sum(self, total: dict[int, np.ndarray], count: int) -> float | None:
+        """By what the parts' sum is a multiple of the answer, where it is the same one on every rank."""
+        pairs = [
+            (total[r], self.want[r]) for r in self.mesh.ranks if _largest(self.want[r]) > self.tolerance * self.size
+        ]
+        scales = [float((t * w).sum() / (w * w).sum()) for t, w in pairs]
+        is_one = max(scales) - min(scales) <= 4 * count * self.tolerance and abs(scales[0]) > 1e-6
+        fits = is_one and all(self._close(t, scales[0] * w, slack=count * max(abs(scales[0]), 1)) for t, w in pairs)
+        return scales[0] if fits else None
+
+    def _pieces(self) -> tuple[str, str] | None:
+        """Every rank has a piece of the answer, but another one's; or pieces that are cut otherwise."""
+        if not self.layout.spec.axis_names:
+            return None
+        places = []
+        for g in self.got:
+            found = next((rank for rank in self.mesh.ranks if self._close(g, self.want[rank])), None)
+            places.append(found)
+        if all(place is not None for place in places):
+            listed = ", ".join(
+                f"rank {rank} that of rank {place}" for rank, place in enumerate(places) if rank != place
+            )
+            return "pieces", f"right numbers on the wrong ranks: {listed}"
+        for layout in layouts_for(self.reference.shape, [g.shape for g in self.got], self.mesh):
+            cut = [take(self.reference, layout, self.mesh, rank) for rank in self.mesh.ranks]
+            if layout != self.layout and all(self._close(g, w) for g, w in zip(self.got, cut)):
+                return "fused", f"cut as {layout}, where {self.layout} was said"
+        return None
+
+    def _disagree(self) -> tuple[str, str] | None:
+        spare = [name for name in self.mesh.axis_names if name not in self.layout.spec.axis_names]
+        groups = self.mesh.groups(tuple(spare)) if spare else []
+        gap = max(
+            (_largest(self.got[a] - self.got[b]) for group in groups for a, b in combinations(group, 2)), default=0
+        )
+        if gap <= self.tolerance * self.size:
+            return None
+        right = [rank for rank in self.mesh.ranks if self._close(self.got[rank], self.want[rank])]
+        some = f"; right on {_ranks(right)} alone" if right else ""
+        return "disagree", (
+            f"ranks disagree by {gap / self.size:.2g} of the largest element, and should hold copies over "
+            f"{_label(tuple(spare))}{some}"
+        )
+
+    def _rows(self) -> tuple[str, str] | None:
+        """A part of the rows or columns is right: a fused weight of which one part is, a bias of which one piece is."""
+        for dim in range(self.reference.ndim):
+            wrong = [np.abs(g - w).max(axis=_others(g.ndim, dim)) > self.tolerance * self.size
+                     for g, w in zip(self.got, self.want) if g.size]  # fmt: skip
+            count, of = sum(int(rows.sum()) for rows in wrong), sum(len(rows) for rows in wrong)
+            if 0 < count <= of // 2:
+                first = next(rows for rows in wrong if rows.any())
+                where = np.flatnonzero(first)
+                return "other", (
+                    f"wrong in {count} of {of} places along dim {dim} (the first at {where[0]}), right in the others"
+                )
+        return None
+
+
+def _judge_none(pieces: Sequence[np.ndarray | None], reference: np.ndarray | None, what: str) -> Verdict:
+    without = [rank for rank, piece in enumerate(pieces) if piece is None]
+    if reference is None:
+        if len(without) == len(pieces):
+            return Verdict(True, 0.0, 0.0, f"no {what}, as the reference has none")
+        if all(piece is None or not np.any(piece) for piece in pieces):
+            return Verdict(True, 0.0, 0.0, "zero, where the reference has none")
+        return Verdict(False, np.inf, 0.0, f"the reference has no {what} here: it is not used there", "missing")
+    if not np.any(reference):
+        return Verdict(True, 0.0, 0.0, f"no {what}, and that of the reference is zero")
+    where = "every rank" if len(without) == len(pieces) else _ranks(without)
+    return Verdict(False, np.inf, 0.0, f"no {what} on {where}: it takes no part in the loss there", "missing")
+
+
+def _without_padding(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The piece without the zeros behind it that make the last ranks' pieces as large as the others'."""
+    if piece.ndim != len(shape) or any(size < wanted for size, wanted in zip(piece.shape, shape)):
+        return piece
+    cut = piece[tuple(slice(0, size) for size in shape)]
+    return piece if np.count_nonzero(piece) != np.count_nonzero(cut) else cut
+
+
+def axis_sets(mesh: Mesh, without: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
+    """The mesh's axes of more than one rank, alone and together."""
+    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1 and name not in without]
+    for count in range(1, len(names) + 1):
+        yield from combinations(names, count)
+
+
+def _label(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _others(ndim: int, dim: int) -> tuple[int, ...]:
+    return tuple(other for other in range(ndim) if other != dim)
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max(initial=0))
