@@ -115,7 +115,8 @@ def training(
 
     def update(params: Any, memory: Any, x: Array, labels: Array) -> Any:
         def loss_of(params: Any) -> tuple[Array, Array]:
-            logits = model.apply({"params": each(jnp.squeeze, params)}, x).astype(jnp.float32)
+            applied: Any = model.apply({"params": each(jnp.squeeze, params)}, x)
+            logits = applied.astype(jnp.float32)
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
             return lax.pmean(loss, data), lax.pmean((logits.argmax(-1) == labels).mean(), data)
 
@@ -126,7 +127,8 @@ def training(
     P = PartitionSpec
     names = ("input", "blocks", "output", "bias")
     of_params = {name: P(None, model.axis) if name == "blocks" else P(model.axis) for name in names}
-    moments, *others = optimizer.init({name: jnp.zeros(()) for name in names})  # AdamW's: it says what has which spec
+    state: Any = optimizer.init({name: jnp.zeros(()) for name in names})  # AdamW's: it says what has which spec
+    moments, *others = state
     specs = of_params, (moments._replace(count=P(), mu=of_params, nu=of_params), *others)
     init = jax.shard_map(first, mesh=mesh, in_specs=(P(), P()), out_specs=specs)
     step = jax.shard_map(update, mesh=mesh, in_specs=(*specs, P(data), P(data)), out_specs=(*specs, P(), P()))

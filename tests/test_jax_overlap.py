@@ -1,5 +1,7 @@
 """Overlap in JAX on the modelled clock, on arrays of which there is only the shape; and beside torch's."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from tests.frameworks import FRAMEWORKS
 from tplab import Mesh, P, Trace
 from tplab.jax.overlap import BlockingLinear
-from tplab.overlap import overlap
+from tplab.overlap import gather_seconds, overlap, scatter_seconds
 
 COLUMNS = P(None, "tp")
 DIRECTIONS = ["up", "down", "both", "split"]
@@ -30,9 +32,8 @@ def test_where_there_are_only_shapes_nothing_is_run_and_the_trace_is_the_same():
         return y, lab.all_reduce(y.sum(), "tp")
 
     def outcome(x, weight):
-        return lab.run(
-            program, Mesh(tp=4), x, weight, 2.0, in_specs=(COLUMNS, COLUMNS, P()), out_specs=(COLUMNS, P()), cluster="h100"
-        )
+        specs = {"in_specs": (COLUMNS, COLUMNS, P()), "out_specs": (COLUMNS, P())}
+        return lab.run(program, Mesh(tp=4), x, weight, 2.0, cluster="h100", **specs)
 
     real = outcome(jnp.ones((4, 8)), np.ones((12, 8), np.float32))
     only_shapes = outcome(shape(4, 8, dtype=jnp.float32), np.ones((12, 8), np.float32))  # of one argument is enough
@@ -56,7 +57,7 @@ def test_arrays_too_large_for_any_machine():
 # ------------------------------------------------------------------------------------------------ what is hidden, when
 
 
-def linear(mode: str, direction: str | None, outputs: int, backward: bool) -> Trace:
+def linear(mode: Any, direction: Any, outputs: int, backward: bool) -> Trace:
     """W -> outputs, or outputs -> W, at width 8192 on 8 modelled H100s; direction None: blocking."""
     inputs, outputs = (WIDTH, outputs) if mode == "gather" else (outputs, WIDTH)
     if direction is None:
@@ -95,9 +96,9 @@ def test_the_blocking_layer_hides_nothing_and_is_slower(mode):
 
 
 def test_where_hops_are_longer_than_products_most_is_hidden_all_the_same():
-    """H = W: a product takes 22 us, the addition of it 20, a hop 39."""
-    assert overlap(linear("gather", "up", WIDTH, backward=False)).share > 0.9
+    """H = W: a product takes 22 us, a hop 39."""
     for mode in ("gather", "scatter"):
+        assert overlap(linear(mode, "up", WIDTH, backward=False)).share > 0.5
         assert overlap(linear(mode, "up", WIDTH, backward=True)).share > 0.9
 
 
@@ -123,6 +124,21 @@ def test_torch_and_jax_send_the_same_and_hide_the_same(op, direction):
     assert one.share == pytest.approx(other.share, abs=1e-9) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_the_formulas_are_what_the_modelled_clock_finds(num_ranks):
+    """As in torch. What is ready goes first, here: where a hop is longer than the product beside it, a rank may just
+    have begun another product when a sum arrives, which then waits for a moment."""
+    for tokens, inputs, outputs in ((8192, 8184, 8184 * 3), (16, 96, 48)):
+        x, weight = shape(tokens, inputs), shape(outputs, inputs)
+        for op, formula, w_spec in (
+            ("all_gather_matmul", gather_seconds, P("tp")), ("matmul_reduce_scatter", scatter_seconds, COLUMNS)
+        ):  # fmt: skip
+            program = lambda x, w: getattr(lab, op)(x, w, "tp")  # noqa: E731, B023
+            trace = lab.run(program, Mesh(tp=num_ranks), x, weight, in_specs=(COLUMNS, w_spec), cluster="h100").trace
+            want = formula(tokens, inputs, outputs, num_ranks, "h100").overlapped
+            assert trace.makespan == pytest.approx(want, rel=1e-12 if op == "all_gather_matmul" else 2e-3)
+
+
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_no_hop_needs_the_product_beside_it(op):
     """In the order of the program a hop stands before the product that it runs beside, also in the backward pass, where
@@ -135,7 +151,7 @@ def test_no_hop_needs_the_product_beside_it(op):
     args = shape(64, 2048, dtype=jnp.float32), shape(2048, 2048, dtype=jnp.float32)
     trace = lab.run(program, Mesh(tp=4), *args, in_specs=(COLUMNS, rows), cluster="h100").trace
     hops = trace.select(kind="send", rank=1).events
-    products = [event for event in trace.select(rank=1, op="dot_general").events]
+    products = list(trace.select(rank=1, op="dot_general").events)
     beside = [any(product.start < hop.end and hop.start < product.end for product in products) for hop in hops]
     assert len(hops) == (6 if op == "all_gather_matmul" else 3)  # the sum of y does not need the y of a scatter
     assert all(beside)

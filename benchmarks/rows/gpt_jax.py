@@ -42,7 +42,8 @@ def measure() -> list[Row]:
 
         return step
 
-    split_steps, plain_step = [step_of(model.loss) for model in models], jax.jit(step_of(partial(plain_loss, config=CONFIG)))
+    split_steps = [step_of(model.loss) for model in models]
+    plain_step = jax.jit(step_of(partial(plain_loss, config=CONFIG)))
     on_one = jax.device_put((whole, memory, ids), jax.devices()[0])
     # The parameters go where they are used, as in training.
     placed = run(lambda *tensors: tensors, mesh, whole, memory, batch, in_specs=specs, out_specs=specs).value

@@ -14,23 +14,32 @@ R ranks, index i. Pieces travel as in `ring`: "up" to i + 1, "down" to i - 1, "b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from tplab.errors import ShapeError
-from tplab.jax.comm import all_gather, axis_index, axis_size, reduce_scatter, ring_shift
-from tplab.jax.context import this_mesh, vary, varying_axes
+from tplab.jax.comm import all_gather, axis_size, reduce_scatter
+from tplab.jax.context import this_mesh
 from tplab.jax.layers import check_weight, linear, share, with_bias
 from tplab.jax.parameters import Params, uniform
 from tplab.jax.ring import Direction, checked_direction, varying
+from tplab.jax.ring_matmul import (
+    Ring,
+    arrivals,
+    as_varying_as,
+    cut,
+    gathered,
+    joined,
+    key_of,
+    of_each,
+    ring_of,
+    stacked,
+    sums,
+    unstacked,
+)
 from tplab.mesh import Axis
-from tplab.ring_order import Lanes, Piece, gather_lanes, scatter_lanes
 from tplab.sharding import P
 
 Mode = Literal["gather", "scatter", "none"]
@@ -48,11 +57,11 @@ def all_gather_matmul(x: Array, weight: Array, axis: Axis, *, dim: int = -1, dir
     memory      all pieces of x and the weight are kept for the backward pass
     Raises ShapeError where the sizes do not fit.
     """
-    ring, by_tokens = _ring("gather", x, weight, axis, dim, direction)
+    ring, by_tokens = ring_of("gather", x, weight, axis, dim, direction)
     if not by_tokens:
-        return _gathered(x, _of_each(_cut(_as_varying_as(x, weight, ring), ring, 1), ring), ring)
-    products = {_key(piece): linear(arrived, weight) for piece, arrived in _arrivals(x, ring, dim)}
-    return _joined(tuple(products[_key(piece)] for piece in ring.pieces()), ring, dim)
+        return gathered(x, of_each(cut(as_varying_as(x, weight, ring), ring, 1), ring), ring)
+    products = {key_of(piece): linear(arrived, weight) for piece, arrived in arrivals(x, ring, dim)}
+    return joined(tuple(products[key_of(piece)] for piece in ring.pieces()), ring, dim)
 
 
 def matmul_reduce_scatter(x: Array, weight: Array, axis: Axis, *, dim: int = -1, direction: Direction = "up") -> Array:
@@ -65,12 +74,12 @@ def matmul_reduce_scatter(x: Array, weight: Array, axis: Axis, *, dim: int = -1,
     memory      x and weight are kept for the backward pass
     Raises ShapeError where R does not divide F, or the tokens.
     """
-    ring, by_tokens = _ring("scatter", x, weight, axis, dim, direction)
+    ring, by_tokens = ring_of("scatter", x, weight, axis, dim, direction)
     if not by_tokens:
-        weights = _of_each(_cut(_as_varying_as(x, weight, ring), ring, 0), ring)
-        return _sums(lambda piece: linear(x, weights[_key(piece)]), ring, -1)
-    tokens = _of_each(_cut(varying(x, axis), ring, dim), ring)
-    return _sums(lambda piece: linear(tokens[_key(piece)], weight), ring, dim)
+        weights = of_each(cut(as_varying_as(x, weight, ring), ring, 0), ring)
+        return sums(lambda piece: linear(x, weights[key_of(piece)]), ring, -1)
+    tokens = of_each(cut(varying(x, axis), ring, dim), ring)
+    return sums(lambda piece: linear(tokens[key_of(piece)], weight), ring, dim)
 
 
 @dataclass(frozen=True)
@@ -119,8 +128,8 @@ class AsyncLinear:
         else:
             spec, dim = (P(self.axis), 1) if self.mode == "gather" else (P(None, self.axis), 0)
             whole = uniform(key, (self.out_features, self.in_features), spec, self.in_features**-0.5)
-            pieces: tuple[Array, ...] = _cut(whole, ring, dim)
-            weight: Array = _stacked(pieces, ring, dim)
+            pieces: tuple[Array, ...] = cut(whole, ring, dim)
+            weight: Array = stacked(pieces, ring, dim)
         return with_bias(weight, self.out_features if self.bias else 0, P(self.axis))
 
     def __call__(self, params: Params, x: Array) -> Array:
@@ -130,10 +139,10 @@ class AsyncLinear:
         if shape[0] == 1:
             y = linear(x, params["weight"][0])
         elif self.mode == "gather":
-            y = _gathered(x, _of_each(_unstacked(_as_varying_as(x, params["weight"], ring), ring, 1), ring), ring)
+            y = gathered(x, of_each(unstacked(as_varying_as(x, params["weight"], ring), ring, 1), ring), ring)
         else:
-            weights = _of_each(_unstacked(_as_varying_as(x, params["weight"], ring), ring, 0), ring)
-            y = _sums(lambda piece: linear(x, weights[_key(piece)]), ring, -1)
+            weights = of_each(unstacked(as_varying_as(x, params["weight"], ring), ring, 0), ring)
+            y = sums(lambda piece: linear(x, weights[key_of(piece)]), ring, -1)
         return y + params["bias"] if self.bias else y
 
     @property
@@ -196,198 +205,6 @@ class BlockingLinear:
         if self.mode == "scatter":
             y = reduce_scatter(y, self.axis, -1)
         return y + params["bias"] if self.bias else y
-
-
-# --- how pieces meet the weight --------------------------------------------------------------------------------------
-
-
-class Ring(NamedTuple):
-    """How one layer's arrays are cut into pieces that travel; `size` is that of a piece, along the dim that is cut."""
-
-    mode: str
-    axis: Axis
-    direction: str
-    size: int
-
-    def lanes(self) -> Lanes:
-        """This rank's pieces. Who owns them is known when the program runs."""
-        lanes = gather_lanes if self.mode == "gather" else scatter_lanes
-        return lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
-
-    def pieces(self) -> list[Piece]:
-        """The own one, those that go up, those that go down."""
-        lanes = self.lanes()
-        return [lanes.own, *lanes.up, *lanes.down]
-
-
-    def place(self, piece: Piece) -> int:
-        """Where a stacked weight has what belongs to a piece: of a scatter, the own part leaves last."""
-        return piece.distance if self.mode == "gather" else (piece.distance - 1) % axis_size(self.axis)
-
-
-_Key = tuple[int, int]
-
-
-def _key(piece: Piece) -> _Key:
-    """What tells a piece from the others of a rank."""
-    return piece.distance, piece.begin
-
-
-def _of_each(arrays: tuple[Array, ...], ring: Ring) -> dict[_Key, Array]:
-    """An array a piece, to be looked up."""
-    return {_key(piece): array for piece, array in zip(ring.pieces(), arrays, strict=True)}
-
-
-def _arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[Piece, Array]]:
-    """Every rank's x, piece by piece, this rank's own first; while one is used the next one's hop is under way."""
-    x, lanes = varying(x, ring.axis), ring.lanes()
-    ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
-    flights = {shift: _part(x, lane[0], ring, dim) for shift, lane in ways.items()}
-    arrived = [(lanes.own, x)]
-    for hop in range(max(map(len, ways.values()), default=0)):
-        coming = []
-        for shift, lane in ways.items():
-            if hop < len(lane):
-                flights[shift] = ring_shift(flights[shift], ring.axis, shift)
-                coming.append((lane[hop], flights[shift]))
-        yield from arrived  # after the hops that follow: read backwards, a gradient leaves before the next is made
-        arrived = coming
-    yield from arrived
-
-
-def _gathered(x: Array, weights: dict[_Key, Array], ring: Ring) -> Array:
-    """The sum over pieces of x, each times its weight."""
-    products = (linear(arrived, weights[_key(piece)]) for piece, arrived in _arrivals(x, ring, -1))
-    total = next(products)
-    for product in products:
-        total = total + product
-    return total
-
-
-def _sums(part: Callable[[Piece], Array], ring: Ring, dim: int) -> Array:
-    """The sum of what every rank's `part` makes for this rank; sums are on their way while the next part is made."""
-    lanes = ring.lanes()
-    ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
-    flights: dict[int, Array] = {}
-    for hop in range(max(map(len, ways.values()), default=0)):
-        for shift, lane in ways.items():
-            if hop < len(lane):
-                total = part(lane[hop])
-                flights[shift] = ring_shift(total + flights[shift] if hop else total, ring.axis, shift)
-    total = part(lanes.own)
-    if ring.direction == "split" and flights:
-        return total + jnp.concatenate(list(flights.values()), dim)
-    for arrived in flights.values():
-        total = total + arrived
-    return total
-
-
-def _part(x: Array, piece: Piece, ring: Ring, dim: int) -> Array:
-    """The half of x that a piece is, or x."""
-    return x if piece.size == ring.size else lax.slice_in_dim(x, piece.begin, piece.begin + piece.size, axis=dim)
-
-
-def _as_varying_as(x: Array, weight: Array, ring: Ring) -> Array:
-    """The weight, before it is cut: its gradient is then summed over data-parallel ranks once, not piece by piece."""
-    return vary(varying(weight, ring.axis), tuple(varying_axes(x)))
-
-
-# --- from the order of the ranks to that of the ring, and back -------------------------------------------------------
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _cut(whole: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
-    """The pieces of a dim that has those of all ranks. The gradient is put together in one go."""
-    return tuple(
-        lax.dynamic_slice_in_dim(whole, piece.owner * ring.size + piece.begin, piece.size, dim)
-        for piece in ring.pieces()
-    )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _joined(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
-    """What has these pieces. The reverse of _cut, and its gradient."""
-    shape = list(pieces[0].shape)
-    shape[dim] = ring.size * axis_size(ring.axis)
-    whole = _empty(tuple(shape), pieces[0])
-    for piece, array in zip(ring.pieces(), pieces, strict=True):
-        whole = lax.dynamic_update_slice_in_dim(whole, array, piece.owner * ring.size + piece.begin, dim)
-    return whole
-
-
-_cut.defvjp(
-    lambda whole, ring, dim: (_cut(whole, ring, dim), None),
-    lambda ring, dim, _, pieces: (_joined(pieces, ring, dim),),
-)
-_joined.defvjp(
-    lambda pieces, ring, dim: (_joined(pieces, ring, dim), None),
-    lambda ring, dim, _, whole: (_cut(whole, ring, dim),),
-)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _unstacked(weight: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
-    """The pieces of a weight [R, .., ..] that lie in the order of the ring; `dim` of a row is cut by "split"."""
-    return tuple(
-        lax.slice_in_dim(weight[ring.place(piece)], piece.begin, piece.begin + piece.size, axis=dim)
-        for piece in ring.pieces()
-    )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _stacked(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
-    """What has these pieces. The reverse of _unstacked, and its gradient."""
-    weight = _empty((axis_size(ring.axis), *pieces[0].shape), pieces[0])
-    for piece, array in zip(ring.pieces(), pieces, strict=True):
-        begin = [ring.place(piece), 0, 0]
-        begin[1 + dim] = piece.begin
-        weight = lax.dynamic_update_slice(weight, array[None], begin)
-    return weight
-
-
-_unstacked.defvjp(
-    lambda weight, ring, dim: (_unstacked(weight, ring, dim), None),
-    lambda ring, dim, _, pieces: (_stacked(pieces, ring, dim),),
-)
-_stacked.defvjp(
-    lambda pieces, ring, dim: (_stacked(pieces, ring, dim), None),
-    lambda ring, dim, _, weight: (_unstacked(weight, ring, dim),),
-)
-
-
-def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    """To be written piece by piece: XLA does so in place, where it would copy what is concatenated."""
-    return vary(jnp.zeros(shape, like.dtype), tuple(varying_axes(like)))
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _ring(mode: str, x: Array, weight: Array, axis: Axis, dim: int, direction: str) -> tuple[Ring, bool]:
-    """What a call of one of the two functions is about, and whether tokens are cut, not features.
-
-    Raises ShapeError where sizes do not fit.
-    """
-    op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
-    checked_direction(direction)
-    num_ranks = axis_size(axis)
-    if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(f"{op} along dim {dim}: the array has {x.ndim} dims {list(x.shape)}")
-    if weight.ndim != 2:
-        raise ShapeError(f"{op}: the weight is a matrix [F, D], as nn.Linear has it, not {list(weight.shape)}")
-    by_tokens = dim % x.ndim != x.ndim - 1
-    expected = x.shape[-1] * (num_ranks if mode == "gather" and not by_tokens else 1)
-    if weight.shape[1] != expected:
-        pieces = f" of {x.shape[-1]} on each of {num_ranks} ranks" if expected != x.shape[-1] else ""
-        raise ShapeError(
-            f"{op}: the weight {list(weight.shape)} takes {weight.shape[1]} features, and there are {expected}{pieces};"
-            f"\ngive weight [F, {expected}], as nn.Linear({expected}, F) has it"
-        )
-    if mode == "gather":
-        return Ring(mode, axis, direction, x.shape[dim]), by_tokens
-    if by_tokens:
-        return Ring(mode, axis, direction, share(x.shape[dim], axis, f"{op}: dim {dim} of x")), by_tokens
-    return Ring(mode, axis, direction, share(weight.shape[0], axis, f"{op}: dim 0 of the weight")), by_tokens
 
 
 def _check_features(layer: str, x: Array, num_here: int, in_features: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,14 @@ class Walk:
         def read(atom: Any) -> Held:
             return Held.known(atom.aval, [atom.val] * self.mesh.size) if hasattr(atom, "val") else held[atom]
 
+        uses = Counter(id(atom) for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for atom in atoms)
         for eqn in jaxpr.eqns:
             line = (_line_of(eqn.source_info.traceback) if in_program else None) or where
-            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars], ranks, line)
+            inputs = [read(atom) for atom in eqn.invars]
+            if (product := self._product_that_adds(eqn, inputs, uses, ranks)) is not None:
+                outputs = [self._added(product, eqn, inputs, ranks)]
+            else:
+                outputs = self._equation(eqn, inputs, ranks, line)
             held.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -99,6 +106,30 @@ class Walk:
             self.kept += sorted(needs)
         computed(outputs, inputs, partial(_bound, eqn, self.mesh.size))
         return outputs
+
+    def _product_that_adds(self, eqn: Any, inputs: list[Held], uses: Counter[int], ranks: Ranks) -> int | None:
+        """The product that an addition is part of, as in y += x w: nothing else uses it, and what is added was computed
+        before it. (For what is received the product would have to wait.)"""
+        if eqn.primitive.name not in ("add", "add_any") or inputs[0].shape != inputs[1].shape:
+            return None
+        for atom, held, other in zip(eqn.invars, inputs, reversed(inputs), strict=True):
+            if len(held.needs) == 1 and uses[id(atom)] == 1:
+                task = self.tasks[held.needs[0]]
+                is_product = task.op == "dot_general" and task.shape == held.shape and task.ranks == ranks
+                if is_product and all(n < held.needs[0] and self.tasks[n].kind == "compute" for n in other.needs):
+                    return held.needs[0]
+        return None
+
+    def _added(self, product: int, eqn: Any, inputs: list[Held], ranks: Ranks) -> Held:
+        """The sum, where the product adds: what it adds to is read as well."""
+        task = self.tasks[product]
+        other = inputs[0] if inputs[1].needs == (product,) else inputs[1]
+        labels = joined(inputs, ranks, self.mesh.size)
+        result = Held(eqn.outvars[0].aval, (product,), labels)
+        computed([result], inputs, partial(_bound, eqn, self.mesh.size))
+        about = {"num_bytes": task.num_bytes + other.num_bytes, "carried": result, **_about(labels, inputs)}
+        self.tasks[product] = replace(task, needs=tuple(sorted({*task.needs, *other.needs})), **about)
+        return result
 
     def _exchange(
         self, exchange: Exchange, params: dict[str, Any], scope: str, x: Held, aval: Any, ranks: Ranks, where: str
