@@ -323,6 +323,16 @@ def test_a_seed_does_not_compile_anew():
     assert len(traced) == 1
 
 
+def test_a_key_may_be_an_argument():
+    def program(key):
+        return jax.random.normal(jax.random.fold_in(key, axis_index("tp")), (3,))
+
+    found = run(program, Mesh(tp=2), jax.random.key(7)).per_rank
+    for rank in (0, 1):
+        want = jax.random.normal(jax.random.fold_in(jax.random.key(7), rank), (3,))
+        np.testing.assert_array_equal(found[rank], want)
+
+
 def test_a_key_needs_a_run():
     with pytest.raises(OutsideRunError, match="no ranks here"):
         rank_key()

@@ -194,7 +194,7 @@ def _is_array(leaf: Any) -> bool:
 def _kind(leaf: Any) -> Any:
     """What a program is compiled for: shape and dtype of an array; a number's type; anything else itself."""
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.weak_type
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # an array of random keys has none
     if isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, False
     if isinstance(leaf, int | float | complex):
