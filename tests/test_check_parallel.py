@@ -380,7 +380,7 @@ def test_data_parallel_gradients(what):
     def program(x):
         torch.manual_seed(0)
         whole = Linear().double()
-        return check_parallel(copy.deepcopy(whole), whole, x, in_specs=(P("dp"),), after_backward=finish)
+        return check_parallel(copy.deepcopy(whole), whole, x, in_specs=P("dp"), after_backward=finish)
 
     x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     report = run(program, Mesh(dp=2, tp=2), x).per_rank[0]

@@ -79,7 +79,7 @@ def test_sharded_outputs_and_inputs():
         return all_gather(x, "tp", 0) @ params["up"], x
 
     params, specs = {"up": mlp_params()["up"]}, {"up": P(None, "tp")}
-    report = checked(columns, lambda p, x: (x @ p["up"], x), params=params, specs=specs, in_specs=(P("tp"),))
+    report = checked(columns, lambda p, x: (x @ p["up"], x), params=params, specs=specs, in_specs=P("tp"))
     assert report.ok, str(report)
     assert [row.layout for row in report.rows] == ["P(None, 'tp')", "P('tp')", "P(None, 'tp')", "P('tp')"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.table import Row, in_turns, seconds
 from tplab import Mesh, P
-from tplab.jax import ParallelClassifier, all_reduce, run
+from tplab.jax import ParallelClassifier, all_reduce, copy_to, run
 
 INPUTS, WIDTH, CLASSES, LAYERS, BATCH = 784, 512, 10, 3, 128
 MESH = Mesh(data=2, model=4)
@@ -100,7 +100,8 @@ def _ours(x: np.ndarray, labels: np.ndarray, flax_params: Any) -> tuple[Callable
     def make() -> Step:
         def update(params: Any, memory: Any, x: Any, labels: Any) -> Any:
             def loss_of(params: Any) -> Any:
-                low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+                # Into data-parallel work in float32, so that gradients are summed in it; computed in bfloat16.
+                low = jax.tree.map(lambda leaf: copy_to(leaf, "data").astype(jnp.bfloat16), params)
                 logits = model(low, x.astype(jnp.bfloat16)).astype(jnp.float32)
                 loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
                 accuracy = (logits.argmax(-1) == labels).mean()

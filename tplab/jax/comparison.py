@@ -30,7 +30,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 def check_parallel(
     model: Model, reference: Model, *inputs: Any, params: Any, mesh: Mesh, loss: Loss | None = None,
-    reference_loss: Loss | None = None, specs: Any = None, in_specs: Sequence[P | None] | None = None,
+    reference_loss: Loss | None = None, specs: Any = None, in_specs: Sequence[P | None] | P | None = None,
     optimizer: Any = None, after_backward: Callable[[Any], Any] | None = None, perturb: bool = True,
 ) -> ParallelReport:  # fmt: skip
     """Hold the outputs, the loss and every gradient of a parallel model against the unsharded `reference`.
@@ -43,7 +43,7 @@ def check_parallel(
     loss            of the model's output; without: itself if it is a scalar, or a weighted sum of all of it
     reference_loss  of the reference's output, where it must be another, as for logits that stay sharded
     specs           how parameters lie on the mesh: a structure of P; without, `model.specs`
-    in_specs        one an input: the model gets this rank's piece, as under sequence parallelism
+    in_specs        one an input, or one for all: the model gets this rank's piece, as under sequence parallelism
     optimizer       one of optax's: the parameters after one step are compared too
     after_backward  gradients -> gradients, on each rank: where they are reduced by hand
     perturb         parameters that are all zeros or ones, as biases and norms begin, get other values for the check: a
@@ -52,6 +52,8 @@ def check_parallel(
     A difference is called rounding up to what dtype and sizes explain (see `tplab.verdict.Rounding`), for float32 and
     less also from how far the reference is off its own answer in float64.
     """
+    if isinstance(in_specs, P):
+        in_specs = (in_specs,) * len(inputs)
     if in_specs is not None and len(in_specs) != len(inputs):
         raise SpecError(f"in_specs has {len(in_specs)} entries, and there are {len(inputs)} inputs; give one for each")
     specs = getattr(model, "specs", None) if specs is None else specs

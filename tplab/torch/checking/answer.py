@@ -18,7 +18,7 @@ from tplab.torch.rank import this_rank
 from tplab.verdict import Rounding
 
 Loss = Callable[[Any], Tensor]
-InSpecs = Sequence[P | None] | None
+InSpecs = Sequence[P | None] | P | None
 
 
 class Answer:

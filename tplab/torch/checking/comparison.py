@@ -45,7 +45,7 @@ def check_parallel(
     reference_loss  of the reference's output, where it must be another, as for logits that stay sharded
     specs           how parameters lie on the mesh, by name: P, or Layout for fused parts. Of what is not named
                     `parallelize` knows it, or it is worked out from shapes and values
-    in_specs        one an input: the model gets this rank's piece, as under sequence parallelism
+    in_specs        one an input, or one for all: the model gets this rank's piece, as under sequence parallelism
     names           the model's name of a parameter -> the reference's, a dict or a function
     optimizer       parameters -> an optimizer: the parameters after one step are compared too
     after_backward  called with the model after its backward pass: where gradients are reduced by hand
@@ -62,6 +62,8 @@ def check_parallel(
             "model and reference share parameters, and so cannot be held against each other; give run(...) the model "
             "and a copy.deepcopy(model) of it, one to shard and one to stay whole"
         )
+    if isinstance(in_specs, P):
+        in_specs = (in_specs,) * len(inputs)
     check = _Check(model, reference, specs or {}, names)
     is_training = model.training
     with left_as_it_was(model, reference), torch.enable_grad():
