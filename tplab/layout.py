@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tplab.errors import ShapeError
 from tplab.mesh import Mesh
 from tplab.sharding import P
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MOST_PARTS = 3
 """Fused parts that are looked for: query, key and value; gate and up."""
@@ -107,6 +110,30 @@ def layouts_for(shape: Sequence[int], local_shapes: Sequence[Sequence[int]], mes
                 if shape[dim] % (count * num_ranks) == 0:
                     found.append(Layout(layout.spec, (shape[dim] // count,) * count))
     return found
+
+
+def layout_of(
+    whole: np.ndarray, pieces: Sequence[np.ndarray | None], shapes: Sequence[Sequence[int] | None], mesh: Mesh,
+    tolerance: float,
+) -> Layout | None:  # fmt: skip
+    """How pieces of these shapes and values lie on the mesh, one a rank: the layout that fits their values, or the
+    plainest one that fits their shapes; None where none does. tolerance: relative to the largest value."""
+    import numpy as np
+
+    known = [shape for shape in shapes if shape is not None]
+    fitting = layouts_for(whole.shape, known, mesh) if len(known) == mesh.size else []
+    size = tolerance * float(np.abs(whole).max(initial=0))
+
+    def fits(layout: Layout) -> bool:
+        for rank, piece in enumerate(pieces):
+            cut = take(whole, layout, mesh, rank)
+            if piece is None or any(n < m for n, m in zip(piece.shape, cut.shape)):
+                return False
+            if not np.allclose(piece[tuple(map(slice, cut.shape))], cut, rtol=0, atol=size):
+                return False
+        return True
+
+    return next((layout for layout in fitting if fits(layout)), fitting[0] if fitting else None)
 
 
 def _entries(size: int, local_sizes: Sequence[int], mesh: Mesh) -> Iterator[str | tuple[str, ...] | None]:

@@ -138,6 +138,12 @@ class ParallelReport:
         return cls(rows, mesh=told["mesh"], notes=told["notes"])
 
 
+def perturbed(names: Sequence[str]) -> str:
+    """The note on parameters that were constant, and so were given other values for the check."""
+    which = f"{names[0]}, which was" if len(names) == 1 else f"{len(names)} parameters that were"
+    return f"{which} constant{'' if len(names) == 1 else f', as {names[0]}'}, had other values during the check"
+
+
 _ONE_AND_MANY = {
     "value": ("value", "values"),
     "output": ("output", "outputs"),

@@ -15,11 +15,11 @@ from tplab.jax.context import varying_axes
 from tplab.jax.huggingface import shard_params
 from tplab.jax.specs import spread
 from tplab.jax.world import run
-from tplab.layout import Layout, layouts_for, take
+from tplab.layout import Layout, layout_of, take
 from tplab.mesh import Mesh
-from tplab.report import ParallelReport, Row
+from tplab.report import ParallelReport, Row, perturbed
 from tplab.sharding import P
-from tplab.verdict import Rounding, judge
+from tplab.verdict import Rounding, judge, slack_of_step
 
 Model = Callable[..., Any]
 Loss = Callable[[Any], Any]
@@ -72,7 +72,7 @@ def check_parallel(
     comparison.compare(told, want, exact, {n: np.asarray(x) for n, x in _named(params).items()}, has_pieces)
     notes = []
     if changed:
-        notes.append(f"{len(changed)} parameters that were constant, as {changed[0]}, had other values for the check")
+        notes.append(perturbed(changed))
     if counted := [name for name in ours.loss_varies if mesh.axis_size(name) > 1 and not has_pieces]:
         axes = " and ".join(map(repr, counted))
         notes.append(
@@ -195,7 +195,7 @@ class _Comparison:
             self._add("gradient", name, whole, pieces, None, exact, largest, among="input")
         for name, whole in want.get("parameter", {}).items():
             pieces, layout = self._pieces(told, "parameter", name), self.layouts[name]
-            slack = self._slack_of_step(before[name], whole, want["gradient"][name], largest)
+            slack = slack_of_step(before[name], whole, want["gradient"][name], self.rounding, largest)
             for rank, piece in enumerate(pieces):
                 cut, free = take(whole, layout, self.mesh, rank), take(slack, layout, self.mesh, rank)
                 here = tuple(map(slice, cut.shape))
@@ -220,29 +220,12 @@ class _Comparison:
         return [rank[kind].get(name) for rank in told]
 
     def _layout_of(self, whole: np.ndarray, pieces: Sequence[np.ndarray | None]) -> Layout:
-        """How these pieces lie on the mesh: the layout that fits their values, or else the plainest of their shapes."""
-        held = [piece for piece in pieces if piece is not None]
-        fitting = layouts_for(whole.shape, [piece.shape for piece in held], self.mesh) if held else []
-        size = 100 * self.rounding.tolerance * float(np.abs(whole).max(initial=0))
-
-        def fits(layout: Layout) -> bool:
-            cuts = [take(whole, layout, self.mesh, rank) for rank in self.mesh.ranks]
-            return len(held) == len(cuts) and all(
-                np.allclose(piece[tuple(map(slice, cut.shape))], cut, rtol=0, atol=size)
-                for piece, cut in zip(held, cuts)
-            )
-
-        return next((layout for layout in fitting if fits(layout)), fitting[0] if fitting else Layout())
+        shapes = [None if piece is None else piece.shape for piece in pieces]
+        return layout_of(whole, pieces, shapes, self.mesh, 100 * self.rounding.tolerance) or Layout()
 
     def _agree(self, one: np.ndarray, other: np.ndarray) -> bool:
         size = 100 * self.rounding.tolerance * float(np.abs(one).max(initial=0))
         return np.allclose(one, other, rtol=0, atol=size)
-
-    def _slack_of_step(self, before: np.ndarray, after: np.ndarray, gradient: np.ndarray, largest: float) -> np.ndarray:
-        """By how much rounding of the gradients may change each parameter. Adam divides a gradient by its own size, so
-        that of a small element, rounding is a large part, and all of the step where it is nothing else."""
-        share = self.rounding.tolerance * largest / np.maximum(np.abs(gradient.astype(np.float64)), 1e-300)
-        return 2 * np.abs(after - before).max(initial=0) * np.minimum(1, share)
 
 
 def _exactly(

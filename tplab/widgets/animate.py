@@ -17,7 +17,7 @@ class Animation(Card):
     It moves in the browser; Python hears of it when a step is over and when it rests, and can set it.
     """
 
-    _esm = script("units", "wire", "score", "shell", "player", "ranks", "table", "bars", "lanes", "animate")
+    _esm = script("units", "wire", "score", "shell", "player", "ranks", "table", "bars", "canvas", "lanes", "animate")
     _css = style()
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

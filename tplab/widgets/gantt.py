@@ -17,7 +17,7 @@ from tplab.widgets.step import Step
 from tplab.widgets.svg import SvgPen
 from tplab.widgets.wire import pack
 
-SCRIPTS = ("units", "wire", "shell", "player", "gantt", "pipeline")
+SCRIPTS = ("units", "wire", "shell", "player", "canvas", "gantt", "pipeline")
 MAX_STEPS = 400
 
 

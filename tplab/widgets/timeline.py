@@ -14,7 +14,7 @@ from tplab.widgets.step import Step
 class Timeline(Card):
     """The card that `timeline` makes. `step` is where the playhead is, as in `Animation`."""
 
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "lanes", "timeline")
+    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "timeline")
     _css = style()
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

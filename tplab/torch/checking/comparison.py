@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tplab.layout import Layout
+from tplab.layout import Layout, layout_of
 from tplab.report import ParallelReport
 from tplab.sharding import P
 from tplab.torch.checking.answer import InSpecs, Loss, local_inputs
@@ -21,7 +21,6 @@ from tplab.torch.checking.witness import (
     as_numpy,
     floats_in,
     is_judge,
-    layout_of,
     left_as_it_was,
     pieces_of,
     shape_of,
@@ -119,7 +118,7 @@ class _Check(Evidence):
             if is_judge():
                 whole = as_numpy(self.answer.outputs[name])
                 assert whole is not None
-                layout = layout_of(whole, pieces, self.rounding.tolerance * 100, shapes) or Layout()
+                layout = layout_of(whole, pieces, shapes, self.mesh, 100 * self.rounding.tolerance) or Layout()
                 wrong |= not judge(pieces, whole, layout, self.mesh, self.rounding, what="output").ok and bool(shape)
         return not tell(wrong)[0]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tplab.layout import Layout, take
+from tplab.layout import Layout, layout_of, take
 from tplab.report import Row
-from tplab.torch.checking.witness import as_numpy, floats_in, is_judge, layout_of, pieces_of, shape_of, tell
+from tplab.torch.checking.witness import as_numpy, floats_in, is_judge, pieces_of, shape_of, tell
 from tplab.torch.rank import this_rank
 from tplab.verdict import Rounding, Verdict, axis_sets, judge
 
@@ -66,7 +66,7 @@ def _judged(
     if is_judge():
         whole = as_numpy(wanted[name])
         assert whole is not None
-        layout = layout_of(whole, pieces, rounding.tolerance * 100, sizes)
+        layout = layout_of(whole, pieces, sizes, mesh, 100 * rounding.tolerance)
         if layout is not None:
             verdict = judge(pieces, whole, layout, mesh, rounding, what="output")
             if not verdict.ok:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tplab.errors import SpecError
-from tplab.layout import Layout, take
-from tplab.report import Row
+from tplab.layout import Layout, layout_of, take
+from tplab.report import Row, perturbed
 from tplab.sharding import P
 from tplab.torch.checking.answer import (
     Answer,
@@ -33,7 +33,6 @@ from tplab.torch.checking.witness import (
     floats_in,
     from_told,
     is_judge,
-    layout_of,
     pieces_of,
     shape_of,
     tell,
@@ -84,7 +83,7 @@ class Evidence:
             if is_judge():
                 values = as_numpy(parameter)
                 assert values is not None
-                layout = layout or layout_of(values, pieces, 1e-6, [told[name] for told in shapes])
+                layout = layout or layout_of(values, pieces, [told[name] for told in shapes], self.mesh, 1e-6)
                 verdict = judge(
                     pieces, values, layout or Layout(), self.mesh, Rounding(dtype_of(parameter)), what="value"
                 )
@@ -120,9 +119,7 @@ class Evidence:
             mine[tuple(map(slice, piece.shape))] += piece.to(mine)
             parameter += noise.to(parameter)
         if changed:
-            self.notes.append(
-                f"{len(changed)} parameters that were constant, as {changed[0]}, had other values during the check"
-            )
+            self.notes.append(perturbed(changed))
 
     # --- outputs and loss ---------------------------------------------------------------------------------------------
 
@@ -173,7 +170,7 @@ class Evidence:
             if is_judge():
                 whole = as_numpy(wanted[name])
                 assert whole is not None
-                layout = layout_of(whole, pieces, self.rounding.tolerance * 100, shapes)
+                layout = layout_of(whole, pieces, shapes, self.mesh, 100 * self.rounding.tolerance)
                 exact = None if self.exact is None else as_numpy(self.exact.outputs.get(name))
                 verdict = judge(pieces, whole, layout or Layout(), self.mesh, self.rounding, what="output", exact=exact)
                 if not (name == "loss" and not shape):  # the loss has a row of its own
@@ -236,7 +233,8 @@ class Evidence:
                 if self.exact is not None:
                     exact = as_numpy(self.exact.inputs[number].grad)
                 values = as_numpy(whole)
-                layout = None if values is None else layout_of(values, pieces, self.rounding.tolerance * 100, shapes)
+                within = 100 * self.rounding.tolerance
+                layout = None if values is None else layout_of(values, pieces, shapes, self.mesh, within)
                 verdict = judge(pieces, values, layout or Layout(), self.mesh, self.rounding, what="gradient",
                                 largest=largest, exact=exact)  # fmt: skip
                 self._add("gradient", f"input {number}", self.answer.inputs[number], layout or Layout(), verdict)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.layout import Layout, layouts_for, take
+from tplab.layout import Layout
 from tplab.torch.collectives import own
 from tplab.torch.comm import all_gather
 from tplab.torch.rank import this_rank
@@ -65,26 +65,6 @@ def as_numpy(x: Tensor | None) -> np.ndarray | None:
 
 def shape_of(x: Tensor | None) -> list[int] | None:
     return None if x is None else list(x.shape)
-
-
-def layout_of(
-    whole: np.ndarray, pieces: Sequence[np.ndarray | None], tolerance: float, shapes: Sequence[Sequence[int] | None]
-) -> Layout | None:
-    """How pieces of these shapes and values lie on the mesh: the layout that fits their values, or the plainest one."""
-    mesh = this_rank().mesh
-    known = [shape for shape in shapes if shape is not None]
-    fitting = layouts_for(whole.shape, known, mesh) if len(known) == mesh.size else []
-    size = tolerance * float(np.abs(whole).max(initial=0))
-
-    def fits(layout: Layout) -> bool:
-        for rank, piece in enumerate(pieces):
-            cut = take(whole, layout, mesh, rank)
-            same = piece is not None and all(n >= m for n, m in zip(piece.shape, cut.shape))
-            if not same or not np.allclose(piece[tuple(map(slice, cut.shape))], cut, rtol=0, atol=size):  # type: ignore
-                return False
-        return True
-
-    return next((layout for layout in fitting if fits(layout)), fitting[0] if fitting else None)
 
 
 def to_told(layout: Layout | None) -> Any:

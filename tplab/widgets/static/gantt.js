@@ -1,4 +1,5 @@
 // Pipeline schedules on a canvas: a lane a rank, its actions above, what it holds in memory below; one time axis.
+import { hatch, shape } from "./canvas.js";
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 
@@ -85,7 +86,7 @@ export class GanttChart {
     this.canvas.height = Math.round(this.height * ratio);
     pen.scale(ratio, ratio);
     Object.assign(this.plot.style, { left: `${this.left}px`, width: `${this.width}px`, height: `${this.height - AXIS_HEIGHT}px` });
-    const paint = colours(this.root), idle = stripes(pen, paint.hatch, ratio);
+    const paint = colours(this.root), idle = hatch(pen, paint.hatch, ratio);
     for (const run of this.runs) {
       this.ground(pen, paint, run, idle);
       run.rank.forEach((_, row) => this.action(pen, paint, run, row));
@@ -152,7 +153,7 @@ export class GanttChart {
     pen.fillStyle = paint.paper;
     pen.fillRect(x, y, wide, height);
     pen.fillStyle = kind === 0 ? colour : paint.mix(colour, kind === 1 ? 0.42 : kind === 3 ? 0.1 : 0.28);
-    rounded(pen, x + 0.5, y + 0.5, width, height - 1, large ? 3 : 0);
+    shape(pen, x + 0.5, y + 0.5, width, height - 1, large ? 3 : 0);
     pen.fill();
     if (kind !== 0 && large) {
       pen.strokeStyle = colour;
@@ -176,7 +177,7 @@ export class GanttChart {
     let before = null;
     for (const row of run.critical) {
       const [x, y, width, height] = this.place(run, row), middle = y + height / 2;
-      rounded(pen, x + 1, y + 1, Math.max(width - 2, 1), height - 2, 3);
+      shape(pen, x + 1, y + 1, Math.max(width - 2, 1), height - 2, 3);
       pen.stroke();
       if (before && Math.abs(before[1] - middle) > 1) {
         pen.beginPath();
@@ -299,27 +300,4 @@ export class GanttChart {
   destroy() {
     this.resizer.disconnect();
   }
-}
-
-function rounded(pen, x, y, width, height, radius) {
-  pen.beginPath();
-  if (radius) pen.roundRect(x, y, width, Math.max(height, 0.5), Math.min(radius, width / 2));
-  else pen.rect(x, y, width, Math.max(height, 0.5));
-}
-
-function stripes(pen, colour, ratio) {
-  const tile = document.createElement("canvas");
-  tile.width = tile.height = Math.round(6 * ratio);
-  const lines = tile.getContext("2d");
-  lines.strokeStyle = colour;
-  lines.lineWidth = 1.3 * ratio;
-  for (const shift of [-1, 0, 1]) {
-    lines.beginPath();
-    lines.moveTo(shift * tile.width - 1, tile.height + 1);
-    lines.lineTo((shift + 1) * tile.width + 1, -1);
-    lines.stroke();
-  }
-  const pattern = pen.createPattern(tile, "repeat");
-  pattern.setTransform?.(new DOMMatrix().scale(1 / ratio));
-  return pattern;
 }

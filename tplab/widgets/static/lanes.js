@@ -3,6 +3,7 @@ import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 import { COMPUTE, SEND, WAIT } from "./score.js";
 import { describeBar } from "./bars.js";
+import { hatch, shape } from "./canvas.js";
 
 const AXIS = 20, TOP = 6;
 
@@ -297,27 +298,4 @@ export class Lanes {
   destroy() {
     this.resizer.disconnect();
   }
-}
-
-function shape(pen, x, y, width, height, radius) {
-  pen.beginPath();
-  if (radius) pen.roundRect(x, y, width, Math.max(height, 0.5), Math.min(radius, width / 2));
-  else pen.rect(x, y, width, Math.max(height, 0.5));
-}
-
-function hatch(pen, colour, ratio) {
-  const tile = document.createElement("canvas"), size = 6 * ratio;
-  tile.width = tile.height = Math.round(size);
-  const lines = tile.getContext("2d");
-  lines.strokeStyle = colour;
-  lines.lineWidth = 1.3 * ratio;
-  for (const shift of [-1, 0, 1]) {
-    lines.beginPath();
-    lines.moveTo(shift * tile.width - 1, tile.height + 1);
-    lines.lineTo((shift + 1) * tile.width + 1, -1);
-    lines.stroke();
-  }
-  const pattern = pen.createPattern(tile, "repeat");
-  pattern.setTransform?.(new DOMMatrix().scale(1 / ratio));
-  return pattern;
 }
