@@ -96,7 +96,48 @@ def run_torch(
     return results, out.trace
 
 
-EXECUTORS: dict[str, Callable[..., Any]] = {"torch": run_torch}
+def run_jax(
+    schedule: Schedule, microbatches: Batch | Callable[[int], Batch], mesh: Mesh | None = None, **options: Any
+) -> tuple[list[Any], Any]:
+    """The same in JAX. All ranks run one program, which takes the microbatches as arrays."""
+    import tplab.jax  # isort: skip  # before JAX is used
+    import jax
+    import jax.numpy as jnp
+
+    from tplab import P
+    from tplab.jax import run, stages_of, train_batch
+
+    class Layers:
+        def __init__(self, state: State):
+            self.state = state
+
+        def init(self, key: Any) -> Any:
+            return {name: jnp.asarray(value) for name, value in self.state.items()}
+
+        def __call__(self, params: Any, x: Any) -> Any:
+            return jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+
+    stages, bounds = weights(schedule.num_stages), range(schedule.num_stages + 1)
+    mesh = mesh or Mesh(pp=schedule.num_ranks)
+    own = [microbatches(i) for i in range(mesh.shape["dp"])] if callable(microbatches) else [microbatches]
+    xs, ys = (np.stack([[pair[side] for pair in one] for one in own]) for side in (0, 1))
+
+    def program(xs: Any, ys: Any) -> Any:
+        held = stages_of([Layers(state) for state in stages], schedule, bounds=bounds)
+        loss, grads = train_batch(schedule, held, list(zip(xs[0], ys[0])), lambda y, t: ((y - t) ** 2).mean(), **options)
+        return loss, [grads[stage] for stage in range(schedule.num_stages)]
+
+    with jax.enable_x64(True):
+        out = run(program, mesh, xs, ys, in_specs=P("dp") if callable(microbatches) else P())
+        placement = schedule.placement * len(own)
+        results = [
+            (float(loss), {n: {k: np.asarray(g) for k, g in grads[n][0].items()} for n in held})
+            for (loss, grads), held in zip(out.per_rank, placement)
+        ]
+    return results, out.trace
+
+
+EXECUTORS: dict[str, Callable[..., Any]] = {"torch": run_torch, "jax": run_jax}
 """A framework that executes schedules joins here: (schedule, microbatches) -> (what each rank returned, the trace)."""
 
 

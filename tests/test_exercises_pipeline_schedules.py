@@ -61,6 +61,7 @@ F0 F1 F2 I0 W0 I1 W1 I2 W2 ..
 def test_puzzles_solved():
     assert check_two_ranks(lambda: TEN).passed and "the best there is" in check_two_ranks(lambda: TEN).text
     assert check_two_ranks(lambda: zb_h1(2, 3)).passed
+    assert check_two_ranks(lambda: TEN.replace(" ..", "").replace(".. ", "")).passed  # the order alone
     found = auto_schedule(4, 8, memory_limit=3)
     assert simulate(found).makespan <= 32
     assert check_three_slots(lambda: found).passed

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P
 from tplab.jax import collectives_in
-from tplab.jax.compiled import CompiledCollective, collectives_in_text
+from tplab.jax.compiled import CompiledCollective, collectives_in_text, temporary_bytes
 from tplab.jax.devices import jax_mesh
 
 GRID = Mesh(dp=2, tp=4)
@@ -50,6 +50,24 @@ def test_what_jit_inserted():
         assert (collective.op, collective.shape, collective.count) == ("all_reduce", (8, 8), 1)
         assert collective.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert repr(collectives_in(layer, np.ones((2, 2)), np.ones((2, 2)))) == "no collectives"
+
+
+def test_the_memory_of_a_ranks_program():
+    """A backward pass keeps what each layer computed; each rank has its part of it."""
+    x, one = np.ones((64, 64), np.float32), 64 * 64 * 4
+
+    def gradient(num_layers):
+        def loss(x):
+            for _ in range(num_layers):
+                x = jnp.tanh(x @ x.T) @ x
+            return x.sum()
+
+        return jax.grad(loss)
+
+    few, many = (temporary_bytes(gradient(n), Mesh(tp=2), x) for n in (2, 12))
+    assert many - few >= 10 * 2 * one  # tanh's result and the input, of ten layers more
+    assert temporary_bytes(gradient(12), Mesh(tp=2), x, in_specs=P("tp")) < many
+    assert temporary_bytes(jax.jit(gradient(12)), x) == pytest.approx(many, rel=0.2)
 
 
 def test_a_loop_of_unknown_length():

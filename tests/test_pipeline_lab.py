@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tplab.errors import ScheduleError
-from tplab.schedules import RULES, Costs, check, gpipe, one_f_one_b, simulate, zb_h1, zb_v
+from tplab.schedules import RULES, Costs, auto_schedule, check, gpipe, one_f_one_b, simulate, zb_h1, zb_v
 from tplab.widgets import gantt, pipeline_lab
 from tplab.widgets.gantt import MAX_STEPS, moments
-from tplab.widgets.pipeline_facts import BUBBLE, PEAK, facts
+from tplab.widgets.pipeline_facts import BUBBLE, BUBBLE_OF_EQUAL, PEAK, facts
 from tplab.widgets.pipeline_lab import LIMITS
+from tplab.widgets.units import plain
 from tplab.widgets.wire import unpack
 
 FITTING = {"ranks": 4, "microbatches": 8}
@@ -40,19 +41,31 @@ def test_what_is_drawn_is_what_was_simulated(rule: str):
 @settings(max_examples=25, deadline=None)
 @given(
     p=st.integers(2, 6), m=st.integers(1, 20), v=st.integers(1, 3),
-    rule_and_forward=st.sampled_from(
-        [(rule, f) for rule in sorted(BUBBLE) for f in (0.5, 1, 2) if rule != "zb_h1" or f == 1]
-    ),
+    rule=st.sampled_from(sorted(BUBBLE)), costs=st.tuples(*[st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])] * 3),
 )  # fmt: skip
-def test_formulas_hold_for_what_they_are_written_beside(p: int, m: int, v: int, rule_and_forward: tuple[str, float]):
-    """F is varied, but for ZB-H1, whose formula asks for F = I = W. Interleaving takes groups of p microbatches."""
-    rule, f = rule_and_forward
+def test_formulas_hold_for_what_they_are_written_beside(
+    p: int, m: int, v: int, rule: str, costs: tuple[float, float, float]
+):
+    """Interleaving takes groups of p microbatches; the others at least p."""
     more = {"virtual_stages": v} if rule in ("interleaved_1f1b", "looped_bfs") else {}
     m = m * p if more else max(m, p)
-    run = simulate(RULES[rule](ranks=p, microbatches=m, **more), Costs(f, 1, 1))
+    run = simulate(RULES[rule](ranks=p, microbatches=m, **more), Costs(*costs))
     counted = run.makespan - run.busy.max()
-    assert counted == pytest.approx(BUBBLE[rule].value(p, m, v if more else 1, f, 1, 1))
+    assert counted == pytest.approx(BUBBLE[rule].value(p, m, v if more else 1, *costs))
     assert not any("counted" in fact.note for fact in facts(run))
+
+
+@pytest.mark.parametrize("rule", sorted(BUBBLE_OF_EQUAL))
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (6, 18)])
+def test_formulas_that_hold_where_forward_and_backward_are_equal(rule: str, p: int, m: int):
+    run = simulate(RULES[rule](ranks=p, microbatches=m), Costs(2.0, 2.0, 2.0))
+    v = run.schedule.num_stages // p
+    formula = BUBBLE_OF_EQUAL[rule]
+    assert run.makespan - run.busy.max() == pytest.approx(formula.value(p, m, v, 2.0, 2.0, 2.0))
+    note = next(fact.note for fact in facts(run) if fact.name.startswith("bubble"))
+    assert note.startswith(formula.text) and "counted" not in note
+    run = simulate(run.schedule, Costs(2.0, 1.0, 1.0))
+    assert all(formula.text not in fact.note for fact in facts(run))
 
 
 @pytest.mark.parametrize("rule", sorted(PEAK))
@@ -69,6 +82,15 @@ def test_a_formula_that_does_not_fit_stands_beside_the_count():
     assert all("/ T" not in fact.note for fact in facts(simulate(one_f_one_b(4, 8), Costs(transfer=0.5))))
 
 
+def test_the_lower_bound_is_that_of_schedules_that_keep_the_memory_limit():
+    run = simulate(auto_schedule(4, 8, memory_limit=3))
+    assert facts(run)[-1] == ("lower bound", "27", f"gap {plain(100 * (run.makespan / 27 - 1))} %")
+    gap = plain(100 * (run.makespan / 28 - 1))
+    assert facts(run, 3)[-1] == ("lower bound", "28", f"gap {gap} %, holding 3 at most")
+    assert facts(run, 2) == facts(run)  # it does not keep this one
+    assert unpack(gantt(run, memory_limit=3).board)[0]["runs"][0]["facts"][-1] == list(facts(run, 3)[-1])
+
+
 def test_settings_answer():
     lab = pipeline_lab("gpipe")
     lab.settings = {**lab.settings, "microbatches": 12, "forward": 2.0, "compare": "zb_v"}
@@ -78,6 +100,12 @@ def test_settings_answer():
     lab.step = lab.num_steps
     lab.settings = {**lab.settings, "microbatches": 2, "compare": None}
     assert lab.step <= lab.num_steps and len(lab.runs) == 1
+
+
+def test_the_scheduler_answers_for_large_pipelines_too():
+    lab = pipeline_lab("auto", ranks=16, microbatches=64, memory_limit=20)
+    assert lab.notice == ""
+    assert lab.run.makespan == lab.run.bounds.makespan  # its first guesses do here, and take no second
 
 
 def test_a_rule_that_does_not_fit_is_refused_in_words_and_the_picture_stays():

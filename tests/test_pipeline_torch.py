@@ -376,6 +376,22 @@ def test_recomputing_keeps_only_what_enters_the_pieces():
     assert peak[0] > 10 * peak[1]
 
 
+def test_the_microbatch_itself_is_not_counted():
+    """Targets are slices of a whole batch, whose memory is there anyway; as inputs are."""
+
+    def program(num_microbatches):
+        ids, held = torch.arange(8 * 5).reshape(8, 5) % D, []
+        batch = split_batch(ids, ids, 8)[:num_microbatches]
+        stage = nn.Sequential(nn.Embedding(D, D), nn.Linear(D, D))
+        train_batch(gpipe(1, num_microbatches), stage, batch, cross_entropy, held=held)
+        return max(num_bytes for _, num_bytes in held)
+
+    (one,) = run(program, Mesh(pp=1), 1).per_rank
+    assert run(program, Mesh(pp=1), 4).per_rank == [4 * one]
+    # the linear layer's input, the loss's log softmax, and the sum of its weights
+    assert one == 5 * D * 4 + 5 * D * 4 + 4
+
+
 def test_memory_of_accumulation():
     """On one device microbatches follow each other; in a pipeline the first rank holds as many as there are in flight:
     all of them in GPipe, as many as there are ranks in 1F1B."""

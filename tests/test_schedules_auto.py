@@ -36,14 +36,16 @@ def test_near_the_proven_best_on_the_v(slots, makespan):
     placement=st.sampled_from(["linear", "v", "wrapped"]),
     limit=st.sampled_from([None, 1, 2, 3.5]),
     split=st.booleans(),
+    solver=st.sampled_from(["heuristic", "quick"]),
     data=st.data(),
 )
 @settings(max_examples=15)
-def test_it_keeps_its_limits_and_is_no_worse_than_the_rules(p, m, placement, limit, split, data):
+def test_it_keeps_its_limits_and_is_no_worse_than_the_rules(p, m, placement, limit, split, solver, data):
     stages = p if placement == "linear" else 2 * p
     times = [data.draw(st.lists(st.integers(1, 6), min_size=stages, max_size=stages)) for _ in range(3)]
     costs = Costs(*times, transfer=data.draw(st.integers(0, 2)))
-    schedule = auto_schedule(p, m, costs, memory_limit=limit, placement=placement, split_backward=split)
+    options = {"memory_limit": limit, "placement": placement, "split_backward": split}
+    schedule = auto_schedule(p, m, costs, solver=solver, **options)
     check(schedule, memory_limit=limit)
     assert split or not schedule.splits_backward
     assert schedule.placement == {"linear": linear(p), "v": v_shape(p), "wrapped": wrapped(p, 2)}[placement]
@@ -52,7 +54,9 @@ def test_it_keeps_its_limits_and_is_no_worse_than_the_rules(p, m, placement, lim
     if placement == "linear" and (limit is None or limit >= p):
         assert run.makespan <= simulate(one_f_one_b(p, m), costs).makespan
         assert not split or run.makespan <= simulate(zb_h1(p, m), costs).makespan
-    assert auto_schedule(p, m, costs, memory_limit=limit, placement=placement, split_backward=split) == schedule
+    assert auto_schedule(p, m, costs, solver=solver, **options) == schedule
+    if solver == "quick":
+        assert run.makespan >= simulate(auto_schedule(p, m, costs, **options), costs).makespan
 
 
 def test_a_placement_of_ones_own():
@@ -68,7 +72,7 @@ def test_a_placement_of_ones_own():
         ({"placement": "spiral"}, "'linear', 'v', 'wrapped'"),
         ({"placement": ((0,), (0,), (1,), (2,))}, "names every stage once"),
         ({"objective": "beauty"}, "'makespan' or 'span'"),
-        ({"solver": "magic"}, "'heuristic' or 'exact'"),
+        ({"solver": "magic"}, "'heuristic', 'quick' or 'exact'"),
     ],
 )
 def test_what_it_cannot_do_it_says(options, words):

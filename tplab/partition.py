@@ -7,11 +7,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from tplab.balance import Balance, Number
-from tplab.errors import ShapeError
+from tplab.errors import ScheduleError, ShapeError
 from tplab.schedules.placement import Placement, linear
 
 
@@ -118,6 +119,23 @@ def partition(
         )
     balance = Balance(costs, held, *_memory(weights, len(held), memory, memory_limit))
     return Partition(tuple(balance.bounds()), tuple(costs), tuple(weights), held, label, tuple(names))
+
+
+def cut_layers(
+    sizes: Sequence[Number], parts: int, method: str | Sequence[Number] = "parameters", *, names: Sequence[str] = (),
+    placement: Placement | None = None, bounds: Sequence[int] | None = None,
+) -> Partition:  # fmt: skip
+    """The partition of layers that have these numbers of parameters: the best one, or with these `bounds`."""
+    if bounds is None:
+        return partition(sizes, parts, method, names=names, placement=placement)
+    given = tuple(map(int, bounds))
+    rises = all(a <= b for a, b in pairwise(given))
+    if len(given) != parts + 1 or given[0] != 0 or given[-1] != len(sizes) or not rises:
+        raise ScheduleError(
+            f"bounds {list(given)} do not cut {len(sizes)} layers into {parts} stages; they begin with 0, rise, end "
+            f"with {len(sizes)}, and are {parts + 1}"
+        )
+    return Partition(given, tuple(sizes), tuple(sizes), placement or linear(parts), "parameters", tuple(names))
 
 
 def _costs(

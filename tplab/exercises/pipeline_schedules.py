@@ -81,7 +81,8 @@ TWO_RANKS = Puzzle(
 )  # fmt: skip
 THREE_SLOTS = Puzzle(
     "three_slots", 4, 8, 32, 3,
-    "1F1B takes 33 and holds 4 on rank 0. With a split backward, a rank that waits can run a W, which frees its slot.",
+    "1F1B takes 33 and holds 4 on rank 0. With a split backward, a rank that waits can run a W, which frees its slot. "
+    "For the last step: I before F where both could run, and put a W off for as long as its slot is not needed.",
 )  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def solve(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
         given = fn()
         if given is None or given is ...:
             return _not_started(name)
-        schedule = Schedule.parse(given) if isinstance(given, str) else given
+        schedule = _read(given) if isinstance(given, str) else given
         if not isinstance(schedule, Schedule):
             return Verdict(False, f"{name}: it must return a schedule, or its picture as text, and returned {given!r}.")
         shape = (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages)
@@ -132,6 +133,11 @@ def solve(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
 
 def _not_started(name: str) -> Verdict:
     return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+
+
+def _read(text: str) -> Schedule:
+    """A picture; without a dot in it only the order of each row is meant, and each action runs as soon as it can."""
+    return Schedule.parse(text) if "." in text else _of_rows(text.strip().splitlines())
 
 
 def _of_rows(rows: list[str]) -> Schedule:

@@ -33,11 +33,14 @@ from tplab.jax.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinea
 from tplab.jax.memory import gather_again, saved_tensors
 from tplab.jax.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
 from tplab.jax.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.jax.pipeline.stages import Stages, num_parameters, stages_of
+from tplab.jax.pipeline.train_batch import train_batch
 from tplab.jax.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.jax.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.jax.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
 from tplab.jax.world import Result, run
+from tplab.microbatches import split_batch
 from tplab.sharding import async_weight, blocking_weight
 
 __all__ = [
@@ -57,6 +60,7 @@ __all__ = [
     "RMSNorm",
     "Result",
     "RowParallelLinear",
+    "Stages",
     "VocabParallelEmbedding",
     "all_gather",
     "all_gather_matmul",
@@ -85,6 +89,7 @@ __all__ = [
     "load_state",
     "matmul_reduce_scatter",
     "merge_state",
+    "num_parameters",
     "pad_vocabulary",
     "ppermute",
     "prepare",
@@ -101,7 +106,10 @@ __all__ = [
     "saved_tensors",
     "scatter_to",
     "shard_params",
+    "split_batch",
     "split_state",
+    "stages_of",
     "start",
+    "train_batch",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""What XLA made of a program: the collectives in the compiled module.
+"""What XLA made of a program: the collectives in the compiled module, and the memory that it takes.
 
 A `trace` shows the collectives that a program asked for. XLA may merge some, split some, and where `jit` is given
 shardings it puts in those that it needs. This is where they can be seen.
@@ -79,13 +79,28 @@ def collectives_in(
     Any function of sharded arrays, jitted or not:
         collectives_in(jax.jit(train_step), params, batch)
     """
+    return collectives_in_text(_compiled(fn, args, in_specs, out_specs, on).as_text() or "")
+
+
+def temporary_bytes(
+    fn: Callable[..., Any], *args: Any, in_specs: Any = None, out_specs: Any = None, on: str = "simulated"
+) -> int:
+    """The memory that `fn`, compiled, takes on each rank beside its arguments and results. Nothing is run.
+
+    Arguments are those of `collectives_in`. All ranks run one program, so that all take as much; XLA settles where in
+    it everything lies, and what may lie where something else has been.
+    """
+    return int(_compiled(fn, args, in_specs, out_specs, on).memory_analysis().temp_size_in_bytes)
+
+
+def _compiled(fn: Callable[..., Any], args: tuple[Any, ...], in_specs: Any, out_specs: Any, on: str) -> Any:
     if args and isinstance(args[0], Mesh):
         mesh, *rest = args
         compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, tuple(rest))
         lowered = compiled.jitted.lower(compiled.key(0), *compiled.place(arrays))
     else:
         lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args)  # type: ignore[attr-defined]
-    return collectives_in_text(lowered.compile().as_text() or "")
+    return lowered.compile()
 
 
 def collectives_in_text(text: str) -> CompiledCollectives:

@@ -36,6 +36,16 @@ def random_key(key: Any) -> Iterator[None]:
         _root_key.reset(token)
 
 
+def run_key() -> Any:
+    """The random key of the `run`, from its seed: the same on every rank. Raises OutsideRunError."""
+    key = _root_key.get()
+    if key is None:
+        raise OutsideRunError(
+            "there is a seed only inside a function that tplab.jax.run runs; in a shard_map of your own, pass keys in"
+        )
+    return key
+
+
 def rank_key() -> Any:
     """This rank's own random key, from the seed of the `run` and the rank's number: other ranks have other ones.
 
@@ -51,8 +61,8 @@ def rank_key() -> Any:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The axes along which JAX's types say that `x` may differ from rank to rank."""
-    kind = jax.typeof(x)
+    """The axes along which JAX's types say that `x`, an array or a type, may differ from rank to rank."""
+    kind = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)  # jax 0.10; until then the type held the axes itself
     return manual.varying if manual is not None else kind.vma
 

@@ -23,14 +23,14 @@ def dropout(x: Array, p: float, *, key: Any, axis: Axis | None = None) -> Array:
            ("dp", "tp"), or "dp" outside of the regions: with data parallelism, each of whose ranks has its own batch
     backward  dx = dy times the same mask; nothing is sent
 
-    Raises ValueError where the types say that the key differs from rank to rank already, as `rank_key()` does.
+    Raises ValueError where the types say that the key differs along an axis already, as `rank_key()` does, and x does not.
     For evaluation leave it out, or give p=0.
     """
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; it is the share that is dropped, from 0 up to, but not including, 1")
     mesh = this_mesh()
     names = sorted(mesh.names(axis)) if axis is not None else []
-    own = varying_axes(key)
+    own = varying_axes(key) - varying_axes(x)  # in a pipeline both differ from stage to stage
     if own:
         raise ValueError(
             f"dropout's key differs along {', '.join(map(repr, sorted(own)))} already, and so would masks that are to "

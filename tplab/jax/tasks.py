@@ -21,6 +21,8 @@ class Task:
     labels    message: what each sender sends. compute: what is made of received data, by rank
     adding    compute: the ranks whose own data joins there what they received
     carried   message: what is sent. collective, compute: what comes out
+    seconds   compute: of an action of a schedule, how long it takes on the clock that counts steps; None: it is none
+    together  message: all ranks of a group wait for each other before it, and until it has arrived
     costs     the name under which tplab.cost knows the collective, where it is not `op`
     """
 
@@ -39,6 +41,8 @@ class Task:
     labels: dict[int, Label] = field(default_factory=dict)
     adding: frozenset[int] = frozenset()
     carried: Held | None = None
+    seconds: float | None = None
+    together: bool = False
     costs: str = ""
 
 

@@ -29,7 +29,8 @@ class Timing:
 
     A message leaves as soon as it is computed and its link is free; a collective, when that is so for all its ranks.
     Neither keeps a rank from computing: each rank computes one task after the other, of those whose operands are
-    there always the first in the program's order.
+    there always the first in the program's order. An action of a pipeline's schedule takes the seconds that it says; the
+    messages between such are in lock-step.
 
     spans    for each task: rank -> when it computes, when its message is on the way (the sender), or the collective
     """
@@ -96,14 +97,16 @@ class Timing:
             return
         number = heappop(self._queues[rank])
         task = self._tasks[number]
-        seconds = self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype) if self._cluster else 0.0
+        seconds = task.seconds or 0.0
+        if self._cluster is not None:
+            seconds = self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype)
         self._busy[rank] = True
         self.spans[number][rank] = Span(now, now + seconds)
         heappush(self._agenda, (now + seconds, _ENDED, number, rank))
 
     def _send(self, now: float, number: int, rank: int) -> None:
         task = self._tasks[number]
-        if task.kind == "collective":
+        if task.kind == "collective" or task.together:
             self._join(now, number, rank)
             return
         receivers = {target for _, target in task.pairs}
@@ -125,10 +128,23 @@ class Timing:
         arrived.append(now)
         if len(arrived) < len(group):
             return
+        if task.together:
+            self._send_all(max(arrived), number, group)
+            return
         span = self._links.collective(task.costs, task.num_bytes, group, max(arrived))
         for member in group:
             self.spans[number][member] = span
             self._arrive(span.end, number, member)
+
+    def _send_all(self, now: float, number: int, group: tuple[int, ...]) -> None:
+        """Lock-step: the messages leave when all ranks are here, and none goes on before the last has arrived."""
+        task, end = self._tasks[number], now
+        for source, target in sorted(task.pairs):
+            if source in group and source != target:
+                span = self.spans[number][source] = Span(*self._links.message(source, target, task.num_bytes, now))
+                end = max(end, span.end)
+        for member in group:
+            self._arrive(end, number, member)
 
     def _arrive(self, end: float, number: int, rank: int) -> None:
         self._arrivals[rank].append((end, number))

@@ -105,9 +105,9 @@ class _Taking:
             self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where)
 
     def _compute(self, task: Task, spans: dict[int, Any], timed: bool) -> None:
-        """Where computing takes no time, only what adds to received data is an event, of no length."""
+        """Where computing takes no time, only what adds to received data is an event, of no length; and actions."""
         for rank, span in spans.items():
-            if not timed and rank not in task.adding:
+            if not timed and rank not in task.adding and task.seconds is None:
                 continue
             about: dict[str, Any] = {}
             if (label := task.labels.get(rank)) is not None:

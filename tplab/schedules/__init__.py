@@ -11,11 +11,13 @@ from tplab.schedules.costs import Costs
 from tplab.schedules.dualpipe import dualpipe, dualpipe_v
 from tplab.schedules.fault import Fault
 from tplab.schedules.interleaved import interleaved_1f1b, looped_bfs
+from tplab.schedules.measured import Comparison, compare, measured_costs
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
 from tplab.schedules.run import Idle, Run
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import period, simulate
 from tplab.schedules.stamp import Block
+from tplab.schedules.strip import measured_strip
 from tplab.schedules.v_shapes import v_block, v_half, v_min
 from tplab.schedules.waves import chimera, hanayo
 from tplab.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
@@ -47,6 +49,7 @@ __all__ = [
     "Action",
     "Block",
     "Bounds",
+    "Comparison",
     "Costs",
     "Fault",
     "Idle",
@@ -56,6 +59,7 @@ __all__ = [
     "auto_schedule",
     "check",
     "chimera",
+    "compare",
     "dualpipe",
     "dualpipe_v",
     "faults",
@@ -66,6 +70,8 @@ __all__ = [
     "linear",
     "looped_bfs",
     "lower_bounds",
+    "measured_costs",
+    "measured_strip",
     "naive",
     "one_f_one_b",
     "period",

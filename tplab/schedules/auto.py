@@ -47,7 +47,8 @@ def auto_schedule(
     placement       "linear", "v", "wrapped" (with `virtual_stages` a rank), or a placement
     split_backward  whether the backward may be split into I and W
     objective       "makespan"; or "span", for when a rank takes its optimizer step as soon as it is done
-    solver          "heuristic", or "exact": the proven best, for small pipelines (needs the extra package ortools)
+    solver          "heuristic"; "quick", its first guesses, for an answer at once; or "exact", the proven best, for
+                    small pipelines (needs the extra package ortools)
     seconds         how long the exact solver may look; where that is too short, its schedule's name says so
 
     The heuristic tries the known rules that fit, building blocks stamped and squeezed into the limit, and list
@@ -60,8 +61,8 @@ def auto_schedule(
     held = _placement(placement, ranks, virtual_stages)
     if objective not in ("makespan", "span"):
         raise ScheduleError(f"the objective is 'makespan' or 'span', not {objective!r}")
-    if solver not in ("heuristic", "exact"):
-        raise ScheduleError(f"the solver is 'heuristic' or 'exact', not {solver!r}")
+    if solver not in ("heuristic", "quick", "exact"):
+        raise ScheduleError(f"the solver is 'heuristic', 'quick' or 'exact', not {solver!r}")
     virtual = sum(map(len, held)) / ranks
     limits = np.broadcast_to(np.inf if memory_limit is None else np.asarray(memory_limit, float), ranks)
     slots = [len(stages) * microbatches if np.isinf(limit) else int(limit * virtual + 1e-9)
@@ -73,8 +74,8 @@ def auto_schedule(
                 f"needs {len(stages) / virtual:g}: raise the memory limit"
             )
 
-    candidates = _candidates(held, microbatches, costs, slots, split_backward)
-    if solver == "heuristic":
+    candidates = _candidates(held, microbatches, costs, slots, split_backward, quick=solver == "quick")
+    if solver != "exact":
         return min(candidates, key=lambda schedule: _score(schedule, costs, objective)).named("auto")
     from tplab.schedules.exact import solve
 
@@ -88,17 +89,24 @@ def _score(schedule: Schedule, costs: Costs, objective: str) -> tuple[float, flo
 
 
 def _candidates(
-    held: Placement, microbatches: int, costs: Costs, slots: Sequence[int], split: bool
+    held: Placement, microbatches: int, costs: Costs, slots: Sequence[int], split: bool, quick: bool
 ) -> Iterator[Schedule]:
     """Schedules that fit into `slots` stage activations: from rules, building blocks and list scheduling."""
     durations = _durations(held, microbatches, costs, split)
+    chooses = any(len(stages) > 1 for stages in held)  # between a later stage and an earlier one
     for taste in _TASTES:
+        if not (taste.deep_first or chooses) or (quick and not (taste.backward_first and taste.deep_first)):
+            continue
         yield Schedule(list_schedule(held, microbatches, durations, slots, split, taste), held)
     known = [rule for rule in _rules(held, microbatches, split) if _fits(rule, slots)]
     yield from known
     if not split:
         return
     plans = [_plan(rule) for rule in known if rule.splits_backward]
+    if quick:
+        for plan in plans[-1:]:
+            yield Schedule(list_schedule(held, microbatches, durations, slots, True, Taste(), plan), held)
+        return
     if name_of(held) != "custom":
         plans += [block.squeezed(microbatches, slots)[0] for block in _best_blocks(held, microbatches, costs, slots)]
     for plan, patience in product(plans, (0.0, 0.5, 1.0)):

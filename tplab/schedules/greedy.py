@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -77,55 +78,56 @@ def list_schedule(
         rank.plan = deque(steps)
     num_stages = max(max(rank.stages) for rank in ranks) + 1
     home = {stage: number for number, rank in enumerate(ranks) for stage in rank.stages}
-    back = I if split else B
+    back, last = I if split else B, num_stages - 1
     done_f, done_b = [0] * num_stages, [0] * num_stages  # microbatches of each stage so far: they run in order
-    end: dict[Step, float] = {}
-
-    def arrival(kind: int, stage: int, k: int) -> float | None:
-        """When the input of an action is there; None while nobody knows."""
-        if kind == F and stage == 0:
-            return 0.0
-        turn = kind != F and stage == num_stages - 1
-        source = (F, stage, k) if turn else (kind, stage + (-1 if kind == F else 1), k)
-        if source not in end:
-            return None
-        return end[source] + (durations.transfer if home[source[1]] != home[stage] else 0.0)
+    # When the input of each stage's F and I (or B) is there, by microbatch; inf while nobody knows.
+    there_f, there_b = ([[np.inf] * microbatches for _ in range(num_stages)] for _ in range(2))
+    there_f[0] = [0.0] * microbatches
 
     def fits(rank: _Rank, stage: int, k: int) -> bool:
-        held = rank.held - len(rank.owed) + 1
-        for older in range(min(done_b[s] for s in rank.stages), k + 1):
-            ran = sum(done_f[s] > older or (s, older) == (stage, k) for s in rank.stages)
-            if held + len(rank.stages) - ran > rank.limit:
+        """Whether F may begin here: could the microbatches in flight then be taken to their end, oldest first?"""
+        stages, held = rank.stages, rank.held - len(rank.owed) + 1
+        if len(stages) == 1 or held + len(stages) <= rank.limit:
+            return held <= rank.limit
+        first = min([done_b[s] for s in stages])
+        # Between these microbatches, each older one lacks as many stages and lets go of as much.
+        turns = sorted({first, k, *(n for s in stages for n in (done_f[s], done_b[s]) if first < n < k)})
+        for older, until in pairwise([*turns, k + 1]):
+            ran = sum([done_f[s] > older for s in stages]) + (older == k)
+            if held + len(stages) - ran > rank.limit:
                 return False
-            held -= sum(done_b[s] <= older and (done_f[s] > older or (s, older) == (stage, k)) for s in rank.stages)
+            held -= (until - older) * sum([done_b[s] <= older < done_f[s] for s in stages])
         return True
-
-    def open_steps(rank: _Rank) -> list[Step]:
-        """The F and I (or B) that the rank may turn to, whether their input is there or not."""
-        if rank.plan is not None:
-            return [rank.plan[0]] if rank.plan else []
-        backs = [(back, stage, done_b[stage]) for stage in rank.stages if done_b[stage] < done_f[stage]]
-        aheads = [(F, stage, done_f[stage]) for stage in rank.stages if done_f[stage] < microbatches]
-        return backs + [step for step in aheads if fits(rank, *step[1:])]
 
     def choose(rank: _Rank, now: float) -> Step | None:
         """What `rank` does now; None if it waits."""
-        ready, soon = [], np.inf
-        for kind, stage, k in open_steps(rank):
-            at = arrival(kind, stage, k)
-            if at is not None and at <= now + 1e-12:
-                first = (kind != F) == taste.backward_first
-                ready.append((not first, -stage if taste.deep_first or kind != F else stage, kind, stage, k))
-            elif at is not None:
-                soon = min(soon, at)
-        if ready:
-            _, _, kind, stage, k = min(ready)
-            if kind != F or rank.held < rank.limit:
-                return kind, stage, k
+        near, soon = now + 1e-12, np.inf
+        if rank.plan is not None:  # it may turn to the next of its plan only
+            backs = [rank.plan[0]] if rank.plan and rank.plan[0][0] != F else []
+            aheads = [rank.plan[0]] if rank.plan and rank.plan[0][0] == F else []
+        else:
+            backs = [(back, s, done_b[s]) for s in reversed(rank.stages) if done_b[s] < done_f[s]]
+            order = reversed(rank.stages) if taste.deep_first else rank.stages
+            aheads = [(F, s, done_f[s]) for s in order if done_f[s] < microbatches]
+        ready = next((step for step in backs if there_b[step[1]][step[2]] <= near), None)
+        if ready is None or not taste.backward_first:
+            for step in aheads:
+                if there_f[step[1]][step[2]] <= near and (rank.plan is not None or fits(rank, *step[1:])):
+                    ready = step
+                    break
+        if ready is not None:
+            if ready[0] != F or rank.held < rank.limit:
+                return ready
             return (W, *rank.owed[0]) if rank.owed else None  # it fits once a W has let go of something
-        if rank.owed and soon - now >= taste.patience * durations.weight[rank.owed[0][0]] - 1e-12:
-            return W, *rank.owed[0]
-        return None
+        if not rank.owed:
+            return None
+        for _, s, k in backs:
+            soon = min(soon, there_b[s][k])
+        for _, s, k in aheads:
+            if near < there_f[s][k] < soon and (rank.plan is not None or fits(rank, s, k)):
+                soon = there_f[s][k]
+        wait = taste.patience * durations.weight[rank.owed[0][0]]
+        return (W, *rank.owed[0]) if soon - now >= wait - 1e-12 else None
 
     left = sum(len(rank.stages) for rank in ranks) * microbatches * (3 if split else 2)
     queue = [(0.0, number) for number in range(len(ranks))]  # when a rank has something new to choose from
@@ -154,11 +156,20 @@ def list_schedule(
             else:
                 rank.held -= 1
         spent = (durations.forward if kind == F else durations.weight if kind == W else durations.backward)[stage]
-        end[step] = rank.free = now + spent
+        rank.free = now + spent
         rank.row.append((kind, stage, k, 0))
         left -= 1
         heapq.heappush(queue, (rank.free, number))
+        if kind == W:
+            continue
+        if kind == F and stage == last:  # its own backward comes next
+            there_b[stage][k] = rank.free
+            continue
         taker = stage + 1 if kind == F else stage - 1
-        if kind != W and 0 <= taker < num_stages and home[taker] != number:
-            heapq.heappush(queue, (rank.free + durations.transfer, home[taker]))
+        if taker < 0:
+            continue
+        arrival = rank.free + (0.0 if home[taker] == number else durations.transfer)
+        (there_f if kind == F else there_b)[taker][k] = arrival
+        if home[taker] != number:
+            heapq.heappush(queue, (arrival, home[taker]))
     return [np.array(rank.row, np.int32).reshape(-1, 4) for rank in ranks]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tplab.errors import ScheduleError
-from tplab.mesh import Axis
-from tplab.schedules.action import Action, B, F, I, W, in_words
+from tplab.schedules.action import COMPUTE, Action, B, F, I, W, in_words
 from tplab.schedules.costs import Costs
 from tplab.schedules.run import Run
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
-from tplab.trace import Trace
+
+if TYPE_CHECKING:
+    from tplab.mesh import Axis
+    from tplab.trace import Trace
 
 Held = Sequence[tuple[Action, int]]
 """What one rank held for its backward passes after each action, in bytes: what `train_batch(held=...)` fills."""
@@ -55,26 +59,66 @@ def measured_costs(
 
 
 def compare(
-    schedule: Schedule, trace: Trace, costs: Costs | None = None, *, axis: Axis = "pp", batch: int = -1
+    schedule: Schedule | Run, trace: Trace, costs: Costs | None = None, *, axis: Axis = "pp", batch: int = -1
 ) -> Comparison:
     """The executed schedule beside the predicted one: `costs` are those predicted with; left out, the measured ones.
 
     With measured costs nothing is left to predict but the waiting: the residual is what the simulation does not know
     of. With others, it is also what they got wrong.
+
+    schedule   that was executed; or a run of it by `simulate`, which is the prediction then. The executors run an
+               overlapped pair one after the other, and so it is predicted, unless `costs` say what overlap saves
+    axis, batch   as in `measured_costs`
+
+    A program of JAX goes in lock-step: give simulate(schedule, costs, lockstep=True).
+    Raises ScheduleError where the trace is of another schedule, or counts its time in another unit.
     """
+    if isinstance(schedule, Run):
+        if costs is not None:
+            raise ScheduleError("a run has been predicted with costs of its own; give the schedule with other ones")
+        return _beside(_actions_only(schedule), trace, _times(schedule.schedule, trace, axis, batch), axis)
     costs = measured_costs(schedule, trace, axis=axis, batch=batch) if costs is None else costs
     took = _times(schedule, trace, axis, batch)
-    return Comparison(simulate(took.schedule, costs), took.start - took.start.min(), took.end - took.start.min())
+    predicted = simulate(took.schedule if costs.overlap else _one_by_one(took.schedule), costs)
+    return _beside(predicted, trace, took, axis)
+
+
+def _beside(predicted: Run, trace: Trace, took: _Times, axis: Axis) -> Comparison:
+    if predicted.costs.unit != trace.unit:
+        raise ScheduleError(
+            f"the prediction counts its time in {_UNITS[predicted.costs.unit]}, and the trace in {_UNITS[trace.unit]}; "
+            f"predict with measured_costs(schedule, trace), or with Costs(..., unit={trace.unit!r})"
+        )
+    origin = float(took.start.min())
+    return Comparison(
+        predicted, took.start - origin, took.end - origin, took.busy, origin, took.ranks, axis, took.batch,
+        took.num_batches,
+    )  # fmt: skip
+
+
+_UNITS = {"s": "seconds", "steps": "steps"}
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """When each action of a schedule ran: predicted, and measured (counted from the first start). Arrays are in the
-    order of the schedule's columns."""
+    order of the schedule's columns.
+
+    busy     how long its rank computed within each action: less than end - start where it waited for a message
+    origin   the time of the first start in the trace
+    ranks    who ran the schedule's rows; along `axis` of the trace's mesh
+    batch    which of the trace's `num_batches` batches of this schedule it is, from 0
+    """
 
     predicted: Run
     start: np.ndarray
     end: np.ndarray
+    busy: np.ndarray
+    origin: float
+    ranks: tuple[int, ...]
+    axis: Axis
+    batch: int
+    num_batches: int
 
     @property
     def makespan(self) -> float:
@@ -98,6 +142,8 @@ class Comparison:
         lines = [f"{'rank':>4} {'predicted':>10} {'measured':>10} {'residual':>10}"]
         for rank in range(schedule.num_ranks):
             last = int(schedule.offsets[rank + 1]) - 1
+            if last < schedule.offsets[rank]:
+                continue  # it has nothing to do
             lines.append(_line(str(rank), self.predicted.end[last] - origin, self.end[last]))
         return "\n".join([*lines, _line("all", self.predicted.makespan, self.makespan)])
 
@@ -110,12 +156,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Times:
-    """When each action started and ended, and how long its rank was busy with it [actions of `schedule`]."""
+    """When each action started and ended, and how long its rank was busy with it [actions of `schedule`]; who ran the
+    rows, and which batch of how many it is."""
 
     schedule: Schedule
     start: np.ndarray
     end: np.ndarray
     busy: np.ndarray
+    ranks: tuple[int, ...]
+    batch: int
+    num_batches: int
 
 
 def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
@@ -125,8 +175,11 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
     if len(group) != schedule.num_ranks:
         raise ScheduleError(f"the trace has {len(group)} ranks along {axis!r}, and the schedule {schedule.num_ranks}")
     start, end, busy = (np.zeros(len(schedule)) for _ in range(3))
+    num_batches = 0
     for rank, row in enumerate(schedule.by_rank()):
         runs = list(_batches(row, trace, group[rank]))
+        if not row:
+            continue
         if not -len(runs) <= batch < len(runs):
             raise ScheduleError(
                 f"the trace has {len(runs)} batches of this schedule on rank {group[rank]}, so there is no number "
@@ -135,33 +188,53 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
         first = int(schedule.offsets[rank])
         for place, (began, ended, worked) in enumerate(runs[batch]):
             start[first + place], end[first + place], busy[first + place] = began, ended, worked
-    return _Times(schedule, start, end, busy)
+        num_batches = max(num_batches, len(runs))
+    return _Times(schedule, start, end, busy, group, batch % max(num_batches, 1), num_batches)
+
+
+def _one_by_one(schedule: Schedule) -> Schedule:
+    if not schedule.joined.any():
+        return schedule
+    rows = [[action.alone() for action in row] for row in schedule.by_rank()]
+    return Schedule(rows, schedule.placement, schedule.name)
+
+
+def _actions_only(run: Run) -> Run:
+    """Without gradient sums and optimizer steps: of the batch there are the F, B, I and W in a trace."""
+    keep = run.schedule.kind <= max(COMPUTE)
+    if keep.all():
+        return run
+    place = np.append(np.where(keep, np.cumsum(keep) - 1, -1), -1)  # the last one is for "none"
+    columns = {name: getattr(run, name)[keep] for name in ("start", "end", "duration", "sent")}
+    return replace(run, schedule=run.schedule.compute_only(), waits_for=place[run.waits_for[keep]], **columns)
+
+
+_ACTION = re.compile(r"[FBIW]\d+")
 
 
 def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tuple[float, float, float]]]:
     """(start, end, busy) of each action of a row, for each time it was run whole. An action may be several events."""
     names = [(action.label, f"stage {action.stage}") for action in row]
-    known, made = set(names), []
+    made = []
     for event in trace.select(rank=rank, kind="compute").events:
         name = event.op, event.where
-        if name not in known:
-            continue
+        if not (_ACTION.fullmatch(event.op) and event.where.startswith("stage ")):
+            continue  # what the rank computes besides
         if made and name == names[len(made) - 1]:
             made[-1] = made[-1][0], event.end, made[-1][2] + event.duration
             continue
         if len(made) == len(row):
             yield made
             made = []
-        if name != names[len(made)]:
+        if not row or name != names[len(made)]:
+            has = in_words(row[len(made)]) if row else "nothing"
             raise ScheduleError(
-                f"rank {rank} ran {event.op} of {event.where} where the schedule has {in_words(row[len(made)])}; the "
-                "trace must be of this schedule"
+                f"rank {rank} ran {event.op} of {event.where} where the schedule has {has}; the trace must be of this "
+                "schedule"
             )
         made.append((event.start, event.end, event.duration))
-    if row and len(made) == len(row):
+    if made and len(made) == len(row):
         yield made
-    elif not row:
-        yield []
 
 
 def _bytes(schedule: Schedule, held: Sequence[Held]) -> tuple[list[float], list[float]]:

@@ -127,6 +127,14 @@ class Schedule:
         return table
 
     @cached_property
+    def slot(self) -> np.ndarray:
+        """Which of its rank's stages each action is of, counted from 0; -1 where it is of none [actions]."""
+        slot = np.full((self.num_ranks, self.num_stages + 1), -1, np.int32)
+        for rank, held in enumerate(self.placement):
+            slot[rank, list(held)] = np.arange(len(held))
+        return slot[self.rank, self.stage]
+
+    @cached_property
     def needs(self) -> Needs:
         """What each action waits for, as places in the columns."""
         from tplab.schedules.needs import find_needs

@@ -3,6 +3,7 @@
 from tplab.classifier import async_state, blocking_state, classifier_specs
 from tplab.gpt import GPTConfig, gpt_specs
 from tplab.gpt2 import gpt2_config, gpt2_state
+from tplab.microbatches import split_batch
 from tplab.sharding import async_weight, blocking_weight
 from tplab.torch.attention import ParallelSelfAttention
 from tplab.torch.checking.comparison import check_parallel
@@ -29,7 +30,6 @@ from tplab.torch.memory import gather_again, saved_tensors
 from tplab.torch.messages import receive, send
 from tplab.torch.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
 from tplab.torch.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
-from tplab.torch.pipeline.microbatches import split_batch
 from tplab.torch.pipeline.stages import Stages, num_parameters, stages_of
 from tplab.torch.pipeline.train_batch import train_batch
 from tplab.torch.plans import FusedColumn, gpt2_plan, llama_plan

@@ -1,7 +1,8 @@
 """Moving pictures of traces, meshes and shardings, for notebooks.
 
     animate(trace)                ranks on their mesh, what travels between them, what each of them holds
-    timeline(trace)               where the time of every rank goes
+    timeline(trace)               where the time of every rank goes; with predicted=, a schedule as it ran over
+                                  its prediction
     gantt(run)                    a pipeline schedule, when simulated, and what each rank holds in memory
     pipeline_lab()                the same with every number in your hands
     shards(mesh, shape, P(...))   which rank holds which slice of a tensor, or computes which part of a product
@@ -10,6 +11,7 @@ and for labs, of numbers that a cell has:
 
     matrices({...})               small matrices side by side
     curves(...)                   how something grows
+    levels(...)                   how much memory is held, over time or over anything that grows
     knob(...)                     one control, and bars that change with it
 
 Each is a widget; where no kernel runs it is a picture and a sentence.
@@ -19,6 +21,7 @@ from tplab.widgets.animate import Animation, animate
 from tplab.widgets.curves import curves
 from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.knob import Bars, Row, knob
+from tplab.widgets.levels import levels
 from tplab.widgets.matrices import matrices
 from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
 from tplab.widgets.shards import Shards, shards
@@ -36,6 +39,7 @@ __all__ = [
     "curves",
     "gantt",
     "knob",
+    "levels",
     "matrices",
     "pipeline_lab",
     "shards",

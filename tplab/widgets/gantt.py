@@ -91,7 +91,7 @@ def board(runs: Sequence[Run], limit: float | None) -> bytes:
                 "ranks": run.schedule.num_ranks,
                 "makespan": run.makespan,
                 "peak": float(run.peak_activations.max(initial=0.0)),
-                "facts": facts(run),
+                "facts": facts(run, limit),
             }
             for run in runs
         ],
@@ -110,6 +110,7 @@ def _columns(run: Run) -> dict[str, np.ndarray]:
         "rank": schedule.rank,
         "kind": schedule.kind,
         "stage": schedule.stage,
+        "slot": schedule.slot,
         "microbatch": schedule.microbatch,
         "joined": schedule.joined.astype(np.int8),
         "start": start - begin,

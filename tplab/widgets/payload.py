@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.widgets import overlay as over
 from tplab.widgets import words
 from tplab.widgets.layout import columns, layout
 from tplab.widgets.score import Score
@@ -55,6 +56,29 @@ def lanes(score: Score) -> bytes:
     more = {"shape": np.array(written, np.int32)}
     more["flops"] = trace.column("flops")[bars["row"]].astype(float)
     return pack(header, {**_bars(score), **more, "critical": critical_rows(score)})
+
+
+def overlay(of: over.Overlay) -> bytes:
+    """For `timeline` over a prediction: what ran when, and when it was to; static/overlay.js reads it."""
+    schedule = of.predicted.schedule
+    header = {
+        "overlay": True,
+        "title": over.title(of),
+        "about": over.about(of),
+        "badge": words.clock(of.trace),
+        "unit": of.trace.unit,
+        "ranks": schedule.num_ranks,
+        "names": list(of.comparison.ranks),
+        "word": of.word,
+        "stages": schedule.num_stages,
+        "times": of.times.tolist(),
+        "ops": of.ops,
+        "makespan": of.comparison.makespan,
+        "facts": over.facts(of),
+        "computes": True,
+    }
+    others = {f"other_{name}": column for name, column in of.others.items()}
+    return pack(header, {**of.actions, **others})
 
 
 def critical_rows(score: Score) -> np.ndarray:

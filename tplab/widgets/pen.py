@@ -21,9 +21,9 @@ Colour = str | tuple[int, int, int]
 
 
 @cache
-def _font(size: float, bold: bool) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def _font(size: float, bold: bool, mono: bool) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     spec = find_spec("matplotlib")
-    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    name = f"DejaVuSans{'Mono' * mono}{'-Bold' * bold}.ttf"
     for folder in (spec.submodule_search_locations or []) if spec else []:
         file = Path(folder) / "mpl-data" / "fonts" / "ttf" / name
         if file.exists():
@@ -104,15 +104,18 @@ class Pen:
             offset += 6
 
     def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
-             anchor: str = "mm") -> float:  # fmt: skip
-        """Write; anchor as in Pillow: l m r, then a m s (top, middle, baseline). Returns the text's width."""
-        font = _font(size, bold)
+             anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
+        """Write; anchor as in Pillow: l m r, then a m s (top, middle, baseline). Returns the text's width.
+
+        mono: in letters of one width, which tell I from 1.
+        """
+        font = _font(size, bold, mono)
         self._draw.text((x * _SCALE, y * _SCALE), text, font=font, fill=fill, anchor=anchor)
         return font.getlength(text) / _SCALE
 
 
-def text_width(text: str, size: float = 11, bold: bool = False) -> float:
-    return _font(size, bold).getlength(text) / _SCALE
+def text_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
+    return _font(size, bold, mono).getlength(text) / _SCALE
 
 
 def on_curve(curve: Sequence[float], u: float) -> tuple[float, float]:

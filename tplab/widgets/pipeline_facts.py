@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tplab.schedules import Run
+from tplab.schedules import Run, lower_bounds
 from tplab.widgets.units import plain, time_text
 
 Shape = tuple[int, int, float, float, float, float]
@@ -30,13 +30,23 @@ class Formula(NamedTuple):
 
 
 BUBBLE: dict[str, Formula] = {
+    "naive": Formula("(p−1)m(F+I+W)", lambda p, m, v, F, I, W: (p - 1) * m * (F + I + W)),
     "gpipe": Formula("(p−1)(F+I+W)", lambda p, m, v, F, I, W: (p - 1) * (F + I + W)),
     "one_f_one_b": Formula("(p−1)(F+I+W)", lambda p, m, v, F, I, W: (p - 1) * (F + I + W)),
     "interleaved_1f1b": Formula("(p−1)(F+I+W)/v", lambda p, m, v, F, I, W: (p - 1) * (F + I + W) / v),
     "looped_bfs": Formula("(p−1)(F+I+W)/v", lambda p, m, v, F, I, W: (p - 1) * (F + I + W) / v),
-    "zb_h1": Formula("(p−1)(F+I−W)", lambda p, m, v, F, I, W: (p - 1) * (F + I - W)),
+    "zb_h1": Formula("(p−1) max(F, I, F+I−W)", lambda p, m, v, F, I, W: (p - 1) * max(F, I, F + I - W)),
 }
-"""Idle time of the busiest rank, by rule; exact for messages that take no time."""
+"""Idle time of the busiest rank, by rule; exact for messages that take no time and whole groups of p microbatches."""
+
+BUBBLE_OF_EQUAL: dict[str, Formula] = {
+    "zb_h2": Formula("(p−1)F", lambda p, m, v, F, I, W: (p - 1) * F),
+    "interleaved_zb": Formula("(p−1)F/v", lambda p, m, v, F, I, W: (p - 1) * F / v),
+    "zb_v": Formula("(p−1)F/2", lambda p, m, v, F, I, W: (p - 1) * F / 2),
+    "dualpipe": Formula("(p/2−1)(F&B+B−3W)", lambda p, m, v, F, I, W: (p / 2 - 1) * (F + 2 * I - W)),
+    "dualpipe_v": Formula("(p−1)(F&B+B−3W)/2", lambda p, m, v, F, I, W: (p - 1) * (F + 2 * I - W) / 2),
+}
+"""The same where F = I = W, with F&B = F+B: nothing is gained by overlap. Exact for 2p microbatches and more."""
 
 PEAK: dict[str, Formula] = {
     "naive": Formula("1", lambda p, m, v: 1),
@@ -53,8 +63,9 @@ PEAK: dict[str, Formula] = {
 """Microbatches held at once by the rank that holds most, where there are enough of them."""
 
 
-def facts(run: Run) -> list[Fact]:
-    """What is written under the picture of a run."""
+def facts(run: Run, limit: float | None = None) -> list[Fact]:
+    """What is written under the picture of a run. `limit`, where the run keeps it, is what no rank may hold more of:
+    the lower bound is then that of schedules that keep it too."""
     schedule, costs = run.schedule, run.costs
     p, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.stages_per_rank
     unit = costs.unit
@@ -66,8 +77,10 @@ def facts(run: Run) -> list[Fact]:
     found = [Fact("makespan", time(run.makespan), ""), Fact("span", time(run.span), "")]
     note = ""
     shares = (costs.forward, costs.input_grad, costs.weight_grad)
-    known = BUBBLE.get(schedule.name) if costs.transfer == 0 and costs.full_backward is None else None
-    if known is not None and all(np.ndim(share) == 0 for share in shares):
+    plain_costs = all(np.ndim(share) == 0 for share in shares)
+    is_equal = plain_costs and shares[0] == shares[1] == shares[2] and not costs.overlap
+    known = BUBBLE.get(schedule.name) or (BUBBLE_OF_EQUAL.get(schedule.name) if is_equal else None)
+    if known is not None and plain_costs and costs.transfer == 0 and costs.full_backward is None:
         note = f"{known.text} / T = {time(known.value(p, m, v, *shares))} / {time(run.makespan)}"
         if abs(known.value(p, m, v, *shares) - bubble) > 1e-9 * max(run.makespan, 1):
             note += f"; counted {time(bubble)}"
@@ -76,6 +89,8 @@ def facts(run: Run) -> list[Fact]:
     peak, held = PEAK.get(schedule.name), float(run.peak_activations.max(initial=0.0))
     note = "" if peak is None else f"{peak.text} = {plain(peak.value(p, m, v))}"
     found.append(Fact("peak microbatches", plain(held), note))
-    best = run.bounds.makespan
-    found.append(Fact("best possible", time(best), f"gap {plain(100 * run.gap)} %"))
+    keeps = limit is not None and held <= limit + 1e-9
+    best = lower_bounds(schedule, costs, limit).makespan if keeps else run.bounds.makespan
+    gap = f"gap {plain(round(100 * (run.makespan / best - 1), 9))} %" if best else ""
+    found.append(Fact("lower bound", time(best), f"{gap}, holding {limit:g} at most" if keeps else gap))
     return found

@@ -24,6 +24,7 @@ LIMITS: dict[str, tuple[float, float, float]] = {
 }
 """What each slider goes from, to, and by."""
 
+QUICK_FROM = 48  # ranks x microbatches: above it the scheduler's first guesses have to do, for an answer at once
 EDITED = "edited"
 AUTO = "auto"
 
@@ -106,7 +107,9 @@ class PipelineLab(Gantt):
     def _made(rule: str, settings: dict[str, Any], costs: Costs) -> Schedule:
         ranks, microbatches = settings["ranks"], settings["microbatches"]
         if rule == AUTO:
-            return auto_schedule(ranks, microbatches, costs, memory_limit=settings["memory_limit"]).named(AUTO)
+            solver = "heuristic" if ranks * microbatches <= QUICK_FROM else "quick"
+            limit = settings["memory_limit"]
+            return auto_schedule(ranks, microbatches, costs, memory_limit=limit, solver=solver).named(AUTO)
         more = {}
         if "virtual_stages" in inspect.signature(RULES[rule]).parameters:
             more["virtual_stages"] = settings["virtual_stages"]
@@ -172,7 +175,8 @@ def pipeline_lab(
 ) -> PipelineLab:  # fmt: skip
     """Choose a schedule and its numbers, and see at once what they do.
 
-    rule, compare   names in `tplab.schedules.RULES`, or "auto": the scheduler, which keeps to the memory limit
+    rule, compare   names in `tplab.schedules.RULES`, or "auto": the scheduler, which keeps to the memory limit;
+                    for many ranks and microbatches its solver="quick"
     forward, input_grad, weight_grad, transfer   as in `Costs`
     memory_limit    microbatches whose activations a rank may hold; None: any number
     Raises ScheduleError where the rule does not go with the numbers, traitlets.TraitError for what no slider has.

@@ -29,7 +29,7 @@ class Sheet(Protocol):
     def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None: ...
     def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None: ...
     def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
-             anchor: str = "mm") -> float: ...  # fmt: skip
+             anchor: str = "mm", mono: bool = False) -> float: ...  # fmt: skip
 
 
 def lane_heights(num_ranks: int) -> tuple[float, float]:
@@ -105,7 +105,7 @@ def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit
         text = time_text(time, run.costs.unit, end)
         sheet.text(min(at(begin + time), left + width - 10), bottom + 7, text, size=10, fill=DIM)
     x = float(MARGIN)
-    for name, figure, _ in facts(run):
+    for name, figure, _ in facts(run, limit):
         sheet.text(x, bottom + 27, name, size=10, fill=DIM, anchor="lm")
         wide = sheet.text(x, bottom + 44, figure, size=13, bold=True, anchor="lm")
         x += max(text_width(name, 10), wide) + 28
@@ -120,8 +120,19 @@ def _bar(sheet: Sheet, run: Run, place: int, at: At, y: float, size: float) -> N
         if joined:
             x = at(float(run.start[place - 1]))
         y, size = (y + size / 2, size / 2) if joined else (y, size / 2)
+    label = schedule.action(place).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
+    under = float(schedule.slot[place]) / max(1, int(schedule.slot.max()))
+    draw_action(sheet, kind, int(schedule.microbatch[place]), label, x, right, y, size, under)
+
+
+def draw_action(
+    sheet: Sheet, kind: int, microbatch: int, label: str, x: float, right: float, y: float, size: float,
+    under: float = 0.0,
+) -> None:  # fmt: skip
+    """A bar from x to right: F solid, B and I tinted, W pale and dashed, in the colour of the microbatch. A line along
+    `under` of its width tells which of its rank's stages it is of."""
     width = max(right - x - 1, 0.8)
-    colour = hue(int(schedule.microbatch[place]))
+    colour = hue(microbatch)
     ink: Colour = INK
     if kind == F:
         sheet.box(x + 0.5, y, width, size, fill=colour, radius=3)
@@ -133,10 +144,12 @@ def _bar(sheet: Sheet, run: Run, place: int, at: At, y: float, size: float) -> N
         sheet.dashed(x + 0.5, y, width, size, colour)
     else:
         sheet.box(x + 0.5, y, width, size, fill=mix(DIM, 0.2), edge=DIM, radius=3)
-    label = schedule.action(place).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
+    if under > 0 and width > 5 and size >= 9:
+        line = PAPER if kind == F else mix(colour, 0.85)
+        sheet.box(x + 2.5, y + size - 4, max((width - 4) * under, 1), 1.5, fill=line)
     for text in (label, label[1:]):
-        if size >= 9 and text and text_width(text, 9.5) < width - 2:
-            sheet.text(x + width / 2 + 0.5, y + size / 2, text, size=9.5, fill=ink)
+        if size >= 9 and text and text_width(text, 9.5, mono=True) < width - 2:
+            sheet.text(x + width / 2 + 0.5, y + size / 2, text, size=9.5, fill=ink, mono=True)
             break
 
 

@@ -50,13 +50,14 @@ class SvgPen:
             )
 
     def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
-             anchor: str = "mm") -> float:  # fmt: skip
-        weight = ' font-weight="600"' if bold else ""
+             anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
+        face = ' font-weight="600"' if bold else ""
+        face += ' font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"' if mono else ""
         self._parts.append(
-            f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}"{weight} fill="{_colour(fill)}" '
+            f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}"{face} fill="{_colour(fill)}" '
             f'text-anchor="{_ANCHOR[anchor[0]]}" dominant-baseline="central">{escape(text)}</text>'
         )
-        return text_width(text, size, bold)
+        return text_width(text, size, bold, mono)
 
     def document(self) -> str:
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'

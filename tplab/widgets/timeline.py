@@ -4,37 +4,66 @@ from __future__ import annotations
 
 import traitlets
 
+from tplab.errors import ScheduleError
+from tplab.mesh import Axis
+from tplab.schedules import Comparison, Run
 from tplab.trace import Trace
-from tplab.widgets import payload, still, words
+from tplab.widgets import overlay, payload, still, still_overlay, words
 from tplab.widgets.card import Card, script, style
+from tplab.widgets.overlay import Overlay
 from tplab.widgets.score import Score, score
 from tplab.widgets.step import Step
 
 
 class Timeline(Card):
-    """The card that `timeline` makes. `step` is where the playhead is, as in `Animation`."""
+    """The card that `timeline` makes. `step` is where the playhead is, as in `Animation`; over a prediction, as in
+    `Gantt`. `comparison` is what it is held against, or None."""
 
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "timeline")
+    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "overlay", "timeline")
     _css = style()
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
 
-    def __init__(self, of: Score, step: float = 0):
-        self.of, self.sentence = of, words.summary(of, "Timeline")
-        super().__init__(score=payload.lanes(of), step=step)
+    def __init__(self, of: Score | Overlay, step: float = 0):
+        self.of, self.comparison = of, None
+        if isinstance(of, Overlay):
+            self.comparison, self.sentence = of.comparison, overlay.sentence(of)
+            super().__init__(score=payload.overlay(of), step=step)
+        else:
+            self.sentence = words.summary(of, "Timeline")
+            super().__init__(score=payload.lanes(of), step=step)
 
     @property
     def num_steps(self) -> int:
         return self.of.num_steps
 
     def picture(self) -> bytes:
+        if isinstance(self.of, Overlay):
+            return still_overlay.picture(self.of, self.step)
         return still.timeline(self.of)
 
 
-def timeline(trace: Trace, step: float = 0) -> Timeline:
+def timeline(
+    trace: Trace, predicted: Run | Comparison | None = None, step: float = 0, *, axis: Axis | None = None,
+    batch: int | None = None,
+) -> Timeline:  # fmt: skip
     """Show where the time of every rank goes: computing, messages beside it, and waiting; how busy each rank is; and
     the critical path, the chain of events that sets the makespan.
 
-    step    where the playhead stands at first
+    With `predicted`, the trace is of a pipeline schedule that `train_batch` ran. Shown is one batch of it: every action
+    where it ran, and beneath it, in outline, where it was predicted; both begin at the first start.
+
+        costs = measured_costs(schedule, trace)
+        timeline(trace, predicted=simulate(schedule, costs))
+
+    predicted   what `simulate` made of the schedule, or what `compare(schedule, trace)` returns
+    step        where the playhead stands at first
+    axis        of the pipeline, "pp" if left out; with more axes, the ranks of the group of rank 0 are shown
+    batch       which of several in the trace; the last one if left out. A comparison knows its own axis and batch
+    Raises ScheduleError where the prediction is not of this trace, and says why.
     """
-    return Timeline(score(trace), step)
+    if predicted is None:
+        if axis is not None or batch is not None:
+            raise ScheduleError("axis and batch say where a prediction is laid; give predicted= as well")
+        return Timeline(score(trace), step)
+    return Timeline(overlay.overlay(trace, predicted, axis, batch), step)

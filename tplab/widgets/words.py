@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from tplab.trace import Trace
 from tplab.widgets.score import COLLECTIVE, COMPUTE, SEND, Score
 from tplab.widgets.units import bytes_text, range_text
 
@@ -35,8 +36,11 @@ def about(score: Score) -> str:
 
 
 def badge(score: Score) -> str:
+    return clock(score.trace)
+
+
+def clock(trace: Trace) -> str:
     """Which clock: "modelled · h100", "modelled · unit times", "measured"."""
-    trace = score.trace
     if trace.unit == "steps":
         return f"{trace.clock} · unit times"
     return f"{trace.clock} · {trace.cluster}" if trace.cluster else trace.clock

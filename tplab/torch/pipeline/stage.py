@@ -96,11 +96,15 @@ class Pass:
     inputs    what enters the stage
     finish    of the last stage: outputs -> loss, which is what the pass gives instead
     redraw    gives the same random numbers again when activations are computed again
+    target    the tensors that `finish` compares with: they are there anyway, as the first stage's inputs are
     """
 
-    def __init__(self, stage: Stage, inputs: Tensors, finish: Callable[..., Tensors] | None, redraw: Redraw):
+    def __init__(
+        self, stage: Stage, inputs: Tensors, finish: Callable[..., Tensors] | None, redraw: Redraw,
+        target: Sequence[Tensor] = (),
+    ):  # fmt: skip
         self._stage, self._redraw = stage, redraw
-        self._given = inputs if stage.is_first else ()
+        self._given = [*(inputs if stage.is_first else ()), *target]
         self._pieces = list(stage.pieces)
         if finish is not None:
             last = self._pieces[-1]
@@ -162,7 +166,7 @@ class Pass:
         return gradients
 
     def _let_go(self) -> None:
-        self._graphs, self._given = [], ()
+        self._graphs, self._given = [], []
 
     def num_bytes(self) -> int:
         """Memory of what is kept for the backward pass, each piece of it counted once: without the microbatch itself

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from tplab.errors import ScheduleError
 from tplab.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.mesh import Axis
-from tplab.partition import Partition, partition
+from tplab.partition import Partition, cut_layers
 from tplab.schedules import Schedule
+from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import linear
 from tplab.torch.pipeline.copies import Tied
 from tplab.torch.pipeline.redraw import Redraw
@@ -62,11 +61,7 @@ def stages_of(
     """
     rank = this_rank()
     index = rank.place(axis).index
-    if schedule.num_ranks != len(rank.place(axis).group):
-        raise ScheduleError(
-            f"{schedule!r} is for {schedule.num_ranks} ranks, and axis {rank.place(axis).label!r} has "
-            f"{len(rank.place(axis).group)}"
-        )
+    require_ranks(schedule, len(rank.place(axis).group), rank.place(axis).label)
     placement = schedule.placement
     if sum(map(len, placement)) != schedule.num_stages:  # two directions: each way is a line
         placement = linear(schedule.num_stages)
@@ -83,17 +78,8 @@ def cut(
     bounds: Sequence[int] | None = None,
 ) -> Partition:  # fmt: skip
     """The partition of a model that need not be there: nothing is allocated."""
-    sizes, names = num_parameters(layers), layer_names(layers)
-    if bounds is None:
-        return partition(sizes, parts, method, names=names, placement=placement)
-    given = tuple(map(int, bounds))
-    rises = all(a <= b for a, b in pairwise(given))
-    if len(given) != parts + 1 or given[0] != 0 or given[-1] != len(layers) or not rises:
-        raise ScheduleError(
-            f"bounds {list(given)} do not cut {len(layers)} layers into {parts} stages; they begin with 0, rise, end "
-            f"with {len(layers)}, and are {parts + 1}"
-        )
-    return Partition(given, tuple(sizes), tuple(sizes), placement or linear(parts), "parameters", tuple(names))
+    names = layer_names(layers)
+    return cut_layers(num_parameters(layers), parts, method, names=names, placement=placement, bounds=bounds)
 
 
 def num_parameters(layers: Sequence[Layer]) -> list[int]:

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tplab.errors import ScheduleError, ShapeError
 from tplab.mesh import Axis
+from tplab.microbatches import check_microbatches
 from tplab.schedules import Action, Costs, Schedule
+from tplab.schedules.execute import require_ranks
 from tplab.torch.comm import all_reduce, start
 from tplab.torch.messages import receive, send
 from tplab.torch.pipeline.copies import GradientSync, Tied
 from tplab.torch.pipeline.graph import Gradients, Tensors, add_gradients, has_gradient
-from tplab.torch.pipeline.microbatches import checked
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
 from tplab.torch.rank import Doing, this_rank
@@ -100,7 +102,7 @@ class _Worker:
         self.place = self.rank.place(axis)
         modules = _modules_of(schedule, stages, self.place.index, len(self.place.group), self.place.label)
         self.stages = {n: Stage(module, n, schedule.num_stages, checkpoint_every) for n, module in modules.items()}
-        self.microbatches = checked(microbatches, schedule.num_microbatches)
+        self.microbatches = check_microbatches(microbatches, schedule.num_microbatches)
         self.durations = _durations(schedule, costs, self.place.index)
         self.gradients: dict[int, Gradients] = {stage: {} for stage in self.stages}
         self.device = next((p.device for m in modules.values() for p in m.parameters()), torch.empty(0).device)
@@ -133,7 +135,8 @@ class _Worker:
         with self._doing("F", number, microbatch):
             redraw = Redraw(self.rank, (self._batch, number, microbatch), self.axis, self.device)
             finish = self._finish(microbatch) if stage.is_last else None
-            made = self._passes[number, microbatch] = Pass(stage, inputs, finish, redraw)
+            target = self._target(microbatch) if stage.is_last else []
+            made = self._passes[number, microbatch] = Pass(stage, inputs, finish, redraw, target)
             outputs, made.outputs = made.outputs, ()
             if stage.is_last:
                 self._losses[microbatch] = outputs[0]
@@ -196,6 +199,9 @@ class _Worker:
         given = self.microbatches[microbatch][0]
         return given if isinstance(given, tuple) else (given,)
 
+    def _target(self, microbatch: int) -> list[Tensor]:
+        return [x for x in tree_leaves(self.microbatches[microbatch][1]) if isinstance(x, Tensor)]
+
     def _output_grads(self, number: int, microbatch: int) -> Tensors:
         """Of the last stage, that of its share of the mean loss."""
         if not self.stages[number].is_last:
@@ -244,13 +250,7 @@ def _modules_of(
     schedule: Schedule, stages: Any, index: int, num_ranks: int, label: str
 ) -> dict[int, nn.Module]:
     """Stage number -> module of this rank. Raises ScheduleError where they are not those of its row."""
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"train_batch takes a tplab.schedules.Schedule, as gpipe(4, 8), not {schedule!r}")
-    if schedule.num_ranks != num_ranks:
-        raise ScheduleError(
-            f"{schedule!r} is for {schedule.num_ranks} ranks, and axis {label!r} has {num_ranks}; make the schedule "
-            f"with ranks={num_ranks}, or the mesh with {label}={schedule.num_ranks}"
-        )
+    require_ranks(schedule, num_ranks, label)
     held = tuple(dict.fromkeys(schedule.placement[index]))
     if isinstance(stages, nn.Module):
         stages = [stages]

@@ -1,23 +1,23 @@
 // Pipeline schedules on a canvas: a lane a rank, its actions above, what it holds in memory below; one time axis.
-import { hatch, shape } from "./canvas.js";
+import { actionBar, actionName, hatch, shape } from "./canvas.js";
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 
-const ACTIONS = ["F", "B", "I", "W", "send F", "receive F", "send B", "receive B", "gradient sum", "unshard", "reshard", "step"];
 const TOP_MARGIN = 4, TITLE = 22, AXIS_HEIGHT = 22, GAP = 5;
 
 // The columns of run `place` of a board, by name.
 function runOf(board, place) {
   const about = board.runs[place], run = { ...about, place };
-  for (const name of ["rank", "kind", "stage", "microbatch", "joined", "start", "end", "waits", "message", "critical", "stair", "stairTime", "stairHeld"]) {
+  for (const name of ["rank", "kind", "stage", "slot", "microbatch", "joined", "start", "end", "waits", "message", "critical", "stair", "stairTime", "stairHeld"]) {
     run[name] = board[`${name}${place}`];
   }
+  run.slots = Math.max(1, ...run.slot);
   run.rows = Array.from({ length: about.ranks }, () => []);
   run.rank.forEach((rank, row) => run.rows[rank].push(row));
   return run;
 }
 
-export const label = (run, row) => (run.microbatch[row] >= 0 ? `${ACTIONS[run.kind[row]]}${run.microbatch[row]}` : ACTIONS[run.kind[row]]);
+export const label = (run, row) => actionName(run.kind[row], run.microbatch[row]);
 export const inWords = (run, row) => (run.stage[row] >= 0 ? `${label(run, row)} of stage ${run.stage[row]}` : label(run, row));
 
 export class GanttChart {
@@ -145,29 +145,8 @@ export class GanttChart {
   }
 
   action(pen, paint, run, row) {
-    const kind = run.kind[row];
-    const [x, y, wide, height] = this.place(run, row), width = Math.max(wide - 1, 0.8);
-    const colour = run.microbatch[row] >= 0 ? paint.hue(run.microbatch[row]) : paint.work;
-    const large = width > 5 && height > 6, faded = this.critical && !this.onPath[run.place].has(row);
-    pen.globalAlpha = faded ? 0.25 : 1;
-    pen.fillStyle = paint.paper;
-    pen.fillRect(x, y, wide, height);
-    pen.fillStyle = kind === 0 ? colour : paint.mix(colour, kind === 1 ? 0.42 : kind === 3 ? 0.1 : 0.28);
-    shape(pen, x + 0.5, y + 0.5, width, height - 1, large ? 3 : 0);
-    pen.fill();
-    if (kind !== 0 && large) {
-      pen.strokeStyle = colour;
-      pen.lineWidth = 1;
-      pen.setLineDash(kind === 3 ? [3, 2] : []);
-      pen.stroke();
-      pen.setLineDash([]);
-    }
-    const text = label(run, row);
-    pen.font = `${kind === 0 ? 600 : 500} ${height >= 18 ? 11 : 9.5}px ${paint.font}`;
-    pen.fillStyle = kind === 0 ? "#ffffff" : paint.ink;
-    pen.textAlign = "center";
-    const shown = height >= 9 ? [text, text.slice(1)].find((part) => part && pen.measureText(part).width < width - 2) : "";
-    if (shown && (kind < 4 || shown === text)) pen.fillText(shown, x + wide / 2, y + height / 2 + 0.5);
+    pen.globalAlpha = this.critical && !this.onPath[run.place].has(row) ? 0.25 : 1;
+    actionBar(pen, paint, this.place(run, row), run.kind[row], run.microbatch[row], label(run, row), run.slot[row] / run.slots);
     pen.globalAlpha = 1;
   }
 

@@ -5,7 +5,7 @@ import { COMPUTE, SEND, WAIT } from "./score.js";
 import { describeBar } from "./bars.js";
 import { hatch, shape } from "./canvas.js";
 
-const AXIS = 20, TOP = 6;
+export const LANES_TOP = 6, LANES_AXIS = 20;
 
 export class Lanes {
   // seek(time): the reader points at a time. zoom: whether one can look closer; busy: each rank's share, to write.
@@ -53,8 +53,8 @@ export class Lanes {
     this.work = score.computes ? size : 0;
     this.talk = tracks > 1 ? Math.max(2, Math.round((size * 1.5) / tracks)) : score.computes ? Math.max(2, Math.round(size * 0.8)) : size;
     this.lane = this.work + this.talk * tracks + (size > 6 ? 5 : 1);
-    this.bottom = TOP + this.lane * score.ranks;
-    this.height = this.bottom + AXIS;
+    this.bottom = LANES_TOP + this.lane * score.ranks;
+    this.height = this.bottom + LANES_AXIS;
   }
 
   x(time) {
@@ -67,7 +67,7 @@ export class Lanes {
 
   // [top, height] of a bar.
   at(row) {
-    const { score } = this, top = TOP + score.rank[row] * this.lane, kind = score.kind[row];
+    const { score } = this, top = LANES_TOP + score.rank[row] * this.lane, kind = score.kind[row];
     const above = (kind === COMPUTE || kind === WAIT) && this.work;
     return above ? [top, this.work] : [top + this.work + this.track[row] * this.talk, this.talk - (this.talk > 5 ? 1 : 0)];
   }
@@ -88,7 +88,7 @@ export class Lanes {
     pen.beginPath();
     pen.rect(this.left, 0, this.width, this.bottom);
     pen.clip();
-    for (const rows of this.rows) this.drawLane(pen, paint, rows);
+    this.rows.forEach((rows, rank) => this.drawLane(pen, paint, rows, rank));
     if (this.critical) this.drawCritical(pen, paint);
     pen.restore();
     this.moveHead(this.now ?? this.begin);
@@ -100,13 +100,14 @@ export class Lanes {
     pen.fillStyle = paint.dim;
     pen.font = `11px ${paint.font}`;
     for (let rank = 0; rank < score.ranks; rank++) {
-      const top = TOP + rank * this.lane, middle = top + (this.lane - 4) / 2;
+      const top = LANES_TOP + rank * this.lane, middle = top + (this.gap ? this.work : this.lane - 4) / 2;
       pen.fillStyle = paint.soft;
-      pen.fillRect(left, top, width, this.lane - (this.lane > 12 ? 5 : 1));
+      pen.fillRect(left, top, width, this.lane - (this.gap ?? (this.lane > 12 ? 5 : 1)));
       if (this.work) this.drawIdle(pen, left, top, width, this.work);
       pen.fillStyle = paint.dim;
       pen.textAlign = "left";
-      if (rank % every === 0) pen.fillText(score.ranks > 16 ? rank : `rank ${rank}`, 0, middle);
+      const name = score.names?.[rank] ?? rank;
+      if (rank % every === 0) pen.fillText(score.ranks > 16 ? name : `rank ${name}`, 0, middle);
       pen.textAlign = "right";
       if (this.busy && rank % every === 0) pen.fillText(`${plain(Math.round(100 * this.busy[rank]))} %`, left + width + this.right, middle);
     }
@@ -216,9 +217,14 @@ export class Lanes {
   moveTo(from, span = this.view[1] - this.view[0]) {
     from = Math.min(Math.max(from, this.begin), this.end - span);
     this.view = [from, from + span];
-    this.hint?.hide();
-    this.mark.hidden = true;
+    this.leave();
     this.draw();
+  }
+
+  // Nothing is pointed at.
+  leave() {
+    this.hint?.hide();
+    for (const mark of this.plot.querySelectorAll(".tpl-barmark")) mark.hidden = true;
   }
 
   get closer() {
@@ -257,7 +263,7 @@ export class Lanes {
     };
     this.box.addEventListener("pointerup", up);
     this.box.addEventListener("pointercancel", up);
-    this.box.addEventListener("pointerleave", () => { this.hint?.hide(); this.mark.hidden = true; });
+    this.box.addEventListener("pointerleave", () => this.leave());
     if (!this.zoom) return;
     this.box.addEventListener("wheel", (event) => {
       // The page keeps its own scrolling until the reader has turned to the widget.
@@ -273,7 +279,7 @@ export class Lanes {
 
   // The bar at a place: of several, the one that began last.
   barAt(x, y) {
-    const rank = Math.floor((y - TOP) / this.lane);
+    const rank = Math.floor((y - LANES_TOP) / this.lane);
     if (!this.width || x < this.left || x > this.left + this.width || !this.rows[rank]) return -1;
     const time = this.time(x), slack = (2 / this.width) * (this.view[1] - this.view[0]);
     let found = -1;

@@ -68,6 +68,7 @@ export function colours(root) {
   found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
   found.hue = (item) => (item >= 0 ? found.hues[item % 8] : found.work);
   found.mix = (colour, share) => mix(colour, found.paper, share);
+  found.onPaper = (colour) => mix(colour, read("toward"), parseFloat(read("onpaper")) / 100); // for thin lines
   return found;
 }
 

@@ -5,9 +5,11 @@ import { unpack } from "./wire.js";
 import { COMPUTE, head, numSteps, positionAt, timeAt } from "./score.js";
 import { Player } from "./player.js";
 import { Lanes } from "./lanes.js";
+import { OverlayLanes, overlayNow, overlaySay } from "./overlay.js";
 
 // [what, figure, note] of a whole trace.
 export function facts(score, busy) {
+  if (score.overlay) return score.facts;
   const { kind, start, end } = score, span = score.times[numSteps(score)] - score.times[0];
   const found = [["makespan", timeText(span, score.unit), score.unit === "steps" ? "steps" : ""]];
   if (score.computes) {
@@ -34,10 +36,19 @@ function busyShares(score) {
   return busy.map((time) => time / (span || 1));
 }
 
+// What the marks in the picture mean.
+function keys(score) {
+  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
+  if (!score.overlay) return [score.computes ? key("work", "computing") : null, key("send", "sending"), score.computes ? key("idle", "idle") : null];
+  const kinds = ["F", "B", "I", "W"].filter((_, kind) => score.kind.includes(kind));
+  return [...kinds.map((kind) => key(kind.toLowerCase(), kind)), el("span.tpl-key", {}, `${score.word}, above`), key("due", "predicted, beneath"),
+    score.other_rank.length ? key("work", "other work") : null, key("idle", "idle")];
+}
+
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
   const root = card(host, { title: score.title, about: score.about, badge: score.badge, label: `timeline of ${score.title}` });
-  const tip = hint(root), busy = busyShares(score);
+  const over = score.overlay, tip = hint(root), busy = over ? null : busyShares(score);
   const tool = (text, label, act) => el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act }, text);
   const critical = el("button.tpl-button.tpl-tool", { type: "button", "aria-pressed": "false" }, "critical path");
   critical.addEventListener("click", () => {
@@ -46,13 +57,11 @@ async function render({ model, el: host }) {
     lanes.showCritical(on);
   });
   let player = null;
-  const tools = el("div.tpl-tools", {}, score.computes ? el("span.tpl-key", {}, el("i.tpl-keywork"), "computing") : null,
-    el("span.tpl-key", {}, el("i.tpl-keysend"), "sending"), score.computes ? el("span.tpl-key", {}, el("i.tpl-keyidle"), "idle") : null,
-    el("span.tpl-space"), score.critical.length ? critical : null,
+  const tools = el("div.tpl-tools", {}, ...keys(score), el("span.tpl-space"), score.critical?.length ? critical : null,
     tool("−", "look from further away (−)", () => lanes.zoomAt(1 / 1.6)), tool("+", "look closer (+)", () => lanes.zoomAt(1.6)),
     tool("all", "the whole trace (0)", () => lanes.zoomAt(1e-9)));
   root.append(tools);
-  const lanes = new Lanes(root, root, score, {
+  const lanes = new (over ? OverlayLanes : Lanes)(root, root, score, {
     hint: tip, zoom: true, busy: score.computes ? busy : null, seek: (time) => player.seek(positionAt(score, time)),
   });
   root.append(el("div.tpl-facts", {}, ...facts(score, busy).map(([name, figure, note]) =>
@@ -61,6 +70,7 @@ async function render({ model, el: host }) {
     steps: numSteps(score),
     show: (position) => lanes.moveHead(timeAt(score, position)),
     say(position) {
+      if (over) return overlaySay(score, overlayNow(score, position));
       const round = Math.min(Math.ceil(position), numSteps(score));
       return [head(score, round), score.sentences[round], `t = ${timeText(timeAt(score, position) - score.times[0], score.unit)}`];
     },

@@ -1,4 +1,4 @@
-"""Microbatches: a batch cut into the pairs that a pipeline takes."""
+"""Microbatches: a batch cut into the pairs that a pipeline takes, in any framework."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[
             f"{max(1, -(-size // max(1, num_microbatches))) * max(1, num_microbatches)}, or take a number that "
             f"divides {size}"
         )
-    cut = [[x.split(size // num_microbatches) for x in side] for side in sides]
-    slices = [
-        [tuple(x[k] for x in side) if isinstance(given, tuple) else side[0][k] for k in range(num_microbatches)]
-        for given, side in zip((inputs, targets), cut)
-    ]
-    return list(zip(*slices))
+    each = size // num_microbatches
+
+    def part(given: Any, begin: int) -> Any:
+        if isinstance(given, tuple):
+            return tuple(x[begin : begin + each] for x in given)
+        return given[begin : begin + each]
+
+    begins = [number * each for number in range(num_microbatches)]
+    return [(part(inputs, begin), part(targets, begin)) for begin in begins]
 
 
-def checked(microbatches: Sequence[Any], expected: int) -> Sequence[tuple[Any, Any]]:
-    """Raises ScheduleError where they are not as many pairs as the schedule has microbatches."""
+def check_microbatches(microbatches: Sequence[Any], expected: int) -> Sequence[tuple[Any, Any]]:
+    """Raise ScheduleError where they are not as many pairs as the schedule has microbatches; return them."""
     if len(microbatches) != expected:
         raise ScheduleError(
             f"the schedule has {expected} microbatches, and {len(microbatches)} were given; "

@@ -1,0 +1,94 @@
+"""`timeline(trace, predicted=...)` in JupyterLab, and its pure functions beside Python's."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.test_timeline_overlay import COSTS, executed, one_by_one
+from tplab.schedules import dualpipe, one_f_one_b, simulate, zb_v
+from tplab.widgets.card import script
+from tplab.widgets.overlay import Overlay, now, overlay, say
+from tplab.widgets.payload import overlay as sent
+
+CELL = """
+from tests.test_timeline_overlay import PREDICTED, executed
+from tplab.widgets import timeline
+w = timeline(executed(PREDICTED, slower=1.5), PREDICTED)
+w
+"""
+ROOT = "import sys; sys.path.insert(0, {!r})\n"
+
+_AT = """async ([data, positions]) => {
+  const board = await tpl.unpack(new DataView(Uint8Array.from(atob(data), (c) => c.charCodeAt(0)).buffer));
+  return positions.map((position) => {
+    const moment = tpl.overlayNow(board, position);
+    return { ...moment, said: tpl.overlaySay(board, moment) };
+  });
+}"""
+
+
+def overlays() -> list[Overlay]:
+    found = []
+    for schedule, slower in ((one_f_one_b(3, 5), 1.3), (zb_v(2, 3), 0.7), (dualpipe(2, 4), 1.0)):
+        trace = executed(simulate(one_by_one(schedule), COSTS), slower=slower)
+        found.append(overlay(trace, simulate(schedule, COSTS)))
+    return found
+
+
+def test_the_moment_is_the_same_in_python_and_in_javascript(page: Page):
+    page.goto("about:blank")
+    names = "{ unpack, overlayNow, overlaySay }"
+    code = script("units", "wire", "score", "shell", "bars", "canvas", "lanes", "overlay") + f"\nwindow.tpl = {names};"
+    page.add_script_tag(content=f"(() => {{ {code} }})();")
+    for over in overlays():
+        positions = [step / 3 for step in range(3 * over.num_steps + 1)]
+        data = base64.b64encode(sent(over)).decode()
+        for position, theirs in zip(positions, page.evaluate(_AT, [data, positions]), strict=True):
+            ours = now(over, position)
+            assert theirs["time"] == pytest.approx(ours.time, abs=1e-12)
+            assert (theirs["runs"], theirs["due"]) == (ours.runs, ours.due)
+            assert (theirs["done"], theirs["wereDue"]) == (ours.done, ours.were_due)
+            assert tuple(theirs["said"]) == say(over, ours)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_an_executed_schedule_over_its_prediction(page: Page, open_notebook, pytestconfig, theme: str):
+    book = open_notebook([ROOT.format(str(pytestconfig.rootpath)) + CELL], theme=theme)
+    root = book.output(0).locator(".tplab")
+    expect(root).to_have_attribute("data-theme", theme)
+    expect(root.locator(".tpl-about")).to_have_text("executed 12 · predicted 8 · residual +4")
+    expect(root.locator(".tpl-badge")).to_have_text("modelled · unit times")
+    expect(root.locator(".tpl-tools")).to_contain_text("executed, above")
+    expect(root.locator(".tpl-tools")).to_contain_text("predicted, beneath")
+    expect(root.locator("canvas")).to_have_attribute("aria-label", "timeline of one_f_one_b on 2 ranks: executed 12 · "
+                                                     "predicted 8 · residual +4")  # fmt: skip
+    box = root.locator(".tpl-lanes canvas").bounding_box()
+    assert box is not None
+    unit, top = (box["width"] - 66) / 12, box["y"] + 6
+    x = box["x"] + 58 + 6.5 * unit  # B0 of rank 0 ran from 6 to 8.25 and was due from 4 to 5.5
+    hint = root.locator(".tpl-hint")
+    for where in ((x, top + 10), (x - 2 * unit, top + 28)):
+        page.mouse.move(*where)
+        for text in ("B0 of stage 0, rank 0", "6 to 8.25, 2.25", "4 to 5.5, 1.5", "starts 2 later, ends 2.75 later"):
+            expect(hint).to_contain_text(text)
+        expect(root.locator(".tpl-barmark:visible")).to_have_count(2)
+    page.mouse.move(x - 2.8 * unit, top + 10)
+    expect(hint).to_be_hidden()
+    page.mouse.move(box["x"] + 58 + 9.6 * unit, top + 44 + 10)  # rank 1 after its last action
+    expect(hint).to_contain_text("rank 1: mean, no action of the schedule")
+    # One playhead for both; Python hears of it, and can set it.
+    root.focus()
+    page.keyboard.press("ArrowRight")
+    expect(root.locator(".tpl-say")).to_contain_text("t = 1.5 — rank 1 runs no action (F0 was due); the others")
+    book.run("w.step = 2")
+    expect(root.locator(".tpl-say")).to_contain_text("t = 3 — rank 1 runs F0 (B0 was due); the others run as predicted")
+    page.keyboard.press("End")
+    expect(root.locator(".tpl-say")).to_contain_text("8 of 8 actions done, 8 due")
+    whole = root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()")
+    page.keyboard.press("+")
+    assert root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()") != whole
+    page.keyboard.press("0")
+    assert root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()") == whole

@@ -1,0 +1,120 @@
+"""Lab 08's exercises: the solutions pass, stubs are not started, and every known mistake gets its hint."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tplab.exercises.run_a_pipeline import check_ahead, check_train_split, running_ahead
+from tplab.schedules import one_f_one_b
+from tplab.torch import axis_index, axis_size, receive, send
+
+# ------------------------------------------------------------------------------------------------------ ahead
+
+
+def test_ahead_solved():
+    assert check_ahead(lambda rank, ranks: 2 * (ranks - 1 - rank)).passed
+    assert running_ahead([3, 2, 1, 0], 8) == one_f_one_b(4, 8)
+
+
+@pytest.mark.parametrize(
+    "ahead, said",
+    [
+        (lambda rank, ranks: ranks - 1 if rank == 0 else 2 * (ranks - 1 - rank), "rank 1 wants F4, which rank 0 runs"),
+        (lambda rank, ranks: ranks - 1 - rank, "take 49 steps over the slow link; 39 will do.\nThis is 1F1B"),
+        (lambda rank, ranks: ranks - 1, "A rank has nothing to do while its gradient is on the way"),
+        (lambda rank, ranks: 99, "holds 8 microbatches; 7 are enough"),
+        (lambda rank, ranks: rank, "deadlock: rank 0"),
+        (lambda rank, ranks: -1, "give whole numbers, 0 or more"),
+        (lambda rank, ranks: 1.5, "give whole numbers, 0 or more"),
+        (lambda rank, ranks: 1 // rank, "ZeroDivisionError"),
+    ],
+)
+def test_ahead_not_solved(ahead, said: str):
+    verdict = check_ahead(ahead)
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_ahead_not_started():
+    assert check_ahead(cast(Any, lambda rank, ranks: ...)).passed is None
+
+
+# -------------------------------------------------------------------------------------------------- train_split
+
+
+def worker(mistake: str = ""):
+    """The solution, or one with a mistake in it."""
+
+    def train_split(schedule, stage, microbatches, loss):
+        r, last, m = axis_index("pp"), axis_size("pp") - 1, len(microbatches)
+        kept, total = {}, 0.0
+        for action in schedule.by_rank()[r]:
+            k = action.microbatch
+            if action.kind == "F":
+                x = microbatches[k][0] if r == 0 else receive("pp", r - 1).requires_grad_()  # type: ignore
+                y = stage(x) if r < last else loss(stage(x), microbatches[k][1])
+                if r == last:
+                    y = y if mistake == "sum, not mean" else y / m
+                    total += y.item() * (2 if mistake == "loss" else m if mistake == "loss times m" else 1)
+                else:
+                    send(y.detach(), "pp", r + 1)
+                kept[k] = x, y
+            elif action.kind == "B":
+                x, y = kept.pop(k)
+                y.backward(receive("pp", r + 1) if r < last else None)
+                if r > 0:
+                    send(x.grad, "pp", r - 1)
+            elif action.kind == "I":
+                x, y = kept[k]
+                dy = receive("pp", r + 1) if r < last else torch.ones_like(y)
+                if mistake == "backward in I":
+                    y.backward(dy, retain_graph=True)
+                if mistake == "no graph" and r > 0:
+                    torch.autograd.grad(y, x, dy)
+                if r > 0 and mistake != "keeps dx":
+                    send(torch.autograd.grad(y, x, dy, retain_graph=True)[0], "pp", r - 1)
+                kept[k] = y, dy
+            elif mistake != "no W":
+                y, dy = kept.pop(k)
+                weights = list(stage.parameters())
+                if mistake == "last only":
+                    for weight, grad in zip(weights, torch.autograd.grad(y, weights, dy)):
+                        weight.grad = grad
+                else:
+                    y.backward(-dy if mistake == "sign" else dy, inputs=weights)
+        return None if mistake == "no loss" else total
+
+    return train_split
+
+
+def test_train_split_solved():
+    verdict = check_train_split(worker())
+    assert verdict.passed and "10 % more FLOPs" in verdict.text, verdict
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        ("backward in I", "It is twice what it should be"),
+        ("sum, not mean", "as many times too large as there are microbatches"),
+        ("last only", "It is that of the last microbatch alone"),
+        ("no W", "Nothing has been added to it"),
+        ("sign", "It is off by up to"),
+        ("keeps dx", "DeadlockError of Mesh(pp=2)"),
+        ("no graph", "RuntimeError on rank 1 of Mesh(pp=2)"),
+        ("no loss", "the last rank returned None; it must return the loss"),
+        ("loss", "the loss is"),
+        ("loss times m", "Is each microbatch's loss divided by their number?"),
+    ],
+)
+def test_known_mistakes_in_train_split(mistake: str, said: str):
+    verdict = check_train_split(worker(mistake))
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_train_split_not_started():
+    def train_split(schedule, stage, microbatches, loss): ...
+
+    assert check_train_split(train_split).passed is None

@@ -1,0 +1,71 @@
+"""`levels`: how much is held, as staircases or as lines between runs, on one scale from 0."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tplab.widgets import levels
+from tplab.widgets.curves import Curves
+from tplab.widgets.levels import _round_step
+
+STAIRS = {"rank 0": ([0, 1, 4], [0, 3e6, 0]), "rank 1": ([0, 2, 3], [0, 1e6, 0])}
+
+
+def two_panels() -> Curves:
+    return levels(
+        {"one": STAIRS, "two": {"rank 0": ([0, 1, 4], [0, 2e6, 0])}},
+        title="A title",
+        sentence="Two staircases.",
+        along="steps",
+        stairs=True,
+        predicted={"one": STAIRS},
+    )
+
+
+@pytest.fixture(scope="module")
+def card() -> Curves:
+    return two_panels()
+
+
+def test_it_is_a_sentence_and_a_picture(card: Curves):
+    assert repr(card) == "Two staircases."
+    assert Image.open(io.BytesIO(card.picture())).format == "PNG"
+    assert len(card.picture()) < 60_000
+
+
+def test_the_drawing_takes_its_colours_from_the_page(card: Curves):
+    assert re.findall(r"#[0-9a-f]{6}\b", card.content["drawing"]) == []
+    assert two_panels().content == card.content
+
+
+def test_a_level_lasts_until_the_next_point(card: Curves):
+    first, second = card.figure.axes
+    assert [line.get_drawstyle() for line in first.lines if len(line.get_xdata()) > 1] == ["steps-post"] * 4
+    assert [(line.get_marker(), line.get_xdata()) for line in first.lines if len(line.get_xdata()) == 1] == [
+        ("o", [1]), ("s", [2])
+    ]  # where each is at its highest
+    assert first.get_ylim() == second.get_ylim() == (0, 1.06 * 3e6)
+    assert [text.get_text() for text in card.figure.legends[0].get_texts()] == ["rank 0", "rank 1", "predicted"]
+
+
+def test_runs_are_points_with_lines_between():
+    card = levels({"": {"GPipe": ([1, 2, 8], np.array([1, 2, 8]))}}, title="T", sentence="S.", along="microbatches")
+    (line,) = card.figure.axes[0].lines
+    assert (line.get_marker(), line.get_drawstyle()) == ("o", "default")
+    assert card.figure.axes[0].get_xlabel() == "microbatches"
+
+
+def test_nothing_held_can_be_drawn():
+    card = levels({"": {"rank 0": ([0, 1], [0, 0])}}, title="T", sentence="S.", along="steps", stairs=True)
+    assert Image.open(io.BytesIO(card.picture())).format == "PNG"
+
+
+@pytest.mark.parametrize("most", [1, 700, 1024, 5000, 400_000, 1 << 20, 2_600_000, 3 << 30, 9e15])
+def test_the_grid_has_a_few_round_lines(most: float):
+    step = _round_step(most)
+    assert 3 <= most / step <= 10

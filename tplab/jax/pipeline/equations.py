@@ -1,0 +1,134 @@
+"""The equations of a traced function, cut into parts: what some results need, from where on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+Var = Any
+"""A variable of a jaxpr: what an equation makes, or an input."""
+
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}  # fmt: skip
+_LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
+
+
+class Part:
+    """Some equations of a function, in order, as a function of their own.
+
+    takes   the variables it must be given       gives   those it returns
+    """
+
+    def __init__(self, equations: Sequence[Any], takes: Sequence[Var], gives: Sequence[Any], consts: dict[Var, Any]):
+        self.takes, self.gives = tuple(takes), tuple(gives)
+        self._equations, self._consts = equations, consts
+
+    def __call__(self, given: dict[Var, Any]) -> list[Any]:
+        """Compute what it gives. `given`: what is known, by variable."""
+        return _evaluate(self._equations, {**self._consts, **{var: given[var] for var in self.takes}}, self.gives)
+
+
+class Equations:
+    """All equations of `function(*examples)`, calls within calls written out.
+
+    `outputs` are the variables of its results; `inputs` those of the examples. A result may be a literal.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Any]], examples: Sequence[Any]):
+        nested = jax.make_jaxpr(function)(*examples)
+        closed = jax.make_jaxpr(lambda *args: _inlined(nested, args))(*examples)
+        jaxpr = closed.jaxpr
+        self.inputs, self.outputs = tuple(jaxpr.invars), tuple(jaxpr.outvars)
+        self._equations = list(jaxpr.eqns)
+        self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._maker = {var: place for place, eqn in enumerate(self._equations) for var in eqn.outvars}
+
+    def depends_on(self, sources: Iterable[Var]) -> set[Var]:
+        """All variables that depend on these, and these."""
+        found = set(sources)
+        for eqn in self._equations:
+            if any(atom in found for atom in eqn.invars if not is_literal(atom)):
+                found.update(eqn.outvars)
+        return found
+
+    def origin(self, var: Var, inside: set[Var]) -> Var:
+        """The variable that has the same numbers in another layout, as far back as it is one of `inside`."""
+        while (before := self._before(var)) is not None and before in inside:
+            var = before
+        return var
+
+    def needed_for(self, wanted: Iterable[Any], given: Iterable[Var] = ()) -> set[int]:
+        """The places of the equations that these results need where the variables `given` are known."""
+        given, found = set(given), set()
+        pending = [var for var in wanted if not is_literal(var)]
+        while pending:
+            var = pending.pop()
+            place = self._maker.get(var)
+            if var in given or place is None or place in found:
+                continue
+            found.add(place)
+            pending += [atom for atom in self._equations[place].invars if not is_literal(atom)]
+        return found
+
+    def part(self, wanted: Sequence[Any], given: Iterable[Var] = ()) -> Part:
+        """What computes `wanted` from `given` and the inputs."""
+        given = set(given)
+        places = self.needed_for(wanted, given)
+        chosen = [self._equations[place] for place in sorted(places)]
+        read = [atom for eqn in chosen for atom in eqn.invars] + list(wanted)
+        made = {var for place in places for var in self._equations[place].outvars} - given
+        takes = dict.fromkeys(a for a in read if not is_literal(a) and a not in made and a not in self._consts)
+        return Part(chosen, list(takes), wanted, self._consts)
+
+    def in_order(self, variables: Iterable[Var]) -> list[Var]:
+        """These, inputs first, and then as they are made."""
+        place = {var: number for number, var in enumerate(self.inputs)}
+        return sorted(variables, key=lambda var: place.get(var, len(place) + self._maker.get(var, 0)))
+
+    def made_by(self, places: Iterable[int]) -> set[Var]:
+        """The variables that these equations make."""
+        return {var for place in places for var in self._equations[place].outvars}
+
+    def _before(self, var: Var) -> Var | None:
+        place = self._maker.get(var)
+        if place is None or self._equations[place].primitive.name not in _LAYOUTS:
+            return None
+        before = self._equations[place].invars[0]
+        return None if is_literal(before) else before
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def _evaluate(equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[Any], inline: bool = False) -> list[Any]:
+    """Compute `wanted`: each equation in turn; with `inline`, in place of a call what is called."""
+
+    def read(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else known[atom]
+
+    for eqn in equations:
+        values = [read(atom) for atom in eqn.invars]
+        if inline and eqn.primitive.name in _CALLS:
+            results = _inlined(_called(eqn.params), values)
+        else:
+            with eqn.ctx.manager:
+                results = eqn.primitive.bind(*values, **eqn.params)
+        known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results]))
+    return [read(atom) for atom in wanted]
+
+
+def _inlined(closed: Any, values: Sequence[Any]) -> list[Any]:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    known = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    known.update(zip(jaxpr.invars, values, strict=True))
+    return _evaluate(jaxpr.eqns, known, jaxpr.outvars, inline=True)
+
+
+def _called(params: dict[str, Any]) -> Any:
+    return params["call_jaxpr"] if "call_jaxpr" in params else params.get("jaxpr", params.get("fun_jaxpr"))

@@ -1,0 +1,113 @@
+"""Arrays of many shapes, packed into flat ones. All ranks run one program, so what they hold must have one shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tplab.jax.context import vary, varying_axes
+
+
+class Kind(NamedTuple):
+    """What can lie in one flat array: a dtype, and the axes along which JAX's types say that ranks differ."""
+
+    dtype: str
+    axes: tuple[str, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    def zeros(self, *shape: int) -> Array:
+        return vary(jnp.zeros(shape, self.dtype), self.axes)
+
+
+Flat = dict[Kind, Array]
+"""One flat array a kind."""
+Sizes = Mapping[Kind, int]
+
+
+class Piece(NamedTuple):
+    """An array's shape, and where it begins in the flat array of its kind."""
+
+    shape: tuple[int, ...]
+    kind: Kind
+    begin: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Layout(NamedTuple):
+    """Where each of some arrays lies: one behind the other, in the flat array of its kind."""
+
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, arrays: Iterable[tuple[tuple[int, ...], Kind]]) -> Layout:
+        """That of arrays of these shapes and kinds."""
+        sizes: dict[Kind, int] = {}
+        pieces = []
+        for shape, kind in arrays:
+            piece = Piece(shape, kind, sizes.get(kind, 0))
+            sizes[kind] = piece.begin + piece.size
+            pieces.append(piece)
+        return cls(tuple(pieces))
+
+    @property
+    def sizes(self) -> dict[Kind, int]:
+        """Elements of each kind."""
+        sizes: dict[Kind, int] = {}
+        for piece in self.pieces:
+            sizes[piece.kind] = sizes.get(piece.kind, 0) + piece.size
+        return sizes
+
+    def pack(self, arrays: Sequence[Array], sizes: Sizes) -> Flat:
+        """The arrays, with zeros behind them up to these sizes."""
+        rows: dict[Kind, list[Array]] = {kind: [] for kind in sizes}
+        for x, piece in zip(arrays, self.pieces, strict=True):
+            rows[piece.kind].append(vary(x, piece.kind.axes).reshape(-1))
+        for kind, size in self.sizes.items():
+            if size < sizes[kind]:
+                rows[kind].append(kind.zeros(sizes[kind] - size))
+        return {
+            kind: row[0] if len(row) == 1 else jnp.concatenate(row) if row else kind.zeros(sizes[kind])
+            for kind, row in rows.items()
+        }
+
+    def unpack(self, flat: Flat, begin: Mapping[Kind, Any] | None = None) -> list[Array]:
+        """The arrays again; `begin` says where in the flat ones they lie, if not in front."""
+        if begin is not None:
+            flat = {kind: cut(flat[kind], begin[kind], size) for kind, size in self.sizes.items()}
+        return [cut(flat[p.kind], p.begin, p.size).reshape(p.shape) for p in self.pieces]
+
+
+def cut(x: Array, begin: Any, size: int) -> Array:
+    """`size` elements of a flat array."""
+    if isinstance(begin, int):
+        return x if (begin, size) == (0, x.shape[0]) else lax.slice(x, (begin,), (begin + size,))
+    return lax.dynamic_slice(x, (begin,), (size,))
+
+
+def add_at(x: Array, begin: Any, more: Array) -> Array:
+    """A flat array with `more` added to the elements from `begin` on: in place, where it is the carry of a loop."""
+    return lax.dynamic_update_slice(x, cut(x, begin, more.shape[0]) + more, (begin,))
+
+
+def kind_of(x: Any, axes: Iterable[str] = ()) -> Kind:
+    """Of an array or its type; `axes` are added to those along which it differs."""
+    return Kind(str(x.dtype), tuple(sorted({*varying_axes(x), *axes})))
+
+
+def largest(layouts: Iterable[Layout]) -> dict[Kind, int]:
+    """Of each kind, the elements of the layout that has most."""
+    sizes: dict[Kind, int] = {}
+    for layout in layouts:
+        for kind, size in layout.sizes.items():
+            sizes[kind] = max(size, sizes.get(kind, 0))
+    return sizes

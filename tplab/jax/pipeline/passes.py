@@ -1,0 +1,191 @@
+"""A stage's passes over one microbatch, F, B, I and W, as parts of one traced gradient.
+
+The stage and its gradient are traced once, together:
+
+    x, weights -> y;  y, dy -> dx, dweights
+
+and the equations are dealt out by what they depend on and by what needs them:
+
+    F   all that does not wait for dy: y, and what JAX's `vjp` saves for its backward pass
+    B   the rest
+    I   of B what dx needs
+    W   of B what dweights need and dx does not: of a linear layer dW = dy^T x. It takes the gradients that I has met at
+        the outputs of such products, so that nothing is computed twice: I and W together are the FLOPs of B
+
+What is made of weights alone is not kept, since each pass can make it again from them; nor are random keys. The same
+numbers in another layout (reshape, transpose) are kept once. Where there is no dx, as in the first stage, I is what the
+gradients of several weights have in common.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tplab.errors import ShapeError
+from tplab.jax.context import vary
+from tplab.jax.pipeline.equations import Equations, Var, is_literal
+from tplab.jax.pipeline.stage import Arrays, Stage
+
+Loss = Callable[[Any, Any], Array]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a pass can have at any time, since it is there for the whole batch.
+
+    params       the stage's parameters
+    inputs       of one microbatch, in the first stage        target   of it, in the last
+    microbatch   its number        place   the number of the stage's first layer in the model
+    key          the batch's random key, or None
+    """
+
+    params: Any
+    inputs: Arrays | None
+    target: Any
+    microbatch: Array
+    place: Array
+    key: Any
+
+    def flat(self) -> tuple[list[Any], Any]:
+        return jax.tree.flatten((self.params, self.inputs, self.target, self.microbatch, self.place, self.key))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A stage and its gradient as equations, and which of their variables are what.
+
+    params, fixed   parameters; and all that is given
+    arriving        what comes from the stage before; of the first stage nothing
+    outputs         what F gives: the stage's outputs, or the loss
+    ends            the gradients of the floating-point outputs, with which the backward pass begins
+    input_grads     of the floating-point inputs that arrived
+    param_grads     one a parameter
+    residuals       what the backward pass takes from the forward pass
+    """
+
+    equations: Equations
+    params: tuple[Var, ...]
+    fixed: tuple[Var, ...]
+    arriving: tuple[Var, ...]
+    outputs: tuple[Any, ...]
+    ends: tuple[Any, ...]
+    input_grads: tuple[Any, ...]
+    param_grads: tuple[Any, ...]
+    residuals: tuple[Any, ...]
+
+
+def traced(stage: Stage, given: Given, arriving: Arrays, loss: Loss | None, axes: tuple[str, ...]) -> Traced:
+    """Trace a stage and its gradient. `arriving` are examples; `loss` is for the last stage.
+
+    axes   along which every rank has activations of its own: those of the pipeline and of data parallelism
+    """
+    leaves, structure = given.flat()
+    is_first = given.inputs is not None
+    parts: list[int] = []  # how many outputs, ends, ...
+
+    def function(*args: Any) -> list[Any]:
+        params, inputs, target, microbatch, place, key = structure.unflatten(args[: len(leaves)])
+        inputs = tuple(inputs) if is_first else args[len(leaves) :]
+        places = [] if is_first else [place for place, x in enumerate(inputs) if is_float(x)]
+
+        def keys(layer: int) -> Any:
+            return None if key is None else jax.random.fold_in(jax.random.fold_in(key, microbatch), place + layer)
+
+        def finish(*outputs: Array) -> Arrays:
+            assert loss is not None
+            return (_checked(loss(outputs[0] if len(outputs) == 1 else outputs, target)),)
+
+        def forward(params: Any, floats: list[Array]) -> tuple[list[Array], Arrays]:
+            entered = list(inputs)
+            for where, x in zip(places, floats, strict=True):
+                entered[where] = x
+            outputs = stage(params, tuple(entered), keys, None if loss is None else finish)
+            outputs = tuple(vary(y, axes) for y in outputs)
+            return [y for y in outputs if is_float(y)], outputs
+
+        floats, pull, outputs = jax.vjp(forward, params, [inputs[where] for where in places], has_aux=True)
+        ends = [y * 0 for y in floats]  # stand for the gradients: variables of their own, of the right types
+        param_grads, input_grads = pull(ends)
+        groups = [outputs, ends, input_grads, jax.tree.leaves(param_grads), jax.tree.leaves(pull)]
+        parts[:] = [len(group) for group in groups]
+        return [x for group in groups for x in group]
+
+    equations = Equations(function, [*leaves, *arriving])
+    given_params = len(jax.tree.leaves(given.params))
+    found, results = [], list(equations.outputs)
+    for size in parts:
+        found.append(tuple(results[:size]))
+        del results[:size]
+    fixed, after = equations.inputs[: len(leaves)], equations.inputs[len(leaves) :]
+    return Traced(equations, fixed[:given_params], fixed, after, *found)
+
+
+class Passes:
+    """F, B, I and W of a stage, with what each keeps for the others.
+
+    F gives the outputs, then `saved`. B gives input_grads, then the gradients of the parameters numbered `trained`.
+    I gives input_grads, those of `early`, then `left`; W those of `late`.
+
+    saved   what F keeps        left   what I keeps for W, which needs `outlasting` of `saved` too
+    """
+
+    def __init__(self, traced: Traced):
+        self.traced = traced
+        equations, fixed = traced.equations, set(traced.fixed)
+        data = equations.depends_on([*traced.arriving, *traced.fixed[len(traced.params) :]])
+        saved = {v for v in traced.residuals if not is_literal(v) and v in data and not _is_key(v)}
+        saved = {equations.origin(var, data) for var in saved} - fixed
+        ends = {end for end in traced.ends if not is_literal(end)}
+        gradients = traced.param_grads
+        self.saved = equations.in_order(saved)
+        self.trained = [n for n, var in enumerate(gradients) if not is_literal(var) and var in data]
+        self.forward = equations.part([*traced.outputs, *self.saved])
+        self.backward = equations.part([*traced.input_grads, *(gradients[n] for n in self.trained)], saved | ends)
+
+        waits = equations.depends_on(ends)
+        chain = self._chain(saved | ends)
+        on_chain = equations.made_by(chain) & waits
+        self.early = [n for n in self.trained if gradients[n] in on_chain]
+        self.late = [n for n in self.trained if gradients[n] not in on_chain]
+        late = [gradients[n] for n in self.late]
+        # W begins where the chain passes by, and at what was there before the chain. What recomputes is I's.
+        there = {v for v in (saved | ends | on_chain | (data - waits)) - fixed if not _is_key(v)}
+        taken = {equations.origin(var, there) for var in equations.part(late, there).takes if var in there}
+        self.weight_grad = equations.part(late, taken)
+        self.outlasting = saved & taken
+        self.left = equations.in_order(taken - saved)
+        self.input_grad = equations.part(
+            [*traced.input_grads, *(gradients[n] for n in self.early), *self.left], saved | ends
+        )
+
+    def _chain(self, known: set[Var]) -> set[int]:
+        """The places of the equations that the gradient passes on its way to the inputs."""
+        traced, equations = self.traced, self.traced.equations
+        if traced.input_grads:
+            return equations.needed_for(traced.input_grads, known)
+        each = [equations.needed_for([traced.param_grads[n]], known) for n in self.trained]
+        return {place for place, count in Counter(place for places in each for place in places).items() if count > 1}
+
+
+def is_float(x: Any) -> bool:
+    """Whether a gradient can flow through such an array: token numbers and masks have none."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _is_key(var: Var) -> bool:
+    return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
+
+
+def _checked(value: Any) -> Array:
+    if not isinstance(value, Array) or value.ndim or not is_float(value):
+        is_array = isinstance(value, Array)
+        what = f"a {value.dtype} array {list(value.shape)}" if is_array else f"a {type(value).__name__}"
+        raise ShapeError(f"the loss of a microbatch is {what}; it must be one number, as .mean() or .sum() give")
+    return value

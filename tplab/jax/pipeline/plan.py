@@ -1,0 +1,206 @@
+"""The plan of a batch: what each rank does at each tick, what it sends, and where everything lies. All of it NumPy.
+
+A schedule is known before the program runs, so that every question of where and when is settled here, and the program
+only looks numbers up: which pass, which slot of which buffer, which ranks exchange. A slot is free again when what lay
+in it has been taken, so that buffers are as long as the schedule keeps things at once, and no longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.jax.pipeline.flat import Kind
+from tplab.schedules import Action, Schedule
+
+Pairs = tuple[tuple[int, int], ...]
+"""Who sends to whom in one exchange."""
+
+
+class Buffer(NamedTuple):
+    """Part of the stash: arrays of one shape and kind, one a slot. `number` tells those of one pass apart."""
+
+    shape: tuple[int, ...]
+    kind: Kind
+    number: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one slot."""
+        return math.prod(self.shape) * self.kind.itemsize
+
+
+class Keeping(NamedTuple):
+    """What a program's passes keep: the buffers that F fills, those of them that W needs too, and those that I fills."""
+
+    saved: tuple[Buffer, ...]
+    outlasting: frozenset[Buffer]
+    left: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens at each tick.
+
+    table     column -> [ticks, ranks]:
+              "action"           number of the pass in `passes`, counted from 1; 0 where the rank idles
+              "stage", "microbatch", "home"   of the action; home is the rank where the microbatch begins
+              "takes"            the slot of the inbox where what the action takes lies
+              ("arrives", n)     the slot of the inbox for what exchange n brings after the tick; -1 where it brings nothing
+              a Buffer           its slot that the action fills, or reads
+    passes    (kind, program) that are run
+    rounds    who sends to whom, of all exchanges that differ; the first is that of nobody
+    round_of  [ticks, exchanges] of them, after each tick
+    inbox     slots of the inbox
+    stash     buffer -> slots
+    held      of each rank, (action, bytes that it then keeps for backward passes)
+    """
+
+    table: dict[Any, np.ndarray]
+    passes: tuple[tuple[str, int], ...]
+    rounds: tuple[Pairs, ...]
+    round_of: np.ndarray
+    inbox: int
+    stash: dict[Buffer, int]
+    held: list[list[tuple[Action, int]]]
+
+
+def plan(schedule: Schedule, program_of: Sequence[int], keeping: Sequence[Keeping]) -> Plan:
+    """Plan a schedule of computations. `program_of` says which program each stage runs, `keeping` what each keeps."""
+    return _Planner(schedule, program_of, keeping).plan()
+
+
+class _Planner:
+    def __init__(self, schedule: Schedule, program_of: Sequence[int], keeping: Sequence[Keeping]):
+        self.schedule, self.program_of, self.keeping = schedule, program_of, keeping
+        self.shape = schedule.num_ticks, schedule.num_ranks
+        self.ticks, self.ranks = schedule.ticks.tolist(), schedule.rank.tolist()
+        self.table: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros(self.shape, np.int32))
+        self.places = {}  # (kind, stage, microbatch) -> place in the schedule's columns
+        self.actions = [action for row in schedule.by_rank() for action in row]
+        for place, action in enumerate(self.actions):
+            self.places[action.kind, action.stage, action.microbatch] = place
+
+    def plan(self) -> Plan:
+        passes = self._actions()
+        rounds, round_of, inbox = self._messages()
+        stash = self._stash()
+        return Plan(dict(self.table), passes, rounds, round_of, inbox, stash, self._held())
+
+    def _actions(self) -> tuple[tuple[str, int], ...]:
+        """Note what each rank does."""
+        passes: dict[tuple[str, int], int] = {}
+        for place, action in enumerate(self.actions):
+            cell = self.ticks[place], self.ranks[place]
+            key = action.kind, self.program_of[action.stage]
+            self.table["action"][cell] = passes.setdefault(key, len(passes) + 1)
+            self.table["stage"][cell], self.table["microbatch"][cell] = action.stage, action.microbatch
+            self.table["home"][cell] = self.schedule.rank_of(0, action.microbatch)
+        return tuple(passes)
+
+    def _messages(self) -> tuple[tuple[Pairs, ...], np.ndarray, int]:
+        """Note what is sent and where it arrives: (rounds, round_of, slots of the inbox).
+
+        At each tick a rank sends one message at most, but it may get several: as many exchanges follow as the busiest
+        receiver gets messages.
+        """
+        message = self.schedule.needs.message
+        sent: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        lies = _Slots(self.shape[1])
+        for consumer in sorted(np.flatnonzero(message >= 0).tolist(), key=lambda c: self.ticks[message[c]]):
+            producer = int(message[consumer])
+            tick, rank = self.ticks[producer], self.ranks[consumer]
+            # read at the beginning of a tick, filled at the end of one
+            slot = lies.take(rank, tick, self.ticks[consumer] - 1)
+            self.table["takes"][self.ticks[consumer], rank] = slot
+            sent[tick][rank].append((self.ranks[producer], slot))
+        most = max((len(messages) for by_rank in sent.values() for messages in by_rank.values()), default=0)
+        rounds: dict[Pairs, int] = {(): 0}
+        round_of = np.zeros((self.shape[0], most), np.int32)
+        for number in range(most):
+            arrives = self.table["arrives", number] = np.full(self.shape, -1, np.int32)
+            for tick, by_rank in sent.items():
+                pairs = []
+                for rank, messages in by_rank.items():
+                    if number < len(messages):
+                        source, arrives[tick, rank] = messages[number]
+                        pairs.append((source, rank))
+                round_of[tick, number] = rounds.setdefault(tuple(sorted(pairs)), len(rounds))
+        return tuple(rounds), round_of, lies.most
+
+    def _stash(self) -> dict[Buffer, int]:
+        """Note in which slots what is kept lies: buffer -> how many it needs."""
+        lies: dict[Buffer, _Slots] = {}
+        for action in sorted(self.actions, key=lambda a: self.ticks[self._place(a.kind, a)]):
+            keeping = self.keeping[self.program_of[action.stage]]
+            if action.kind not in ("F", "I"):
+                continue
+            for buffer in keeping.saved if action.kind == "F" else keeping.left:
+                used = self._users(action, buffer in keeping.outlasting)
+                rank = self.ranks[used[0]]
+                slots = lies.setdefault(buffer, _Slots(self.shape[1]))
+                slot = slots.take(rank, self.ticks[used[0]], self.ticks[used[-1]])
+                for place in used:
+                    self.table[buffer][self.ticks[place], rank] = slot
+        return {buffer: slots.most for buffer, slots in lies.items()}
+
+    def _users(self, action: Action, outlasts: bool) -> list[int]:
+        """The actions, by place, that fill or read what this one keeps, in order."""
+        first = self._place(action.kind, action)
+        if action.kind == "I":
+            return [first, self._place("W", action)]
+        if (whole := self.places.get(("B", action.stage, action.microbatch))) is not None:
+            return [first, whole]
+        return [first, self._place("I", action)] + ([self._place("W", action)] if outlasts else [])
+
+    def _held(self) -> list[list[tuple[Action, int]]]:
+        held: list[list[tuple[Action, int]]] = []
+        for row in self.schedule.by_rank():
+            total, lines = 0, []
+            for action in row:
+                keeping = self.keeping[self.program_of[action.stage]]
+                saved, left = _bytes(keeping.saved), _bytes(keeping.left)
+                outlasting = _bytes(keeping.outlasting)
+                total += {"F": saved, "B": -saved, "I": left + outlasting - saved, "W": -left - outlasting}[action.kind]
+                lines.append((action, total))
+            held.append(lines)
+        return held
+
+    def _place(self, kind: str, action: Action) -> int:
+        return self.places[kind, action.stage, action.microbatch]
+
+
+class _Slots:
+    """Slots of one buffer, on each rank. Asked for in the order of time."""
+
+    def __init__(self, num_ranks: int):
+        self._free: list[list[int]] = [[] for _ in range(num_ranks)]
+        self._taken: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+        self._count = [0] * num_ranks
+
+    @property
+    def most(self) -> int:
+        """How many the busiest rank needs."""
+        return max(self._count)
+
+    def take(self, rank: int, begin: int, end: int) -> int:
+        """The lowest slot that is free from tick `begin` to tick `end`."""
+        taken, free = self._taken[rank], self._free[rank]
+        while taken and taken[0][0] < begin:
+            heappush(free, heappop(taken)[1])
+        if not free:
+            heappush(free, self._count[rank])
+            self._count[rank] += 1
+        slot = heappop(free)
+        heappush(taken, (end, slot))
+        return slot
+
+
+def _bytes(buffers: Iterable[Buffer]) -> int:
+    return sum(buffer.num_bytes for buffer in buffers)

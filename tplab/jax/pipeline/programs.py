@@ -1,0 +1,160 @@
+"""Programs: what the stages of a model compute, traced once. Equal stages share one, and so one compiled branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from tplab.errors import ScheduleError, ShapeError
+from tplab.jax.context import vary
+from tplab.jax.pipeline.equations import Var
+from tplab.jax.pipeline.flat import Flat, Layout, kind_of
+from tplab.jax.pipeline.passes import Given, Loss, Passes, is_float, traced
+from tplab.jax.pipeline.plan import Buffer, Keeping
+from tplab.jax.pipeline.stage import Stage
+from tplab.jax.pipeline.stages import Blueprint, Blueprints
+
+
+class Batch:
+    """The microbatches of a batch, behind one another, and its random key. There for every pass, on every rank.
+
+    axes   along which ranks have activations of their own: those of the pipeline and of data parallelism
+    """
+
+    def __init__(self, microbatches: Sequence[tuple[Any, Any]], key: Any, axes: tuple[str, ...]):
+        self.axes, self._key = axes, key
+        self._inputs = self._stacked([x if isinstance(x, tuple) else (x,) for x, _ in microbatches])
+        self._targets = self._stacked([target for _, target in microbatches])
+
+    def given(self, params: Any, is_first: bool, is_last: bool, microbatch: Array, place: Array) -> Given:
+        """What a pass over one microbatch is given."""
+
+        def one(tree: Any) -> Any:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), tree)
+
+        inputs, target = one(self._inputs) if is_first else None, one(self._targets) if is_last else None
+        return Given(params, inputs, target, microbatch, place, self._key)
+
+    def _stacked(self, trees: list[Any]) -> Any:
+        first = _shapes(trees[0])
+        for number, tree in enumerate(trees):
+            if _shapes(tree) != first:
+                raise ShapeError(
+                    f"microbatch {number} is {_in_words(tree)}, and microbatch 0 {_in_words(trees[0])}; one compiled "
+                    "loop runs all of them, so they must have one shape: pad them, or leave the odd one out"
+                )
+        return jax.tree.map(lambda *xs: vary(jnp.stack(xs), self.axes), *trees)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a stage computes.
+
+    enters, leaves   how F's inputs and outputs are packed when they pass between stages
+    ends, returns    and the gradients: those of the outputs, with which B and I begin, and those of the inputs
+    saved, left      where what F keeps, and what I keeps for W, lies in the stash: as `passes.saved` and `.left`
+    """
+
+    blueprint: Blueprint
+    stage: Stage
+    passes: Passes
+    enters: Layout
+    leaves: Layout
+    ends: Layout
+    returns: Layout
+    saved: tuple[Buffer, ...]
+    left: tuple[Buffer, ...]
+
+    @property
+    def is_first(self) -> bool:
+        return not self.enters.pieces
+
+    @property
+    def is_last(self) -> bool:
+        return not self.leaves.pieces
+
+    @property
+    def keeping(self) -> Keeping:
+        """What lies in the stash, and how long."""
+        passes = self.passes
+        outlasting = {buffer for var, buffer in zip(passes.saved, self.saved) if var in passes.outlasting}
+        return Keeping(self.saved, frozenset(outlasting), self.left)
+
+    def params(self, flat: Flat, begin: Any = None) -> Any:
+        """The stage's parameters, unpacked."""
+        return self.blueprint.structure.unflatten(self.blueprint.layout.unpack(flat, begin))
+
+
+def programs_of(
+    blueprints: Blueprints, params: Flat, batch: Batch, loss: Loss, checkpoint_every: int | None
+) -> tuple[list[Program], list[int]]:
+    """(the programs of a model's stages, which of them each stage runs)."""
+    programs: list[Program] = []
+    program_of: list[int] = []
+    enters, last = Layout(()), len(blueprints.stages) - 1
+    for number, blueprint in enumerate(blueprints.stages):
+        stage = Stage(blueprint.layers, number, checkpoint_every)
+        roles = number == 0, number == last
+        for place, known in enumerate(programs):
+            if (known.is_first, known.is_last, known.enters) == (*roles, enters) and _same(known, stage, blueprint):
+                break
+        else:
+            place = len(programs)
+            programs.append(_traced(stage, blueprint, params, batch, enters, loss if number == last else None))
+        program_of.append(place)
+        enters = programs[place].leaves
+    return programs, program_of
+
+
+def _traced(
+    stage: Stage, blueprint: Blueprint, params: Flat, batch: Batch, enters: Layout, loss: Loss | None
+) -> Program:
+    """The program of a stage that is like none before it."""
+    is_first, is_last = stage.number == 0, loss is not None
+    if not is_first and not any(is_float(jnp.empty(0, piece.kind.dtype)) for piece in enters.pieces):
+        raise ScheduleError(
+            f"nothing that enters stage {stage.number} is of floating point, so no gradient can flow back to stage "
+            f"{stage.number - 1}; cut the model elsewhere"
+        )
+    zero = vary(jnp.int32(0), batch.axes)
+    own = blueprint.structure.unflatten(blueprint.layout.unpack(params))
+    given = batch.given(own, is_first, is_last, zero, zero)
+    arriving = tuple(piece.kind.zeros(*piece.shape) for piece in enters.pieces)
+    made = traced(stage, given, arriving, loss, batch.axes)
+    passes, count = Passes(made), {}
+
+    def buffer(var: Var) -> Buffer:
+        key = tuple(var.aval.shape), kind_of(var.aval)
+        count[key] = count.get(key, -1) + 1
+        return Buffer(*key, count[key])
+
+    saved, left = tuple(map(buffer, passes.saved)), tuple(map(buffer, passes.left))
+    leaves = Layout(()) if is_last else _layout(made.outputs)
+    return Program(
+        blueprint, stage, passes, enters, leaves, _layout(made.ends), _layout(made.input_grads), saved, left
+    )
+
+
+def _layout(variables: Sequence[Any]) -> Layout:
+    return Layout.of((tuple(var.aval.shape), kind_of(var.aval)) for var in variables)
+
+
+def _same(known: Program, stage: Stage, blueprint: Blueprint) -> bool:
+    other = known.blueprint
+    alike = (other.layout, other.structure) == (blueprint.layout, blueprint.structure)
+    return alike and known.stage.same_as(stage)
+
+
+def _shapes(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+
+
+def _in_words(tree: Any) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in _shapes(tree)[1])

@@ -1,0 +1,103 @@
+"""A stage of a pipeline: consecutive layers, run on one microbatch at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+
+from tplab.errors import ScheduleError
+
+Arrays = tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is called in a stage: a layer with `init`, which is given its parameters first, or a function without any.
+
+    called    the layer or function
+    forward   what to call in its place, with the layer and its parameters before the inputs
+    bare      a function that takes parameters first, though it has no `init`
+    """
+
+    called: Any
+    forward: Callable[..., Any] | None = None
+    bare: bool = False
+
+    @property
+    def has_params(self) -> bool:
+        return self.bare or hasattr(self.called, "init")
+
+    def __call__(self, params: Any, inputs: Arrays, key: Any) -> Any:
+        """The layer's output. A `key` goes to those that have a parameter of this name."""
+        given: tuple[Any, ...] = (params, *inputs) if self.has_params else inputs
+        function = self.called
+        if self.forward is not None:
+            function, given = self.forward, (self.called, *given)
+        if key is not None and "key" in inspect.signature(function).parameters:
+            return function(*given, key=key)
+        return function(*given)
+
+    def same_as(self, other: Layer) -> bool:
+        """Whether it is known to do the same. A layer that cannot be compared is another one."""
+        try:
+            return bool(self == other)
+        except Exception:  # arrays in a layer, for one, are compared element by element
+            return False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some layers.
+
+    number             for messages
+    checkpoint_every   every so many layers only what enters them is kept; what is between is computed again
+    """
+
+    layers: tuple[Layer, ...]
+    number: int
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.checkpoint_every
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ScheduleError(f"checkpoint_every is {size!r}; it is a number of layers, 1 or more")
+
+    def __call__(
+        self, params: Sequence[Any], inputs: Arrays, keys: Callable[[int], Any], finish: Callable[..., Arrays] | None
+    ) -> Arrays:
+        """What the stage gives of `inputs`; `finish` of the last stage: outputs -> loss, which it gives instead."""
+        size = self.checkpoint_every or max(1, len(self.layers))
+        starts = range(0, len(self.layers), size) or [0]
+        for begin in starts:
+            is_end = begin == starts[-1]
+
+            def piece(params: Sequence[Any], inputs: Arrays, begin: int = begin, is_end: bool = is_end) -> Arrays:
+                for place, layer in enumerate(self.layers[begin : begin + size], begin):
+                    inputs = self._arrays(layer(params[place], inputs, keys(place)))
+                return finish(*inputs) if is_end and finish is not None else inputs
+
+            inputs = (piece if self.checkpoint_every is None else jax.checkpoint(piece))(params, inputs)
+        return inputs
+
+    def same_as(self, other: Stage) -> bool:
+        """Whether it does the same, given the same."""
+        return len(self.layers) == len(other.layers) and all(map(Layer.same_as, self.layers, other.layers))
+
+    def _arrays(self, outputs: Any) -> Arrays:
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not found or not all(isinstance(x, Array) for x in found):
+            raise ScheduleError(
+                f"stage {self.number} returned {_kind(outputs)}; it must return an array, or a tuple of arrays"
+            )
+        return found
+
+
+def _kind(outputs: object) -> str:
+    if isinstance(outputs, tuple):
+        return f"a tuple of {', '.join(type(x).__name__ for x in outputs) or 'nothing'}"
+    return f"a {type(outputs).__name__}"

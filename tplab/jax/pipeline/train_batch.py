@@ -1,0 +1,124 @@
+"""A pipeline: each rank holds some stages of a model, and all run one compiled loop over the ticks of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import Array
+
+from tplab.errors import ScheduleError, ShapeError
+from tplab.jax.comm import all_reduce, axis_size
+from tplab.jax.context import this_mesh, vary, varying_axes
+from tplab.jax.pipeline.copies import add_copies, mean
+from tplab.jax.pipeline.flat import Flat
+from tplab.jax.pipeline.passes import Loss
+from tplab.jax.pipeline.plan import plan
+from tplab.jax.pipeline.programs import Batch, programs_of
+from tplab.jax.pipeline.stages import Stages, Tied, alike, as_params
+from tplab.jax.pipeline.ticks import Ticks
+from tplab.mesh import Axis
+from tplab.microbatches import check_microbatches
+from tplab.schedules import Action, Costs, Schedule, check
+from tplab.schedules.execute import require_ranks
+
+Held = list[list[tuple[Action, int]]]
+"""Of each rank, what it holds for its backward passes after each of its actions: (action, bytes)."""
+
+
+def train_batch(
+    schedule: Schedule, stages: Stages | tuple[Callable[..., Any], Any], microbatches: Sequence[tuple[Any, Any]],
+    loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None, tied: Tied | None = None,
+    checkpoint_every: int | None = None, costs: Costs | None = None, held: Held | None = None, key: Any = None,
+) -> tuple[Array, Any]:  # fmt: skip
+    """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a rank's
+    program; the rank at position r of `axis` runs row r.
+
+        def step(x, y):
+            stages = stages_of([LayerSpec(Linear, 8, 8)] * 4, one_f_one_b(4, 8))     # this rank's layers
+            return train_batch(one_f_one_b(4, 8), stages, split_batch(x, y, 8), mean_squares)
+
+        loss, grads = run(step, Mesh(pp=4), x, y, out_specs=(P(), P("pp"))).value
+
+    schedule      any `Schedule`, by a rule or by hand; it is checked first
+    stages        what `stages_of` makes; or (function, params), where every stage is function(params, x), with this
+                  rank's own params: a list of them where it holds several stages
+    microbatches  a pair (input, target) each, all of one shape. The first stage looks at the inputs, the last at the
+                  targets; a tuple as input is several arrays
+    loss          loss(output, target) -> a scalar
+    ->            the mean of the microbatches' losses, the same on every rank, and its gradients, which have the form of
+                  `stages`: Stages, or what params are
+
+    data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
+                  mean over it
+    tied          parameters that are one: [((0, "0.weight"), (3, "2.weight"))] says by stage and name (the layer's place
+                  in its stage first) that their gradients are added up, and each gets the sum. `stages_of` finds them.
+                  Copies of one stage on two ranks (Chimera, DualPipe) are tied without being named
+    checkpoint_every  every so many layers of a stage what passes between them is forgotten, and computed again in the
+                  backward pass
+    costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
+                  time. So the trace can be laid over `simulate(schedule, costs, lockstep=True)`
+    held          a list that gets, when the program is traced, one list for each rank: its actions, and the bytes that it
+                  holds for its backward passes after each
+    key           the batch's random key, the same on every rank: for layers that have a parameter of this name, each its
+                  own. It depends on the microbatch and the layer's place in the model alone, so dropout draws the same
+                  numbers in every schedule, computed again or not
+
+    What each action does:
+        F   take the input, run the stage, keep what the backward pass needs; the last stage goes on to the loss
+        B   from the gradient of the output, that of the input and those of the parameters
+        I   that of the input only; keep what W needs, let go of the rest       W   those of the parameters
+    B is I and W at once, to the FLOP. An overlapped pair runs one after the other. A STEP is left to the caller.
+
+    Lock-step: a tick is over when its slowest rank is, and its messages have arrived. What is sent goes in one flat array
+    a dtype, as long as the longest message between any two stages; ranks that have nothing to send send nothing. Stages
+    of the same layers are compiled once.
+    Raises ScheduleError and ShapeError, in words, where schedule, stages, microbatches and axis do not fit together.
+    """
+    mesh = this_mesh()
+    names = mesh.names(axis)
+    axes = names if data_axis is None else (*names, *mesh.names(data_axis))
+    require_ranks(schedule, axis_size(axis), ",".join(names))
+    check(schedule)
+    pairs = check_microbatches(microbatches, schedule.num_microbatches)
+    made = stages if isinstance(stages, Stages) else alike(*_function_and_params(stages), schedule, axis)
+    blueprints = made.blueprints
+    if (blueprints.placement, len(blueprints.stages)) != (schedule.placement, schedule.num_stages):
+        raise ScheduleError(
+            f"the stages were made for ranks that hold {blueprints.placement}, and in {schedule!r} they hold "
+            f"{schedule.placement}; make them with stages_of(layers, schedule) for this schedule"
+        )
+    schedule = schedule.compute_only()
+    params = _own(made, axes)
+    batch = Batch(pairs, key, axes)
+    programs, program_of = programs_of(blueprints, params, batch, loss, checkpoint_every)
+    planned = plan(schedule, program_of, [program.keeping for program in programs])
+    if held is not None:
+        held += planned.held
+
+    end = Ticks(schedule, planned, programs, blueprints, params, batch, axis, costs).run()
+    total = all_reduce(end.loss, axis) / schedule.num_microbatches
+    if data_axis is not None:
+        total = all_reduce(total, data_axis, "mean")
+    gradients = add_copies(mean(end.grads, data_axis), blueprints, blueprints.tied if tied is None else tied)
+    grads = Stages(gradients, blueprints)
+    return total, grads if made is stages else as_params(grads)
+
+
+def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:
+    if isinstance(stages, tuple) and len(stages) == 2 and callable(stages[0]):
+        return stages
+    raise TypeError(
+        f"train_batch takes stages_of(layers, schedule), or a pair (function, params), not a {type(stages).__name__}"
+    )
+
+
+def _own(stages: Stages, axes: tuple[str, ...]) -> Flat:
+    """The parameters, as this rank's own along `axes`: what JAX adds up along them, `train_batch` adds up at the end."""
+    for kind, x in stages.flat.items():
+        if more := varying_axes(x) - {*kind.axes, *axes}:
+            raise ShapeError(
+                f"the stages' {kind.dtype} parameters differ along {', '.join(map(repr, sorted(more)))}, where they "
+                f"were made to differ along {', '.join(map(repr, kind.axes))} only; give in_specs that say so"
+            )
+    return {kind: vary(x, axes) for kind, x in stages.flat.items()}

@@ -1,0 +1,62 @@
+"""How much memory tensors take at the worst moment of a program: counted tensor by tensor, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """The memory of all tensors that are made inside of it and are still there.
+
+        with LiveBytes() as live:
+            stages = stages_of(layers, schedule)
+        live.peak                                     # bytes, after the operation when they were most
+
+    peak    most bytes so far, looked at after each operation
+    now()   bytes at this moment
+
+    Each piece of memory counts once, and views of what was there before do not count. Gradients do, and what a backward
+    pass has not let go of yet. What an operation takes for itself while it runs is not seen, nor does torch's "meta"
+    device count, which has no memory. Inside a rank's program it sees this rank's tensors only. Looking costs time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # place -> what lies there, its bytes
+        self._before: dict[int, StorageWeakRef] = {}  # the same of what was there before
+
+    def now(self) -> int:
+        for place in [place for place, (storage, _) in self._made.items() if storage.expired()]:
+            del self._made[place]
+        return sum(num_bytes for _, num_bytes in self._made.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            if not self._knows(storage):
+                self._before[storage._cdata] = StorageWeakRef(storage)
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if not self._knows(storage):
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def _knows(self, storage: Any) -> bool:
+        """Whether it has been seen. What lies at its place may be another one, which is gone."""
+        place = storage._cdata
+        if place in self._before and not self._before[place].expired():
+            return True
+        return place in self._made and not self._made[place][0].expired()
+
+
+def _storages(tensors: Any) -> Iterator[Any]:
+    for x in tree_leaves(tensors):
+        if isinstance(x, Tensor) and x.device.type != "meta":
+            yield x.untyped_storage()

@@ -1,0 +1,90 @@
+"""`levels(...)`: how much is held, over time or over whatever else: staircases, or lines between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tplab.widgets.curves import DASHES, HEIGHT, WIDTH, Curves
+from tplab.widgets.palette import DIM, HUES, INK, LINE, PAPER
+from tplab.widgets.units import bytes_text
+
+MARKS = "osD^"  # not by colour alone
+Numbers = Sequence[float] | np.ndarray
+Line = tuple[Numbers, Numbers]
+"""x and y of every point."""
+
+
+def levels(
+    panels: Mapping[str, Mapping[str, Line]],
+    *,
+    title: str,
+    about: str = "",
+    sentence: str,
+    along: str,
+    stairs: bool = False,
+    predicted: Mapping[str, Mapping[str, Line]] | None = None,
+) -> Curves:
+    """Draw bytes over anything that grows, a panel beside the other, on one scale that begins at 0.
+
+    panels      panel title -> {line: (x, bytes)}
+    along       what x is: "microbatches"
+    stairs      every level lasts until the next point, as memory does over time; otherwise points are runs, which lines
+                connect
+    predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in ink
+    sentence    what is to be seen; it stands for the picture where none is shown
+    """
+    from matplotlib.figure import Figure  # slow to import, and not pyplot: nothing to close, no backend to choose
+
+    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
+    step = _round_step(max(drawn, default=0.0))
+    for ax, (name, lines) in zip(axes, panels.items()):
+        _dress(ax, name, along, step)
+        for index, (label, (x, y)) in enumerate(lines.items()):
+            looks = {"color": HUES[index % 8], "lw": 2, "ms": 6, "mfc": PAPER, "mew": 1.6, "label": label}
+            if stairs:  # a mark where it is first at its highest
+                top = int(np.argmax(y))
+                ax.plot(x, y, color=HUES[index % 8], lw=2, ds="steps-post", zorder=3)
+                ax.plot(x[top], y[top], marker=MARKS[index % 4], zorder=5, **looks)
+            else:
+                ax.plot(x, y, ls=DASHES[index % 4], marker="o", zorder=3, **looks)
+        for x, y in (predicted or {}).get(name, {}).values():
+            style = {"color": INK, "lw": 1, "ls": (0, (1, 2)), "ds": "steps-post" if stairs else "default"}
+            ax.plot(x, y, zorder=4, **style)
+            ax.lines[-1].set_label("predicted")
+    axes[0].set_ylim(0, 1.06 * max(drawn, default=1.0) or 1.0)
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels())))  # of several alike, one
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK,
+                  fontsize=9)  # fmt: skip
+    return Curves(title, about, sentence, figure)
+
+
+def _dress(ax: Any, name: str, along: str, step: float) -> None:
+    from matplotlib.ticker import MaxNLocator, MultipleLocator
+
+    ax.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK)
+    ax.set_xlabel(along, color=DIM, fontsize=9)
+    ax.set(facecolor="none")
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    ax.yaxis.set_major_locator(MultipleLocator(step))
+    ax.yaxis.set_major_formatter(lambda value, place: bytes_text(value))
+    ax.tick_params(which="both", colors=DIM, labelsize=9, length=0, pad=6)
+    ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
+    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    ax.spines["bottom"].set(visible=True, color=LINE)
+
+
+def _round_step(most: float) -> float:
+    """The distance of lines on the grid: four to seven of them, round in KiB or MiB."""
+    power = 1024.0
+    while power * 1024 <= most:
+        power *= 1024
+    if most < 1024:
+        power = 1.0
+    rough = max(most, 1.0) / 4 / power
+    nice = [scale * digit for scale in (0.01, 0.1, 1, 10, 100) for digit in (1, 2, 2.5, 5)]
+    return power * max((one for one in nice if one <= rough), default=nice[0])

@@ -1,0 +1,259 @@
+"""A trace of an executed pipeline schedule over its prediction: when each action ran, and when it was to.
+
+`now(over, step)` is the picture at one moment; static/overlay.js says the same in JavaScript.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tplab.errors import ScheduleError
+from tplab.mesh import Axis
+from tplab.schedules import Comparison, Run, compare
+from tplab.schedules.action import in_words
+from tplab.trace import Trace
+from tplab.widgets.pipeline_facts import Fact
+from tplab.widgets.units import plain, time_text
+
+MAX_STEPS = 400
+
+
+@dataclass(frozen=True, eq=False)
+class Overlay:
+    """One batch of a schedule in a trace. All times are counted from its first start, predicted ones from theirs.
+
+    times     times[k] is when the k-th different moment comes at which some action ends; the last one is the end of
+              both. The playhead is a position in these
+    actions   one row an action, in the order of the schedule's columns: rank (the row of the schedule), kind, stage,
+              microbatch, joined; start, end and busy as executed; due_start and due_end as predicted
+    others    what the ranks computed besides, in that time: rank, op (a place in `ops`), start, end
+    """
+
+    trace: Trace
+    comparison: Comparison
+    times: np.ndarray
+    actions: dict[str, np.ndarray]
+    others: dict[str, np.ndarray]
+    ops: list[str]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.times) - 1
+
+    @property
+    def predicted(self) -> Run:
+        return self.comparison.predicted
+
+    @property
+    def word(self) -> str:
+        """What the times of the trace are called."""
+        return "measured" if self.trace.clock == "measured" else "executed"
+
+    def time(self, position: float) -> float:
+        """When the playhead at `position` is."""
+        return float(np.interp(position, np.arange(len(self.times)), self.times))
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Times closer than this are one."""
+        return 1e-9 * float(self.times[-1])
+
+    def name(self, row: int) -> str:
+        """ "F3"; where a rank holds several stages, "F3 of stage 5"."""
+        schedule = self.predicted.schedule
+        action = schedule.action(row)
+        return action.label if schedule.num_stages == schedule.num_ranks else in_words(action)
+
+
+@dataclass(frozen=True)
+class Now:
+    """What is shown with the playhead at `time`.
+
+    runs, due       the actions that each rank runs, and those that it was to run (an overlapped pair is two)
+    done, were_due  how many actions are over, and how many were to be
+    """
+
+    time: float
+    runs: list[list[int]]
+    due: list[list[int]]
+    done: int
+    were_due: int
+
+
+def overlay(trace: Trace, predicted: Run | Comparison, axis: Axis | None = None, batch: int | None = None) -> Overlay:
+    """Find the batch in the trace. Raises ScheduleError where the prediction is not of this trace."""
+    if isinstance(predicted, Run):
+        beside = compare(predicted, trace, axis="pp" if axis is None else axis, batch=-1 if batch is None else batch)
+    elif isinstance(predicted, Comparison):
+        axis, batch = predicted.axis if axis is None else axis, predicted.batch if batch is None else batch
+        beside = compare(predicted.predicted, trace, axis=axis, batch=batch)
+        is_same = (axis, batch) == (predicted.axis, predicted.batch)
+        if is_same and not (np.array_equal(beside.start, predicted.start) and beside.origin == predicted.origin):
+            raise ScheduleError("the comparison is of another trace: its actions ran at other times than in this one")
+    else:
+        raise TypeError(
+            f"predicted is a {type(predicted).__name__}; give a run, simulate(schedule, costs), or "
+            "compare(schedule, trace)"
+        )
+    run, schedule = beside.predicted, beside.predicted.schedule
+    begin = float(run.start.min())
+    actions = {
+        "rank": schedule.rank,
+        "kind": schedule.kind,
+        "stage": schedule.stage,
+        "slot": schedule.slot,
+        "microbatch": schedule.microbatch,
+        "joined": schedule.joined.astype(np.int8),
+        "start": beside.start,
+        "end": beside.end,
+        "busy": beside.busy,
+        "due_start": run.start - begin,
+        "due_end": run.end - begin,
+    }
+    ops, others = _others(trace, beside)
+    return Overlay(trace, beside, _moments(actions), actions, others, ops)
+
+
+def now(over: Overlay, position: float) -> Now:
+    """The picture at `position`, in steps: at step k, k different moments are over at which an action ends."""
+    position = min(max(float(position), 0.0), float(over.num_steps))
+    time, near, ranks = over.time(position), over.tolerance, over.predicted.schedule.num_ranks
+
+    def under_way(start: np.ndarray, end: np.ndarray) -> list[list[int]]:
+        rows = np.flatnonzero((start <= time + near) & (time < end - near))
+        return [rows[over.actions["rank"][rows] == rank].tolist() for rank in range(ranks)]
+
+    start, end, due_start, due_end = (over.actions[name] for name in ("start", "end", "due_start", "due_end"))
+    done, were_due = (int(np.count_nonzero(ends <= time + near)) for ends in (end, due_end))
+    return Now(time, under_way(start, end), under_way(due_start, due_end), done, were_due)
+
+
+def say(over: Overlay, moment: Now) -> tuple[str, str, str]:
+    """Where the playhead is, what the ranks do there beside what they were to do, and how far they are."""
+    unit, ranks, texts = over.trace.unit, over.comparison.ranks, {}
+    for place, (runs, due) in enumerate(zip(moment.runs, moment.due)):
+        does, was = (" + ".join(map(over.name, rows)) for rows in (runs, due))
+        text = f"rank {ranks[place]} runs {does or 'no action'}"
+        texts[place] = text if runs == due else f"{text} ({was or 'nothing'} was due)"
+    num_actions = len(over.actions["rank"])
+    far = f"{moment.done} of {num_actions} actions done, {moment.were_due} due"
+    head = f"t = {time_text(moment.time, unit, float(over.times[-1]))}"
+    if moment.done == moment.were_due == num_actions:
+        return head, "all ranks are done", far
+    apart = [place for place in texts if moment.runs[place] != moment.due[place]]
+    if apart:
+        others = "; the others run as predicted" if len(apart) < len(texts) else ""
+        return head, _few([texts[place] for place in apart]) + others, far
+    busy = [text for place, text in texts.items() if moment.runs[place]]
+    return head, f"{_few(busy)}, as predicted" if busy else "no rank runs an action, as predicted", far
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def title(over: Overlay) -> str:
+    return over.predicted.schedule.name or over.trace.title or "schedule"
+
+
+def about(over: Overlay) -> str:
+    """The head line: both makespans, and what is between them."""
+    beside, unit = over.comparison, over.trace.unit
+    batch = f"batch {beside.batch + 1} of {beside.num_batches} · " if beside.num_batches > 1 else ""
+    return (
+        f"{batch}{over.word} {time_text(beside.makespan, unit)} · predicted "
+        f"{time_text(over.predicted.makespan, unit)} · residual {signed(over, beside.residual)}"
+    )
+
+
+def signed(over: Overlay, time: float) -> str:
+    """ "+1.2 ms"; what rounding leaves is 0."""
+    if abs(time) <= over.tolerance:
+        return "0"
+    return ("+" if time > 0 else "") + time_text(time, over.trace.unit)
+
+
+def sentence(over: Overlay) -> str:
+    """One plain sentence, the same for the same program; measured times are no part of it, for no two runs have the
+    same ones."""
+    beside, trace, schedule = over.comparison, over.trace, over.predicted.schedule
+    clock = trace.clock + (", unit times" if trace.unit == "steps" else f", {trace.cluster}" if trace.cluster else "")
+    figures = about(over).replace(" · ", ", ")
+    if trace.clock == "measured":
+        batch = f"batch {beside.batch + 1} of {beside.num_batches}, " if beside.num_batches > 1 else ""
+        figures = f"{batch}each where it was measured and where it was predicted"
+    return (
+        f"Timeline of {title(over)} on {trace.mesh}: {schedule.num_ranks} ranks, {len(schedule)} actions, {figures} "
+        f"({clock})."
+    )
+
+
+def facts(over: Overlay) -> list[Fact]:
+    """What is written under the picture."""
+    beside, run, unit = over.comparison, over.predicted, over.trace.unit
+    ranks, makespan = run.schedule.num_ranks, beside.makespan
+    share = f"{plain(round(100 * beside.residual / run.makespan, 1))} %" if run.makespan else ""
+    found = [
+        Fact(f"makespan, {over.word}", time_text(makespan, unit), ""),
+        Fact("predicted", time_text(run.makespan, unit), ""),
+        Fact("residual", signed(over, beside.residual), share if signed(over, beside.residual) != "0" else ""),
+    ]
+    if makespan and beside.busy.any():
+        bubble = 1 - float(beside.busy.sum()) / (ranks * makespan)
+        found.append(
+            Fact("bubble", f"{plain(round(100 * bubble, 1))} %",
+                 f"predicted {plain(round(100 * run.bubble_fraction, 1))} %")
+        )  # fmt: skip
+    latest = int(np.argmax(beside.lag))
+    lag, what = float(beside.lag[latest]), in_words(run.schedule.action(latest))
+    if lag > over.tolerance:
+        found.append(Fact("largest lag", signed(over, lag), what))
+    spent = np.bincount(over.others["rank"], over.others["end"] - over.others["start"], ranks)
+    if spent.max() > over.tolerance:
+        found.append(Fact("other work", time_text(float(spent.max()), unit), "a rank"))
+    return found
+
+
+def _few(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _moments(actions: dict[str, np.ndarray]) -> np.ndarray:
+    """The times at which the playhead rests."""
+    last = max(float(actions["end"].max()), float(actions["due_end"].max()))
+    ends = np.sort(np.append(actions["end"], last))
+    ends = ends[ends > 1e-9 * last]
+    ends = ends[np.diff(ends, append=np.inf) > 1e-9 * last]
+    if not len(ends):
+        return np.array([0.0, last])
+    if len(ends) > MAX_STEPS:
+        return np.linspace(0.0, last, MAX_STEPS + 1)
+    return np.append(0.0, ends)
+
+
+def _others(trace: Trace, beside: Comparison) -> tuple[list[str], dict[str, np.ndarray]]:
+    """What the ranks of the schedule computed between its actions."""
+    start, end, rank = (trace.column(name) for name in ("start", "end", "rank"))
+    kinds, kind = trace.codes("kind")
+    ops, op = trace.codes("op")
+    lane = np.full(trace.mesh.size, -1)
+    lane[list(beside.ranks)] = np.arange(len(beside.ranks))
+    is_compute = np.isin(kind, [place for place, name in enumerate(kinds) if name == "compute"])
+    inside = (end > beside.origin) & (start < beside.origin + beside.makespan) & (end > start)
+    rows = np.flatnonzero(is_compute & inside & (lane[rank] >= 0))
+    begin, finish = start[rows] - beside.origin, end[rows] - beside.origin
+    schedule = beside.predicted.schedule
+    is_action = np.zeros(len(rows), bool)
+    for place in range(schedule.num_ranks):  # the actions of a rank follow each other
+        own, span = lane[rank[rows]] == place, slice(schedule.offsets[place], schedule.offsets[place + 1])
+        before = np.searchsorted(beside.start[span], begin[own], side="right") - 1
+        until = np.append(beside.end[span], -np.inf)[before]
+        is_action[own] = begin[own] < until
+    rows, begin, finish = rows[~is_action], begin[~is_action], finish[~is_action]
+    begin, finish = np.maximum(begin, 0.0), np.minimum(finish, beside.makespan)
+    return ops, {"rank": lane[rank[rows]], "op": op[rows], "start": begin, "end": finish}

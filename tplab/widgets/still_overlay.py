@@ -1,0 +1,147 @@
+"""The picture of an executed schedule over its prediction where no kernel runs."""
+
+from __future__ import annotations
+
+import textwrap
+
+from tplab.schedules.action import KINDS, W
+from tplab.widgets import overlay, words
+from tplab.widgets.apng import encode
+from tplab.widgets.overlay import Overlay
+from tplab.widgets.palette import ACCENT, DIM, HATCH, LINE, PAPER, SOFT, WORK, hue, mix
+from tplab.widgets.pen import Pen, text_width
+from tplab.widgets.still_gantt import LEFT, MARGIN, WIDTH, At, draw_action
+from tplab.widgets.units import ticks, time_text
+
+TOP = 72.0
+
+
+def picture(over: Overlay, position: float = 0) -> bytes:
+    """As PNG, with the playhead where it stands, unless that is the start."""
+    pen = Pen(WIDTH, height(over, position))
+    draw(pen, over, position)
+    return encode([pen.image()], [0])
+
+
+def lane_heights(num_ranks: int) -> tuple[float, float, float]:
+    """Height of a rank's bars as they ran, as they were predicted, and of the gap after them."""
+    return (22, 12, 9) if num_ranks <= 8 else (13, 7, 5) if num_ranks <= 16 else (6, 3, 2)
+
+
+def height(over: Overlay, position: float) -> float:
+    """Of the whole picture."""
+    ranks = over.predicted.schedule.num_ranks
+    return TOP + ranks * sum(lane_heights(ranks)) + (93 + 17 * len(_saying(over, position)) if position else 72)
+
+
+def draw(pen: Pen, over: Overlay, position: float) -> None:
+    pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
+    _head(pen, over)
+    _key(pen, over, 51)
+    schedule, unit, last = over.predicted.schedule, over.trace.unit, float(over.times[-1])
+    left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT
+    ran, due, gap = lane_heights(schedule.num_ranks)
+
+    def at(time: float) -> float:
+        return left + (width * time / last if last else 0.0)
+
+    for rank in range(schedule.num_ranks):
+        y = TOP + rank * (ran + due + gap)
+        if schedule.num_ranks <= 16 or rank % 8 == 0:
+            name = f"rank {over.comparison.ranks[rank]}"
+            pen.text(left - 10, y + ran / 2, name, size=10.5, fill=DIM, anchor="rm")
+        pen.box(left, y, width, ran + due, fill=SOFT)
+        pen.hatch(left, y, at(over.comparison.makespan) - left, ran, HATCH)
+    for row, rank in enumerate(over.others["rank"].tolist()):
+        x, right = (at(float(over.others[name][row])) for name in ("start", "end"))
+        pen.box(x, TOP + rank * (ran + due + gap), max(right - x, 0.7), ran, fill=mix(WORK, 0.42))
+    slots = max(1, int(schedule.slot.max()))
+    for row, rank in enumerate(schedule.rank.tolist()):
+        y = TOP + rank * (ran + due + gap)
+        kind, microbatch = int(schedule.kind[row]), int(schedule.microbatch[row])
+        x, right = _stretch(at, over.actions["start"][row], over.actions["end"][row])
+        draw_action(pen, kind, microbatch, schedule.action(row).label, x, right, y, ran, schedule.slot[row] / slots)
+        _due(pen, over, row, at, y + ran + 1, due - 1)
+    bottom = TOP + schedule.num_ranks * (ran + due + gap)
+    for time in ticks(0.0, last, 8, unit):
+        pen.text(min(at(time), left + width - 10), bottom + 5, time_text(time, unit, last), size=10, fill=DIM)
+    _facts(pen, over, bottom + 26)
+    if position:
+        moment = overlay.now(over, position)
+        x = at(moment.time)
+        pen.line([(x, TOP - 4), (x, bottom - gap)], ACCENT, 1.6)
+        pen.disc(x, TOP - 5, 3.2, fill=ACCENT)
+        head, _, far = overlay.say(over, moment)
+        lines = _saying(over, position)
+        x = MARGIN + pen.text(MARGIN, bottom + 73, head, size=11.5, bold=True, anchor="lm")
+        pen.text(x, bottom + 73, lines[0][len(head) :], size=11.5, anchor="lm")
+        for line in lines[1:]:
+            pen.text(MARGIN, bottom + 90, line, size=11.5, anchor="lm")
+        pen.text(MARGIN, bottom + 73 + 17 * len(lines), far, size=11, fill=DIM, anchor="lm")
+
+
+def _saying(over: Overlay, position: float) -> list[str]:
+    """What happens at the playhead, in lines."""
+    head, said, _ = overlay.say(over, overlay.now(over, position))
+    return textwrap.wrap(f"{head}  —  {said}", int((WIDTH - 2 * MARGIN) / 6.8), max_lines=2, placeholder=" …")
+
+
+def _head(pen: Pen, over: Overlay) -> None:
+    x = MARGIN + pen.text(MARGIN, 26, overlay.title(over), size=14, bold=True, anchor="lm") + 10
+    pen.text(x, 26.5, overlay.about(over), size=11, fill=DIM, anchor="lm")
+    note = words.clock(over.trace)
+    wide = text_width(note, 10.5) + 20
+    pen.box(WIDTH - MARGIN - wide, 15, wide, 22, fill=PAPER, edge=LINE, radius=11)
+    pen.text(WIDTH - MARGIN - wide / 2, 26, note, size=10.5, fill=DIM)
+
+
+def _key(pen: Pen, over: Overlay, y: float) -> None:
+    """Which is which."""
+    x = float(MARGIN)
+    for kind in sorted(set(over.actions["kind"].tolist())):
+        draw_action(pen, kind, 0, "", x, x + 19, y - 5, 11)
+        x += 24 + pen.text(x + 24, y, KINDS[kind], size=10.5, fill=DIM, anchor="lm") + 14
+    x += pen.text(x, y, f"{over.word}, above", size=10.5, fill=DIM, anchor="lm") + 14
+    pen.box(x, y - 4, 18, 9, fill=PAPER, edge=hue(0), radius=2.5)
+    x += 24 + pen.text(x + 24, y, "predicted, beneath", size=10.5, fill=DIM, anchor="lm") + 14
+    if len(over.others["rank"]):
+        pen.box(x, y - 5, 18, 11, fill=mix(WORK, 0.42), radius=3)
+        x += 24 + pen.text(x + 24, y, "other work", size=10.5, fill=DIM, anchor="lm") + 14
+    pen.box(x, y - 5, 18, 11, fill=SOFT)
+    pen.hatch(x, y - 5, 18, 11, HATCH)
+    pen.text(x + 24, y, "idle", size=10.5, fill=DIM, anchor="lm")
+
+
+def _stretch(at: At, start: float, end: float) -> tuple[float, float]:
+    """From x to x; what takes no time can be seen too."""
+    x, right = at(float(start)), at(float(end))
+    return (x, right) if right - x > 0.01 else (min(x, WIDTH - MARGIN - 2), min(x, WIDTH - MARGIN - 2) + 3)
+
+
+def _due(pen: Pen, over: Overlay, row: int, at: At, y: float, size: float) -> None:
+    """An action as predicted: an outline."""
+    schedule, actions = over.predicted.schedule, over.actions
+    x, right = _stretch(at, actions["due_start"][row], actions["due_end"][row])
+    if schedule.joined[row]:  # a pair shares its time: one above, one below
+        y, size = y + size / 2, size / 2
+    elif row + 1 < len(schedule) and schedule.joined[row + 1]:
+        size /= 2
+    width, colour = max(right - x - 1, 0.8), hue(int(schedule.microbatch[row]))
+    if int(schedule.kind[row]) == W and size > 4:
+        pen.box(x + 0.5, y, width, size, fill=PAPER, radius=2.5)
+        pen.dashed(x + 0.5, y, width, size, colour)
+    else:
+        pen.box(x + 0.5, y, width, size, fill=PAPER, edge=colour, radius=2.5 if size > 4 else 0)
+    label = schedule.action(row).label
+    if size >= 10 and text_width(label, 9) < width - 3:
+        pen.text(x + width / 2 + 0.5, y + size / 2, label, size=9, fill=DIM)
+
+
+def _facts(pen: Pen, over: Overlay, y: float) -> None:
+    x = float(MARGIN)
+    for name, figure, note in overlay.facts(over):
+        pen.text(x, y, name, size=10, fill=DIM, anchor="lm")
+        wide = pen.text(x, y + 17, figure, size=13, bold=True, anchor="lm")
+        if note:
+            wide += 6 + pen.text(x + wide + 6, y + 17.5, note, size=10, fill=DIM, anchor="lm")
+        x += max(text_width(name, 10), wide) + 26
