@@ -26,6 +26,7 @@ ORDER = [
     "gpt_torch",
     "gpt_jax",
     "classifier_jax",
+    "schedules",
     "jax_in_flight",
     "hidden_communication",
     "import_time",

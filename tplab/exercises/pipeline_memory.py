@@ -181,26 +181,23 @@ class Trial:
 def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[int], list[int]]:
     """(FLOPs of a forward pass, bytes of parameters, gradients and Adam's averages, bytes kept for the backward pass)
     of each layer, found by running it on a microbatch `ids` [B, T]; the last layer's loss is with it."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     from tplab.torch import num_parameters, run, stages_of, train_batch
 
     schedule = interleaved_1f1b(1, 1, virtual_stages=len(layers))  # every layer is a stage, all on one rank
 
-    def program() -> tuple[list[int], list[Any]]:
-        stages = stages_of(layers, schedule, "uniform")
-        x, flops, held = ids, [], []
-        for stage in stages.values():
-            with FlopCounterMode(display=False) as counter:
-                x = stage(x)
-            flops.append(counter.get_total_flops())
-        train_batch(schedule, stages, [(ids, ids)], _cross_entropy, held=held)
-        return flops, held
+    def program() -> list[Any]:
+        held: list[Any] = []
+        train_batch(schedule, stages_of(layers, schedule, "uniform"), [(ids, ids)], _cross_entropy, held=held)
+        return held
 
-    flops, held = run(program, Mesh(pp=1)).per_rank[0]
-    after = [num_bytes for action, num_bytes in held if action.kind == "F"]
+    out = run(program, Mesh(pp=1), cluster="h100")  # FLOPs are counted where there is a cluster to time them
+    flops = dict.fromkeys([f"stage {place}" for place in range(len(layers))], 0)
+    for event in out.trace.select(kind="compute").events:
+        if event.op == "F0":
+            flops[event.where] += event.flops
+    after = [num_bytes for action, num_bytes in out.per_rank[0] if action.kind == "F"]
     kept = np.diff(after, prepend=0).tolist()
-    return flops, [BYTES_A_PARAMETER * size for size in num_parameters(layers)], kept
+    return list(flops.values()), [BYTES_A_PARAMETER * size for size in num_parameters(layers)], kept
 
 
 def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:

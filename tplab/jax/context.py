@@ -62,7 +62,7 @@ def rank_key() -> Any:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The axes along which JAX's types say that `x`, an array or a type, may differ from rank to rank."""
-    kind = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    kind = jax.typeof(x) if isinstance(x, jax.Array) else x
     manual = getattr(kind, "manual_axis_type", None)  # jax 0.10; until then the type held the axes itself
     return manual.varying if manual is not None else kind.vma
 

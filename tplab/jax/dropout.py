@@ -23,7 +23,8 @@ def dropout(x: Array, p: float, *, key: Any, axis: Axis | None = None) -> Array:
            ("dp", "tp"), or "dp" outside of the regions: with data parallelism, each of whose ranks has its own batch
     backward  dx = dy times the same mask; nothing is sent
 
-    Raises ValueError where the types say that the key differs along an axis already, as `rank_key()` does, and x does not.
+    Raises ValueError where the types say that the key differs along an axis already, as `rank_key()` does, along which
+    x does not.
     For evaluation leave it out, or give p=0.
     """
     if not 0 <= p < 1:

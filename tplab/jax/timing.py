@@ -29,8 +29,8 @@ class Timing:
 
     A message leaves as soon as it is computed and its link is free; a collective, when that is so for all its ranks.
     Neither keeps a rank from computing: each rank computes one task after the other, of those whose operands are
-    there always the first in the program's order. An action of a pipeline's schedule takes the seconds that it says; the
-    messages between such are in lock-step.
+    there always the first in the program's order. An action of a pipeline's schedule takes the seconds that it says,
+    and the messages between actions go in lock-step.
 
     spans    for each task: rank -> when it computes, when its message is on the way (the sender), or the collective
     """

@@ -204,7 +204,8 @@ class Walk:
             del self.tasks[first:]
             return [Held(held, needs) for held in results]
         numbers = [held.values() or [0] * self.mesh.size for held in inputs[-len(NUMBERS) :]]
-        doing, labels = {}, [None] * self.mesh.size
+        doing: dict[int, Doing] = {}
+        labels: list[Label | None] = [None] * self.mesh.size
         for rank, (stage, microbatch, origin, seconds) in enumerate(zip(*numbers)):
             if rank in ranks:
                 chunk = self._chunk(int(origin), int(microbatch))

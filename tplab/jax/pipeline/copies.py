@@ -89,7 +89,7 @@ def _tied(blueprints: Blueprints, tied: Tied) -> Iterator[Copies]:
 
 
 def _twice(blueprints: Blueprints) -> Iterator[Copies]:
-    """Stages on several ranks, whole. (What is in a tie is equal on all of them already, and must not be added again.)"""
+    """Stages on several ranks, but for what is in a tie: that has been added up on all of them."""
     for number, stage in enumerate(blueprints.stages):
         holders = blueprints.holders(number)
         if len(holders) > 1:

@@ -106,7 +106,9 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
-def _evaluate(equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[Any], inline: bool = False) -> list[Any]:
+def _evaluate(
+    equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[Any], inline: bool = False
+) -> list[Any]:
     """Compute `wanted`: each equation in turn; with `inline`, in place of a call what is called."""
 
     def read(atom: Any) -> Any:

@@ -37,7 +37,7 @@ class Buffer(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """What a program's passes keep: the buffers that F fills, those of them that W needs too, and those that I fills."""
+    """What a program's passes keep: the buffers that F fills, those of them that W needs too, those that I fills."""
 
     saved: tuple[Buffer, ...]
     outlasting: frozenset[Buffer]
@@ -52,7 +52,7 @@ class Plan:
               "action"           number of the pass in `passes`, counted from 1; 0 where the rank idles
               "stage", "microbatch", "home"   of the action; home is the rank where the microbatch begins
               "takes"            the slot of the inbox where what the action takes lies
-              ("arrives", n)     the slot of the inbox for what exchange n brings after the tick; -1 where it brings nothing
+              ("arrives", n)     the slot of the inbox for what exchange n brings after the tick; -1: nothing
               a Buffer           its slot that the action fills, or reads
     passes    (kind, program) that are run
     rounds    who sends to whom, of all exchanges that differ; the first is that of nobody

@@ -101,11 +101,13 @@ def programs_of(
     for number, blueprint in enumerate(blueprints.stages):
         stage = Stage(blueprint.layers, number, checkpoint_every)
         roles = number == 0, number == last
-        for place, known in enumerate(programs):
-            if (known.is_first, known.is_last, known.enters) == (*roles, enters) and _same(known, stage, blueprint):
-                break
-        else:
-            place = len(programs)
+        equal = [
+            place
+            for place, known in enumerate(programs)
+            if (known.is_first, known.is_last, known.enters) == (*roles, enters) and _same(known, stage, blueprint)
+        ]
+        place = equal[0] if equal else len(programs)
+        if not equal:
             programs.append(_traced(stage, blueprint, params, batch, enters, loss if number == last else None))
         program_of.append(place)
         enters = programs[place].leaves

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from tplab.errors import ScheduleError
 from tplab.jax.comm import axis_index, axis_size
-from tplab.jax.context import run_key, this_mesh, vary
+from tplab.jax.context import run_key, this_mesh
 from tplab.jax.pipeline.flat import Flat, Kind, Layout, kind_of, largest
 from tplab.jax.pipeline.passes import is_float
 from tplab.jax.pipeline.stage import Layer
@@ -188,10 +188,10 @@ def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: A
     given = [params] if num_held == 1 else params
     if not num_held or not isinstance(given, list | tuple) or len(given) != num_held:
         raise ScheduleError(
-            f"each position of axis {axis!r} holds {' or '.join(map(str, sorted(counts)))} stages; with a function give "
-            "a list of as many parameters, in the order of schedule.placement, or use stages_of"
+            f"each position of axis {axis!r} holds {' or '.join(map(str, sorted(counts)))} stages; with a function "
+            "give a list of as many parameters, in the order of schedule.placement, or use stages_of"
         )
-    trees = [jax.tree.flatten(([tree])) for tree in given]
+    trees = [jax.tree.flatten([tree]) for tree in given]
     layouts = [_layout(leaves, axis) for leaves, _ in trees]
     if any((layout, structure) != (layouts[0], trees[0][1]) for layout, (_, structure) in zip(layouts, trees)):
         raise ScheduleError(

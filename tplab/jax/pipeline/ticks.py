@@ -2,8 +2,8 @@
 
 Two things keep it quick. What a rank carries from tick to tick is written where it lies: an action is a loop of one or
 no iterations, since XLA updates the carry of a loop in place, and copies that of a conditional. And each action counts
-one up in that carry, which the next one looks at before it begins: so they have an order that XLA can see, and none needs
-a copy of what another one reads.
+one up in that carry, which the next one looks at before it begins: so they have an order that XLA can see, and none
+needs a copy of what another one reads.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Ticks:
         return self._added(program, begin, passes.late, passes.weight_grad(known), state)
 
     def _recall(self, program: Program, row: Row, known: dict[Var, Any], state: State) -> None:
-        """Add to what is known what F has kept, and the gradients of the outputs; of the loss, its share of the mean."""
+        """Add what F has kept, and the gradients of the outputs; that of the loss is its share of the mean."""
         passes = program.passes
         known |= {var: _at(state.stash[buffer], row[buffer]) for var, buffer in zip(passes.saved, program.saved)}
         if program.is_last:
@@ -212,7 +212,7 @@ def _when(condition: Array, update: Callable[[Carry], Carry], carry: Carry) -> C
 
 
 def _exchange(pairs: Pairs, axis: Axis, message: Flat) -> Flat:
-    """What each rank gets if these send. All ranks do the same exchange, so that none waits for one who is elsewhere."""
+    """What each rank gets if these send. All ranks take part in the same exchange, so none waits in another one."""
     if not pairs:
         return message
     with jax.named_scope("tplab.send"):

@@ -31,8 +31,8 @@ def train_batch(
     loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None, tied: Tied | None = None,
     checkpoint_every: int | None = None, costs: Costs | None = None, held: Held | None = None, key: Any = None,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a rank's
-    program; the rank at position r of `axis` runs row r.
+    """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a
+    rank's program; the rank at position r of `axis` runs row r.
 
         def step(x, y):
             stages = stages_of([LayerSpec(Linear, 8, 8)] * 4, one_f_one_b(4, 8))     # this rank's layers
@@ -46,23 +46,24 @@ def train_batch(
     microbatches  a pair (input, target) each, all of one shape. The first stage looks at the inputs, the last at the
                   targets; a tuple as input is several arrays
     loss          loss(output, target) -> a scalar
-    ->            the mean of the microbatches' losses, the same on every rank, and its gradients, which have the form of
-                  `stages`: Stages, or what params are
+    ->            the mean of the microbatches' losses, the same on every rank; and its gradients, which have the form
+                  of `stages`: Stages, or what params are
 
     data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
                   mean over it
-    tied          parameters that are one: [((0, "0.weight"), (3, "2.weight"))] says by stage and name (the layer's place
-                  in its stage first) that their gradients are added up, and each gets the sum. `stages_of` finds them.
-                  Copies of one stage on two ranks (Chimera, DualPipe) are tied without being named
+    tied          parameters that are one: [((0, "0.weight"), (3, "2.weight"))] says by stage and name (which begins
+                  with the layer's place in its stage) that their gradients are added up, and each gets the sum.
+                  `stages_of` finds them. Copies of one stage on two ranks (Chimera, DualPipe) are tied without being
+                  named
     checkpoint_every  every so many layers of a stage what passes between them is forgotten, and computed again in the
                   backward pass
     costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
                   time. So the trace can be laid over `simulate(schedule, costs, lockstep=True)`
-    held          a list that gets, when the program is traced, one list for each rank: its actions, and the bytes that it
-                  holds for its backward passes after each
-    key           the batch's random key, the same on every rank: for layers that have a parameter of this name, each its
-                  own. It depends on the microbatch and the layer's place in the model alone, so dropout draws the same
-                  numbers in every schedule, computed again or not
+    held          a list that gets, when the program is traced, one list for each rank: its actions, and the bytes that
+                  it holds for its backward passes after each
+    key           the batch's random key, the same on every rank: layers that have a parameter of this name are given
+                  one made of it, of the microbatch and of the layer's place in the model alone. So dropout draws the
+                  same numbers in every schedule of the same layers, computed again or not
 
     What each action does:
         F   take the input, run the stage, keep what the backward pass needs; the last stage goes on to the loss
@@ -70,9 +71,9 @@ def train_batch(
         I   that of the input only; keep what W needs, let go of the rest       W   those of the parameters
     B is I and W at once, to the FLOP. An overlapped pair runs one after the other. A STEP is left to the caller.
 
-    Lock-step: a tick is over when its slowest rank is, and its messages have arrived. What is sent goes in one flat array
-    a dtype, as long as the longest message between any two stages; ranks that have nothing to send send nothing. Stages
-    of the same layers are compiled once.
+    Lock-step: a tick is over when its slowest rank is, and its messages have arrived. A message is one flat array a
+    dtype, as long as the longest between any two stages; who has nothing to send sends nothing. Stages of the same layers
+    are compiled once.
     Raises ScheduleError and ShapeError, in words, where schedule, stages, microbatches and axis do not fit together.
     """
     mesh = this_mesh()
@@ -114,7 +115,7 @@ def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:
 
 
 def _own(stages: Stages, axes: tuple[str, ...]) -> Flat:
-    """The parameters, as this rank's own along `axes`: what JAX adds up along them, `train_batch` adds up at the end."""
+    """The parameters, each rank's own along `axes`: so gradients are added up along them at the end, and once."""
     for kind, x in stages.flat.items():
         if more := varying_axes(x) - {*kind.axes, *axes}:
             raise ShapeError(
