@@ -63,7 +63,7 @@ def run_torch(
     schedule: Schedule, microbatches: Batch | Callable[[int], Batch], mesh: Mesh | None = None, on: str = "simulated",
     **options: Any,
 ) -> tuple[list[Any], Any]:  # fmt: skip
-    """What each rank returned: the loss, and the gradients of its stages. And the trace.
+    """What each rank returned: the loss, and the gradients of its stages. And the result of the run.
 
     microbatches   of all ranks; or position along "dp" -> those of the ranks there
     """
@@ -93,7 +93,7 @@ def run_torch(
     out = run(program, mesh or Mesh(pp=schedule.num_ranks), on=on)
     results = [(float(loss), {n: {k: g.numpy() for k, g in grads.items()} for n, grads in held.items()})
                for loss, held in out.per_rank]  # fmt: skip
-    return results, out.trace
+    return results, out
 
 
 def run_jax(
@@ -108,8 +108,15 @@ def run_jax(
     from tplab.jax import run, stages_of, train_batch
 
     class Layers:
+        """A stage; two of the same widths are the same program."""
+
         def __init__(self, state: State):
             self.state = state
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Layers)
+
+        __hash__ = None  # type: ignore[assignment]
 
         def init(self, key: Any) -> Any:
             return {name: jnp.asarray(value) for name, value in self.state.items()}
@@ -134,11 +141,11 @@ def run_jax(
             (float(loss), {n: {k: np.asarray(g) for k, g in grads[n][0].items()} for n in held})
             for (loss, grads), held in zip(out.per_rank, placement)
         ]
-    return results, out.trace
+    return results, out
 
 
 EXECUTORS: dict[str, Callable[..., Any]] = {"torch": run_torch, "jax": run_jax}
-"""A framework that executes schedules joins here: (schedule, microbatches) -> (what each rank returned, the trace)."""
+"""A framework that executes schedules joins here: (schedule, microbatches) -> (what each rank returned, the Result)."""
 
 
 def check(results: Sequence[Any], schedule: Schedule, microbatches: Batch, tolerance: float = 1e-12) -> None:

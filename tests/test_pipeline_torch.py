@@ -381,7 +381,7 @@ def test_the_microbatch_itself_is_not_counted():
 
     def program(num_microbatches):
         ids, held = torch.arange(8 * 5).reshape(8, 5) % D, []
-        batch = split_batch(ids, ids, 8)[:num_microbatches]
+        batch = split_batch(ids, ids.flip(0), 8)[:num_microbatches]
         stage = nn.Sequential(nn.Embedding(D, D), nn.Linear(D, D))
         train_batch(gpipe(1, num_microbatches), stage, batch, cross_entropy, held=held)
         return max(num_bytes for _, num_bytes in held)

@@ -10,8 +10,17 @@ from torch.nn import functional as F
 
 from tplab import Mesh
 from tplab.errors import ScheduleError
-from tplab.schedules import Costs, gpipe, interleaved_1f1b, measured_costs, one_f_one_b, simulate, zb_h1, zb_v
-from tplab.schedules import measured_strip
+from tplab.schedules import (
+    Costs,
+    gpipe,
+    interleaved_1f1b,
+    measured_costs,
+    measured_strip,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_v,
+)
 from tplab.torch import axis_index, run, train_batch
 
 

@@ -84,3 +84,23 @@ def test_a_real_layer_has_its_compute_and_its_collective(framework: str):
     assert set(frame(piece, 1).cells) == {(rank, 0) for rank in range(4)}
     for make in (animate, timeline):
         assert "1 step, each rank sends 24 KiB (modelled, h100)" in repr(make(piece.trace))
+
+
+def test_who_computes_is_named_where_it_is_not_who_sends():
+    import torch
+
+    from tplab.torch import axis_index, receive, run, send
+
+    x = torch.ones(512, 512)
+
+    def program():
+        place = axis_index("pp")
+        if place == 0:
+            send(x, "pp", 1)
+        elif place == 1:
+            receive("pp", 0)
+        elif place == 2:
+            x.mm(x)
+
+    told = words.sentences(score(run(program, Mesh(pp=4), cluster="laptop").trace))[-1]
+    assert told == "rank 0 sends chunk a to rank 1; meanwhile rank 2 computes (mm)"

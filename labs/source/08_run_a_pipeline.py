@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 from tplab import Mesh
 from tplab.schedules import Costs, compare, measured_costs, naive, simulate
-from tplab.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from tplab.schedules import gpipe, interleaved_1f1b, interleaved_zb, one_f_one_b, zb_h1, zb_v
 from tplab.torch import axis_index, axis_size, receive, run, send, split_batch, stages_of, train_batch
 from tplab.widgets import Bars, Row, animate, knob, timeline
 
@@ -218,11 +218,13 @@ def apart(per_rank):
         found += [(grad - want[key]).abs().max() / want[key].abs().max() for key, grad in grads.items()]
     return max(found)
 
+sent = {}
 for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
     result = run(partial(step, rule(p, m)), Mesh(pp=p))
+    sent[rule] = result.trace.bytes_sent()
     assert apart(result.per_rank) < 1e-12
     assert set().union(*(grads for _, grads in result.per_rank)) == set(want)
-    print(f"{rule.__name__:17} {len(want)} gradients equal, {result.trace.bytes_sent():7,} bytes sent")
+    print(f"{rule.__name__:17} {len(want)} gradients equal, {sent[rule]:9,} bytes sent")
 
 # %% [markdown]
 # ## One matrix on two ranks
@@ -392,40 +394,23 @@ jax.config.update("jax_enable_x64", True)
 @dataclass(frozen=True)
 class Layer:
     function: Callable
-    module: nn.Module = field(compare=False)  # two layers are the same program if they have the same function
+    weights: dict = field(compare=False)  # two layers are one program if they have one function
 
     def init(self, key):
-        return {name.removeprefix("layer."): w.detach().numpy() for name, w in self.module.named_parameters()}
+        return self.weights
 
     def __call__(self, w, x):
         return self.function(w, x)
 
-def in_jax(layers, schedule, batch, loss, **options):
-    def program():
-        pairs = [(x.numpy(), target.numpy()) for x, target in batch]
-        return tj.train_batch(schedule, tj.stages_of(layers, schedule), pairs, loss, **options)
+def weights_of(modules):
+    return [{name.removeprefix("layer."): w.detach().numpy() for name, w in one.named_parameters()} for one in modules]
 
-    out = tj.run(program, Mesh(pp=p), out_specs=(P(), P("pp")))
-    loss, grads = out.value
-    return float(loss), [layer for number in range(p) for layer in grads[number]], out.trace
+def in_jax(layers_of, schedule, loss, weights, inputs, targets, **options):  # inputs [microbatches, ...]
+    def program(weights, inputs, targets):
+        stages = tj.stages_of(layers_of(weights), schedule)
+        return tj.train_batch(schedule, stages, list(zip(inputs, targets)), loss, **options)
 
-# %% [markdown]
-# The four small stages from above, by three schedules:
-
-# %%
-def jax_stage(w, x):
-    return jnp.tanh(x @ w["0.weight"].T + w["0.bias"])
-
-small, traces = [Layer(jax_stage, my_stage(rank)) for rank in range(p)], {}
-for rule in (gpipe, one_f_one_b, zb_h1):
-    loss, grads, traces[rule.__name__] = in_jax(
-        small, rule(p, m), microbatches, lambda y, target: ((y - target) ** 2).mean(), costs=Costs()
-    )
-    assert np.isclose(loss, runs[2][0][0], rtol=1e-12)
-    for found, right in zip(grads, plain):
-        for name, grad in zip(("0.weight", "0.bias"), right):
-            assert np.allclose(found[name], grad, rtol=0, atol=1e-15)
-print("torch's gradients, by", *traces)
+    return tj.run(program, Mesh(pp=p), weights, inputs, targets, out_specs=(P(), P("pp")))
 
 # %% [markdown]
 # What truly differs: in torch each rank walks its own row, as fast as messages come. JAX compiles *one* program for all: a
@@ -441,16 +426,30 @@ print("torch's gradients, by", *traces)
 #
 # </details>
 
+# %% [markdown]
+# The trace of a JAX program is that of what was traced, so shapes will do: nothing is compiled here.
+
 # %%
+def jax_stage(w, x):
+    return jnp.tanh(x @ w["0.weight"].T + w["0.bias"])
+
+def small(weights):
+    return [Layer(jax_stage, w) for w in weights]
+
+shape = jax.ShapeDtypeStruct((m, 2, 4), np.float64)  # of inputs and targets
+shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), weights_of(map(my_stage, range(p)))), shape, shape
 for rule in (gpipe, one_f_one_b, zb_h1):
+    trace = in_jax(small, rule(p, m), lambda y, t: ((y - t) ** 2).mean(), *shapes, costs=Costs()).trace
     paper = simulate(rule(p, m), lockstep=True)
     exchanged = simulate(rule(p, m), Costs(transfer=1), lockstep=True)  # the run's clock has an exchange take a step
-    executed = compare(exchanged, traces[rule.__name__])
-    assert executed.residual == 0 and not executed.lag.any()
-    print(f"{rule.__name__:12} messages free {paper.makespan:g}, with an exchange after each tick {executed.makespan:g}")
-    assert paper.makespan == {"gpipe": 33, "one_f_one_b": 40, "zb_h1": 27}[rule.__name__]
+    in_lockstep = compare(exchanged, trace)
+    assert in_lockstep.residual == 0 and not in_lockstep.lag.any()
+    print(f"{rule.__name__:12} messages free {paper.makespan:g}, with an exchange after each tick {in_lockstep.makespan:g}")
+    assert paper.makespan == {gpipe: 33, one_f_one_b: 40, zb_h1: 27}[rule]
+    if rule is one_f_one_b:
+        shown = timeline(trace, predicted=in_lockstep)
 assert sum(any(a and a.kind == "B" for a in tick) for tick in one_f_one_b(p, m).by_tick()) == 18
-timeline(traces["one_f_one_b"], predicted=simulate(one_f_one_b(p, m), Costs(transfer=1), lockstep=True))
+shown
 
 # %% [markdown]
 # So in JAX choose otherwise: a schedule with all ranks in one phase, or one whose actions are equally long.
@@ -476,20 +475,23 @@ def jax_cross_entropy(logits, targets):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
 
 # %% [markdown]
-# Stages of the same layers share one compiled branch, as ranks 1 and 2 do here. Shapes may differ from rank to rank: the
-# executor packs what a rank holds into one flat array, since one program for all wants one shape for all.
+# Eight stages, two a rank, a layer each, and backward passes split. Stages of the same layers share one compiled branch, as
+# the four blocks do. Shapes may differ: what a rank holds is packed into one flat array, for one program for all wants one
+# shape for all.
 
 # %%
-words, positions, *blocks, last_norm, head = run(lambda: stages_of(layers, naive(ranks=1))[0], Mesh(pp=1)).per_rank[0]
-jax_layers = [
-    TiedSpec("words", Layer, lambda w, ids: w["weight"][ids], words), Layer(lambda w, x: x + w["weight"], positions),
-    *[Layer(block, module) for module in blocks], Layer(norm, last_norm),
-    TiedSpec("words", Layer, lambda w, x: x @ w["weight"].T, head),
-]
-loss, grads, _ = in_jax(jax_layers, one_f_one_b(p, m), batch, jax_cross_entropy)
+def gpt(weights):
+    words, positions, *blocks, last, head = weights
+    return [TiedSpec("words", Layer, lambda w, ids: w["weight"][ids], words), Layer(lambda w, x: x + w["weight"], positions),
+            *[Layer(block, w) for w in blocks], Layer(norm, last),
+            TiedSpec("words", Layer, lambda w, x: x @ w["weight"].T, head)]
+
+model = run(lambda: stages_of(layers, naive(ranks=1))[0], Mesh(pp=1)).per_rank[0]
+sides = [torch.stack(side).numpy() for side in zip(*batch)]
+loss, grads = in_jax(gpt, interleaved_zb(p, m), jax_cross_entropy, weights_of(model), *sides).value
 assert np.isclose(loss, want_loss, rtol=1e-12)
-for (layer, name), grad in want.items():
-    assert np.allclose(grads[layer][name], grad, rtol=1e-12, atol=1e-14)
+for (layer, name), grad in want.items():  # a layer each: layer n is all of stage n
+    assert np.allclose(grads[layer][0][name], grad, rtol=1e-12, atol=1e-14)
 print(len(want), "gradients of JAX equal torch's")
 
 # %% [markdown]
@@ -578,9 +580,7 @@ from tplab.cost import bytes_sent
 
 b, itemsize = 2, 8  # sequences a microbatch; float64
 for rule, cuts, ties in [(gpipe, p - 1, 2), (zb_h1, p - 1, 2), (interleaved_1f1b, 2 * p - 1, 2), (zb_v, 2 * p - 2, 0)]:
-    sent = run(partial(step, rule(p, m)), Mesh(pp=p)).trace.bytes_sent()
-    assert sent == (2 * m * cuts * b * S * D + ties * V * D + 2 * (p - 1)) * itemsize
-    print(f"{rule.__name__:17} {sent:9,} bytes")
+    assert sent[rule] == (2 * m * cuts * b * S * D + ties * V * D + 2 * (p - 1)) * itemsize  # as counted above
 
 reduced = sum(bytes_sent("all_reduce", b * S * D, itemsize, p, rank) for rank in range(p))
 assert 4 * 4 * m * reduced == 16 * (2 * m * (p - 1) * b * S * D * itemsize)  # four blocks, four all_reduces each

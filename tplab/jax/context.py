@@ -61,8 +61,12 @@ def rank_key() -> Any:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The axes along which JAX's types say that `x`, an array or a type, may differ from rank to rank."""
-    kind = jax.typeof(x) if isinstance(x, jax.Array) else x
+    """The axes along which JAX's types say that `x` may differ from rank to rank."""
+    return axes_of_type(jax.typeof(x))
+
+
+def axes_of_type(kind: Any) -> frozenset[str]:
+    """Those along which arrays of this type may differ."""
     manual = getattr(kind, "manual_axis_type", None)  # jax 0.10; until then the type held the axes itself
     return manual.varying if manual is not None else kind.vma
 

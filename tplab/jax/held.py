@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 MOST_ELEMENTS = 4096
 """Of a tensor whose values are worked out. A larger one, and what is computed from it, is not looked into."""
+MOST_NUMBERS = 1 << 22
+"""Of one of whole numbers: tables that say who does what may be larger."""
 
 PerRank = list[Any]
 Rule = Callable[[list[PerRank]], list[PerRank]]
@@ -58,7 +62,7 @@ class Held:
     def known(cls, aval: Any, values: PerRank | None) -> Held:
         """A variable that is given, with its values on every rank, or None."""
         held = cls(aval)
-        held._values = values if held.size <= MOST_ELEMENTS else None
+        held._values = values if is_small(held) else None
         return held
 
     @property
@@ -77,6 +81,13 @@ class Held:
     def label(self, rank: int) -> Label | None:
         return None if self.labels is None else self.labels[rank]
 
+    def made_by(self, needs: Iterable[int], labels: Sequence[Label | None] | None) -> Held:
+        """The same as what these tasks have made. Of its values only a number, which may decide something, is kept."""
+        held = Held(self, needs, labels)
+        if not self.shape:
+            held._values, held._node, held._place = self._values, self._node, self._place
+        return held
+
     def values(self) -> PerRank | None:
         """What each rank holds; None where that is not known, or larger than is worth it."""
         if self._values is None and self._node is not None:
@@ -87,9 +98,15 @@ class Held:
         return self._values
 
 
+def is_small(x: Any) -> bool:
+    """Whether the values of this shape and dtype are worth working out."""
+    is_whole = jnp.issubdtype(x.dtype, jnp.integer)
+    return math.prod(x.shape) <= (MOST_NUMBERS if is_whole else MOST_ELEMENTS)
+
+
 def computed(outputs: Sequence[Held], inputs: Sequence[Held], rule: Rule) -> None:
     """Say how the values of `outputs` follow from those of `inputs`. Nothing is computed yet."""
-    if all(held.is_known for held in inputs) and all(held.size <= MOST_ELEMENTS for held in outputs):
+    if all(held.is_known for held in inputs) and all(is_small(held) for held in outputs):
         node = _Node(inputs, rule)
         for place, held in enumerate(outputs):
             held._node, held._place = node, place

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from tplab import cost
 from tplab.cluster import Cluster
-from tplab.jax.held import MOST_ELEMENTS, Held
+from tplab.jax.held import Held, is_small
 from tplab.jax.tasks import Task
 from tplab.jax.timing import Timing
 from tplab.jax.walk import Walk
@@ -62,7 +62,7 @@ def _walk(jaxpr: Any, arrays: Sequence[Any], mesh: Mesh, recorder: Recorder) -> 
 
 def _pieces(whole: Any, aval: Any, spec: Any, mesh: Mesh) -> list[Any] | None:
     """Every rank's piece, of type `aval`, of an argument; None where that is not known or not small."""
-    if whole is None or isinstance(whole, Tracer) or aval.size > MOST_ELEMENTS:
+    if whole is None or isinstance(whole, Tracer) or not is_small(aval):
         return None
     if isinstance(whole, jax.Array) and not whole.is_fully_addressable:  # some of it is with another process
         if not whole.is_fully_replicated:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tplab.errors import TraceError
-from tplab.jax.actions import NUMBERS, STORE, Doing, kind_of_action, merge
+from tplab.jax.actions import Actions, kind_of_action
 from tplab.jax.exchange import EXCHANGES, Exchange
 from tplab.jax.held import Held, Label, PerRank, computed, joined
 from tplab.jax.tasks import Task, bytes_of, flops_of, is_free
@@ -38,9 +38,7 @@ class Walk:
         self.tasks: list[Task] = []
         self.kept: list[int] = []  # tasks with an effect: they are done also where nobody needs their result
         self._num_chunks = [0] * mesh.size
-        self._exchanged: list[int] = []  # exchanges between the last actions and the next ones
-        self._before: tuple[int, ...] = ()  # and those before the last actions
-        self._passed: dict[int, set[int]] = defaultdict(set)  # microbatch's chunk -> ranks that have worked on it
+        self._actions = Actions(self.tasks, chunk, mesh.size)
 
     def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
         """What the outputs of `jaxpr` hold once `ranks` have run it. `where` is the line it was called from."""
@@ -78,7 +76,7 @@ class Walk:
         if name in _CALLS:
             inner = params["call_jaxpr"] if "call_jaxpr" in params else params.get("jaxpr", params.get("fun_jaxpr"))
             if kind := kind_of_action(params):
-                return self._action(kind, inner, inputs, ranks)
+                return self._actions.follow(kind, inputs, ranks, lambda: self._call(inner, inputs, ranks, where))
             return self._call(inner, inputs, ranks, where)
         if name == "scan":
             return self._scan(eqn, inputs, ranks, where)
@@ -154,7 +152,6 @@ class Walk:
         }  # fmt: skip
         if exchange.op == "ppermute":
             op = next((name for name in ("ring_shift", "send") if f"tplab.{name}" in scope), "ppermute")
-            about["together"] = op == "send"
             pairs = [(group[a], group[b]) for group in groups for a, b in params["perm"] if group[a] in ranks]
             sent = {a: self._label_of(x, a) for a, b in sorted(pairs) if a != b}
             labels: list[Label | None] = [None] * self.mesh.size
@@ -162,11 +159,8 @@ class Walk:
                 labels[b] = x.label(a) if a == b else sent[a]
             result.labels = labels
             about["groups"] = self.mesh.groups(names)  # in the order of the names, whatever that of the pairs
-            if about["together"]:
-                about["needs"] = tuple(sorted({*x.needs, *self._before}))
-            number = self._add(Task("message", op, pairs=pairs, labels=sent, carried=x, **about))
-            if about["together"]:
-                self._exchanged.append(number)
+            task = Task("message", op, pairs=pairs, labels=sent, carried=x, **about)
+            number = self._actions.exchange(task) if op == "send" else self._add(task)
         else:
             op = "broadcast" if "tplab.broadcast" in scope else exchange.op
             number = self._add(Task("collective", op, carried=result, costs=exchange.op, **about))
@@ -194,31 +188,6 @@ class Walk:
         known = zip(inner.jaxpr.constvars, inner.consts, strict=True)
         consts = [Held.known(variable.aval, [value] * self.mesh.size) for variable, value in known]
         return self.run(inner.jaxpr, consts, inputs, ranks, where)
-
-    def _action(self, kind: str, inner: Any, inputs: list[Held], ranks: Ranks) -> list[Held]:
-        """An action of a schedule: one task a rank. What it computes is not looked into."""
-        first = len(self.tasks)
-        if kind == STORE:
-            needs = {task for held in inputs for task in held.needs}
-            results = self._call(inner, inputs, ranks, "")
-            del self.tasks[first:]
-            return [Held(held, needs) for held in results]
-        numbers = [held.values() or [0] * self.mesh.size for held in inputs[-len(NUMBERS) :]]
-        doing: dict[int, Doing] = {}
-        labels: list[Label | None] = [None] * self.mesh.size
-        for rank, (stage, microbatch, origin, seconds) in enumerate(zip(*numbers)):
-            if rank in ranks:
-                chunk = self._chunk(int(origin), int(microbatch))
-                self._passed[chunk].add(rank)
-                doing[rank] = Doing(f"{kind}{microbatch}", f"stage {stage}", chunk, float(seconds))
-                labels[rank] = Label(chunk, tuple(sorted(self._passed[chunk])))
-        results = self._call(inner, inputs, ranks, "")
-        if self._exchanged:
-            self._before, self._exchanged = tuple(self._exchanged), []
-        entering = {*self._before, *(task for held in inputs for task in held.needs)}
-        last = merge(self.tasks, first, entering, doing)
-        same = set(map(id, inputs))
-        return [Held(held, last, held.labels if id(held) in same else labels) for held in results]
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Every iteration, one behind the other."""

@@ -193,11 +193,18 @@ def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:
     if not len(rows):
         return f"; the ranks compute ({names})"
     first, last = float(bars["start"][rows].min()), float(bars["end"][rows].max())
-    beside = (bars["start"][work] < last) & (bars["end"][work] > first)
-    if beside.any():
-        return f", and computes meanwhile ({names})"
-    before = (bars["end"][work] <= first).any()
-    return f", after computing ({names})" if before else f", and then computes ({names})"
+    beside = bool(((bars["start"][work] < last) & (bars["end"][work] > first)).any())
+    before = bool((bars["end"][work] <= first).any())
+    workers, senders = set(bars["rank"][work].tolist()), set(bars["rank"][rows].tolist())
+    size = score.trace.mesh.size
+    count = len(workers)
+    verb = "compute" if 1 < count < size else "computes"
+    if workers != senders:
+        who = f"rank {min(workers)}" if count == 1 else "every rank" if count == size else f"{count} ranks"
+        return f"; {'meanwhile' if beside else 'before,' if before else 'then'} {who} {verb} ({names})"
+    if beside:
+        return f", and {verb} meanwhile ({names})"
+    return f", after computing ({names})" if before else f", and then {verb} ({names})"
 
 
 def sent_text(score: Score, sent: list[float]) -> str:

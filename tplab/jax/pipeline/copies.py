@@ -16,18 +16,25 @@ from tplab.jax.pipeline.stages import Blueprints, Tied
 from tplab.mesh import Axis
 
 
+Places = Sequence[tuple[int, int]]
+"""(rank, where in its flat array)."""
+
+
 class Copies(NamedTuple):
-    """Elements that are one: `size` of them in the flat arrays of a kind, at each (rank, begin)."""
+    """Elements that are one: `size` of them in the flat arrays of a kind. What lies at `parts` is added up, and the sum
+    goes to `places`."""
 
     kind: Kind
     size: int
-    places: tuple[tuple[int, int], ...]
+    parts: Places
+    places: Places
 
 
 def add_copies(gradients: Flat, blueprints: Blueprints, tied: Tied) -> Flat:
-    """Add up the gradients of what is tied by name, and of stages that several ranks hold; each copy gets the sum."""
+    """Add up the gradients of stages that several ranks hold, and then of what is tied by name; each copy gets the
+    sum."""
     gradients = dict(gradients)
-    for copies in [*_tied(blueprints, tied), *_twice(blueprints)]:
+    for copies in [*_twice(blueprints), *_tied(blueprints, tied)]:
         gradients[copies.kind] = _added(gradients[copies.kind], copies, blueprints)
     return gradients
 
@@ -40,21 +47,20 @@ def mean(gradients: Flat, data_axis: Axis | None) -> Flat:
 
 
 def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:
-    """One all_reduce, to which ranks without a copy add zeros."""
-    num_ranks = len(blueprints.placement)
-    each = [[begin for rank, begin in copies.places if rank == place] for place in range(num_ranks)]
-    most = max(map(len, each))
-    table = np.array([begins + [-1] * (most - len(begins)) for begins in each], np.int32)
-    begins = jnp.asarray(table)[axis_index(blueprints.axis)]
+    """One all_reduce, to which ranks without a part add zeros."""
 
-    def here(number: int) -> Array:
-        return cut(x, jnp.maximum(begins[number], 0), copies.size)
+    def here(places: Places) -> list[tuple[Array, Array]]:
+        """On this rank, (whether there is one, where) of as many as the rank that has most."""
+        each = [[begin for rank, begin in places if rank == place] for place in range(len(blueprints.placement))]
+        most = max(map(len, each))
+        table = np.array([begins + [-1] * (most - len(begins)) for begins in each], np.int32)
+        return [(begin >= 0, jnp.maximum(begin, 0)) for begin in jnp.asarray(table)[axis_index(blueprints.axis)]]
 
-    own = sum(jnp.where(begins[number] >= 0, here(number), 0) for number in range(most))
-    total = all_reduce(own, blueprints.axis)
-    for number in range(most):
-        new = jnp.where(begins[number] >= 0, total, here(number))
-        x = lax.dynamic_update_slice(x, new, (jnp.maximum(begins[number], 0),))
+    own = [jnp.where(is_here, cut(x, begin, copies.size), 0) for is_here, begin in here(copies.parts)]
+    total = all_reduce(sum(own), blueprints.axis)
+    for is_here, begin in here(copies.places):
+        new = jnp.where(is_here, total, cut(x, begin, copies.size))
+        x = lax.dynamic_update_slice(x, new, (begin,))
     return x
 
 
@@ -81,21 +87,21 @@ def _tied(blueprints: Blueprints, tied: Tied) -> Iterator[Copies]:
                     f"stage {stage} {_about(piece.shape, piece.kind)}; copies must have one shape and type"
                 )
         places = [
-            (rank, blueprints.begin(rank, stage)[one.kind] + piece.begin)
+            [(rank, blueprints.begin(rank, stage)[one.kind] + piece.begin) for rank in blueprints.holders(stage)]
             for (stage, _), piece in zip(tie, pieces)
-            for rank in blueprints.holders(stage)
         ]
-        yield Copies(one.kind, one.size, tuple(places))
+        # the holders of one stage have the same sum already
+        yield Copies(one.kind, one.size, [first for first, *_ in places], [place for held in places for place in held])
 
 
 def _twice(blueprints: Blueprints) -> Iterator[Copies]:
-    """Stages on several ranks, but for what is in a tie: that has been added up on all of them."""
+    """Stages on several ranks, whole."""
     for number, stage in enumerate(blueprints.stages):
         holders = blueprints.holders(number)
         if len(holders) > 1:
             for kind, size in stage.layout.sizes.items():
-                places = tuple((rank, blueprints.begin(rank, number)[kind]) for rank in holders)
-                yield Copies(kind, size, places)
+                places = [(rank, blueprints.begin(rank, number)[kind]) for rank in holders]
+                yield Copies(kind, size, places, places)
 
 
 def _about(shape: Sequence[int], kind: Kind) -> str:

@@ -21,16 +21,16 @@ _LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "
 class Part:
     """Some equations of a function, in order, as a function of their own.
 
-    takes   the variables it must be given       gives   those it returns
+    takes   the variables it must be given       gives   what it returns: variables, or literals
     """
 
     def __init__(self, equations: Sequence[Any], takes: Sequence[Var], gives: Sequence[Any], consts: dict[Var, Any]):
         self.takes, self.gives = tuple(takes), tuple(gives)
-        self._equations, self._consts = equations, consts
+        self.equations, self._consts = tuple(equations), consts
 
     def __call__(self, given: dict[Var, Any]) -> list[Any]:
         """Compute what it gives. `given`: what is known, by variable."""
-        return _evaluate(self._equations, {**self._consts, **{var: given[var] for var in self.takes}}, self.gives)
+        return _evaluate(self.equations, {**self._consts, **{var: given[var] for var in self.takes}}, self.gives)
 
 
 class Equations:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.jax.context import vary, varying_axes
+from tplab.jax.context import axes_of_type, vary, varying_axes
 
 
 class Kind(NamedTuple):
@@ -101,7 +102,8 @@ def add_at(x: Array, begin: Any, more: Array) -> Array:
 
 def kind_of(x: Any, axes: Iterable[str] = ()) -> Kind:
     """Of an array or its type; `axes` are added to those along which it differs."""
-    return Kind(str(x.dtype), tuple(sorted({*varying_axes(x), *axes})))
+    found = varying_axes(x) if isinstance(x, jax.Array) else axes_of_type(x)
+    return Kind(str(x.dtype), tuple(sorted({*found, *axes})))
 
 
 def largest(layouts: Iterable[Layout]) -> dict[Kind, int]:

@@ -72,8 +72,8 @@ def train_batch(
     B is I and W at once, to the FLOP. An overlapped pair runs one after the other. A STEP is left to the caller.
 
     Lock-step: a tick is over when its slowest rank is, and its messages have arrived. A message is one flat array a
-    dtype, as long as the longest between any two stages; who has nothing to send sends nothing. Stages of the same layers
-    are compiled once.
+    dtype, as long as the longest between any two stages; who has nothing to send sends nothing. Stages of the same
+    layers are compiled once.
     Raises ScheduleError and ShapeError, in words, where schedule, stages, microbatches and axis do not fit together.
     """
     mesh = this_mesh()
