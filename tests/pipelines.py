@@ -100,7 +100,6 @@ def run_jax(
     schedule: Schedule, microbatches: Batch | Callable[[int], Batch], mesh: Mesh | None = None, **options: Any
 ) -> tuple[list[Any], Any]:
     """The same in JAX. All ranks run one program, which takes the microbatches as arrays."""
-    import tplab.jax  # isort: skip  # before JAX is used
     import jax
     import jax.numpy as jnp
 
@@ -131,7 +130,8 @@ def run_jax(
 
     def program(xs: Any, ys: Any) -> Any:
         held = stages_of([Layers(state) for state in stages], schedule, bounds=bounds)
-        loss, grads = train_batch(schedule, held, list(zip(xs[0], ys[0])), lambda y, t: ((y - t) ** 2).mean(), **options)
+        given = list(zip(xs[0], ys[0]))
+        loss, grads = train_batch(schedule, held, given, lambda y, target: ((y - target) ** 2).mean(), **options)
         return loss, [grads[stage] for stage in range(schedule.num_stages)]
 
     with jax.enable_x64(True):

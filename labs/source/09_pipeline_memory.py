@@ -3,15 +3,15 @@
 #
 # **Where does a pipeline's memory go, and why does the first stage need more of it?**
 #
-# One hour. Know first: the schedules of [lab 07](07_pipeline_schedules.ipynb), and [lab 08](08_run_a_pipeline.ipynb),
+# An hour and a half. Know first: the schedules of [lab 07](07_pipeline_schedules.ipynb), and [lab 08](08_run_a_pipeline.ipynb),
 # which runs them.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_pipeline_memory.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_pipeline_memory.ipynb)
 #
-# ![Two staircases of memory over time. In GPipe all four ranks climb to eight levels; in 1F1B rank 0 stops at four, rank 3 at one.](images/09_pipeline_memory.png)
+# ![Two staircases of memory over time. In GPipe both ranks climb to eight levels; in 1F1B rank 0 stops at four, rank 3 at one.](images/09_pipeline_memory.png)
 #
-# *What four ranks hold for their backward passes while a small GPT trains: bytes of real tensors, counted after every
-# action. Dotted, on top: what was predicted before anything ran.*
+# *What the first and the last of four ranks hold for their backward passes while a small GPT trains: bytes of real tensors,
+# counted after every action. Dotted, on top: what was predicted from one microbatch alone.*
 
 # %%
 import subprocess
@@ -93,15 +93,15 @@ def peak(held):
 
 # %% tags=["opening-picture"]
 p, m = 4, 8  # ranks, microbatches
-alone = run(train, Mesh(pp=p), one_f_one_b(p, 1), gpt())  # one microbatch: what each stage keeps of it
-one = measured_costs(one_f_one_b(p, 1), alone.trace, alone.per_rank).activation
+alone = run(train, Mesh(pp=p), one_f_one_b(p, 1), gpt())
+one = measured_costs(one_f_one_b(p, 1), alone.trace, alone.per_rank).activation  # bytes that each stage keeps of one
 ran, said = {}, {}
 for name, rule in [("GPipe", gpipe), ("1F1B", one_f_one_b)]:
     said[name] = simulate(rule(p, m), Costs(activation=one))
     ran[name] = run(train, Mesh(pp=p), rule(p, m), gpt()).per_rank
 levels(
-    {name: {f"rank {r}": measured_strip(said[name], r, ran[name][r]) for r in range(p)} for name in ran},
-    predicted={name: {f"rank {r}": said[name].activation_bytes(r) for r in range(p)} for name in ran},
+    {name: {f"rank {r}": measured_strip(said[name], r, ran[name][r]) for r in (0, 3)} for name in ran},
+    predicted={name: {f"rank {r}": said[name].activation_bytes(r) for r in (0, 3)} for name in ran},
     title="Held for backward passes", about="four ranks, eight microbatches · bytes measured, steps modelled",
     sentence="GPipe: every rank holds eight microbatches. 1F1B: rank 0 holds four of them, rank 3 one.",
     along="steps (F = 1, B = 2)", stairs=True,
@@ -114,11 +114,11 @@ levels(
 # have three blocks each. In 1F1B rank $r$ runs $p - 1 - r$ forwards ahead, so it holds $p - r$ microbatches.
 #
 # **Predict.** A pipeline of four ranks divides the weights by four. What does rank 0 hold of activations, compared to one
-# device that trains the whole model, a microbatch after the other?
+# device that trains the whole model, one microbatch after another?
 #
 # <details><summary>Answer</summary>
 #
-# As much. The device holds one microbatch in 12 blocks; rank 0 holds 4 microbatches in 3 blocks. With more ranks it has
+# Just as much. The device holds one microbatch in 12 blocks; rank 0 holds 4 microbatches in 3 blocks. With more ranks it has
 # fewer blocks and more microbatches: always 12. (In GPipe every rank holds all $m$.)
 #
 # </details>
@@ -126,7 +126,7 @@ levels(
 # %%
 by_hand = [(p - r) * 3 for r in range(p)]
 device = run(train, Mesh(pp=1), one_f_one_b(1, m), gpt()).per_rank[0]
-unit = one[0] / 3
+unit = one[0] / 3  # looking words up keeps nothing but the words
 for name, held in [("one device", [device]), *ran.items()]:
     print(f"{name:10} holds", *[round(peak(of_rank) / unit) for of_rank in held])
 assert by_hand == [12, 9, 6, 3]
@@ -134,7 +134,7 @@ assert [round(peak(held) / unit) for held in ran["1F1B"]] == by_hand
 assert round(peak(device) / unit) == 12
 
 # %% [markdown]
-# (26: the last rank also keeps the logits, of eight microbatches.) The simulation of lab 07, given the bytes of one
+# (26: the last rank also keeps what norm, head and loss need, of eight microbatches.) The simulation of lab 07, given the bytes of one
 # microbatch, says the rest, to the byte:
 
 # %%
@@ -147,8 +147,8 @@ for name, rule in [("GPipe", gpipe), ("1F1B", one_f_one_b)]:
 #
 # ## A model that is not there
 #
-# Whoever builds the whole model and keeps a part of it needs, for a moment, room for all of it; on every rank. A list of
-# specs takes nothing. `stages_of` cuts it, and builds what this rank needs. `LiveBytes` counts the tensors alive:
+# A rank that builds the whole model and keeps a part of it needs, for a moment, room for all of it. A list of specs takes
+# nothing. `stages_of` cuts it, and builds what this rank needs. `LiveBytes` counts the tensors alive:
 
 # %%
 from tplab.torch.live import LiveBytes
@@ -177,15 +177,15 @@ for ranks in (1, 2, 4, 8):
 # ## Where to cut
 #
 # Every microbatch passes every rank, so the slowest sets the pace: make the **largest stage as small as possible**. Not
-# every program does: one well-known library minimises *largest − smallest*.
+# every program does: DeepSpeed minimises *largest − smallest* ([since 2023](https://github.com/microsoft/DeepSpeed/pull/4312)).
 #
 # **Predict.** Five layers that take 1, 4, 2, 2, 2; four ranks. One pair of neighbours must share a rank: four ways. Which is
 # best by each rule?
 #
 # <details><summary>Answer</summary>
 #
-# Pair by pair, the largest: 5, 6, 4, 4. The differences: 3, 5, 3, 3. So by differences the way with 5 is as good as those
-# with 4, and the library takes it.
+# Pair by pair, the largest: 5, 6, 4, 4. The differences: 3, 5, 3, 3. By differences the way with 5 is as good as those with
+# 4, and DeepSpeed takes it.
 #
 # </details>
 
@@ -200,7 +200,7 @@ assert partition(layers, 4).largest == 4
 assert partition([1, 6, 3, 3], 3).stage_costs == [1, 6, 6]  # the difference would choose [7, 3, 3]
 
 # %% [markdown]
-# Build it. Can stages of at most `most` be cut? Fill each as far as it goes. Then halve the interval in which the smallest
+# Build it, for costs that are whole numbers. Can stages of at most `most` be cut? Fill each as far as it goes. Then halve the interval in which the smallest
 # such `most` lies:
 
 # %%
@@ -240,15 +240,16 @@ assert printed.bounds == (0, 4, 7, 10, 16)
 assert printed.stage_weights == [21_256_704] * 3 + [21_308_160] and printed.largest == 21_308_160
 
 # %% [markdown]
-# By this table the *last* stage is the largest, by the head. Yet when the blog looked at its workers, the first one took
-# most, and it could not say why.
+# By this table the *last* stage is the largest, by the head. Yet when the blog looked at its workers, the first one took the
+# most memory, and it could not say why.
 #
 # **Predict.** What is not in the table?
 #
 # <details><summary>Answer</summary>
 #
-# The embeddings. They hide in a lambda, and a function has no parameters: it counts 0. And, of course, activations, of
-# which the first stage holds most.
+# Activations: of 200 characters a microbatch, rank 0 holds 88 MB, rank 3 22 MB, in any model
+# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477)). And the embeddings: they hide in a lambda, and a
+# function has no parameters. That is 3 MB with Adam, enough to make the table wrong about which stage is largest.
 #
 # </details>
 
@@ -257,9 +258,11 @@ counted = partition(num_parameters(gpt(12, 768, 12, places=200)), 4)
 print(counted)
 assert counted.bounds == printed.bounds  # no cut is better: a block is 35 times as large
 assert counted.largest == counted.stage_weights[0] == 21_256_704 + (65 + 200) * 768
+block = 12 * 200 * 768 * 4  # a block keeps 12 times what enters it, as we shall see
+print(f"activations: rank 0 {by_hand[0] * block / 1e6:.0f} MB, rank 3 {by_hand[3] * block / 1e6:.0f} MB")
 
 # %% [markdown]
-# (Parameters are not the only thing to balance. There are layers, or layers of one kind:)
+# (You can also balance the number of layers, or of layers of one kind:)
 
 # %%
 small = gpt()
@@ -270,7 +273,8 @@ for method in ("parameters", "uniform", "type:block"):
 assert cut.stage_costs == [3] * 4
 
 # %% [markdown]
-# What is not counted is not trained either: no optimizer is ever told of it, and no gradient is asked for.
+# What is not counted is not trained either: no optimizer is ever told of it. `train_batch` does not even ask for its
+# gradient. (`backward` would leave one that nobody uses.)
 
 # %%
 def train_hidden(schedule):
@@ -361,10 +365,10 @@ print(f"{(forward + with_again) / (forward + backward):.2f} times the FLOPs")
 def bars(a):
     best = min(ks, key=lambda k: found[a][k])
     rows = [
-        Row(f"k = {k}", {"inputs kept": kept, "computed again": most - kept}, "least" if k == best else "")
+        Row(f"k = {k}", {"inputs kept": kept, "the rest, at its peak": most - kept}, "least" if k == best else "")
         for k, (most, kept) in found[a].items()
     ]
-    return Bars(rows, f"A checkpoint every {best} layer{'s' * (best > 1)} takes least.")
+    return Bars(rows, f"A checkpoint every {best} layer{'s' * (best > 1)} takes the least.")
 
 knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs", {a: bars(a) for a in found},
      about="bytes counted, in inputs of a layer", unit="inputs")  # fmt: skip
@@ -374,23 +378,29 @@ assert [min(ks, key=lambda k: found[a][k]) for a in (1, 4, 9)] == [4, 2, 1]  # s
 assert round(unit / (32 * 64 * 4)) == 12  # a block keeps this many inputs [1, 32, 64]
 
 # %% [markdown]
-# For transformers, then: every block. In a pipeline rank 0 keeps inputs for $p$ microbatches, and computes one piece
+# For our twelve blocks, then: every one or two. In a pipeline rank 0 keeps inputs for $p$ microbatches, and computes one piece
 # again: $p \cdot \frac{L}{p k} + k a$, what one device would. A checkpoint may fall on a stage's first layer, which is given a
-# message and not a layer's output: libraries have stumbled there
-# ([DeepSpeed 4479](https://github.com/microsoft/DeepSpeed/issues/4479), "no grad_fn"). Gradients are the same:
+# message and not a layer's output; there one reads of a missing `grad_fn`
+# ([DeepSpeed 4479](https://github.com/microsoft/DeepSpeed/issues/4479)). Gradients are the same:
 
 # %%
 def gradients(schedule, every):
     stages, held = stages_of(gpt(), schedule), []
-    train_batch(schedule, stages, split_batch(*batch(m), m), loss, held=held, checkpoint_every=every)
-    return [parameter.grad for parameter in stages.parameters()], peak(held)
+    with LiveBytes() as live:
+        train_batch(schedule, stages, split_batch(*batch(m), m), loss, held=held, checkpoint_every=every)
+    return [parameter.grad for parameter in stages.parameters()], peak(held), live.peak
 
 plain = run(gradients, Mesh(pp=p), one_f_one_b(p, m), None).per_rank
+print(f"no checkpoints: rank 0 keeps {plain[0][1] / 1e6:.2f} MB, and has {plain[0][2] / 1e6:.2f} MB alive at most")
 for every in (1, 2, 3):
     again = run(gradients, Mesh(pp=p), one_f_one_b(p, m), every).per_rank
-    for (ours, _), (theirs, _) in zip(again, plain):
+    for (ours, *_), (theirs, *_) in zip(again, plain):
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(ours, theirs))
-    print(f"every {every}: rank 0 keeps 1/{plain[0][1] / again[0][1]:.0f} of the bytes between forward and backward")
+    print(f"every {every}: rank 0 keeps {again[0][1] / 1e6:.2f} MB, and has {again[0][2] / 1e6:.2f} MB alive at most")
+
+# %% [markdown]
+# What is kept *between* forward and backward nearly vanishes. What is alive at the peak does not fall as far: the piece
+# computed again is there, and the gradients of all weights.
 
 # %% [markdown]
 # ## More microbatches
@@ -398,12 +408,13 @@ for every in (1, 2, 3):
 # **Gradient accumulation** means: run $m$ microbatches, add their gradients up, then step. On one device, or on four that
 # hold copies (data parallelism), memory does not care about $m$.
 #
-# **Predict.** In a pipeline?
+# **Predict.** How do rank 0's activations grow with $m$ in a pipeline, under GPipe and under 1F1B?
 #
 # <details><summary>Answer</summary>
 #
-# GPipe: it grows with $m$, which the bubble wants large. 1F1B: it grows up to $m = p$, and then no more. There it meets
-# data parallelism, for the reason you know.
+# GPipe: with every microbatch, and the bubble wants many. 1F1B: up to $m = p$, and then no more. There it meets data
+# parallelism: $p$ microbatches of $1/p$ of the model. ([DeepSpeed 4602](https://github.com/microsoft/DeepSpeed/issues/4602)
+# asks why memory grows.)
 #
 # </details>
 
@@ -420,7 +431,7 @@ grown = {
 }
 levels({"": {way: (counts, kept) for way, kept in grown.items()}}, title="Gradient accumulation on four workers",
        about="bytes measured", along="microbatches that each step adds up",
-       sentence="GPipe grows with every microbatch; 1F1B stops where data parallelism has always been.")  # fmt: skip
+       sentence="GPipe grows with every microbatch; 1F1B stops where data parallelism has always been, but for its head.")
 
 # %%
 flat_line, growing, stops = grown.values()
@@ -459,10 +470,11 @@ assert np.allclose(values, values[0], rtol=1e-6) and sizes == sorted(sizes) and 
 # %% [markdown]
 # Longer pipelines divide weights further, and have more bubble. What rank 0 holds of activations is the same in all three.
 #
-# ## Two things that need no care here
+# ## Shapes that change
 #
 # Microbatches may change their shape, from one to the next and from batch to batch. Some libraries allocate buffers once,
-# and must be told (`reset_activation_shape`). In tplab a message brings its shape.
+# and must be told (`reset_activation_shape`). In tplab a message brings its shape. (In JAX a program's microbatches have one
+# shape; for another one it compiles another program.)
 
 # %%
 def changing(schedule):
@@ -475,25 +487,31 @@ for got in run(changing, Mesh(pp=4), one_f_one_b(4, 2)).per_rank:
     assert np.allclose(got, want, rtol=1e-6)
 
 # %% [markdown]
-# And parameters are not time: a head with a large vocabulary, or attention over a long sequence, takes longer than its
-# parameters say. So measure. With one layer a stage, all on one rank, the trace of a batch has the time of every layer:
+# ## Parameters are not time
+#
+# With a vocabulary of 8,000 words, the embedding weighs as much as ten blocks, and takes no time: it looks words up. So
+# measure. With one layer a stage, all on one rank, the trace of a batch has the time of every layer:
 
 # %% tags=["nbval-ignore-output"]
+words = [LayerSpec(Embed, 8000, 32, 64), *gpt()[1:-2], LayerSpec(nn.Linear, 64, 8000, bias=False), flat]
 each = interleaved_1f1b(1, 2, virtual_stages=16)
 
 def timed():
-    stages, held = stages_of(gpt(), each, "uniform"), []
-    for _ in range(2):  # the first one warms up
-        held.clear()
-        train_batch(each, stages, split_batch(*batch(8), 2), loss, held=held)
-    return held
+    stages = stages_of(words, each, "uniform")
+    for _ in range(3):  # the first one warms up
+        train_batch(each, stages, split_batch(*batch(8), 2), loss)
 
-out = run(timed, Mesh(pp=1), clock="measured")
-measured = measured_costs(each, out.trace, out.per_rank)
-seconds = (measured.forward + measured.full_backward).min(1)
-by_time = partition(num_parameters(gpt()), 4, (1e3 * seconds).tolist(), names=layer_names(gpt()))
-print(by_time)  # "cost" is in milliseconds, forward and backward
-assert by_time.largest <= 1.000001 * max(sum(1e3 * seconds[a:b]) for a, b in pairwise(counted.bounds))
+trace = run(timed, Mesh(pp=1), clock="measured").trace
+measured = measured_costs(each, trace)
+milliseconds = 1e3 * (measured.forward + measured.full_backward).min(1)
+by_weight = partition(num_parameters(words), 4)
+by_time = partition(num_parameters(words), 4, milliseconds.tolist())
+for name, found_cut in (("parameters", by_weight), ("time", by_time)):
+    slowest = max(milliseconds[a:b].sum() for a, b in pairwise(found_cut.bounds))
+    print(f"balanced by {name:10} {found_cut.bounds}  slowest stage {slowest:.1f} ms")
+
+# %%
+assert by_weight.bounds[1] < by_time.bounds[1]  # by time, the first stage has room for blocks beside its embedding
 
 # %% [markdown]
 # ## The same in JAX
@@ -506,8 +524,8 @@ assert by_time.largest <= 1.000001 * max(sum(1e3 * seconds[a:b]) for a, b in pai
 #
 # <details><summary>Answer</summary>
 #
-# Four layers' worth: as much as rank 3. And rank 3 has room for four microbatches, as rank 0 needs. Every rank pays for
-# the fullest one.
+# Four layers' worth: as much as rank 3. And rank 3 has room for four microbatches, as rank 0 needs (two cells below). Every
+# rank pays for the fullest one.
 #
 # </details>
 
@@ -535,7 +553,8 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 
 # %% [markdown]
 # And activations? XLA plans the memory of a program before it runs: `temporary_bytes` asks it, for each rank the same. The
-# lesson of the schedules is there, to be read from a compiler: GPipe, 1F1B, and 1F1B that recomputes.
+# lesson of the schedules is there, to be read from a compiler: GPipe, 1F1B, and 1F1B that recomputes. (Beside it what the
+# passes keep. The rest is messages, gradients and work space.)
 
 # %%
 from tplab.jax.compiled import temporary_bytes
@@ -600,7 +619,7 @@ assert split[2] > 1.4 * A
 # ## A bug to repair
 #
 # GPT-2 has one matrix for both ends: words in, words out. Somebody wrote that down as a list of layers. On one rank the
-# model trains as it should. Run the check, and mend it. (A `TiedSpec` is a `LayerSpec` with a key; `help(TiedSpec)`.)
+# model trains as it should. Run the check, and fix it. (A `TiedSpec` is a `LayerSpec` with a key; `help(TiedSpec)`.)
 
 # %%
 def my_layers():
@@ -616,7 +635,7 @@ check_layers(my_layers)
 # %% [markdown]
 # <details><summary>What the two matrices show</summary>
 #
-# A row a word. As an embedding, only words of the batch get a gradient; as a head, every word does. On two ranks the head's
+# One row per word. As an embedding, only words of the batch get a gradient; as a head, every word does. On two ranks the head's
 # part is missing: it is on the last rank, for a copy of the matrix that is in nobody's list.
 #
 # </details>
@@ -624,9 +643,10 @@ check_layers(my_layers)
 # %% [markdown]
 # ## Your turn: room for the first stage
 #
-# Cut a model into `ranks` stages for 1F1B. Of each layer you know what it costs, what it weighs (16 bytes a parameter, with
-# Adam), and what it keeps of one microbatch. No rank may take more than `limit` bytes; the busiest one should have as
-# little to do as can be. Return the bounds, such as `[0, 4, 7, 10, 16]`. (Trying every cut is fine: `combinations`, above.)
+# Cut a model into `ranks` stages for 1F1B, of one layer at least, for no fewer microbatches than ranks. Of each layer you know
+# what it costs (FLOPs), the bytes of its weights (16 a parameter, with Adam), and the bytes that it keeps of one
+# microbatch. No rank may take more than `limit` bytes; the busiest one should have as little to do as can be. Return the
+# bounds, such as `[0, 4, 7, 10, 16]`. (Trying every cut is fine: `combinations`, above.)
 #
 # It is tried on four models that you can check in your head, then on this lab's GPT, measured; and your cut of it is run.
 
@@ -647,8 +667,8 @@ check_cut(my_cut, gpt(), batch(4)[0])
 #
 # </details>
 #
-# `partition` does it too, with `memory=` (what each layer takes on each rank) and `memory_limit=`. With 6.2 MB a rank, the
-# first one has two blocks, and the last one four:
+# `partition` does it too, with `memory=` (what each layer takes on each rank) and `memory_limit=`. Without a limit the
+# fullest rank takes 7.3 MB. With 6.2 MB a rank, the first one has two blocks, and the last one four:
 
 # %%
 from tplab.exercises.pipeline_memory import measured_layers
@@ -657,14 +677,15 @@ costs, weights, kept = measured_layers(gpt(), batch(4)[0])
 table = [[w + (p - r) * k for w, k in zip(weights, kept)] for r in range(p)]
 free = partition(weights, p, costs)
 tight = partition(weights, p, costs, memory=table, memory_limit=6_200_000)
-print(free.bounds, "to", tight.bounds)
+fullest = [max(sum(table[r][a:b]) for r, (a, b) in enumerate(pairwise(cut.bounds))) for cut in (free, tight)]
+print(free.bounds, "to", tight.bounds, "and", *(f"{num_bytes / 1e6:.2f} MB" for num_bytes in fullest))
 assert tight.bounds == (0, 3, 6, 9, 16) and tight.largest > free.largest
 
 # %% [markdown]
 # ## To take away
 #
 # - A pipeline divides weights by $p$. The activations of its first rank it does not divide: in 1F1B rank $r$ holds $p - r$
-#   microbatches of $1/p$ of the model.
+#   microbatches of $1/p$ of the model: rank 0 as much as one device that trains it all.
 # - What hides in a lambda is neither counted nor trained. Give a pipeline layers, or specs of them.
 # - Make the largest stage small, under a limit that knows how many microbatches a rank holds. Checkpoints trade a third
 #   more FLOPs for most of the memory.
