@@ -51,7 +51,8 @@ class Block:
     def init(self, key: Any) -> Any:
         import jax
 
-        shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+        d = WIDTH
+        shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
         keys = jax.random.split(key, len(shapes))
         return {name: jax.random.normal(k, s) / s[0] ** 0.5 for k, (name, s) in zip(keys, shapes.items())}
 

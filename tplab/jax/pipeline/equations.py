@@ -16,6 +16,12 @@ _CALLS = {
     "custom_vjp_call_jaxpr",
 }  # fmt: skip
 _LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
+_CHEAP = _LAYOUTS | {
+    "add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "add_any", "select_n",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "broadcast_in_dim", "convert_element_type",
+    "stop_gradient",
+}  # fmt: skip
+"""What takes less time than to read its result from memory."""
 
 
 class Part:
@@ -62,6 +68,14 @@ class Equations:
             var = before
         return var
 
+    def without_cheap(self, variables: Iterable[Var], given: set[Var], data: set[Var]) -> list[Var]:
+        """Those that cheap operations cannot make of the others, of what is `given`, and of what is not `data`."""
+        kept = self.in_order(variables)
+        for var in reversed(kept[:]):
+            if self._is_cheap(var, given.union(kept) - {var}, data):
+                kept.remove(var)
+        return kept
+
     def needed_for(self, wanted: Iterable[Any], given: Iterable[Var] = ()) -> set[int]:
         """The places of the equations that these results need where the variables `given` are known."""
         given, found = set(given), set()
@@ -93,6 +107,15 @@ class Equations:
     def made_by(self, places: Iterable[int]) -> set[Var]:
         """The variables that these equations make."""
         return {var for place in places for var in self._equations[place].outvars}
+
+    def _is_cheap(self, var: Var, known: set[Var], data: set[Var]) -> bool:
+        places = [place for place in self.needed_for([var], known) if data & set(self._equations[place].outvars)]
+        made = known.union(*(self._equations[place].outvars for place in places))
+        return bool(places) and all(
+            self._equations[place].primitive.name in _CHEAP
+            and all(is_literal(atom) or atom in made or atom not in data for atom in self._equations[place].invars)
+            for place in places
+        )
 
     def _before(self, var: Var) -> Var | None:
         place = self._maker.get(var)

@@ -12,8 +12,9 @@ and the equations are dealt out by what they depend on and by what needs them:
     W   of B what dweights need and dx does not: of a linear layer dW = dy^T x. It takes the gradients that I has met at
         the outputs of such products, so that nothing is computed twice: I and W together are the FLOPs of B
 
-What is made of weights alone is not kept, since each pass can make it again from them; nor are random keys. The same
-numbers in another layout (reshape, transpose) are kept once. Where there is no dx, as in the first stage, I is what the
+What is made of weights alone is not kept, since each pass can make it again from them; nor are random keys, nor what a
+few additions and products make of the rest: it costs less than to fetch it. The same numbers in another layout (reshape,
+transpose) are kept once. Where there is no dx, as in the first stage, I is what the
 gradients of several weights have in common.
 """
 
@@ -144,7 +145,8 @@ class Passes:
         saved = {equations.origin(var, data) for var in saved} - fixed
         ends = {end for end in traced.ends if not is_literal(end)}
         gradients = traced.param_grads
-        self.saved = equations.in_order(saved)
+        self.saved = equations.without_cheap(saved, fixed, data)
+        saved = set(self.saved)
         self.trained = [n for n, var in enumerate(gradients) if not is_literal(var) and var in data]
         self.forward = equations.part([*traced.outputs, *self.saved])
         self.backward = equations.part([*traced.input_grads, *(gradients[n] for n in self.trained)], saved | ends)
