@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +34,7 @@ from tplab.jax.pipeline.flat import Kind
 from tplab.jax.pipeline.passes import Given, Passes, traced
 from tplab.jax.pipeline.plan import Buffer, Keeping, plan
 from tplab.jax.pipeline.stage import Layer, Stage
+from tplab.jax.program import program_of
 from tplab.layer_spec import LayerSpec, TiedSpec
 from tplab.mesh import Axis
 from tplab.schedules import (
@@ -382,7 +384,8 @@ def held_by(schedule, **options):
 
 
 def test_bytes_held_are_those_of_the_vjp():
-    """What F keeps is what `saved_tensors` lists: no weights, nothing twice. And at the end nothing is held."""
+    """What F keeps is part of what `saved_tensors` lists: no weights, nothing that is cheap to make again. At the end
+    nothing is held, and the most is what the simulation says."""
     schedule = zb_h1(3, 4)
     held, out = held_by(schedule)
 
@@ -392,7 +395,8 @@ def test_bytes_held_are_those_of_the_vjp():
         return x
 
     params = begun([LayerSpec(Block)] * 2)
-    assert held[1][0][1] == saved_tensors(middle, params, jnp.asarray(X[:8])).bytes
+    kept = saved_tensors(middle, params, jnp.asarray(X[:8]))
+    assert 0.5 * kept.bytes < held[1][0][1] < kept.bytes
     for of_rank in held:
         assert of_rank[-1][1] == 0
         by_name = {str(action): num_bytes for action, num_bytes in of_rank}
@@ -403,8 +407,14 @@ def test_bytes_held_are_those_of_the_vjp():
         assert max(num_bytes for _, num_bytes in of_rank) == pytest.approx(predicted.peak_bytes[rank])
 
 
+def text_of(fn, mesh):
+    """What XLA has made of a program."""
+    compiled, _ = program_of(fn, mesh, None, None, "simulated").compiled(fn, ())
+    return compiled.jitted.lower(compiled.key(0)).compile().as_text()
+
+
 def test_what_xla_allocates_falls_with_the_schedule():
-    """GPipe keeps 8 microbatches, 1F1B 2, and no more than their slots: XLA copies no buffer to write into it."""
+    """GPipe keeps 8 microbatches, 1F1B 2, and no more than their slots; and XLA copies no buffer to write into it."""
     x, w = np.ones((8 * 64, 32)), np.ones((32, 32))
 
     def wide(w, x):
@@ -418,9 +428,13 @@ def test_what_xla_allocates_falls_with_the_schedule():
     one, found = 64 * 32 * 8, {}
     for rule in (gpipe, one_f_one_b):
         held = []
-        found[rule] = temporary_bytes(partial(program, held=held), Mesh(pp=2), rule(2, 8))
+        this = partial(program, rule(2, 8), held=held)
+        found[rule] = temporary_bytes(this, Mesh(pp=2))
+        copies = re.findall(rf"f64\[{8 if rule is gpipe else 2},64,32\]\S* copy\(", text_of(this, Mesh(pp=2)))
+        assert len(copies) <= 5  # of zeros, before the loop
         slots = max(num_bytes for of_rank in held for _, num_bytes in of_rank)
-        assert slots >= 4 * one * (8 if rule is gpipe else 2)
+        # of each of the 4 layers its tanh; and what enters, where it is not the batch's own
+        assert slots == one * (8 * 5 if rule is gpipe else 2 * 4)
         inputs, inbox, outside = 2 * 8 * one, 8 * one, 12 * one
         assert slots < found[rule] < slots + inputs + inbox + outside
     assert found[gpipe] > 2 * found[one_f_one_b]
@@ -486,7 +500,7 @@ KINDS_OF_STAGES = [attention, used_twice, looped, normed, constant]
 
 @pytest.mark.parametrize("function", KINDS_OF_STAGES)
 @pytest.mark.parametrize("is_first", [False, True], ids=["inner", "first"])
-@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("every", [None, 1], ids=["kept", "recomputed"])
 def test_i_and_w_are_b_in_two_parts(function, is_first, every):
     """The same gradients for the same FLOPs, though W takes only what it needs; and all of it without weights."""
     w = dict(zip(SHAPES, drawn(jax.random.key(0), *SHAPES.values())))
@@ -522,10 +536,10 @@ def test_i_and_w_are_b_in_two_parts(function, is_first, every):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
     products = {kind: dot_flops(part) for kind, part in flops.items()}
     assert products["I"] + products["W"] == products["B"]
-    if function in (attention, used_twice, normed) and not is_first:
+    if function in (attention, used_twice, normed):
         of_scores = 2 * (2 * 2 * 5 * 5 * D) if function is attention else 0  # which are products of no weights
         assert products["W"] == products["F"] - of_scores
-        assert every or products["I"] == products["F"] + of_scores
+        assert every or is_first or products["I"] == products["F"] + of_scores
 
 
 def dot_flops(part):

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 from tplab import Mesh
 from tplab.schedules import Costs, compare, measured_costs, naive, simulate
-from tplab.schedules import gpipe, interleaved_1f1b, interleaved_zb, one_f_one_b, zb_h1, zb_v
+from tplab.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tplab.torch import axis_index, axis_size, receive, run, send, split_batch, stages_of, train_batch
 from tplab.widgets import Bars, Row, animate, knob, timeline
 
@@ -170,7 +170,7 @@ from tplab.gpt import GPTConfig
 from tplab.layer_spec import LayerSpec, TiedSpec
 from tplab.torch.plain import PlainBlock
 
-V, D, S = 61, 64, 32  # words, width, sequence
+V, D, S = 61, 48, 16  # words, width, sequence
 config = GPTConfig(V, D, num_layers=4, num_heads=4, context=S)
 
 class Positions(nn.Module):
@@ -188,8 +188,8 @@ print(run(lambda: stages_of(layers, one_f_one_b(p, m)), Mesh(pp=p)).per_rank[0].
 
 # %% [markdown]
 # One batch, by five schedules. With two stages a rank (interleaved, V) there are eight, of one layer each; so gradients are
-# named by the layer's place in the model. All are held against one device that takes one microbatch after another. It begins
-# with the same weights: those that `stages_of` draws depend on the seed of the run and the layer's place alone.
+# named by the layer's place in the model. All are held against one device that takes one microbatch after another. It
+# begins with the same weights: those that `stages_of` draws depend on the seed of the run and the layer's place alone.
 
 # %%
 ids = torch.randint(V, (2 * m, S), generator=torch.Generator().manual_seed(1))
@@ -424,17 +424,17 @@ def in_jax(layers_of, schedule, loss, weights, inputs, targets, **options):  # i
     return tj.run(program, Mesh(pp=p), weights, inputs, targets, out_specs=(P(), P("pp")))
 
 # %% [markdown]
-# What truly differs: in torch each rank walks its own row, as fast as messages come. tplab's JAX executor is *one* program for
-# all: a loop over the schedule's ticks. In each, a rank does what the table has for it; then all exchange messages. A tick is over
-# when its slowest rank is: **lock-step**.
+# What truly differs: in torch each rank walks its own row, as fast as messages come. tplab's JAX executor is *one* program
+# for all: a loop over the schedule's ticks. In each, a rank does what the table has for it; then all exchange messages. A
+# tick is over when its slowest rank is: **lock-step**.
 #
-# **Predict.** In lock-step GPipe takes 33, 1F1B 40, ZB-H1 27 (lab 07; messages free). And when an exchange takes a step, as
-# long as a forward? Which is best now?
+# **Predict.** In lock-step GPipe takes 33, 1F1B 40, ZB-H1 27 (lab 07; messages free). Which is best when an exchange takes
+# as long as a forward?
 #
 # <details><summary>Answer</summary>
 #
-# ZB-H1 and GPipe, by a hair: 52 and 53. What ZB-H1 wins by equal actions it loses by having more of them: 27 ticks where
-# GPipe and 1F1B have 22, each with an exchange, if anybody has something to send.
+# ZB-H1 and GPipe, by a hair: 52 and 53. ZB-H1 gains by equal actions and loses by more of them: 27 ticks and not 22, with
+# an exchange after each in which anybody has something to send.
 #
 # </details>
 
@@ -487,9 +487,8 @@ def jax_cross_entropy(logits, targets):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
 
 # %% [markdown]
-# Eight stages, two a rank, a layer each, and backward passes split. Stages of the same layers share one compiled branch, as
-# the four blocks do. Shapes may differ: what a rank holds is packed into one flat array, for one program for all wants one
-# shape for all.
+# Eight stages, two a rank, a layer each. Stages of the same layers share one compiled branch, as the four blocks do. Shapes
+# may differ: what a rank holds is packed into one flat array, for one program for all wants one shape for all.
 
 # %%
 def gpt(weights):
@@ -500,7 +499,7 @@ def gpt(weights):
 
 model = run(lambda: stages_of(layers, naive(ranks=1))[0], Mesh(pp=1)).per_rank[0]
 sides = [torch.stack(side).numpy() for side in zip(*batch)]
-loss, grads = in_jax(gpt, interleaved_zb(p, m), jax_cross_entropy, weights_of(model), *sides).value
+loss, grads = in_jax(gpt, interleaved_1f1b(p, m), jax_cross_entropy, weights_of(model), *sides).value
 assert np.isclose(loss, want_loss, rtol=1e-12)
 for (layer, name), grad in want.items():  # a layer each: layer n is all of stage n
     assert np.allclose(grads[layer][0][name], grad, rtol=1e-12, atol=1e-14)
@@ -622,7 +621,7 @@ stuck = running_ahead([ahead(rank, p) for rank in range(p)], m)
 try:
     run(partial(on_rank, train, stuck), Mesh(pp=p))
 except DeadlockError as error:
-    print(error)
+    print(*(line.split(" at ")[0] for line in str(error).splitlines()[:-1]), sep="\n")  # and at which line, which differs
 else:
     print("ran through")
 

@@ -15,7 +15,6 @@ from tplab.jax.pipeline.flat import Flat, Kind, cut
 from tplab.jax.pipeline.stages import Blueprints, Tied
 from tplab.mesh import Axis
 
-
 Places = Sequence[tuple[int, int]]
 """(rank, where in its flat array)."""
 

@@ -12,10 +12,10 @@ and the equations are dealt out by what they depend on and by what needs them:
     W   of B what dweights need and dx does not: of a linear layer dW = dy^T x. It takes the gradients that I has met at
         the outputs of such products, so that nothing is computed twice: I and W together are the FLOPs of B
 
-What is made of weights alone is not kept, since each pass can make it again from them; nor are random keys, nor what a
-few additions and products make of the rest: it costs less than to fetch it. The same numbers in another layout (reshape,
-transpose) are kept once. Where there is no dx, as in the first stage, I is what the
-gradients of several weights have in common.
+What is made of weights alone is not kept, since each pass can make it again from them; nor are random keys, nor what
+additions, products and the like make of the rest, since that costs less than to fetch it. The same numbers in another
+layout (reshape, transpose) are kept once. Where there is no dx, as in the first stage, I is what the gradients of
+several weights have in common.
 """
 
 from __future__ import annotations
