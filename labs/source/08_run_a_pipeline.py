@@ -8,7 +8,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/08_run_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/08_run_a_pipeline.ipynb)
 #
-# ![Four ranks in a row. Forwards and backwards run on each; activations travel down the ranks, gradients up again.](images/08_run_a_pipeline.png)
+# ![Four ranks that pass microbatches on, what each of them holds, and a timeline: forwards and backwards, messages beneath.](images/08_run_a_pipeline.png)
 #
 # *Eight microbatches pass four ranks, as 1F1B has it; the picture is drawn from the run. On this clock a message takes a step
 # too, so that 1F1B takes 49 steps and not 33; the 50th adds up the losses.*
@@ -294,7 +294,7 @@ assert torch.equal(auto[0], dx) and torch.equal(auto[1], dw)
 # <details><summary>Answer</summary>
 #
 # I. Attention multiplies queries with keys, and scores with values. There are no weights in these products, so all of
-# their backward is I. Below, in FLOPs, as multiples of F:
+# their backward is I. Below, in FLOPs:
 #
 # </details>
 
@@ -315,7 +315,7 @@ def products(rule):  # FLOPs of matrix products only, in a whole batch on one ra
     return counter.get_total_flops()
 
 split, whole = flops_by_kind(zb_h1), flops_by_kind(one_f_one_b)
-print({kind: round(split[kind] / split["F"], 1) for kind in "FIW"}, "B", round(whole["B"] / whole["F"], 1))
+print(f"B is {whole['B'] / whole['F']:.1f} F; of B, I is {split['I'] / whole['B']:.0%} and W {split['W'] / whole['B']:.0%}")
 assert split["I"] > split["W"] and np.isclose(split["I"] + split["W"], whole["B"], rtol=0.01)
 # nothing is computed twice: torch's own counter sees the same products in both
 assert run(partial(products, zb_h1), Mesh(pp=1)).per_rank == run(partial(products, one_f_one_b), Mesh(pp=1)).per_rank
