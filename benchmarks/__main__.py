@@ -27,6 +27,7 @@ ORDER = [
     "gpt_jax",
     "classifier_jax",
     "schedules",
+    "pipeline_jax",
     "jax_in_flight",
     "hidden_communication",
     "import_time",

@@ -43,12 +43,13 @@ def legal(rule, ranks):
 IN_TORCH = [made for rule in RULES.values() for ranks in (1, 2, 3, 4) if (made := legal(rule, ranks)) is not None]
 
 
-# JAX compiles each one: every rule once, on 1, 2, 3 and 4 ranks in turn
+# JAX compiles each one: every rule once, on 2 and 3 ranks in turn, and two on others
 IN_JAX = [
-    next(made for ranks in (2 + place % 3, 4, 2) if (made := legal(rule, ranks)) is not None)
+    next(made for ranks in (2 + place % 2, 2) if (made := legal(rule, ranks)) is not None)
     for place, rule in enumerate(RULES.values())
 ]
-CASES = [("torch", schedule) for schedule in IN_TORCH] + [("jax", schedule) for schedule in [*IN_JAX, zb_h1(1, 3)]]
+IN_JAX += [zb_h1(1, 3), one_f_one_b(4, 9)]
+CASES = [("torch", schedule) for schedule in IN_TORCH] + [("jax", schedule) for schedule in IN_JAX]
 
 
 @pytest.mark.parametrize("framework, schedule", CASES, ids=lambda case: getattr(case, "name", case))
@@ -65,7 +66,7 @@ def test_that_all_rules_are_among_them():
     assert {(s.num_ranks, s.num_microbatches) for s in IN_TORCH if s.name == "one_f_one_b"} == {
         (1, 3), (2, 5), (3, 7), (4, 9)
     }  # fmt: skip
-    assert {s.num_ranks for s in IN_JAX} == {2, 3, 4}
+    assert {s.num_ranks for s in IN_JAX} == {1, 2, 3, 4}
 
 
 EDITED = {
@@ -118,10 +119,13 @@ def test_ranks_that_are_processes(schedule):
     assert out.trace.clock == "measured"
 
 
-@pytest.mark.parametrize("framework", EXECUTORS)
+TIMED = [gpipe(4, 8), one_f_one_b(4, 8), zb_h1(4, 8), interleaved_1f1b(4, 8), zb_v(4, 8)]
+
+
 @pytest.mark.parametrize(
-    "schedule", [gpipe(4, 8), one_f_one_b(4, 8), zb_h1(4, 8), interleaved_1f1b(4, 8), zb_v(4, 8)], ids=lambda s: s.name
-)
+    "framework, schedule", [("torch", s) for s in TIMED] + [("jax", s) for s in [*TIMED[:3], zb_v(2, 8)]],
+    ids=lambda case: getattr(case, "name", case),
+)  # fmt: skip
 def test_the_executed_timeline_is_the_simulated_one(framework, schedule):
     """On the clock that counts steps, with F = I = W = 1 a rank, and messages that take their link for 1. In JAX a tick
     costs its slowest rank."""

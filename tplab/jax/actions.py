@@ -82,8 +82,7 @@ class Actions:
 
     def exchange(self, task: Task) -> int:
         """An exchange after the actions of a tick: all ranks wait for each other. Returns its number."""
-        needs = tuple(sorted({*task.needs, *self._before}))
-        self._tasks.append(replace(task, needs=needs, together=True))
+        self._tasks.append(replace(task, together=True))
         self._after.append(len(self._tasks) - 1)
         return self._after[-1]
 

@@ -2,8 +2,8 @@
 
 Two things keep it quick. What a rank carries from tick to tick is written where it lies: an action is a loop of one or
 no iterations, since XLA updates the carry of a loop in place, and copies that of a conditional. And each action counts
-one up in that carry, which the next one looks at before it begins: so they have an order that XLA can see, and none
-needs a copy of what another one reads.
+one up in that carry: so each takes something from the one before, XLA sees their order, and none gets a copy of what
+another one reads.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class Ticks:
         numbers = row["stage"], row["microbatch"], self.group[row["home"]], seconds
         for number, (kind, program) in enumerate(self.plan.passes, 1):
             act = action(kind, partial(self._act, kind, self.programs[program], row))
-            is_next = (row["action"] == number) & (state.count >= 0)
-            state = _when(is_next, lambda state, act=act: act(state, *numbers), state)
+            state = _when(row["action"] == number, lambda state, act=act: act(state, *numbers), state)
         ways = [partial(_exchange, pairs, self.axis) for pairs in self.plan.rounds]
         arrived = [lax.switch(number, ways, state.message) for number in rounds]
         for number, message in enumerate(arrived):

@@ -66,7 +66,8 @@ def train_batch(
                   same numbers in every schedule of the same layers, computed again or not
 
     What each action does:
-        F   take the input, run the stage, keep what the backward pass needs; the last stage goes on to the loss
+        F   take the input, run the stage, keep what the backward pass needs (what JAX's `vjp` keeps, without weights,
+            and without what is cheaper to compute again); the last stage goes on to the loss
         B   from the gradient of the output, that of the input and those of the parameters
         I   that of the input only; keep what W needs, let go of the rest       W   those of the parameters
     B is I and W at once, to the FLOP. An overlapped pair runs one after the other. A STEP is left to the caller.
