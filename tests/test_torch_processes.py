@@ -265,7 +265,7 @@ def test_trace_is_measured():
         for _ in range(3):
             x = x @ x / 400
         y = handle.wait()
-        time.sleep(0.05 * axis_index("tp"))
+        time.sleep(1.0 * axis_index("tp"))  # long: on a busy machine rank 0 comes late as well
         return all_reduce(y.sum() + x.sum(), "tp")
 
     trace = run(program, Mesh(tp=2), on="processes").trace
@@ -273,11 +273,11 @@ def test_trace_is_measured():
     assert {(e.message, e.start, e.end, e.rank) for e in sends.events} == {
         (e.message, e.start, e.end, e.peer) for e in receives.events
     }
-    assert trace.start == 0 and trace.busy()[1] > 0.05
+    assert trace.start == 0 and trace.busy()[1] > 1
     first, second = trace.select(kind="collective").events
-    assert first.message == second.message and first.start == second.start > 0.05
+    assert first.message == second.message and first.start == second.start > 1
     (wait,) = trace.select(kind="wait", rank=0, op="all_reduce").events
-    assert wait.duration > 0.03  # rank 0 stood still while rank 1 slept
+    assert wait.duration > 0.1  # rank 0 stood still while rank 1 slept
     assert trace.select(kind="send").events[0].values is None
 
 
