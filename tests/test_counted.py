@@ -424,6 +424,21 @@ def test_what_is_kept_is_listed(fw):
     assert lines[-1].endswith(f"{kept.bytes:,}  bytes in {len(kept)} tensors")
 
 
+def test_jax_functions_that_are_called_twice_keep_twice():
+    """JAX keeps the jaxpr of a jitted function: two calls have the same variables, and other values."""
+    import jax
+    import jax.numpy as jnp
+
+    from tplab.jax import saved_tensors
+
+    def cosines(params, x):
+        return twice(x) + twice(x + 1)
+
+    twice = jax.jit(jnp.sin)
+    kept = saved_tensors(cosines, {}, jnp.ones(5))
+    assert [x.shape for x in kept] == [(5,), (5,)]
+
+
 # -------------------------------------------------------------------------------------------------- the formulas
 
 

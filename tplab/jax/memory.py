@@ -75,8 +75,12 @@ class _Origin(NamedTuple):
 _LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast", "optimization_barrier")
 
 
-def _follow(jaxpr: Any, origins: dict[Any, _Origin]) -> None:
-    """Note the origin of every value of a jaxpr, also through the jaxprs that it calls."""
+def _follow(jaxpr: Any, origins: dict[Any, _Origin], calls: tuple[int, ...] = ()) -> None:
+    """Note the origin of every value of a jaxpr, also through the jaxprs that it calls.
+
+    calls   through which it was come to: JAX keeps the jaxpr of a function, so that two calls have the same variables.
+            What is made of nothing that was given is the same in both
+    """
     for eqn in jaxpr.eqns:
         given = [None if isinstance(var, core.Literal) else origins[var] for var in eqn.invars]
         name = eqn.primitive.name
@@ -84,7 +88,7 @@ def _follow(jaxpr: Any, origins: dict[Any, _Origin]) -> None:
         if inner is not None:
             of_inner = {var: origin or _Origin(var, "a constant", False) for var, origin in zip(inner.invars, given)}
             of_inner |= {var: _Origin((id(eqn), var), "a constant", False) for var in inner.constvars}
-            _follow(inner, of_inner)
+            _follow(inner, of_inner, (*calls, id(eqn)))
             for outer, var in zip(eqn.outvars, inner.outvars, strict=True):
                 literal = isinstance(var, core.Literal)
                 origins[outer] = _Origin(outer, "a constant", False) if literal else of_inner[var]
@@ -95,7 +99,7 @@ def _follow(jaxpr: Any, origins: dict[Any, _Origin]) -> None:
         known = [origin for origin in given if origin is not None and origin.made_by != "a constant"]
         is_params = bool(known) and all(origin.is_params for origin in known)
         made_by = name if known else "a constant"
-        origins |= {out: _Origin(out, made_by, is_params) for out in eqn.outvars}
+        origins |= {out: _Origin((calls, out) if known else out, made_by, is_params) for out in eqn.outvars}
 
 
 def _called(eqn: Any) -> Any:
