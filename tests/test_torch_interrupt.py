@@ -162,3 +162,32 @@ def test_ctrl_c_at_any_moment():
     assert finished + interrupted >= 80  # one that has finished may be interrupted on the next line, and counts twice
     assert interrupted >= 5
     assert signal.getsignal(signal.SIGINT) is not None
+
+
+def test_ctrl_c_while_threading_holds_its_own_lock(monkeypatch):
+    """There it comes out of Thread.start as an error of the lock, and the interrupt is only what it happened beside."""
+    import threading
+
+    import torch
+
+    from tplab import Mesh
+    from tplab.torch import all_reduce, run
+
+    begin = threading.Thread.start
+
+    def interrupted(thread):
+        begin(thread)
+        if thread.name == "rank 1":
+            try:
+                raise KeyboardInterrupt
+            finally:
+                threading.Lock().release()
+
+    def program():
+        return all_reduce(torch.ones(1), "tp").item()
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        run(program, Mesh(tp=3))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    assert run(program, Mesh(tp=3)).per_rank == [3.0] * 3

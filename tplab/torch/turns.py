@@ -89,9 +89,10 @@ class Turns:
             for rank in self.ranks:
                 assert rank.thread is not None
                 rank.thread.join()
-        except BaseException as interrupt:  # Ctrl-C; or that of the run around this one; or no more threads
+        except BaseException as error:  # Ctrl-C; or that of the run around this one; or no more threads
+            interrupt = _pressed(error)
             self._stop(interrupt)
-            raise
+            raise interrupt
         finally:
             self.core.leave()
             for generator, kept in zip(self._generators, kernels_own, strict=True):
@@ -265,6 +266,14 @@ class Turns:
 _THE_SAME = "every rank of a group must call the same collectives in the same order"
 _POLL = 0.1  # s; an exception that another thread has set reaches a thread only between two waits
 _PATIENCE = 2.0  # s; how long Ctrl-C waits for a rank
+
+
+def _pressed(error: BaseException) -> BaseException:
+    """The Ctrl-C that an error stands for: pressed while `threading` holds a lock of its own, it can come out as the
+    error of giving back a lock that was not taken again yet."""
+    pressed = error.__context__
+    is_of_lock = isinstance(error, RuntimeError) and "lock" in str(error)
+    return pressed if is_of_lock and isinstance(pressed, KeyboardInterrupt) else error
 
 
 def _raise_in(thread: Thread | None, kind: type[BaseException]) -> None:
