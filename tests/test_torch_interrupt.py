@@ -186,8 +186,9 @@ def test_ctrl_c_while_threading_holds_its_own_lock(monkeypatch):
     def program():
         return all_reduce(torch.ones(1), "tp").item()
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", interrupted)
-        run(program, Mesh(tp=3))
+        with pytest.raises(KeyboardInterrupt):
+            run(program, Mesh(tp=3))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
     assert run(program, Mesh(tp=3)).per_rank == [3.0] * 3

@@ -92,7 +92,9 @@ class Turns:
         except BaseException as error:  # Ctrl-C; or that of the run around this one; or no more threads
             interrupt = _pressed(error)
             self._stop(interrupt)
-            raise interrupt
+            if interrupt is not error:
+                raise interrupt from None
+            raise
         finally:
             self.core.leave()
             for generator, kept in zip(self._generators, kernels_own, strict=True):
