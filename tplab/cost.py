@@ -277,7 +277,8 @@ def _pipelined_broadcast(n: float, R: int, link: Link) -> _Terms:
     if R == 2 or math.isinf(link.bandwidth):
         ideal = 1.0
     else:
-        ideal = math.sqrt((R - 2) * n / (link.latency * link.bandwidth)) if link.latency else math.inf
+        in_latency = link.latency * link.bandwidth  # bytes; a latency may be so small that nothing is left of it
+        ideal = math.sqrt((R - 2) * n / in_latency) if in_latency else math.inf
     around = {1 if ideal < 1 else min(most, m) for m in ([most] if ideal >= most else [int(ideal), int(ideal) + 1])}
     m = min(around, key=lambda m: ((R - 2 + m) * link.seconds(n / m), m))
     return R - 2 + m, n, (R - 2 + m) * n / m
