@@ -151,7 +151,7 @@ for name, rule in [("GPipe", gpipe), ("1F1B", one_f_one_b)]:
 # nothing. `stages_of` cuts it, and builds what this rank needs. `LiveBytes` counts the tensors alive:
 
 # %%
-from tplab.torch.live import LiveBytes
+from tplab.torch import LiveBytes
 
 def built_whole():
     with LiveBytes() as live:
@@ -557,7 +557,6 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # passes keep. The rest is messages, gradients and work space.)
 
 # %%
-from tplab.jax.compiled import temporary_bytes
 
 def in_jax(rule, every, held):
     x, schedule = jnp.ones((8, 4, 32, 32)), rule(4, 8)
@@ -568,7 +567,7 @@ def in_jax(rule, every, held):
 planned = {}
 for name, rule, every in [("GPipe", gpipe, None), ("1F1B", one_f_one_b, None), ("1F1B, recomputed", one_f_one_b, 1)]:
     held = []
-    planned[name] = temporary_bytes(partial(in_jax, rule, every, held), Mesh(pp=4)), [peak(of_rank) for of_rank in held]
+    planned[name] = tj.temporary_bytes(partial(in_jax, rule, every, held), Mesh(pp=4)), [peak(of_rank) for of_rank in held]
 
 # %% tags=["nbval-ignore-output"]
 for name, (temporaries, needed) in planned.items():

@@ -125,11 +125,16 @@ def not_started(fn: Callable[..., Any]) -> bool:
     return all(one.opname.startswith(nothing) for one in code)
 
 
+def untouched(name: str) -> Verdict:
+    """That of a stub."""
+    return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+
+
 def grade(fn: Callable[..., Any], exercise: Exercise, framework: Framework = "torch") -> Verdict:
     """Hold `fn` against the plain answer on every mesh of the exercise, with other tensors each time."""
     name = exercise.name
     if not_started(fn):
-        return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+        return untouched(name)
     remark = ""
     for seed, mesh in enumerate(exercise.meshes):
         tensors = exercise.tensors(np.random.default_rng(seed), mesh)

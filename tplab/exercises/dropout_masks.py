@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Framework, Verdict, not_started, raised
+from tplab.exercises.check import Framework, Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
@@ -25,7 +25,7 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
     The weights are such that the result tells the masks: every hidden feature is 1, and feature f adds 2**f.
     """
     if not_started(fn):
-        return Verdict(None, "block: not started. Replace the `...`, then run this cell again.")
+        return untouched("block")
     for mesh in BLOCK_MESHES:
         num_features = 9 if mesh.axis_size("tp") == 3 else 8
         x, a = np.ones((TOKENS, WIDTH)), np.full((WIDTH, num_features), 1 / WIDTH)

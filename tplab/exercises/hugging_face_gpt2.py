@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tplab.errors import PlanError, RankError
-from tplab.exercises.check import Verdict, not_started, raised
+from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
 
 MESHES = (Mesh(tp=2), Mesh(tp=4), Mesh(tp=1))
@@ -83,7 +83,7 @@ def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict
 
     name = "my_plan"
     if not_started(plan_of):
-        return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+        return untouched(name)
 
     def program(model: Any, whole: Any, ids: Any) -> Any:
         plan = plan_of()

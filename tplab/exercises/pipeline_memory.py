@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tplab.errors import ShapeError
-from tplab.exercises.check import Verdict, not_started, raised
+from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.layer_spec import layer_names, ties
 from tplab.mesh import Mesh
 from tplab.partition import Partition, partition
@@ -31,7 +31,7 @@ def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     as one rank does, and whose head is the matrix of the embedding."""
     name = "my_layers"
     if not_started(model):
-        return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+        return untouched(name)
     ranks = 1
     try:
         (hidden,) = _run(_hidden, 1, model)
@@ -208,7 +208,7 @@ def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     """
     name = "my_cut"
     if not_started(cut):
-        return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+        return untouched(name)
     trial, bounds = SMALL[0], []
     try:
         for trial in (*SMALL, *_real(layers, ids)):

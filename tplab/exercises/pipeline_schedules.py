@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tplab.errors import TplabError
-from tplab.exercises.check import Verdict
+from tplab.exercises.check import Verdict, untouched
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate
 
 Row = Callable[[int, int, int], str]
@@ -22,7 +22,7 @@ def check_one_f_one_b(row: Row) -> Verdict:
         try:
             rows = [row(rank, ranks, microbatches) for rank in range(ranks)]
             if rows[0] is None or rows[0] is ...:
-                return _not_started(name)
+                return untouched(name)
             schedule = _of_rows(rows)
         except Exception as error:
             return Verdict(False, f"{name}: {type(error).__name__} with {where}: {error}")
@@ -102,7 +102,7 @@ def solve(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
     try:
         given = fn()
         if given is None or given is ...:
-            return _not_started(name)
+            return untouched(name)
         schedule = _read(given) if isinstance(given, str) else given
         if not isinstance(schedule, Schedule):
             return Verdict(False, f"{name}: it must return a schedule, or its picture as text, and returned {given!r}.")
@@ -129,10 +129,6 @@ def solve(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
         True,
         f"{name} is solved: {run.makespan:g} steps ({bound}), {run.peak_activations.max():g} microbatches held.",
     )
-
-
-def _not_started(name: str) -> Verdict:
-    return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
 
 
 def _read(text: str) -> Schedule:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, not_started, raised
+from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate, zb_h1, zb_h2
 from tplab.widgets.matrices import Panel, number_text
@@ -42,7 +42,7 @@ def check_ahead(ahead: Ahead) -> Verdict:
         try:
             numbers = [ahead(rank, ranks) for rank in range(ranks)]
             if any(num is None or num is ... for num in numbers):
-                return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+                return untouched(name)
             if not all(isinstance(num, int) and num >= 0 for num in numbers):
                 return Verdict(False, f"{name}: with {ranks} ranks it gives {numbers}; give whole numbers, 0 or more.")
             schedule = running_ahead(numbers, microbatches)
@@ -92,7 +92,7 @@ def check_train_split(fn: Train) -> Verdict:
     in `.grad` and returns the loss on the last rank: for schedules with B, and with I and W."""
     name = "train_split"
     if not_started(fn):
-        return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+        return untouched(name)
     for mesh in MESHES:
         ranks = mesh.axis_size("pp")
         for rule in (one_f_one_b, zb_h1, zb_h2):

@@ -24,7 +24,7 @@ from tplab.jax.comm import (
     start,
 )
 from tplab.jax.comparison import check_parallel
-from tplab.jax.compiled import CompiledCollective, collectives_in
+from tplab.jax.compiled import CompiledCollective, collectives_in, temporary_bytes
 from tplab.jax.context import rank_key
 from tplab.jax.dropout import dropout
 from tplab.jax.gpt import GPT
@@ -110,6 +110,7 @@ __all__ = [
     "split_state",
     "stages_of",
     "start",
+    "temporary_bytes",
     "train_batch",
     "vocab_parallel_cross_entropy",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from tplab.jax.calls import LAYOUTS, called
 from tplab.memory import SavedTensor, SavedTensors
 
 
@@ -72,9 +73,6 @@ class _Origin(NamedTuple):
     is_params: bool
 
 
-_LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast", "optimization_barrier")
-
-
 def _follow(jaxpr: Any, origins: dict[Any, _Origin], calls: tuple[int, ...] = ()) -> None:
     """Note the origin of every value of a jaxpr, also through the jaxprs that it calls.
 
@@ -84,8 +82,9 @@ def _follow(jaxpr: Any, origins: dict[Any, _Origin], calls: tuple[int, ...] = ()
     for eqn in jaxpr.eqns:
         given = [None if isinstance(var, core.Literal) else origins[var] for var in eqn.invars]
         name = eqn.primitive.name
-        inner = _called(eqn)
+        inner = called(eqn)
         if inner is not None:
+            inner = getattr(inner, "jaxpr", inner)
             of_inner = {var: origin or _Origin(var, "a constant", False) for var, origin in zip(inner.invars, given)}
             of_inner |= {var: _Origin((id(eqn), var), "a constant", False) for var in inner.constvars}
             _follow(inner, of_inner, (*calls, id(eqn)))
@@ -93,21 +92,10 @@ def _follow(jaxpr: Any, origins: dict[Any, _Origin], calls: tuple[int, ...] = ()
                 literal = isinstance(var, core.Literal)
                 origins[outer] = _Origin(outer, "a constant", False) if literal else of_inner[var]
             continue
-        if name in _LAYOUTS:
+        if name in {*LAYOUTS, "optimization_barrier"}:
             origins |= {out: origin or _Origin(out, name, False) for out, origin in zip(eqn.outvars, given)}
             continue
         known = [origin for origin in given if origin is not None and origin.made_by != "a constant"]
         is_params = bool(known) and all(origin.is_params for origin in known)
         made_by = name if known else "a constant"
         origins |= {out: _Origin((calls, out) if known else out, made_by, is_params) for out in eqn.outvars}
-
-
-def _called(eqn: Any) -> Any:
-    """The jaxpr that an equation calls once, with its own operands: that of jit, custom_jvp, remat and the like."""
-    params: Mapping[str, Any] = eqn.params
-    inner = params.get("jaxpr", params.get("call_jaxpr"))
-    inner = getattr(inner, "jaxpr", inner)
-    if inner is None or not hasattr(inner, "eqns") or eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
-        return None
-    same = len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars)
-    return inner if same else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,14 +133,16 @@ def joined(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
     return whole
 
 
-cut.defvjp(
-    lambda whole, ring, dim: (cut(whole, ring, dim), None),
-    lambda ring, dim, _, pieces: (joined(pieces, ring, dim),),
-)
-joined.defvjp(
-    lambda pieces, ring, dim: (joined(pieces, ring, dim), None),
-    lambda ring, dim, _, whole: (cut(whole, ring, dim),),
-)
+def _pair(take: Any, put: Any) -> None:
+    """Say that each is the gradient of the other."""
+    for function, gradient in ((take, put), (put, take)):
+        function.defvjp(
+            lambda x, ring, dim, function=function: (function(x, ring, dim), None),
+            lambda ring, dim, _, dy, gradient=gradient: (gradient(dy, ring, dim),),
+        )
+
+
+_pair(cut, joined)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -163,14 +165,7 @@ def stacked(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
     return weight
 
 
-unstacked.defvjp(
-    lambda weight, ring, dim: (unstacked(weight, ring, dim), None),
-    lambda ring, dim, _, pieces: (stacked(pieces, ring, dim),),
-)
-stacked.defvjp(
-    lambda pieces, ring, dim: (stacked(pieces, ring, dim), None),
-    lambda ring, dim, _, weight: (unstacked(weight, ring, dim),),
-)
+_pair(unstacked, stacked)
 
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:

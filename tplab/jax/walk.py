@@ -15,6 +15,7 @@ import numpy as np
 
 from tplab.errors import TraceError
 from tplab.jax.actions import Actions, kind_of_action
+from tplab.jax.calls import called
 from tplab.jax.exchange import EXCHANGES, Exchange
 from tplab.jax.held import Held, Label, PerRank, computed, joined
 from tplab.jax.tasks import Task, bytes_of, flops_of, is_free
@@ -23,10 +24,6 @@ from tplab.mesh import Mesh
 
 Ranks = tuple[int, ...]
 
-_CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}  # fmt: skip
 _MOST_ITERATIONS = 10_000  # of a while_loop
 
 
@@ -73,8 +70,7 @@ class Walk:
         if name == "axis_index":
             names = params["axis_name"]
             return [Held.known(eqn.outvars[0].aval, [np.int32(self.mesh.index(r, names)) for r in self.mesh.ranks])]
-        if name in _CALLS:
-            inner = params["call_jaxpr"] if "call_jaxpr" in params else params.get("jaxpr", params.get("fun_jaxpr"))
+        if (inner := called(eqn)) is not None:
             if kind := kind_of_action(params):
                 return self._actions.follow(kind, inputs, ranks, lambda: self._call(inner, inputs, ranks, where))
             return self._call(inner, inputs, ranks, where)

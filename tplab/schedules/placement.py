@@ -52,6 +52,11 @@ def v_shape(ranks: int) -> Placement:
     return wave(ranks, 2)
 
 
+def one_way(placement: Placement, num_stages: int) -> Placement:
+    """The placement along which a model is balanced: the same, or with two directions a line, which each way is."""
+    return placement if sum(map(len, placement)) == num_stages else linear(num_stages)
+
+
 def two_way(ranks: int) -> Placement:
     """One pipe down the ranks and one up, each with its own copy of every stage. Chimera, DualPipe.
 

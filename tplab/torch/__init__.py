@@ -26,6 +26,7 @@ from tplab.torch.dropout import dropout
 from tplab.torch.gpt import GPT
 from tplab.torch.huggingface import parallelize, whole_state
 from tplab.torch.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from tplab.torch.live import LiveBytes
 from tplab.torch.memory import gather_again, saved_tensors
 from tplab.torch.messages import receive, send
 from tplab.torch.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
@@ -47,6 +48,7 @@ __all__ = [
     "GPTConfig",
     "Handle",
     "LayerNorm",
+    "LiveBytes",
     "ParallelClassifier",
     "ParallelLayerNorm",
     "ParallelMLP",

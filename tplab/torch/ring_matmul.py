@@ -120,7 +120,16 @@ def _product(a: Tensor, b: Tensor, into: Tensor, add: bool, bias: Tensor | None 
         torch.addmm(bias, a, b, out=into)
 
 
-class AllGatherMatmul(torch.autograd.Function):
+class _RingProduct(torch.autograd.Function):
+    """What both keep for their backward passes."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, ctx.ring = inputs
+        ctx.save_for_backward(x, weight)
+
+
+class AllGatherMatmul(_RingProduct):
     """Matrices: x [n, d] (by tokens: [n, D]), weight [F, D] or [R, F, d]   ->   y [n, F] (by tokens: [R n, F])."""
 
     @staticmethod
@@ -130,11 +139,6 @@ class AllGatherMatmul(torch.autograd.Function):
             add = piece.distance > 0 and not ring.by_tokens
             _product(arrived, ring.weight_of(weight, piece).T, ring.tokens_of(y, piece), add, bias)
         return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.ring = inputs
-        ctx.save_for_backward(x, weight)
 
     @staticmethod
     @once_differentiable
@@ -161,7 +165,7 @@ def _weight_gradient(x: Tensor, dy: Tensor, dweight: Tensor | None, ring: Ring) 
         yield
 
 
-class MatmulReduceScatter(torch.autograd.Function):
+class MatmulReduceScatter(_RingProduct):
     """Matrices: x [n, K] (by tokens: [R n, K]), weight [F, K] or [R, F/R, K]   ->   y [n, F/R] (by tokens: [n, F])."""
 
     @staticmethod
@@ -171,11 +175,6 @@ class MatmulReduceScatter(torch.autograd.Function):
             return a @ b if bias is None or piece.distance else torch.addmm(bias, a, b)
 
         return _sums(part, ring, iter(()))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.ring = inputs
-        ctx.save_for_backward(x, weight)
 
     @staticmethod
     @once_differentiable

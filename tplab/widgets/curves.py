@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,12 +73,9 @@ def curves(
     dots        panel title -> (bytes, seconds) of runs
     crossings   panel title -> a size in bytes to mark on the first curve
     """
-    from matplotlib.figure import Figure  # slow to import, and not pyplot: nothing to close, no backend to choose
-
-    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, axes = figure_of(panels, "bytes of the tensor")
     for ax, (name, lines) in zip(axes, panels.items()):
-        _dress(ax, name, nbytes)
+        _dress(ax, nbytes)
         if floor:
             ax.fill_between(nbytes, floor[name], 1e-9, color=SOFT, lw=0, zorder=1)
             ax.plot(nbytes, floor[name], color=LINE, lw=1, zorder=1)
@@ -91,22 +88,41 @@ def curves(
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
     drawn = [value for lines in (*panels.values(), floor or {}) for seconds in lines.values() for value in seconds]
     axes[0].set_ylim(min(drawn) / 1.6, max(drawn) * 1.6)
-    entries = axes[0].get_legend_handles_labels()
-    figure.legend(*entries, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK, fontsize=9)
+    explain(figure, axes[0])
     return Curves(title, about, sentence, figure)
 
 
-def _dress(ax: Any, name: str, nbytes: Numbers) -> None:
-    ax.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK)
-    ax.set_xlabel("bytes of the tensor", color=DIM, fontsize=9)
+def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
+    """A figure with a panel for each of these titles beside the other, on one scale: (figure, axes)."""
+    from matplotlib.figure import Figure  # slow to import, and not pyplot: nothing to close, no backend to choose
+
+    titles = list(panels)
+    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), layout="constrained")
+    axes = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for ax, title in zip(axes, titles):
+        ax.set_title(title, loc="left", fontsize=9.5, fontweight="bold", color=INK)
+        ax.set_xlabel(along, color=DIM, fontsize=9)
+        ax.set(facecolor="none")
+        ax.tick_params(which="both", colors=DIM, labelsize=9, length=0, pad=6)
+        ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    return figure, axes
+
+
+def explain(figure: Any, ax: Any) -> None:
+    """The legend, below: what the lines of one panel are, each name once."""
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels())))
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK, fontsize=9
+    )
+
+
+def _dress(ax: Any, nbytes: Numbers) -> None:
     ax.set_xscale("log", base=2)
-    ax.set(yscale="log", facecolor="none", xlim=(nbytes[0], nbytes[-1]))
+    ax.set(yscale="log", xlim=(nbytes[0], nbytes[-1]))
     ax.set_xticks([2.0**power for power in range(5, 60, 5) if nbytes[0] <= 2.0**power <= nbytes[-1]])
     ax.xaxis.set_major_formatter(lambda value, place: bytes_text(value))
     ax.yaxis.set_major_formatter(lambda value, place: time_text(value, "s"))
-    ax.tick_params(which="both", colors=DIM, labelsize=9, length=0, pad=6)
     ax.grid(which="major", color=LINE, lw=0.6, zorder=0)
-    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
 def _mark(ax: Any, size: float, nbytes: Numbers, seconds: Numbers) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tplab.widgets.curves import DASHES, HEIGHT, WIDTH, Curves
-from tplab.widgets.palette import DIM, HUES, INK, LINE, PAPER
+from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
+from tplab.widgets.palette import HUES, INK, LINE, PAPER
 from tplab.widgets.units import bytes_text
 
 MARKS = "osD^"  # not by colour alone
-Numbers = Sequence[float] | np.ndarray
 Line = tuple[Numbers, Numbers]
 """x and y of every point."""
 
@@ -36,14 +35,11 @@ def levels(
     predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in ink
     sentence    what is to be seen; it stands for the picture where none is shown
     """
-    from matplotlib.figure import Figure  # slow to import, and not pyplot: nothing to close, no backend to choose
-
-    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, axes = figure_of(panels, along)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
     step = _round_step(max(drawn, default=0.0))
     for ax, (name, lines) in zip(axes, panels.items()):
-        _dress(ax, name, along, step)
+        _dress(ax, step)
         for index, (label, (x, y)) in enumerate(lines.items()):
             looks = {"color": HUES[index % 8], "lw": 2, "ms": 6, "mfc": PAPER, "mew": 1.6, "label": label}
             if stairs:  # a mark where it is first at its highest
@@ -57,24 +53,17 @@ def levels(
             ax.plot(x, y, zorder=4, **style)
             ax.lines[-1].set_label("predicted")
     axes[0].set_ylim(0, 1.06 * max(drawn, default=1.0) or 1.0)
-    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels())))  # of several alike, one
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK,
-                  fontsize=9)  # fmt: skip
+    explain(figure, axes[0])
     return Curves(title, about, sentence, figure)
 
 
-def _dress(ax: Any, name: str, along: str, step: float) -> None:
+def _dress(ax: Any, step: float) -> None:
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-    ax.set_title(name, loc="left", fontsize=9.5, fontweight="bold", color=INK)
-    ax.set_xlabel(along, color=DIM, fontsize=9)
-    ax.set(facecolor="none")
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.yaxis.set_major_locator(MultipleLocator(step))
     ax.yaxis.set_major_formatter(lambda value, place: bytes_text(value))
-    ax.tick_params(which="both", colors=DIM, labelsize=9, length=0, pad=6)
     ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
-    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
     ax.spines["bottom"].set(visible=True, color=LINE)
 
 

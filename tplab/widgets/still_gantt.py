@@ -91,6 +91,7 @@ def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit
     def at(time: float) -> float:
         return left + width * (time - begin) / end
 
+    slots = max(1, int(schedule.slot.max(initial=0)))
     for rank in range(schedule.num_ranks):
         y = top + rank * (bars + strip + 5)
         if schedule.num_ranks <= 16 or rank % 8 == 0:
@@ -98,7 +99,7 @@ def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit
         sheet.box(left, y, at(begin + run.makespan) - left, bars, fill=SOFT)
         sheet.hatch(left, y, at(begin + run.makespan) - left, bars, HATCH)
         for place in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
-            _bar(sheet, run, place, at, y, bars)
+            _bar(sheet, run, place, at, y, bars, slots)
         _strip(sheet, run, rank, at, y + bars + 1.5, strip, most, limit)
     bottom = top + schedule.num_ranks * (bars + strip + 5)
     for time in ticks(0.0, end, 8, run.costs.unit):
@@ -111,7 +112,7 @@ def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit
         x += max(text_width(name, 10), wide) + 28
 
 
-def _bar(sheet: Sheet, run: Run, place: int, at: At, y: float, size: float) -> None:
+def _bar(sheet: Sheet, run: Run, place: int, at: At, y: float, size: float, slots: int) -> None:
     schedule = run.schedule
     kind, joined = int(schedule.kind[place]), bool(schedule.joined[place])
     has_second = place + 1 < len(schedule) and bool(schedule.joined[place + 1])
@@ -121,8 +122,7 @@ def _bar(sheet: Sheet, run: Run, place: int, at: At, y: float, size: float) -> N
             x = at(float(run.start[place - 1]))
         y, size = (y + size / 2, size / 2) if joined else (y, size / 2)
     label = schedule.action(place).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
-    under = float(schedule.slot[place]) / max(1, int(schedule.slot.max()))
-    draw_action(sheet, kind, int(schedule.microbatch[place]), label, x, right, y, size, under)
+    draw_action(sheet, kind, int(schedule.microbatch[place]), label, x, right, y, size, schedule.slot[place] / slots)
 
 
 def draw_action(

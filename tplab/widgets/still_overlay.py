@@ -55,7 +55,7 @@ def draw(pen: Pen, over: Overlay, position: float) -> None:
     for row, rank in enumerate(over.others["rank"].tolist()):
         x, right = (at(float(over.others[name][row])) for name in ("start", "end"))
         pen.box(x, TOP + rank * (ran + due + gap), max(right - x, 0.7), ran, fill=mix(WORK, 0.42))
-    slots = max(1, int(schedule.slot.max()))
+    slots = max(1, int(schedule.slot.max(initial=0)))
     for row, rank in enumerate(schedule.rank.tolist()):
         y = TOP + rank * (ran + due + gap)
         kind, microbatch = int(schedule.kind[row]), int(schedule.microbatch[row])

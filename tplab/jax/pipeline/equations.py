@@ -8,15 +8,12 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from tplab.jax.calls import LAYOUTS, called
+
 Var = Any
 """A variable of a jaxpr: what an equation makes, or an input."""
 
-_CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}  # fmt: skip
-_LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
-_CHEAP = _LAYOUTS | {
+_CHEAP = LAYOUTS | {
     "add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "add_any", "select_n",
     "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "broadcast_in_dim", "convert_element_type",
     "stop_gradient",
@@ -119,7 +116,7 @@ class Equations:
 
     def _before(self, var: Var) -> Var | None:
         place = self._maker.get(var)
-        if place is None or self._equations[place].primitive.name not in _LAYOUTS:
+        if place is None or self._equations[place].primitive.name not in LAYOUTS:
             return None
         before = self._equations[place].invars[0]
         return None if is_literal(before) else before
@@ -139,8 +136,8 @@ def _evaluate(
 
     for eqn in equations:
         values = [read(atom) for atom in eqn.invars]
-        if inline and eqn.primitive.name in _CALLS:
-            results = _inlined(_called(eqn.params), values)
+        if inline and (inner := called(eqn)) is not None:
+            results = _inlined(inner, values)
         else:
             with eqn.ctx.manager:
                 results = eqn.primitive.bind(*values, **eqn.params)
@@ -153,7 +150,3 @@ def _inlined(closed: Any, values: Sequence[Any]) -> list[Any]:
     known = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     known.update(zip(jaxpr.invars, values, strict=True))
     return _evaluate(jaxpr.eqns, known, jaxpr.outvars, inline=True)
-
-
-def _called(params: dict[str, Any]) -> Any:
-    return params["call_jaxpr"] if "call_jaxpr" in params else params.get("jaxpr", params.get("fun_jaxpr"))

@@ -22,7 +22,7 @@ from tplab.mesh import Axis
 from tplab.partition import Partition, cut_layers
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
-from tplab.schedules.placement import Placement, linear
+from tplab.schedules.placement import Placement, one_way
 
 Tied = Sequence[Sequence[tuple[int, str]]]
 """Parameters that are one: of each, where it is, as (stage, name)."""
@@ -154,12 +154,9 @@ def stages_of(
     """
     label = ",".join(this_mesh().names(axis))
     require_ranks(schedule, axis_size(axis), label)
-    placement = schedule.placement
-    if sum(map(len, placement)) != schedule.num_stages:  # two directions: each way is a line
-        placement = linear(schedule.num_stages)
     made = cut_layers(
-        num_parameters(layers), schedule.num_stages, method, names=layer_names(layers), placement=placement,
-        bounds=bounds,
+        num_parameters(layers), schedule.num_stages, method, names=layer_names(layers),
+        placement=one_way(schedule.placement, schedule.num_stages), bounds=bounds,
     )  # fmt: skip
     first = {place: tied[0] for tied in ties(layers).values() for place in tied}
     built = [_layer(layer) for layer in layers]

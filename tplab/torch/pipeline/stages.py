@@ -13,7 +13,7 @@ from tplab.mesh import Axis
 from tplab.partition import Partition, cut_layers
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
-from tplab.schedules.placement import linear
+from tplab.schedules.placement import one_way
 from tplab.torch.pipeline.copies import Tied
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import InTurn
@@ -62,10 +62,7 @@ def stages_of(
     rank = this_rank()
     index = rank.place(axis).index
     require_ranks(schedule, len(rank.place(axis).group), rank.place(axis).label)
-    placement = schedule.placement
-    if sum(map(len, placement)) != schedule.num_stages:  # two directions: each way is a line
-        placement = linear(schedule.num_stages)
-    made = cut(layers, schedule.num_stages, method, placement, bounds)
+    made = cut(layers, schedule.num_stages, method, one_way(schedule.placement, schedule.num_stages), bounds)
     first = {place: tied[0] for tied in ties(layers).values() for place in tied}
     modules = {}
     for stage in dict.fromkeys(schedule.placement[index]):
