@@ -6,8 +6,8 @@ import torch
 
 from tplab import Mesh
 from tplab.torch import ring_all_reduce, run
-from tplab.widgets.score import score
-from tplab.widgets.still import moving
+from tplab.widgets.score.score import score
+from tplab.widgets.score.still import moving
 
 
 def all_reduce_around_a_ring():

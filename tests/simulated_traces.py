@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tplab import Mesh, Trace
-from tplab.trace import KINDS, Recorder
+from tplab.trace.trace import KINDS, Recorder
 
 
 @dataclass

@@ -6,8 +6,7 @@ from tplab.mesh import Mesh
 from tplab.sharding import P
 
 if TYPE_CHECKING:
-    from tplab.event import Event
-    from tplab.trace import Trace
+    from tplab.trace import Event, Trace
 
 __version__ = "0.1.0"
 __all__ = ["Event", "Mesh", "P", "Trace", "__version__"]

@@ -70,7 +70,7 @@ def _flax(x: np.ndarray, labels: np.ndarray) -> tuple[Callable[[], Step], Any]:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from benchmarks.flax_classifier import Classifier, training
-    from tplab.jax.devices import jax_mesh
+    from tplab.jax.ranks.devices import jax_mesh
 
     mesh, model = jax_mesh(MESH), Classifier(WIDTH, CLASSES, LAYERS, "model")
     by_batch = NamedSharding(mesh, PartitionSpec("data"))

@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.table import Row, in_turns
 from tplab import Mesh
 from tplab.torch import GPT, GPTConfig, barrier, run
-from tplab.torch.plain import PlainGPT
+from tplab.torch.models.plain import PlainGPT
 
 CONFIG = GPTConfig(vocab_size=1024, width=256, num_layers=4, num_heads=4, context=128)
 BATCH, NUM_RANKS, STEPS, REPETITIONS = 8, 4, 3, 5

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from benchmarks.table import Row
 from tplab import Mesh, P
-from tplab.overlap import Overlap, overlap
 from tplab.torch import AsyncLinear, ParallelMLPBlock, run
-from tplab.torch.overlap import BlockingLinear
+from tplab.torch.layers.overlap import BlockingLinear
+from tplab.trace.overlap import Overlap, overlap
 
 WIDTH, TOKENS, NUM_RANKS = 8192, 8192, 8
 FEATURES = P(None, "tp")

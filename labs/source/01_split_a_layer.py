@@ -510,8 +510,8 @@ timeline(run(mlp, Mesh(tp=4), *large, in_specs=SPECS, out_specs=P(), clock="meas
 # less to compute on each; the sum stays. A rank's time, from shapes alone:
 
 # %%
-from tplab.cluster import find
-from tplab.cost import collective, matmul_bytes, matmul_flops
+from tplab.cost.cluster import find
+from tplab.cost.collectives import collective, matmul_bytes, matmul_flops
 
 h100 = find("h100")
 

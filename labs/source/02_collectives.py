@@ -260,7 +260,7 @@ print("every piece:", inside)
 
 # %%
 from tplab import cost
-from tplab.cluster import find
+from tplab.cost.cluster import find
 
 link = find("h100").inner_link  # any: the bytes are the same on all
 for R in range(2, 65):
@@ -660,7 +660,7 @@ print("\n".join(lines))
 
 # %%
 from tplab.widgets.knob import Bars, Row, knob
-from tplab.widgets.units import bytes_text
+from tplab.widgets.paper.units import bytes_text
 
 WIDTH, HIDDEN = 4096, 16384
 

@@ -311,11 +311,11 @@ for ranks in (1, 2, 3, 4, 6, 12):
 print("y and", len(want), "gradients are those of the plain block")
 
 # %% [markdown]
-# tplab's own block is in `tplab.torch.gpt`. Its weights are ours, with heads laid one below the other:
+# tplab's own block is in `tplab.torch.models.gpt`. Its weights are ours, with heads laid one below the other:
 
 # %%
 from tplab.torch import GPTConfig
-from tplab.torch.gpt import Block
+from tplab.torch.models.gpt import Block
 
 def of_tplab(x, w):
     sizes = {"vocab_size": 1, "width": 24, "num_layers": 1, "num_heads": 12, "context": 12}
@@ -476,7 +476,7 @@ assert extra == 2 * 2 * 3 * w["scale_1"].nbytes  # two scales, 2(R-1) times each
 # %%
 import inspect
 
-from tplab.torch.layers import shared
+from tplab.torch.layers.linear import shared
 
 print(inspect.getsource(shared))
 
@@ -570,8 +570,8 @@ timeline(on_tokens)
 # are now of a quarter of the tokens.
 
 # %%
-from tplab.cluster import find
-from tplab.cost import collective
+from tplab.cost.cluster import find
+from tplab.cost.collectives import collective
 
 link = find("h100").inner_link
 whole = large[0].nbytes
@@ -604,9 +604,9 @@ timeline(run(training_step, Mesh(tp=4), x, target, w, sequence_block, in_specs=g
 # Here are GPT-3's sizes. Turn the number of ranks. What does tensor parallelism not get rid of?
 
 # %%
-from tplab.memory import activation_tensors
+from tplab.cost.activations import activation_tensors
 from tplab.widgets.knob import Bars, Row, knob
-from tplab.widgets.units import bytes_text
+from tplab.widgets.paper.units import bytes_text
 
 GPT_3 = {"sequence": 2048, "batch": 1, "width": 12288, "num_heads": 96}
 INSIDE = ("query", "key", "value", "input of the output projection", "input of gelu", "input of down")

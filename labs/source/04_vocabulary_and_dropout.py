@@ -422,7 +422,7 @@ timeline(kept.trace)
 # this loss as [one kernel](https://github.com/linkedin/Liger-Kernel/pull/1260). Without the launches:
 
 # %%
-from tplab.cluster import find
+from tplab.cost.cluster import find
 
 h100 = find("h100")
 without_launches = []

@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 import torch
 from tplab import Mesh, P
-from tplab.overlap import gather_seconds, overlap, pays_from
+from tplab.trace.overlap import gather_seconds, overlap, pays_from
 from tplab.torch import AsyncLinear, all_gather, all_gather_matmul, axis_index, axis_size, matmul_reduce_scatter
 from tplab.torch import reduce_scatter, ring_all_gather, ring_reduce_scatter, ring_shift, run, start
 from tplab.widgets import Bars, Row, knob, timeline

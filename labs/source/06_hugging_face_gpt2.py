@@ -272,11 +272,11 @@ from functools import partial
 
 import jax
 from torch.distributed.tensor.parallel import loss_parallel
-from tplab.jax.plain import plain_loss
+from tplab.jax.models.plain import plain_loss
 from tplab.torch import GPT, gpt2_state
-from tplab.torch.dtensor import shard_with_dtensor, whole, with_dtensor
-from tplab.torch.plain import PlainGPT
-from tplab.traffic import Traffic, traffic_table
+from tplab.torch.models.dtensor import shard_with_dtensor, whole, with_dtensor
+from tplab.torch.models.plain import PlainGPT
+from tplab.trace.traffic import Traffic, traffic_table
 
 model = gpt2(words=96)
 config = tj.gpt2_config(model.config)

@@ -166,9 +166,9 @@ print("three pipelines, one result")
 # torch's own layers.
 
 # %%
-from tplab.gpt import GPTConfig
-from tplab.layer_spec import LayerSpec, TiedSpec
-from tplab.torch.plain import PlainBlock
+from tplab.models.gpt import GPTConfig
+from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.torch.models.plain import PlainBlock
 
 V, D, S = 61, 48, 16  # words, width, sequence
 config = GPTConfig(V, D, num_layers=4, num_heads=4, context=S)
@@ -589,7 +589,7 @@ for num, share in zip(steps, idle):
 # | to compare: one block, tensor-parallel over $p$ ranks | $8m(p-1)\,bSD$ |
 
 # %%
-from tplab.cost import bytes_sent
+from tplab.cost.collectives import bytes_sent
 
 b, itemsize = 2, 8  # sequences a microbatch; float64
 for rule, cuts, ties in [(gpipe, p - 1, 2), (zb_h1, p - 1, 2), (interleaved_1f1b, 2 * p - 1, 2), (zb_v, 2 * p - 2, 0)]:

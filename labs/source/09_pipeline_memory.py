@@ -29,8 +29,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from tplab import Mesh
-from tplab.layer_spec import LayerSpec, TiedSpec, layer_names
-from tplab.partition import partition
+from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names
+from tplab.pipeline.partition import partition
 from tplab.schedules import Costs, gpipe, interleaved_1f1b, measured_costs, measured_strip, one_f_one_b, simulate, zb_h1
 from tplab.torch import axis_index, num_parameters, run, split_batch, stages_of, train_batch
 from tplab.widgets import Bars, Row, knob, levels

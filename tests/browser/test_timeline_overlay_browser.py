@@ -7,14 +7,14 @@ import base64
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.test_timeline_overlay import COSTS, executed, one_by_one
+from tests.widgets.test_timeline_overlay import COSTS, executed, one_by_one
 from tplab.schedules import dualpipe, one_f_one_b, simulate, zb_v
-from tplab.widgets.card import script
 from tplab.widgets.overlay import Overlay, now, overlay, say
-from tplab.widgets.payload import overlay as sent
+from tplab.widgets.paper.card import script
+from tplab.widgets.score.payload import overlay as sent
 
 CELL = """
-from tests.test_timeline_overlay import PREDICTED, executed
+from tests.widgets.test_timeline_overlay import PREDICTED, executed
 from tplab.widgets import timeline
 w = timeline(executed(PREDICTED, slower=1.5), PREDICTED)
 w

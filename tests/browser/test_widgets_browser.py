@@ -11,12 +11,13 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.hand_traces import ALL, ring_all_reduce
 from tplab import Mesh, Trace
-from tplab.widgets import animate, units
-from tplab.widgets.card import script
-from tplab.widgets.frame import frame
-from tplab.widgets.payload import picture
-from tplab.widgets.score import score
-from tplab.widgets.still_table import cell_text
+from tplab.widgets import animate
+from tplab.widgets.paper import units
+from tplab.widgets.paper.card import script
+from tplab.widgets.score.frame import frame
+from tplab.widgets.score.payload import picture
+from tplab.widgets.score.score import score
+from tplab.widgets.score.still_table import cell_text
 
 NARROW = 600
 

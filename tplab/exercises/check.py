@@ -18,7 +18,7 @@ import numpy as np
 from tplab.errors import RankError
 from tplab.mesh import Axis, Mesh
 from tplab.sharding import P, split
-from tplab.trace import Trace
+from tplab.trace.trace import Trace
 from tplab.widgets.matrices import Matrices, Panel, number_text
 
 Tensors = Mapping[str, np.ndarray]

@@ -10,7 +10,7 @@ import numpy as np
 from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Verdict, added_up_again, grade, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.trace import Trace
+from tplab.trace.trace import Trace
 from tplab.widgets.matrices import Panel
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import numpy as np
 
 from tplab.exercises.check import Exercise, Mistake, Seen, Tensors, Verdict, grade, raised
 from tplab.mesh import Mesh
-from tplab.overlap import Overlap, overlap
 from tplab.sharding import P
+from tplab.trace.overlap import Overlap, overlap
 
 FEATURES, ROWS, COLUMNS = P(None, "tp"), P("tp"), P(None, "tp")
 MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))

@@ -12,9 +12,9 @@ import numpy as np
 
 from tplab.errors import ShapeError
 from tplab.exercises.check import Verdict, not_started, raised, untouched
-from tplab.layer_spec import layer_names, ties
 from tplab.mesh import Mesh
-from tplab.partition import Partition, partition
+from tplab.pipeline.layer_spec import layer_names, ties
+from tplab.pipeline.partition import Partition, partition
 from tplab.schedules import Costs, interleaved_1f1b, one_f_one_b, simulate
 from tplab.widgets.matrices import Panel
 

@@ -3,13 +3,9 @@
 Importing it settles how many CPU devices JAX will simulate (16; `prepare` for more), so import it before JAX is used.
 """
 
-from tplab.jax.devices import prepare  # first: it settles what JAX cannot change later  # isort: skip
-from tplab.classifier import async_state, blocking_state, classifier_specs
-from tplab.gpt import GPTConfig, gpt_specs
-from tplab.gpt2 import gpt2_config, gpt2_state
-from tplab.jax.attention import ParallelSelfAttention
-from tplab.jax.classifier import ParallelClassifier, ParallelMLPBlock
-from tplab.jax.comm import (
+from tplab.jax.ranks.devices import prepare  # first: it settles what JAX cannot change later  # isort: skip
+from tplab.jax.checking.comparison import check_parallel
+from tplab.jax.comm.collectives import (
     Handle,
     all_gather,
     all_reduce,
@@ -23,24 +19,28 @@ from tplab.jax.comm import (
     ring_shift,
     start,
 )
-from tplab.jax.comparison import check_parallel
-from tplab.jax.compiled import CompiledCollective, collectives_in, temporary_bytes
-from tplab.jax.context import rank_key
-from tplab.jax.dropout import dropout
-from tplab.jax.gpt import GPT
-from tplab.jax.huggingface import gpt2_params, shard_params
-from tplab.jax.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
-from tplab.jax.memory import gather_again, saved_tensors
-from tplab.jax.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
-from tplab.jax.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
+from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from tplab.jax.layers.attention import ParallelSelfAttention
+from tplab.jax.layers.dropout import dropout
+from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from tplab.jax.layers.memory import gather_again, saved_tensors
+from tplab.jax.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.jax.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.jax.layers.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
+from tplab.jax.models.classifier import ParallelClassifier, ParallelMLPBlock
+from tplab.jax.models.gpt import GPT
+from tplab.jax.models.huggingface import gpt2_params, shard_params
+from tplab.jax.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.jax.pipeline.stages import Stages, num_parameters, stages_of
 from tplab.jax.pipeline.train_batch import train_batch
-from tplab.jax.regions import copy_to, gather_from, reduce_from, scatter_to
-from tplab.jax.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tplab.jax.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
-from tplab.jax.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
-from tplab.jax.world import Result, run
-from tplab.microbatches import split_batch
+from tplab.jax.ranks.context import rank_key
+from tplab.jax.run import Result, run
+from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, temporary_bytes
+from tplab.models.classifier import async_state, blocking_state, classifier_specs
+from tplab.models.gpt import GPTConfig, gpt_specs
+from tplab.models.gpt2 import gpt2_config, gpt2_state
+from tplab.pipeline.microbatches import split_batch
 from tplab.sharding import async_weight, blocking_weight
 
 __all__ = [

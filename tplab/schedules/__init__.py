@@ -3,24 +3,24 @@
 from collections.abc import Callable
 
 from tplab.schedules.action import Action
-from tplab.schedules.auto import auto_schedule
 from tplab.schedules.bounds import Bounds, lower_bounds
 from tplab.schedules.check import check, faults
-from tplab.schedules.classic import gpipe, naive, one_f_one_b
 from tplab.schedules.costs import Costs
-from tplab.schedules.dualpipe import dualpipe, dualpipe_v
 from tplab.schedules.fault import Fault
-from tplab.schedules.interleaved import interleaved_1f1b, looped_bfs
 from tplab.schedules.measured import Comparison, compare, measured_costs
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
-from tplab.schedules.run import Idle, Run
+from tplab.schedules.rules.classic import gpipe, naive, one_f_one_b
+from tplab.schedules.rules.dualpipe import dualpipe, dualpipe_v
+from tplab.schedules.rules.interleaved import interleaved_1f1b, looped_bfs
+from tplab.schedules.rules.stamp import Block
+from tplab.schedules.rules.v_shapes import v_block, v_half, v_min
+from tplab.schedules.rules.waves import chimera, hanayo
+from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule
+from tplab.schedules.search.auto import auto_schedule
 from tplab.schedules.simulate import period, simulate
-from tplab.schedules.stamp import Block
+from tplab.schedules.simulation import Idle, Run
 from tplab.schedules.strip import measured_strip
-from tplab.schedules.v_shapes import v_block, v_half, v_min
-from tplab.schedules.waves import chimera, hanayo
-from tplab.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 
 RULES: dict[str, Callable[..., Schedule]] = {
     rule.__name__: rule

@@ -8,11 +8,11 @@ import numpy as np
 
 from tplab.mesh import Mesh
 from tplab.schedules.action import KINDS, F
-from tplab.trace import KINDS as EVENT_KINDS
-from tplab.trace import Trace
+from tplab.trace.trace import KINDS as EVENT_KINDS
+from tplab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from tplab.schedules.run import Run
+    from tplab.schedules.simulation import Run
 
 
 def as_trace(run: Run) -> Trace:

@@ -13,8 +13,8 @@ from tplab.schedules.communication import transfers
 from tplab.schedules.deadlock import deadlocks
 from tplab.schedules.fault import Fault, fault_at, place_of, words
 from tplab.schedules.needs import MISSING
-from tplab.schedules.run import activation_changes, peak_activations
 from tplab.schedules.schedule import Schedule
+from tplab.schedules.simulation import activation_changes, peak_activations
 
 _SHOWN = 10
 

@@ -13,13 +13,13 @@ import numpy as np
 from tplab.errors import ScheduleError
 from tplab.schedules.action import COMPUTE, Action, B, F, I, W, in_words
 from tplab.schedules.costs import Costs
-from tplab.schedules.run import Run
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
+from tplab.schedules.simulation import Run
 
 if TYPE_CHECKING:
     from tplab.mesh import Axis
-    from tplab.trace import Trace
+    from tplab.trace.trace import Trace
 
 Held = Sequence[tuple[Action, int]]
 """What one rank held for its backward passes after each action, in bytes: what `train_batch(held=...)` fills."""

@@ -12,8 +12,8 @@ from tplab.schedules.check import require_runnable
 from tplab.schedules.costs import Costs
 from tplab.schedules.needs import NOTHING
 from tplab.schedules.relax import Links, pair_needs, relax
-from tplab.schedules.run import Run
 from tplab.schedules.schedule import Schedule
+from tplab.schedules.simulation import Run
 
 
 def simulate(

@@ -7,7 +7,7 @@ import numpy as np
 from tplab.errors import ScheduleError
 from tplab.schedules.action import COMPUTE, in_words
 from tplab.schedules.measured import Held
-from tplab.schedules.run import Run
+from tplab.schedules.simulation import Run
 
 
 def measured_strip(run: Run, rank: int, held: Held) -> tuple[np.ndarray, np.ndarray]:

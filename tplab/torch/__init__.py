@@ -1,14 +1,12 @@
 """tplab on torch: one rank's program, run on every rank of a mesh."""
 
-from tplab.classifier import async_state, blocking_state, classifier_specs
-from tplab.gpt import GPTConfig, gpt_specs
-from tplab.gpt2 import gpt2_config, gpt2_state
-from tplab.microbatches import split_batch
+from tplab.models.classifier import async_state, blocking_state, classifier_specs
+from tplab.models.gpt import GPTConfig, gpt_specs
+from tplab.models.gpt2 import gpt2_config, gpt2_state
+from tplab.pipeline.microbatches import split_batch
 from tplab.sharding import async_weight, blocking_weight
-from tplab.torch.attention import ParallelSelfAttention
 from tplab.torch.checking.comparison import check_parallel
-from tplab.torch.classifier import ParallelClassifier, ParallelMLPBlock
-from tplab.torch.comm import (
+from tplab.torch.comm.collectives import (
     Handle,
     all_gather,
     all_reduce,
@@ -22,23 +20,25 @@ from tplab.torch.comm import (
     ring_shift,
     start,
 )
-from tplab.torch.dropout import dropout
-from tplab.torch.gpt import GPT
-from tplab.torch.huggingface import parallelize, whole_state
-from tplab.torch.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
-from tplab.torch.live import LiveBytes
-from tplab.torch.memory import gather_again, saved_tensors
-from tplab.torch.messages import receive, send
-from tplab.torch.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
-from tplab.torch.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.torch.comm.messages import receive, send
+from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
+from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from tplab.torch.layers.attention import ParallelSelfAttention
+from tplab.torch.layers.dropout import dropout
+from tplab.torch.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from tplab.torch.layers.memory import gather_again, saved_tensors
+from tplab.torch.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.torch.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tplab.torch.models.classifier import ParallelClassifier, ParallelMLPBlock
+from tplab.torch.models.gpt import GPT
+from tplab.torch.models.huggingface import parallelize, whole_state
+from tplab.torch.models.plans import FusedColumn, gpt2_plan, llama_plan
+from tplab.torch.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.torch.pipeline.stages import Stages, num_parameters, stages_of
 from tplab.torch.pipeline.train_batch import train_batch
-from tplab.torch.plans import FusedColumn, gpt2_plan, llama_plan
-from tplab.torch.regions import copy_to, gather_from, reduce_from, scatter_to
-from tplab.torch.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tplab.torch.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
-from tplab.torch.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from tplab.torch.world import Result, run
+from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.torch.run import Result, run
 
 __all__ = [
     "GPT",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import traitlets
 
-from tplab.trace import Trace
-from tplab.widgets import payload, still, words
-from tplab.widgets.card import Card, script, style
-from tplab.widgets.score import Score, score
-from tplab.widgets.step import Step
+from tplab.trace.trace import Trace
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.step import Step
+from tplab.widgets.score import payload, still, words
+from tplab.widgets.score.score import Score, score
 
 
 class Animation(Card):

@@ -11,9 +11,9 @@ import numpy as np
 import traitlets
 from PIL import Image
 
-from tplab.widgets.card import Card, script, style
-from tplab.widgets.palette import DIM, HUES, INK, LINE, PAPER, SOFT
-from tplab.widgets.units import bytes_text, time_text
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT
+from tplab.widgets.paper.units import bytes_text, time_text
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -38,7 +38,7 @@ class Curves(Card):
 
     def picture(self) -> bytes:
         """The card as PNG, a dot a pixel."""
-        from tplab.widgets.pen import Pen
+        from tplab.widgets.paper.pen import Pen
 
         pen = Pen(WIDTH + 2 * MARGIN, HEIGHT + 92)
         pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)

@@ -9,13 +9,13 @@ import traitlets
 
 from tplab.schedules import Costs, Run, Schedule, simulate
 from tplab.widgets import still_gantt
-from tplab.widgets.apng import encode
-from tplab.widgets.card import Card, script, style
-from tplab.widgets.pen import Pen
+from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.step import Step
+from tplab.widgets.paper.svg import SvgPen
+from tplab.widgets.paper.wire import pack
 from tplab.widgets.pipeline_facts import facts
-from tplab.widgets.step import Step
-from tplab.widgets.svg import SvgPen
-from tplab.widgets.wire import pack
 
 SCRIPTS = ("units", "wire", "shell", "player", "canvas", "gantt", "pipeline")
 MAX_STEPS = 400

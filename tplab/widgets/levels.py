@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
-from tplab.widgets.palette import HUES, INK, LINE, PAPER
-from tplab.widgets.units import bytes_text
+from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
+from tplab.widgets.paper.units import bytes_text
 
 MARKS = "osD^"  # not by colour alone
 Line = tuple[Numbers, Numbers]

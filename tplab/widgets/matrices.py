@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from tplab.widgets.apng import encode
-from tplab.widgets.card import Card, script, style
-from tplab.widgets.palette import DIM, HUES, INK, LINE, PAPER, mix
-from tplab.widgets.pen import Pen, text_width
+from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, mix
+from tplab.widgets.paper.pen import Pen, text_width
 
 CELL_WIDTH, CELL_HEIGHT, MARGIN, GAP = 46, 25, 18, 34
 MAX_ROWS = MAX_COLUMNS = 8

@@ -14,9 +14,9 @@ from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.schedules import Comparison, Run, compare
 from tplab.schedules.action import in_words
-from tplab.trace import Trace
+from tplab.trace.trace import Trace
+from tplab.widgets.paper.units import plain, time_text
 from tplab.widgets.pipeline_facts import Fact
-from tplab.widgets.units import plain, time_text
 
 MAX_STEPS = 400
 

@@ -10,8 +10,8 @@ import traitlets
 
 from tplab.errors import ScheduleError, TplabError
 from tplab.schedules import RULES, Costs, Run, Schedule, auto_schedule, faults, simulate
-from tplab.widgets.card import script, style
 from tplab.widgets.gantt import SCRIPTS, Gantt, board
+from tplab.widgets.paper.card import script, style
 
 LIMITS: dict[str, tuple[float, float, float]] = {
     "ranks": (1, 16, 1),
@@ -159,7 +159,7 @@ class PipelineLab(Gantt):
         if kind == "csv":
             return self.schedule.to_csv()
         if kind == "perfetto":
-            from tplab.perfetto import chrome_trace
+            from tplab.trace.perfetto import chrome_trace
 
             return json.dumps(chrome_trace(self.run.trace))
         raise ValueError(f"export is {kind!r}; it must be one of svg, csv, perfetto")

@@ -13,10 +13,10 @@ from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
 from tplab.widgets import scene, still_shards
-from tplab.widgets.card import Card, script, style
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.units import count_text
+from tplab.widgets.paper.wire import pack
 from tplab.widgets.product import Product, Tensor, product
-from tplab.widgets.units import count_text
-from tplab.widgets.wire import pack
 
 
 class Shards(Card):

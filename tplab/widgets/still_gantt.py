@@ -9,10 +9,10 @@ import numpy as np
 
 from tplab.schedules import Run
 from tplab.schedules.action import CODE, B, F, I, W
-from tplab.widgets.palette import ACCENT, DIM, HATCH, INK, LINE, PAPER, SOFT, hue, mix
-from tplab.widgets.pen import Colour, text_width
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, LINE, PAPER, SOFT, hue, mix
+from tplab.widgets.paper.pen import Colour, text_width
+from tplab.widgets.paper.units import ticks, time_text
 from tplab.widgets.pipeline_facts import facts
-from tplab.widgets.units import ticks, time_text
 
 At = Callable[[float], float]
 MARGIN, LEFT, WIDTH = 18, 58, 860

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from tplab.widgets.apng import encode
-from tplab.widgets.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
-from tplab.widgets.pen import Pen, text_width
+from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
+from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.scene import ranks_text
 
 MARGIN = 18

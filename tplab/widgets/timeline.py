@@ -7,12 +7,13 @@ import traitlets
 from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.schedules import Comparison, Run
-from tplab.trace import Trace
-from tplab.widgets import overlay, payload, still, still_overlay, words
-from tplab.widgets.card import Card, script, style
+from tplab.trace.trace import Trace
+from tplab.widgets import overlay, still_overlay
 from tplab.widgets.overlay import Overlay
-from tplab.widgets.score import Score, score
-from tplab.widgets.step import Step
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.step import Step
+from tplab.widgets.score import payload, still, words
+from tplab.widgets.score.score import Score, score
 
 
 class Timeline(Card):

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.jax.context import vary
 from tplab.jax.pipeline.flat import Flat, Sizes, add_at
 from tplab.jax.pipeline.plan import Buffer
 from tplab.jax.pipeline.programs import Batch, Program
+from tplab.jax.ranks.context import vary
 
 Row = dict[Any, Array]
 """A rank's row of the plan at one tick: column -> number."""

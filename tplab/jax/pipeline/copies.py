@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from tplab.errors import ScheduleError
-from tplab.jax.comm import all_reduce, axis_index
+from tplab.jax.comm.collectives import all_reduce, axis_index
 from tplab.jax.pipeline.flat import Flat, Kind, cut
 from tplab.jax.pipeline.stages import Blueprints, Tied
 from tplab.mesh import Axis

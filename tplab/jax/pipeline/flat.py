@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.jax.context import axes_of_type, vary, varying_axes
+from tplab.jax.ranks.context import axes_of_type, vary, varying_axes
 
 
 class Kind(NamedTuple):

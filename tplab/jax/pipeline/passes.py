@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from tplab.errors import ShapeError
-from tplab.jax.context import vary
 from tplab.jax.pipeline.equations import Equations, Var, is_literal
 from tplab.jax.pipeline.stage import Arrays, Stage
+from tplab.jax.ranks.context import vary
 
 Loss = Callable[[Any, Any], Array]
 

@@ -12,13 +12,13 @@ import numpy as np
 from jax import Array, lax
 
 from tplab.errors import ScheduleError, ShapeError
-from tplab.jax.context import vary
 from tplab.jax.pipeline.equations import Var
 from tplab.jax.pipeline.flat import Flat, Layout, kind_of
 from tplab.jax.pipeline.passes import Given, Loss, Passes, is_float, traced
 from tplab.jax.pipeline.plan import Buffer, Keeping
 from tplab.jax.pipeline.stage import Stage
 from tplab.jax.pipeline.stages import Blueprint, Blueprints
+from tplab.jax.ranks.context import vary
 
 
 class Batch:

@@ -12,14 +12,14 @@ import numpy as np
 from jax import Array, lax
 
 from tplab.errors import ScheduleError
-from tplab.jax.comm import axis_index, axis_size
-from tplab.jax.context import run_key, this_mesh
+from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.jax.pipeline.flat import Flat, Kind, Layout, kind_of, largest
 from tplab.jax.pipeline.passes import is_float
 from tplab.jax.pipeline.stage import Layer
-from tplab.layer_spec import LayerSpec, TiedSpec, layer_names, ties
+from tplab.jax.ranks.context import run_key, this_mesh
 from tplab.mesh import Axis
-from tplab.partition import Partition, cut_layers
+from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
+from tplab.pipeline.partition import Partition, cut_layers
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import Placement, one_way
@@ -146,7 +146,7 @@ def stages_of(
     layers    LayerSpecs, layers that are there already, and functions (which have no parameters). A layer is an object
               with `init(key)`, which gives its parameters, and is called with them and its inputs. A layer or function
               that has a parameter `key` is given the random key of the batch, one of its own
-    method    what is balanced over the ranks: see `tplab.partition.partition`
+    method    what is balanced over the ranks: see `tplab.pipeline.partition`
     bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
 
     A layer's first weights depend on the seed of the run and the layer's place in the list alone. So the model is the

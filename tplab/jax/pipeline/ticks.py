@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.jax.actions import STORE, action
-from tplab.jax.comm import axis_index, ppermute
-from tplab.jax.context import this_mesh, vary
+from tplab.jax.comm.collectives import axis_index, ppermute
 from tplab.jax.pipeline.act import Act, Row, State
 from tplab.jax.pipeline.flat import Flat, Kind, largest
 from tplab.jax.pipeline.plan import Pairs, Plan
 from tplab.jax.pipeline.programs import Batch, Program
 from tplab.jax.pipeline.stages import Blueprints
+from tplab.jax.ranks.context import this_mesh, vary
+from tplab.jax.tracing.actions import STORE, action
 from tplab.mesh import Axis
 from tplab.schedules import Costs, Schedule
 

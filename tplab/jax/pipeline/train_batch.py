@@ -8,8 +8,7 @@ from typing import Any
 from jax import Array
 
 from tplab.errors import ScheduleError, ShapeError
-from tplab.jax.comm import all_reduce, axis_size
-from tplab.jax.context import this_mesh, vary, varying_axes
+from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.pipeline.copies import add_copies, mean
 from tplab.jax.pipeline.flat import Flat
 from tplab.jax.pipeline.passes import Loss
@@ -17,8 +16,9 @@ from tplab.jax.pipeline.plan import plan
 from tplab.jax.pipeline.programs import Batch, programs_of
 from tplab.jax.pipeline.stages import Stages, Tied, alike, as_params
 from tplab.jax.pipeline.ticks import Ticks
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
-from tplab.microbatches import check_microbatches
+from tplab.pipeline.microbatches import check_microbatches
 from tplab.schedules import Action, Costs, Schedule, check
 from tplab.schedules.execute import require_ranks
 

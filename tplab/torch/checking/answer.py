@@ -10,12 +10,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from tplab.checking.verdict import Rounding
 from tplab.errors import SpecError
 from tplab.layout import Layout, take
 from tplab.sharding import P
 from tplab.torch.checking.witness import floats_in
-from tplab.torch.rank import this_rank
-from tplab.verdict import Rounding
+from tplab.torch.ranks.rank import this_rank
 
 Loss = Callable[[Any], Tensor]
 InSpecs = Sequence[P | None] | P | None

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tplab.checking.report import ParallelReport
+from tplab.checking.verdict import judge
 from tplab.layout import Layout, layout_of
-from tplab.report import ParallelReport
 from tplab.sharding import P
 from tplab.torch.checking.answer import InSpecs, Loss, local_inputs
 from tplab.torch.checking.culprit import first_wrong_module
@@ -26,7 +27,6 @@ from tplab.torch.checking.witness import (
     shape_of,
     tell,
 )  # fmt: skip
-from tplab.verdict import judge
 
 
 def check_parallel(
@@ -52,7 +52,7 @@ def check_parallel(
                     bias of zeros may be added as often as one likes
 
     Without dropout; if the model is in training mode, masks are compared in a pass of their own. A difference is called
-    rounding up to what dtype and sizes explain (see `tplab.verdict.Rounding`), and for shorter types than float64 up to
+    rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), and for shorter types than float64 up to
     what the reference is off its own answer in float64. Afterwards both models are as they were.
     cost    four passes or so; every parameter, gradient and output is gathered, one at a time
     """

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.report import Row
+from tplab.checking.verdict import Rounding, Verdict, axis_sets, judge
 from tplab.layout import Layout, layout_of, take
-from tplab.report import Row
 from tplab.torch.checking.witness import as_numpy, floats_in, is_judge, pieces_of, shape_of, tell
-from tplab.torch.rank import this_rank
-from tplab.verdict import Rounding, Verdict, axis_sets, judge
+from tplab.torch.ranks.rank import this_rank
 
 
 @torch.no_grad()

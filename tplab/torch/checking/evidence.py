@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tplab.checking.report import Row, perturbed
+from tplab.checking.verdict import Rounding, Verdict, judge, slack_of_step
 from tplab.errors import SpecError
 from tplab.layout import Layout, layout_of, take
-from tplab.report import Row, perturbed
 from tplab.sharding import P
 from tplab.torch.checking.answer import (
     Answer,
@@ -38,9 +39,8 @@ from tplab.torch.checking.witness import (
     tell,
     to_told,
 )  # fmt: skip
-from tplab.torch.huggingface import known_layouts
-from tplab.torch.rank import this_rank
-from tplab.verdict import Rounding, Verdict, judge, slack_of_step
+from tplab.torch.models.huggingface import known_layouts
+from tplab.torch.ranks.rank import this_rank
 
 Names = Mapping[str, str] | Callable[[str], str]
 

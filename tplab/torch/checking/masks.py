@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.report import Row
 from tplab.mesh import Mesh
-from tplab.report import Row
-from tplab.torch.dropout import dropout
+from tplab.torch.layers.dropout import dropout
 
 DROPOUTS = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, dropout}
 FEWEST = 32  # elements; fewer may be dropped alike by chance

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tplab.layout import MOST_PARTS, Layout, take
 from tplab.mesh import Mesh
-from tplab.torch.rank import this_rank
+from tplab.torch.ranks.rank import this_rank
 
 MOST_TRIES = 24  # forward passes
 

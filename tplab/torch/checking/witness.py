@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tplab.layout import Layout
-from tplab.torch.collectives import own
-from tplab.torch.comm import all_gather
-from tplab.torch.rank import this_rank
+from tplab.torch.comm.collectives import all_gather
+from tplab.torch.ranks.outcomes import own
+from tplab.torch.ranks.rank import this_rank
 
 JUDGE = 0
 """The rank that runs the reference and holds everything against it; the others hand in their pieces."""

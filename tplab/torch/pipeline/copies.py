@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.schedules.placement import Placement
-from tplab.torch.comm import all_reduce
-from tplab.torch.messages import receive, send
+from tplab.torch.comm.collectives import all_reduce
+from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.graph import Gradients
 from tplab.torch.pipeline.stage import Stage
-from tplab.torch.rank import this_rank
+from tplab.torch.ranks.rank import this_rank
 
 Tied = Sequence[Sequence[tuple[int, str]]]
 """Parameters that are one: of each, where it is, as (stage, name)."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tplab.mesh import Axis
-from tplab.torch.generators import generators
-from tplab.torch.rank import Rank
+from tplab.torch.ranks.generators import generators
+from tplab.torch.ranks.rank import Rank
 
 _REDRAW = (1 << 31) + 1  # sets these numbers apart from others that are made of the run's seed
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tplab.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.mesh import Axis
-from tplab.partition import Partition, cut_layers
+from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
+from tplab.pipeline.partition import Partition, cut_layers
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import one_way
 from tplab.torch.pipeline.copies import Tied
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import InTurn
-from tplab.torch.rank import current_rank_or_none, this_rank
+from tplab.torch.ranks.rank import current_rank_or_none, this_rank
 
 Layer = LayerSpec | nn.Module | Callable[..., Any]
 
@@ -53,7 +53,7 @@ def stages_of(
     """Cut a model into the stages of `schedule`, and make those of this rank. Called inside a rank's program.
 
     layers    LayerSpecs, modules that are there already, and functions (which have no parameters)
-    method    what is balanced over the ranks: see `tplab.partition.partition`
+    method    what is balanced over the ranks: see `tplab.pipeline.partition`
     bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
 
     A layer's first weights depend on the seed of the run and the layer's place in the list alone. So the model is the

@@ -11,16 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from tplab.errors import ScheduleError, ShapeError
 from tplab.mesh import Axis
-from tplab.microbatches import check_microbatches
+from tplab.pipeline.microbatches import check_microbatches
 from tplab.schedules import Action, Costs, Schedule
 from tplab.schedules.execute import require_ranks
-from tplab.torch.comm import all_reduce, start
-from tplab.torch.messages import receive, send
+from tplab.torch.comm.collectives import all_reduce, start
+from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.copies import GradientSync, Tied
 from tplab.torch.pipeline.graph import Gradients, Tensors, add_gradients, has_gradient
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
-from tplab.torch.rank import Doing, this_rank
+from tplab.torch.ranks.rank import Doing, this_rank
 
 Loss = Callable[[Any, Any], Tensor]
 Held = list[tuple[Action, int]]

@@ -17,7 +17,7 @@ from tplab.errors import RankError
 from tplab.mesh import Mesh
 from tplab.torch.processes import frames
 from tplab.torch.processes.frames import Header
-from tplab.torch.rank import Pair
+from tplab.torch.ranks.rank import Pair
 
 WAIT_FOREVER = timedelta(days=365)
 """Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""

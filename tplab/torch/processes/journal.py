@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tplab.mesh import Mesh
-from tplab.recorder import Recorder
-from tplab.torch.labels import UNKNOWN, Label
-from tplab.torch.rank import Doing
-from tplab.trace import Trace
+from tplab.torch.ranks.labels import UNKNOWN, Label
+from tplab.torch.ranks.rank import Doing
+from tplab.trace.recorder import Recorder
+from tplab.trace.trace import Trace
 
 Group = tuple[int, ...]
 

@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from tplab.launcher import scratch_file
+from tplab.torch.processes.launcher import scratch_file
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
 _ALIGNMENT = 64  # bytes, as torch's own allocations: what a kernel computes may depend on it

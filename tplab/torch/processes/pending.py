@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from tplab.sharding import piece_sizes
-from tplab.torch import collectives
-from tplab.torch.labels import UNKNOWN
-from tplab.torch.meeting import bytes_sent
 from tplab.torch.processes.exchange import Arrived, Flight
 from tplab.torch.processes.frames import INLINE_UP_TO, Header, Side, bytes_of
 from tplab.torch.processes.journal import Group, Met, Sent
 from tplab.torch.processes.waits import mismatch
-from tplab.torch.rank import Call, Pending
+from tplab.torch.ranks import outcomes as collectives
+from tplab.torch.ranks.labels import UNKNOWN
+from tplab.torch.ranks.meeting import bytes_sent
+from tplab.torch.ranks.rank import Call, Pending
 
 if TYPE_CHECKING:
     from tplab.torch.processes.rank import ProcessRank

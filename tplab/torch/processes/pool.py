@@ -11,8 +11,8 @@ from multiprocessing.connection import wait as wait_for_any
 from typing import Any, NamedTuple
 
 from tplab.errors import RankError, TplabError
-from tplab.launcher import Launcher, scratch_file, text_of
 from tplab.torch.processes import failure, parcels
+from tplab.torch.processes.launcher import Launcher, scratch_file, text_of
 from tplab.torch.processes.program import Outcome, Printed, Program
 from tplab.torch.processes.sources import Sources
 from tplab.torch.processes.waits import Report, unmet, verdict

@@ -21,15 +21,15 @@ import tplab
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
-from tplab.torch import arguments
-from tplab.torch import rank as rank_context
-from tplab.torch.generators import generators
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.journal import Journal
 from tplab.torch.processes.native import Native
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
-from tplab.torch.results import without_graph
+from tplab.torch.ranks import arguments
+from tplab.torch.ranks import rank as rank_context
+from tplab.torch.ranks.generators import generators
+from tplab.torch.ranks.results import without_graph
 
 
 class Settings(NamedTuple):

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from tplab.errors import CollectiveMismatchError
 from tplab.mesh import Mesh
-from tplab.torch.labels import UNKNOWN, Label, Labels
-from tplab.torch.meter import Meter
 from tplab.torch.processes import waits
 from tplab.torch.processes.exchange import Exchange, Tags
 from tplab.torch.processes.frames import INLINE_UP_TO, Side, check_dense, side_of
@@ -36,9 +34,11 @@ from tplab.torch.processes.journal import Added, Computed, Group, Journal
 from tplab.torch.processes.native import Native
 from tplab.torch.processes.pending import Alone, Message, ProcessPending, Receipt, Together
 from tplab.torch.processes.waits import Report, Wait
-from tplab.torch.provenance import LABELS_UP_TO
-from tplab.torch.rank import Call, Doing, Lines, Pending, Rank
-from tplab.torch.values import VALUES_UP_TO, dtype_name, values_of
+from tplab.torch.ranks.labels import UNKNOWN, Label, Labels
+from tplab.torch.ranks.meter import Meter
+from tplab.torch.ranks.provenance import LABELS_UP_TO
+from tplab.torch.ranks.rank import Call, Doing, Lines, Pending, Rank
+from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name, values_of
 
 
 class ProcessRank(Rank):

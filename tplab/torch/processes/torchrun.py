@@ -26,7 +26,7 @@ from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.program import Program, Settings, carry_out, check_arguments, raised
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import unmet, verdict
-from tplab.trace import Trace
+from tplab.trace.trace import Trace
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at whether this rank stands still."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.frames import Side
-from tplab.torch.rank import call_text
+from tplab.torch.ranks.rank import call_text
 
 REMEMBERED = 256
 """How many of its last collectives a rank can name."""

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from tplab.launcher import Launcher
 from tplab.mesh import Mesh
-from tplab.torch.printing import show
 from tplab.torch.processes.journal import trace_of
+from tplab.torch.processes.launcher import Launcher
 from tplab.torch.processes.parcels import Parcel
 from tplab.torch.processes.pool import Pool
 from tplab.torch.processes.program import Program, Settings, check_arguments
 from tplab.torch.processes.unsendable import explained
-from tplab.trace import Trace
+from tplab.torch.ranks.printing import show
+from tplab.trace.trace import Trace
 
 KEPT_WARM = 2
 """How many pools are kept, of the sizes used last: each holds memory."""

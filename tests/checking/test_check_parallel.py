@@ -1,0 +1,572 @@
+"""check_parallel: our own layers pass, and every known mistake of tensor parallelism is caught and named."""
+
+import copy
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import tplab.torch as lab
+from tplab import Mesh, P
+from tplab.checking.report import ParallelReport, Row
+from tplab.checking.verdict import EPSILON, Rounding, Verdict, judge
+from tplab.errors import ParallelError, SpecError
+from tplab.layout import Layout, layouts_for, local_shape_of, take
+from tplab.torch import check_parallel, run
+from tplab.torch.ranks.rank import this_rank
+
+WHOLE = Layout()
+VOCABULARY, WIDTH, HEADS, BATCH, SEQUENCE = 23, 24, 12, 2, 6  # 12 heads, for 2, 3 and 4 ranks
+
+
+# --- a transformer block written by hand, whole, and sharded with one mistake at a time -------------------------------
+
+
+class Whole(nn.Module):
+    """One block with fused weights, a head tied to the embedding, and plain dropout."""
+
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm_1, self.norm_2, self.norm = (nn.LayerNorm(WIDTH) for _ in range(3))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.gate_up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.p = p
+
+    def attention(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def mlp(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + F.dropout(self.attention(self.norm_1(x)), self.p, self.training)
+        x = x + F.dropout(self.mlp(self.norm_2(x)), self.p, self.training)
+        return self.head(self.norm(x))
+
+
+SPECS = {
+    "qkv.weight": Layout(P("tp"), (WIDTH,) * 3),
+    "qkv.bias": Layout(P("tp"), (WIDTH,) * 3),
+    "out.weight": Layout(P(None, "tp")),
+    "gate_up.weight": Layout(P("tp"), (2 * WIDTH,) * 2),
+    "gate_up.bias": Layout(P("tp"), (2 * WIDTH,) * 2),
+    "down.weight": Layout(P(None, "tp")),
+}
+
+
+class HandColumn(nn.Module):
+    weight: Any
+    bias: Any
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class HandRow(nn.Module):
+    weight: Any
+    bias: Any
+
+    def forward(self, x, mistake=""):
+        if mistake == "bias before the sum":
+            return lab.all_reduce(F.linear(x, self.weight, self.bias), "tp")
+        y = F.linear(x, self.weight)
+        return (y if mistake == "no sum" else lab.all_reduce(y, "tp")) + self.bias
+
+
+class Hand(nn.Module):
+    """The same, sharded over tp by hand, as somebody would write it. `mistake` names what is wrong in it."""
+
+    embedding: Any
+    head: Any
+    norm_1: Any
+    norm_2: Any
+    norm: Any
+    qkv: Any
+    gate_up: Any
+    out: Any
+    down: Any
+    mistake: Any
+    ranks: Any
+
+    def __init__(self, whole, mistake=""):
+        super().__init__()
+        self.mistake, self.p, self.ranks = mistake, whole.p, lab.axis_size("tp")
+        mesh, rank = this_rank().mesh, this_rank().rank
+        kinds = {"qkv": HandColumn, "gate_up": HandColumn, "out": HandRow, "down": HandRow}
+        for name, parameter in whole.named_parameters():
+            layout = SPECS.get(name, Layout())
+            if (mistake, name.split(".")[0]) in (("qkv in one piece", "qkv"), ("gate and up in one piece", "gate_up")):
+                layout = Layout(layout.spec)
+            module, last = name.split(".")
+            holder = getattr(self, module, None) or kinds.get(module, nn.Module)()
+            setattr(self, module, holder)
+            holder.register_parameter(last, nn.Parameter(take(parameter.detach(), layout, mesh, rank).clone()))
+        self.head = nn.Module()
+        self.head.weight = self.embedding.weight
+        if mistake == "not tied":
+            self.head.weight = nn.Parameter(self.embedding.weight.detach().clone())
+        if mistake == "replicated gradient summed":
+            self.norm.weight.register_hook(lambda g: lab.all_reduce(g, "tp"))
+        if mistake == "gradient divided":
+            self.norm.weight.register_hook(lambda g: g / self.ranks)
+        if mistake == "embedding in a lambda":
+            table = self.embedding.weight.detach()
+            del self.embedding, self.head
+            self.look_up, self.score = (lambda ids: table[ids]), (lambda x: x @ table.T)
+        else:
+            self.look_up, self.score = (lambda ids: self.embedding.weight[ids]), (lambda x: x @ self.head.weight.T)
+
+    def into(self, x, what):
+        return x if self.mistake == f"no f before {what}" else lab.copy_to(x, "tp")
+
+    def attention(self, x):
+        here = (3, HEADS // self.ranks, WIDTH // HEADS)
+        if self.mistake == "sum after softmax":  # parts of all heads in place of some heads
+            here = (3, 1, WIDTH // self.ranks)
+        q, k, v = self.qkv(self.into(x, "attention")).unflatten(-1, here).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / math.sqrt(WIDTH // HEADS)
+        weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1)
+        if self.mistake == "sum after softmax":
+            weights = lab.all_reduce(weights, "tp")
+        if self.training and self.p:  # inside of the region
+            weights = lab.dropout(weights, self.p, axis=None if self.mistake == "one generator inside" else "tp")
+        y = (weights @ v).transpose(1, 2).flatten(2)
+        return self.out(y, "bias before the sum" if self.mistake == "bias before the sum" else "")
+
+    def mlp(self, x):
+        gate, up = self.gate_up(self.into(x, "mlp")).chunk(2, -1)
+        return self.down(F.silu(gate) * up, "no sum" if self.mistake == "no sum" else "")
+
+    def dropped(self, x):
+        if not self.training or not self.p:
+            return x
+        return F.dropout(x, self.p) if self.mistake == "a generator of its own outside" else lab.dropout(x, self.p)
+
+    def norms(self, x, norm):
+        return F.layer_norm(x, (WIDTH,), norm.weight, norm.bias)
+
+    def forward(self, ids):
+        x = self.look_up(ids)
+        x = x + self.dropped(self.attention(self.norms(x, self.norm_1)))
+        x = x + self.dropped(self.mlp(self.norms(x, self.norm_2)))
+        return self.score(self.norms(x, self.norm))
+
+
+def whole_model(p=0.0, dtype=torch.float64):
+    torch.manual_seed(0)
+    return Whole(p).to(dtype)
+
+
+IDS = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, SEQUENCE)))
+
+
+def loss_of(logits):
+    return F.cross_entropy(logits.flatten(0, 1), IDS.roll(-1, 1).flatten())
+
+
+def checked(mistake="", mesh=None, whole=None, **options) -> ParallelReport:
+    whole = whole or whole_model()
+    options = {"loss": loss_of, **options}
+
+    def program(whole, ids):
+        model = Hand(whole, mistake).to(whole.qkv.weight.dtype).train(whole.training)
+        return check_parallel(model, whole, ids, **options)
+
+    reports = run(program, mesh or Mesh(tp=4), whole, IDS).per_rank
+    assert all(str(report) == str(reports[0]) for report in reports)
+    return reports[0]
+
+
+# --- what is right passes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2)], ids=str)
+def test_what_is_right_passes(mesh):
+    report = checked(mesh=mesh, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    assert report.ok, report
+    assert report.raise_if_wrong() is report
+    assert {row.kind for row in report.rows} == {"output", "loss", "gradient", "parameter"}
+    num_ranks = mesh.axis_size("tp")
+    assert report.of("qkv.weight").layout == ("P('tp') in 3 parts" if num_ranks > 1 else "copies")
+    assert report.of("gate_up.bias").layout == ("P('tp') in 2 parts" if num_ranks > 1 else "copies")
+    assert report.of("down.weight").layout == ("P(None, 'tp')" if num_ranks > 1 else "copies")
+    assert max(row.error for row in report.rows) < 1e-12
+    assert "rounding" in report.summary()
+
+
+def test_without_a_loss_outputs_are_weighted():
+    assert checked(loss=None).ok
+    wrong = checked("no f before mlp", loss=None)
+    assert not wrong.ok and "no loss" in wrong.summary()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_our_own_gpt_passes(num_ranks, sequence_parallel):
+    config = lab.GPTConfig(
+        VOCABULARY, WIDTH, 2, HEADS, SEQUENCE, num_kv_heads=HEADS, activation="swiglu", norm="rms", dropout=0.1
+    )
+    targets = IDS.roll(-1, 1) % VOCABULARY
+    ids = IDS.repeat(1, 2)[:, : 12 // 2 * 2]  # 12 tokens, which 2, 3 and 4 ranks share
+    targets = targets.repeat(1, 2)
+    config = lab.GPTConfig(**{**config.__dict__, "context": 12})
+
+    def program():
+        whole = lab.GPT(config, "whole").double()
+        model = lab.GPT(config, "tp", sequence_parallel=sequence_parallel).double()
+        state = lab.split_state(whole.state_dict(), lab.gpt_specs(config), this_rank().mesh)
+        model.load_state_dict(state[this_rank().rank])
+        sharded_loss = lambda z: lab.vocab_parallel_cross_entropy(z, targets, "tp", VOCABULARY)  # noqa: E731
+        return check_parallel(
+            model, whole, ids, loss=sharded_loss,
+            reference_loss=lambda z: F.cross_entropy(z.flatten(0, 1), targets.flatten()),
+            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
+        )  # fmt: skip
+
+    report = run(program, Mesh(whole=1, tp=num_ranks)).per_rank[0]
+    assert report.ok, report
+    assert sum(row.kind == "dropout" for row in report.rows) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_short_types_is_no_mistake_and_a_mistake_is_none_of_theirs(dtype):
+    whole = whole_model(dtype=dtype)
+    report = checked(whole=whole)
+    assert report.ok, report
+    assert (
+        str(dtype).removeprefix("torch.") in report.of("qkv.weight").words
+        or "last bit" in report.of("qkv.weight").words
+    )
+    assert report.summary().endswith("rounding") and "not rounding" not in report.summary()
+    for mistake in ("bias before the sum", "no f before mlp"):
+        assert not checked(mistake, whole=whole).ok
+
+
+def test_a_loss_gap_is_called_what_it_is():
+    report = checked("bias before the sum", whole=whole_model(dtype=torch.float32))
+    assert not report.of("loss").ok
+    assert "not rounding" in report.summary()
+
+
+# --- every known mistake is caught and named --------------------------------------------------------------------------
+
+# mistake -> where it is named: kind of row, name, what its words say, its label
+MISTAKES = {
+    "bias before the sum": ("activation", "out", r"its bias is added 4 times, before the sum", "bias"),
+    "no sum": ("activation", "down", r"each rank's part, and its bias: an all_reduce over 'tp' is missing", "partial"),
+    "sum after softmax": ("activation", "out", r"rows of attention weights .* add up to 4", "softmax"),
+    "no f before mlp": ("gradient", "norm_2.weight", r"all_reduce over 'tp' is missing; copy_to", "partial"),
+    "no f before attention": ("gradient", "norm_1.weight", r"all_reduce over 'tp' is missing; copy_to", "partial"),
+    "qkv in one piece": ("gradient", "qkv.weight", r"it holds 3 parts side by side", "fused"),
+    "gate and up in one piece": ("gradient", "gate_up.weight", r"it holds 2 parts side by side", "fused"),
+    "replicated gradient summed": (
+        "gradient",
+        "norm.weight",
+        r"4 times the reference on every rank: added up over 'tp'",
+        "scaled",
+    ),
+    "gradient divided": ("gradient", "norm.weight", r"1/4 of the reference on every rank", "scaled"),
+    "not tied": ("gradient", "embedding.weight", r"'tied'.*those of both add up to the reference's", "tied"),
+    "embedding in a lambda": ("value", "embedding.weight", r"neither counted nor trained", "missing"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_known_mistakes_are_named(mistake):
+    kind, name, words, label = MISTAKES[mistake]
+    report = checked(mistake)
+    with pytest.raises(ParallelError, match="wrong on Mesh"):
+        report.raise_if_wrong()
+    row = report.of(name, kind)
+    assert not row.ok and row.mistake == label, str(report)
+    assert re.search(words, row.words), row.words
+    assert name in str(report)
+
+
+def test_a_missing_f_is_placed():
+    report = checked("no f before mlp")
+    assert report.of("output").ok and report.of("loss").ok
+    assert re.search(r"right down to gate_up\.\w+ and wrong from norm_2\.\w+ on", report.notes[-1])
+    assert not report.of("qkv.weight").ok  # and everything before it
+
+
+def test_the_input_s_gradient_is_compared():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6, bias=False)
+
+        def forward(self, x):
+            return self.down(self.up(x).tanh())
+
+    class Sharded(Plain):
+        def forward(self, x):
+            return lab.all_reduce(F.linear(self.up(x).tanh(), self.down.weight), "tp")
+
+    def program(x):
+        torch.manual_seed(0)
+        whole, model = Plain().double(), Sharded().double()
+        i = lab.axis_index("tp")
+        model.up.weight, model.up.bias, model.down.weight = (
+            nn.Parameter(p.detach().chunk(3, d)[i].clone())
+            for p, d in ((whole.up.weight, 0), (whole.up.bias, 0), (whole.down.weight, 1))
+        )
+        return check_parallel(model, whole, x)
+
+    report = run(program, Mesh(tp=3), torch.randn(4, 6, dtype=torch.float64)).per_rank[0]
+    (wrong,) = report.wrong
+    assert (wrong.title, wrong.mistake) == ("gradient of input 0", "partial")
+    assert "copy_to" in wrong.words
+
+
+def test_norm_gradients_that_are_not_summed_under_sequence_parallelism_are_named():
+    config = lab.GPTConfig(VOCABULARY, WIDTH, 1, HEADS, 12)
+    ids = torch.randint(0, VOCABULARY, (BATCH, 12), generator=torch.Generator().manual_seed(0))
+
+    def program(forgets):
+        whole, model = lab.GPT(config, "whole").double(), lab.GPT(config, "tp", sequence_parallel=True).double()
+        model.load_state_dict(
+            lab.split_state(whole.state_dict(), lab.gpt_specs(config), this_rank().mesh)[this_rank().rank]
+        )
+        if forgets:
+            model.blocks[0].norm_2.sequence_axis = None  # type: ignore[union-attr]
+        return check_parallel(model, whole, ids)
+
+    assert run(program, Mesh(whole=1, tp=4), False).per_rank[0].ok
+    report = run(program, Mesh(whole=1, tp=4), True).per_rank[0]
+    assert {row.name for row in report.wrong} == {"blocks.0.norm_2.weight", "blocks.0.norm_2.bias"}
+    assert all("an all_reduce over 'tp' is missing" in row.words for row in report.wrong)
+
+
+DATA = {  # what is done with the gradients of two data-parallel ranks, of a mesh of (2, 2)
+    "right": (lambda g: lab.all_reduce(g, "dp", "mean"), ""),
+    "nothing": (lambda g: g, "their mean is the reference: an all_reduce of the mean over 'dp' is missing"),
+    "sum": (lambda g: lab.all_reduce(g, "dp"), "2 times the reference on every rank: added up over 'dp'"),
+    "by the world": (lambda g: lab.all_reduce(g, ("dp", "tp")) / 8, "1/2 of the reference on every rank"),
+}
+
+
+@pytest.mark.parametrize("what", DATA)
+def test_data_parallel_gradients(what):
+    reduce, words = DATA[what]
+
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return (self.layer(x) ** 2).mean()
+
+    def finish(model):
+        for parameter in model.parameters():
+            parameter.grad = reduce(parameter.grad)
+
+    def program(x):
+        torch.manual_seed(0)
+        whole = Linear().double()
+        return check_parallel(copy.deepcopy(whole), whole, x, in_specs=P("dp"), after_backward=finish)
+
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    report = run(program, Mesh(dp=2, tp=2), x).per_rank[0]
+    for name in ("layer.weight", "layer.bias"):
+        row = report.of(name, "gradient")
+        assert row.ok == (not words) and words in row.words, row.words
+    assert report.of("loss").ok
+
+
+def test_dropout_is_compared():
+    report = checked(whole=whole_model(0.2).train())
+    assert report.ok and sum(row.kind == "dropout" for row in report.rows) == 3, report
+    for mistake, words in (
+        ("one generator inside", "the same mask inside: ranks 0 and 1 hold different activations"),
+        ("a generator of its own outside", "different dropout: ranks 0 and 1 hold the same tensor"),
+    ):
+        report = checked(mistake, whole=whole_model(0.2).train())
+        (wrong,) = report.wrong
+        assert wrong.kind == "dropout" and words in wrong.words
+
+
+def test_model_and_reference_are_left_as_they_were():
+    def program(whole, ids):
+        model = Hand(whole).double().train()
+        whole.train()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        before = copy.deepcopy(model.state_dict()), copy.deepcopy(whole.state_dict()), torch.get_rng_state()
+        check_parallel(model, whole, ids, loss=loss_of, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+        for module, state in ((model, before[0]), (whole, before[1])):
+            for name, value in module.state_dict().items():
+                assert torch.equal(value, state[name]), name
+        assert all(bool((p.grad == 1).all()) for p in model.parameters())
+        assert all(p.grad is None for p in whole.parameters())
+        assert model.training and whole.training and torch.equal(torch.get_rng_state(), before[2])
+
+    run(program, Mesh(tp=2), whole_model(), IDS)
+
+
+def test_a_bias_of_zeros_hides_its_mistake_unless_it_is_given_values():
+    whole = whole_model()
+    with torch.no_grad():
+        whole.out.bias.zero_()
+    assert not checked("bias before the sum", whole=whole).ok
+    assert checked("bias before the sum", whole=whole, perturb=False).ok
+
+
+def test_other_values_and_other_names():
+    whole = whole_model()
+
+    def program(whole, ids, what):
+        model = Hand(whole).double()
+        with torch.no_grad():
+            if what == "values":
+                model.norm.weight += lab.axis_index("tp")
+        names = {"norm.weight": "last.weight"} if what == "names" else None
+        return check_parallel(model, whole, ids, loss=loss_of, names=names).of("norm.weight", "value")
+
+    rows = {what: run(program, Mesh(tp=2), whole, IDS, what).per_rank[0] for what in ("values", "names")}
+    assert rows["values"].words.startswith("not the reference's values to begin with: a multiple")
+    assert "names= says if it is called otherwise" in rows["names"].words
+
+
+def test_specs_of_nobody():
+    with pytest.raises(SpecError, match="specs name 'qkw"):
+        checked(specs={"qkw.weight": P("tp")})
+
+
+@pytest.mark.timeout(120)
+def test_on_processes():
+    def program(whole, ids):
+        return check_parallel(Hand(whole, "no f before mlp").double(), whole, ids, loss=loss_of)
+
+    report = run(program, Mesh(tp=2), whole_model(), IDS, on="processes").per_rank[1]
+    assert str(report) == str(checked("no f before mlp", mesh=Mesh(tp=2)))
+
+
+# --- the verdict, by itself -------------------------------------------------------------------------------------------
+
+ROUNDING = Rounding("float64", 100)
+
+
+@st.composite
+def cases(draw):
+    """A whole, a mesh, a layout and the ranks' right pieces."""
+    mesh = draw(st.sampled_from([Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2)]))
+    parts = draw(st.sampled_from([(), (1, 1), (1, 1, 1), (2, 1, 1)]))
+    num_ranks = mesh.axis_size("tp")
+    rows = num_ranks * sum(parts) * 2 if parts else draw(st.integers(1, 13))
+    shape = (rows, draw(st.integers(1, 4)))
+    layout = draw(st.sampled_from([Layout(P("tp"), tuple(2 * num_ranks * p for p in parts)), Layout()]))
+    whole = np.random.default_rng(draw(st.integers(0, 99))).normal(size=shape)
+    return mesh, layout, whole, [take(whole, layout, mesh, rank) for rank in mesh.ranks]
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_right_pieces_are_right_and_others_are_not(case):
+    mesh, layout, whole, pieces = case
+    assert [list(p.shape) for p in pieces] == [list(local_shape_of(whole.shape, layout, mesh, r)) for r in mesh.ranks]
+    assert judge(pieces, whole, layout, mesh, ROUNDING) == Verdict(
+        True, 0.0, ROUNDING.tolerance, "equal to the last bit"
+    )
+    for factor in (2, 0.5, -1, 0):
+        assert not judge([factor * p for p in pieces], whole, layout, mesh, ROUNDING).ok
+    nearly = [p * (1 + EPSILON["float64"]) for p in pieces]
+    assert judge(nearly, whole, layout, mesh, ROUNDING).ok
+    one = [p.copy() for p in pieces]
+    one[-1] = one[-1] + 1e-3
+    assert not judge(one, whole, layout, mesh, ROUNDING).ok or one[-1].size == 0
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_a_layout_is_found_from_shapes(case):
+    mesh, layout, whole, pieces = case
+    assert layout in layouts_for(whole.shape, [p.shape for p in pieces], mesh) or mesh.axis_size("tp") == 1 or (
+        layout.parts and len(set(layout.parts)) > 1
+    ) or (whole.shape[0] < mesh.axis_size("tp"))  # fmt: skip
+
+
+def test_what_the_numbers_say():
+    mesh, whole = Mesh(tp=4), np.random.default_rng(0).normal(size=(8, 12))
+    column = Layout(P(None, "tp"))
+    cut = [take(whole, column, mesh, rank) for rank in mesh.ranks]
+
+    def words(pieces, layout=WHOLE):
+        return judge(pieces, whole, layout, mesh, ROUNDING).words
+
+    assert "right numbers on the wrong ranks: rank 0 that of rank 1" in words(cut[1:] + cut[:1], column)
+    assert words([whole, whole, whole, whole + 1]).endswith("right on ranks 0, 1, 2 alone")
+    assert words([None] * 4) == "no gradient on every rank: it takes no part in the loss there"
+    assert words([whole] * 3 + [None]) == "no gradient on rank 3: it takes no part in the loss there"
+    assert "zero on every rank" in words([0 * whole] * 4)
+    assert "not finite on rank 2" in words([whole, whole, whole * np.nan, whole])
+    assert "rank 0 holds [8, 3]; copies of [8, 12] would be [8, 12]" in words(cut)
+    assert "minus the reference" in words([-whole] * 4)
+    wrong_row = whole.copy()
+    wrong_row[3] += 1
+    assert "wrong in 4 of 32 places along dim 0 (the first at 3)" in words([wrong_row] * 4)
+    assert "another one on each rank: 1, 2, 3, 4" in words([whole * (r + 1) for r in range(4)])
+    padded = [np.pad(p, ((0, 0), (0, 2))) for p in cut]
+    assert judge(padded, whole, column, mesh, ROUNDING).ok
+    near = whole + np.abs(whole).max() * 2.0**-50
+    assert words([near] * 4).startswith("within rounding (9.6e-16; float64, sums of up to 100 terms")
+
+
+def test_a_report_is_data():
+    rows = [
+        Row.of("loss", "loss", (), "copies", Verdict(True, 1e-9, 1e-6, "within rounding (1e-09; ...)")),
+        Row.of("gradient", "a<b", (2,), "copies", Verdict(False, np.inf, 0, "no gradient", "missing")),
+    ]
+    report = ParallelReport(rows, mesh="Mesh(tp=2)", notes=["a note"])
+    again = ParallelReport.from_json(report.to_json())
+    assert again.rows == rows and str(again) == str(report)
+    assert str(report).splitlines() == [
+        "1 of 2 wrong on Mesh(tp=2): 1 gradient; the loss gap is 1e-09, rounding",
+        "  gradient of a<b  no gradient",
+        "  (a note)",
+    ]
+    assert "<details open>" in report._repr_html_() and "a&lt;b" in report._repr_html_()
+    assert report.table().count("\n") == 2
+    with pytest.raises(KeyError, match="no row of 'c'; the names are loss, a<b"):
+        report.of("c")
+
+
+def test_a_model_of_another_shape_is_told_so():
+    def program(x):
+        torch.manual_seed(0)
+        whole = nn.Linear(4, 6).double()
+        return check_parallel(nn.Linear(4, 5).double(), whole, x, loss=lambda y: y.square().sum())
+
+    report = run(program, Mesh(tp=2), torch.randn(3, 4, dtype=torch.float64)).per_rank[0]
+    assert report.of("weight", "value").words.endswith("rank 0 holds [5, 4]; copies of [6, 4] would be [6, 4]")
+    assert report.of("output").mistake == "shape" and not report.of("loss").ok
+
+    def without_a_loss(x):
+        return check_parallel(nn.Linear(4, 5).double(), nn.Linear(4, 6).double(), x)
+
+    report = run(without_a_loss, Mesh(tp=2), torch.randn(3, 4, dtype=torch.float64)).per_rank[0]
+    assert "gradients are not compared" in report.notes[-1]
+
+
+def test_model_and_reference_are_two_objects():
+    def program(whole, ids):
+        check_parallel(whole, whole, ids)
+
+    with pytest.raises((RuntimeError, ValueError), match=r"share parameters.*copy\.deepcopy"):
+        run(program, Mesh(tp=2), whole_model(), IDS)

@@ -1,0 +1,217 @@
+"""check_parallel in JAX: what is right passes on every mesh, and each known mistake is found and named."""
+
+import numpy as np
+import pytest
+
+from tplab.jax import GPT, all_gather, all_reduce, check_parallel, reduce_scatter  # isort: skip  # before JAX is used
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.sharded import numbers
+from tplab import Mesh, P
+from tplab.errors import ParallelError, SpecError
+from tplab.jax import axis_index, axis_size
+from tplab.models.gpt import GPTConfig
+
+SPECS = {"up": P(None, "tp"), "down": P("tp"), "bias": P()}
+X = numbers(6, 4)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def mlp_params(dtype="float64"):
+    params = {"up": numbers(4, 12, seed=1), "down": numbers(12, 4, seed=2), "bias": np.zeros(4)}
+    return {name: jnp.asarray(x, dtype) for name, x in params.items()}
+
+
+def whole(params, x):
+    return jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"]
+
+
+def right(params, x):
+    return all_reduce(jnp.tanh(x @ params["up"]) @ params["down"], "tp") + params["bias"]
+
+
+def checked(model, reference=whole, *inputs, num_ranks=3, params=None, specs=SPECS, **options):
+    inputs, params, mesh = inputs or (X,), params or mlp_params(), Mesh(tp=num_ranks)
+    return check_parallel(model, reference, *inputs, params=params, mesh=mesh, specs=specs, **options)
+
+
+def found(report):
+    return {(row.kind, row.name): row.mistake for row in report.wrong}
+
+
+# ------------------------------------------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_the_right_program_passes(num_ranks):
+    report = checked(right, num_ranks=num_ranks, optimizer=optax.adamw(1e-2))
+    assert report.ok, str(report)
+    assert {row.kind for row in report.rows} == {"output", "gradient", "parameter"}
+    assert report.raise_if_wrong() is report
+    assert max(row.error for row in report.rows) < 1e-14
+    assert "bias, which was constant, had other values" in str(report)
+
+
+def test_a_gpt_passes():
+    """11 words, which no 4 ranks share; the model is its own reference: on one rank it is whole."""
+    model = GPT(GPTConfig(11, 8, 1, 4, 8), sequence_parallel=True)
+    ids = np.random.default_rng(0).integers(0, 11, (2, 8))
+    loss = lambda params, ids: model.loss(params, ids, ids)  # noqa: E731
+    report = check_parallel(
+        loss, loss, ids, params=model.init(jax.random.key(0)), mesh=Mesh(tp=4), specs=model.specs
+    )
+    assert report.ok, str(report)
+    assert report.of("loss").error < 1e-14
+    assert len([row for row in report.rows if row.kind == "gradient"]) == len(jax.tree.leaves(model.specs))
+
+
+def test_sharded_outputs_and_inputs():
+    """Column-parallel alone, of a sequence of which each rank has a piece: a layout is found for what comes out."""
+
+    def columns(params, x):
+        return all_gather(x, "tp", 0) @ params["up"], x
+
+    params, specs = {"up": mlp_params()["up"]}, {"up": P(None, "tp")}
+    report = checked(columns, lambda p, x: (x @ p["up"], x), params=params, specs=specs, in_specs=P("tp"))
+    assert report.ok, str(report)
+    assert [row.layout for row in report.rows] == ["P(None, 'tp')", "P('tp')", "P(None, 'tp')", "P('tp')"]
+
+
+def test_gradients_of_two_axes():
+    """Data and tensor parallelism: JAX's types sum the gradients over dp."""
+
+    def loss(params, x):
+        return all_reduce((right(params, x) ** 2).mean(), "dp", "mean")
+
+    reference, mesh = lambda params, x: (whole(params, x) ** 2).mean(), Mesh(dp=2, tp=3)
+    report = check_parallel(
+        loss, reference, X, params=mlp_params(), mesh=mesh, specs=SPECS, in_specs=(P("dp"),)
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_rounding_in_shorter_dtypes(dtype):
+    """The sums are made in another order, and that may show in their last bits."""
+    report = checked(right, whole, jnp.asarray(X, dtype), params=mlp_params(dtype), num_ranks=4)
+    assert report.ok, str(report)
+    assert report.of("up").tolerance > 1e-7
+
+
+# ------------------------------------------------------------------------------------------------ known mistakes
+
+
+def test_a_bias_inside_the_sum():
+    """text-generation-inference #1036. A bias of zeros would hide it: perturb gives it other values."""
+    wrong = lambda params, x: all_reduce(whole(params, x), "tp")  # noqa: E731
+    report = checked(wrong)
+    assert set(found(report)) == {("output", "output"), ("gradient", "bias")}
+    assert "3 times the reference on every rank" in report.of("bias").words
+    assert set(found(checked(wrong, perturb=False))) == {("gradient", "bias")}
+    with pytest.raises(ParallelError, match="2 of 5 wrong"):
+        report.raise_if_wrong()
+
+
+def test_a_forgotten_sum():
+    report = checked(lambda params, x: whole({**params, "bias": params["bias"] / axis_size("tp")}, x))
+    assert found(report)["output", "output"] == "partial"
+    assert "an all_reduce over 'tp' is missing" in report.of("output").words
+
+
+def test_a_sum_made_twice():
+    report = checked(lambda params, x: all_reduce(right(params, x), "tp"))
+    assert found(report)["output", "output"] == "scaled"
+    assert "added up over 'tp'" in report.of("output").words
+
+
+def test_a_loss_that_jax_adds_up_once_a_rank():
+    """What was gathered differs from rank to rank, as far as the types know: the loss is right, all gradients are R
+    times too large (jax #3970)."""
+    specs, params = {"up": P(None, "tp")}, {"up": mlp_params()["up"]}
+
+    def gathered(params, x):
+        return (all_gather(jnp.tanh(x @ params["up"]), "tp", 1) ** 2).sum()
+
+    report = checked(gathered, lambda params, x: (jnp.tanh(x @ params["up"]) ** 2).sum(), params=params, specs=specs)
+    assert report.of("loss").ok
+    assert set(found(report).values()) == {"scaled"}
+    assert "the loss may differ along 'tp' as far as JAX's types know" in str(report)
+    mended = checked(
+        lambda params, x: all_reduce(gathered(params, x), "tp", "mean"),
+        lambda params, x: (jnp.tanh(x @ params["up"]) ** 2).sum(), params=params, specs=specs,
+    )  # fmt: skip
+    assert mended.ok, str(mended)
+    assert not mended.notes
+
+
+def test_gradients_reduced_by_hand_once_too_often():
+    """JAX has summed the gradient of what all ranks hold already."""
+    by_hand = lambda grads: {**grads, "bias": all_reduce(grads["bias"], "tp", "sum")}  # noqa: E731
+    report = checked(right, after_backward=by_hand)
+    assert found(report) == {("gradient", "bias"): "scaled"}
+
+
+def test_heads_cut_in_parts():
+    """Attention that sums after the softmax: a part of a head gives a part of each score."""
+
+    def attention(params, x, total=lambda x: x):
+        q, k, v = (x @ params[name] for name in "qkv")
+        return total(jax.nn.softmax(q @ k.T, -1) @ v @ params["o"])
+
+    params = {name: jnp.asarray(numbers(4, 12, seed=seed)) for seed, name in enumerate("qkv")}
+    params["o"] = jnp.asarray(numbers(12, 4, seed=5))
+    specs = {**dict.fromkeys("qkv", P(None, "tp")), "o": P("tp")}
+    wrong = lambda params, x: attention(params, x, lambda part: all_reduce(part, "tp"))  # noqa: E731
+    report = checked(wrong, attention, params=params, specs=specs)
+    assert not report.of("output").ok
+    assert not report.of("q").ok
+
+
+def test_two_halves_that_were_not_cut_together():
+    """gate and up in one matrix, cut in one piece: the first ranks have the gates, the last ones what they gate."""
+
+    def gated(params, x):
+        gate, up = jnp.split(x @ params["gate_up"], 2, -1)
+        return jax.nn.silu(gate) * up @ params["down"]
+
+    params = {"gate_up": jnp.asarray(numbers(4, 24, seed=3)), "down": mlp_params()["down"]}
+    report = checked(
+        lambda params, x: all_reduce(gated(params, x), "tp"), gated, params=params,
+        specs={"gate_up": P(None, "tp"), "down": P("tp")}, num_ranks=2,
+    )  # fmt: skip
+    assert not report.of("output").ok
+
+
+def test_dropped_tokens_and_a_piece_of_another_rank():
+    """reduce_scatter gives piece i to rank i: one that turns them around has right numbers on the wrong ranks."""
+
+    def turned(params, x):
+        part = jnp.tanh(x @ params["up"]) @ params["down"]
+        return reduce_scatter(jnp.roll(part, -2, 0), "tp", 0) + params["bias"]
+
+    report = checked(turned)
+    assert found(report)["output", "output"] == "pieces"
+    assert "right numbers on the wrong ranks" in report.of("output").words
+
+
+def test_what_differs_from_rank_to_rank():
+    report = checked(lambda params, x: right(params, x) * (1 + 0.1 * (axis_index("tp") == 1)))
+    assert found(report)["output", "output"] in ("disagree", "scaled")
+    assert not report.ok
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+def test_what_is_missing_is_said():
+    with pytest.raises(SpecError, match="give specs, a structure of P"):
+        checked(right, specs=None)
+    with pytest.raises(SpecError, match="in_specs has 2 entries, and there are 1 inputs"):
+        checked(right, in_specs=(P(), P()))

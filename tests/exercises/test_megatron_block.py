@@ -1,0 +1,311 @@
+"""The checks of lab 03: solutions pass in both frameworks, and each known mistake is told by name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tplab.jax as tj
+import tplab.torch as tt
+from labs.source import build
+from tests.exercises.test_exercises import expect
+from tplab import Mesh, P
+from tplab.exercises import megatron_block
+from tplab.exercises.check import Exercise, Seen, grade, weight
+from tplab.exercises.megatron_block import check_down, check_parallel_block, check_tokens_split
+from tplab.exercises.split_a_layer import finite_differences
+from tplab.sharding import split
+from tplab.torch import all_gather, all_reduce, axis_index, axis_size, copy_to, gather_from, reduce_from, reduce_scatter
+
+# --------------------------------------------------------------------------------------------------- the bug to repair
+
+
+def in_the_lab(start: str) -> str:
+    """The function that a cell of the lab begins with."""
+    cells = [cell.source for cell in build.read_source("03_megatron_block").cells if cell.cell_type == "code"]
+    return next(source for source in cells if source.startswith(start)).split("\n\n")[0]
+
+
+def defined(source: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"F": F, "torch": torch, **{name: getattr(tt, name) for name in tt.__all__}}
+    exec(source, names)
+    return names
+
+
+def test_the_lab_shows_the_bug_and_its_repair_passes():
+    bug = in_the_lab("def down(")
+    expect(check_down(defined(bug)["down"]), False, "the bias once for every rank", "rank 0 of Mesh(tp=2)")
+    mended = bug.replace('reduce_from(hidden @ b + bias, "tp")', 'reduce_from(hidden @ b, "tp") + bias')
+    assert mended != bug
+    verdict = check_down(defined(mended)["down"])
+    expect(verdict, True, "y, dhidden, db, dbias equal the plain answer")
+    assert "do without" not in verdict.text
+
+
+def test_the_repair_in_jax_passes():
+    expect(check_down(lambda hidden, b, bias: tj.reduce_from(hidden @ b, "tp") + bias, "jax"), True)
+
+
+def on_rank_0(hidden, b, bias):
+    y = hidden @ b
+    return reduce_from(y + bias if axis_index("tp") == 0 else y + 0 * bias, "tp")
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (lambda hidden, b, bias: reduce_from(hidden @ b, "tp"), "The bias is missing"),
+        (lambda hidden, b, bias: hidden @ b + bias, "the sum over the ranks is missing"),
+        (lambda hidden, b, bias: reduce_from(hidden @ b + bias / axis_size("tp"), "tp"), "learns R times too slowly"),
+        (on_rank_0, "only one rank adds it"),
+        (lambda hidden, b, bias: reduce_from(hidden @ b, "tp") + copy_to(bias, "tp"), "dy is the same on every rank"),
+        (lambda hidden, b, bias: reduce_from(copy_to(hidden, "tp") @ b, "tp") + bias, "dhidden is not right"),
+        (lambda hidden, b, bias: reduce_from(hidden @ b, "tp") - bias, "entries are off"),
+    ],
+    ids=["no bias", "no sum", "divided", "rank 0", "f of the bias", "f of hidden", "sign"],
+)
+def test_what_is_wrong_with_a_bias_is_told(fn: Callable[..., Any], hint: str):
+    expect(check_down(fn), False, hint)
+
+
+def test_what_the_lab_says_of_its_bug():
+    """Where biases are zero, as in a fresh model, output and every gradient are right."""
+    names = defined(in_the_lab("def down("))
+    right = defined("def down(hidden, b, bias): return reduce_from(hidden @ b, 'tp') + bias")
+    rng = np.random.default_rng(0)
+    hidden, b, bias = rng.normal(size=(2, 3, 12)), rng.normal(size=(12, 4)), np.zeros(4)
+    specs = tuple(megatron_block.DOWN.specs.values())
+
+    def learnt(down: Callable[..., Any], bias: np.ndarray) -> list[Any]:
+        def program(*args):
+            leaves = [arg.requires_grad_() for arg in args]
+            y = down(*leaves)
+            y.square().sum().backward()
+            return y, *(leaf.grad for leaf in leaves)
+
+        return list(tt.run(program, Mesh(tp=4), hidden, b, bias, in_specs=specs, out_specs=(P(), *specs)).value)
+
+    for one, other in zip(learnt(names["down"], bias), learnt(right["down"], bias)):
+        assert torch.equal(one, other)
+    assert not torch.allclose(learnt(names["down"], bias + 1)[0], learnt(right["down"], bias + 1)[0])
+
+
+# ------------------------------------------------------------------------------------------------------ the exercises
+
+
+def norm(x, scale):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale
+
+
+def heads(x, q, k, v, o):
+    q, k, v = (torch.einsum("bsD,nDd->bnsd", x, w) for w in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.einsum("bnsd,ndD->bsD", y, o)
+
+
+def hidden(h, a, b):
+    return F.gelu(h @ a) @ b
+
+
+def f(x):
+    return copy_to(x, "tp")
+
+
+def g(x):
+    return reduce_from(x, "tp")
+
+
+def parallel_block(x, scale, q, k, v, o, a, b):
+    h = f(norm(x, scale))
+    return x + g(heads(h, q, k, v, o) + hidden(h, a, b))
+
+
+def two_sums(x, scale, q, k, v, o, a, b):
+    h = f(norm(x, scale))
+    return x + g(heads(h, q, k, v, o)) + g(hidden(h, a, b))
+
+
+def tokens_split(gather=all_gather, dim=1, shared=f, scatter=reduce_scatter):
+    def block(x, scale, q, k, v, o, a, b):
+        h = gather(norm(x, shared(scale)), "tp", dim)
+        return x + scatter(heads(h, q, k, v, o) + hidden(h, a, b), "tp", dim)
+
+    return block
+
+
+def norm_behind(shared):
+    def block(x, scale, q, k, v, o, a, b):
+        h = norm(all_gather(x, "tp", 1), shared(scale))
+        return x + reduce_scatter(heads(h, q, k, v, o) + hidden(h, a, b), "tp", 1)
+
+    return block
+
+
+def in_jax(split: bool):
+    def block(x, scale, q, k, v, o, a, b):
+        h = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
+        h = tj.all_gather(h, "tp", 1) if split else tj.copy_to(h, "tp")
+        query, key, value = (jnp.einsum("bsD,nDd->bsnd", h, w) for w in (q, k, v))
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        terms = jnp.einsum("bsnd,ndD->bsD", mixed, o) + jax.nn.gelu(h @ a, approximate=False) @ b
+        return x + (tj.reduce_scatter(terms, "tp", 1) if split else tj.reduce_from(terms, "tp"))
+
+    return block
+
+
+def test_a_block_with_half_the_sums():
+    verdict = check_parallel_block(parallel_block)
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    assert "do without" not in verdict.text
+    expect(check_parallel_block(two_sums), True, "is there a collective that you can do without?")
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_blocks_in_jax_pass(split: bool):
+    """On one mesh: each takes XLA seconds."""
+    exercise = megatron_block.TOKENS_SPLIT if split else megatron_block.PARALLEL_BLOCK
+    verdict = grade(in_jax(split), replace(exercise, meshes=(Mesh(tp=3),)), "jax")
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    assert "do without" not in verdict.text
+
+
+def test_its_tokens_split():
+    verdict = check_tokens_split(tokens_split())
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    assert "do without" not in verdict.text
+    expect(check_tokens_split(norm_behind(f)), True)
+
+
+def test_splitting_what_was_added_up_for_all_is_remarked_upon():
+    def scatter(x, axis, dim):
+        return tt.scatter_to(all_reduce(x, axis), axis, dim)
+
+    expect(check_tokens_split(tokens_split(scatter=scatter)), True, "is there a collective that you can do without?")
+
+
+def sequential(x, scale, q, k, v, o, a, b):
+    x = x + g(heads(f(norm(x, scale)), q, k, v, o))
+    return x + g(hidden(f(norm(x, scale)), a, b))
+
+
+def plainly(x):
+    return x
+
+
+def block_of(attends: Callable = f, projects: Callable = f, residual: Callable = plainly, first: Callable = plainly):
+    """With what is done to h on its way to the heads and to a, to the residual, and to x before the norm."""
+
+    def block(x, scale, q, k, v, o, a, b):
+        h = norm(first(x), scale)
+        return residual(x) + g(heads(attends(h), q, k, v, o) + hidden(projects(h), a, b))
+
+    return block
+
+
+def no_sum(x, scale, q, k, v, o, a, b):
+    return x + terms(x, scale, q, k, v, o, a, b)
+
+
+def x_summed(x, scale, q, k, v, o, a, b):
+    return g(x + terms(x, scale, q, k, v, o, a, b))
+
+
+def no_x(x, scale, q, k, v, o, a, b):
+    return g(terms(x, scale, q, k, v, o, a, b))
+
+
+def terms(x, scale, q, k, v, o, a, b):
+    return heads(norm(x, scale), q, k, v, o) + hidden(norm(x, scale), a, b)
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (no_sum, "what is missing is the sum"),
+        (x_summed, "x once for every rank"),
+        (no_x, "x itself is missing"),
+        (sequential, "both read the same h"),
+        (block_of(plainly, plainly), "this rank's own part of dx"),
+        (block_of(plainly, plainly, residual=f, first=f), "residual is added up as well"),
+        (block_of(projects=plainly), "through attention are added up"),
+        (block_of(attends=plainly), "through a are added up"),
+        (block_of(plainly, plainly, first=f), "f stands before the norm"),
+        (block_of(residual=lambda x: -x), "entries are off"),
+    ],
+    ids=["no sum", "x summed", "no x", "sequential", "no f", "f of x", "f half", "f other half", "f early", "- x"],
+)  # fmt: skip
+def test_what_is_wrong_with_a_block_is_told(fn: Callable[..., Any], hint: str):
+    expect(check_parallel_block(fn), False, hint, "Mesh(tp=2)")
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (tokens_split(dim=0), "the tokens of its own rank only"),
+        (lambda x, *rest: tokens_split()(x, *rest) - x, "x itself is missing"),
+        (tokens_split(gather=gather_from), "Behind gather_from all ranks would go on in the same way"),
+        (tokens_split(shared=plainly), "Megatron-LM #1446"),
+        (norm_behind(plainly), "own heads and features. The ranks share scale"),
+        (tokens_split(shared=lambda scale: f(f(scale))), "R times too large"),
+        (parallel_block, "entries are off"),
+    ],
+    ids=["dim 0", "no x", "gather_from", "norm not summed", "norm behind, not summed", "summed twice", "not gathered"],
+)
+def test_what_is_wrong_with_split_tokens_is_told(fn: Callable[..., Any], hint: str):
+    expect(check_tokens_split(fn), False, hint, "Mesh(tp=2)")
+
+
+def test_the_labs_stubs_are_not_started():
+    for name, check in (("parallel_block", check_parallel_block), ("tokens_split", check_tokens_split)):
+        stub = in_the_lab(f"def {name}(")
+        assert stub.rstrip().endswith("...")
+        expect(check(defined(stub)[name]), None, f"{name}: not started")  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------- the core
+
+
+@pytest.mark.parametrize("exercise", [megatron_block.DOWN, megatron_block.PARALLEL_BLOCK], ids=lambda one: one.name)
+def test_the_plain_gradients_are_slopes(exercise: Exercise):
+    """The check's own formulas, against the loss alone."""
+    tensors = dict(exercise.tensors(np.random.default_rng(0), Mesh(tp=2)))
+    if exercise is megatron_block.PARALLEL_BLOCK:  # fewer, so that nudging each takes no time
+        tensors = {name: array[:3] if name in "qkvo" else array for name, array in tensors.items()}
+        tensors["x"] = tensors["x"][:, :5]
+    right = exercise.plain(tensors)
+    for name in exercise.gradients:
+
+        def loss(value: np.ndarray, name: str = name) -> float:
+            y = exercise.plain({**tensors, name: value})["y"]
+            return float((y * weight(y)).sum())
+
+        slopes = finite_differences(loss, tensors[name])
+        assert np.allclose(right[f"d{name}"], slopes, rtol=1e-7, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    "exercise",
+    [megatron_block.DOWN, megatron_block.PARALLEL_BLOCK, megatron_block.TOKENS_SPLIT],
+    ids=lambda one: one.name,
+)
+def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: Exercise):
+    """On the mesh that a wrong program meets first; otherwise a hint would be a guess."""
+    mesh = exercise.meshes[0]
+    tensors = exercise.tensors(np.random.default_rng(0), mesh)
+    specs = {**exercise.results, **{f"d{name}": exercise.specs[name] for name in exercise.gradients}}
+    pieces = {name: split(array, exercise.specs[name], mesh) for name, array in tensors.items()}
+    owns = [{name: pieces[name][rank] for name in pieces} for rank in mesh.ranks]
+    outcomes: dict[str, list[np.ndarray]] = {}
+    for mistake in exercise.mistakes:
+        wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)
+        seen = [Seen(tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
+        known = outcomes.setdefault(mistake.result, [np.stack(wants)])
+        outcome = np.stack([mistake.wrong(one) for one in seen])
+        assert not any(outcome.shape == other.shape and np.allclose(outcome, other) for other in known), mistake.hint
+        known.append(outcome)

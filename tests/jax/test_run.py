@@ -1,0 +1,530 @@
+"""`tplab.jax.run`: what goes in, what comes out, when it is compiled, what is refused, and that it never dies."""
+
+import gc
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tplab.jax as lab  # before JAX is used
+from tplab import Mesh, P
+from tplab.errors import ClusterError, MeshError, OutsideRunError, ReplicationError, ShapeError, SpecError
+from tplab.jax import all_gather, all_reduce, axis_index, copy_to, rank_key, ring_shift, run
+
+TP2, TP4, GRID = Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=4)
+
+
+def begun(script: str, *args: str, **environment: str) -> subprocess.Popen[str]:
+    """A script in a process of its own, where JAX has not been used yet."""
+    untouched = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *args]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env={**untouched, **environment}, stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it printed."""
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-3000:]
+    return out
+
+
+def in_a_process(script: str, **environment: str) -> str:
+    return ended(begun(script, **environment))
+
+
+# ----------------------------------------------------------------------------------------------------- in and out
+
+
+def test_specs_say_who_gets_what():
+    x, a = np.arange(12.0).reshape(3, 4), np.arange(8.0).reshape(4, 2)
+    out = run(lambda x, a: all_reduce(x @ a, "tp"), TP2, x, a, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+    np.testing.assert_array_equal(out.value, x @ a)
+    assert [piece.shape for piece in out.per_rank] == [(3, 2), (3, 2)]
+
+
+def test_without_specs_everything_reaches_every_rank_and_comes_back():
+    out = run(lambda x: x + axis_index("tp"), TP4, np.array([1.0, 2.0]))
+    assert [piece.tolist() for piece in out.per_rank] == [[1, 2], [2, 3], [3, 4], [4, 5]]
+    with pytest.raises(SpecError, match=r"no out_specs.*give out_specs \(P\(\) where all ranks return the same\)"):
+        _ = out.value
+
+
+def test_results_of_every_kind_come_back_without_out_specs():
+    def program(x):
+        return {"varying": ring_shift(x, "tp"), "same": all_reduce(x, "tp"), "untouched": x, "number": 3, "none": None,
+                "scalar": x.sum() * axis_index("tp"), "empty": x[:0], "flag": axis_index("tp") == 1}  # fmt: skip
+
+    out = run(program, TP2, np.ones((2, 3), np.float32)).per_rank
+    assert {key: getattr(value, "shape", None) for key, value in out[1].items()} == {
+        "varying": (2, 3), "same": (2, 3), "untouched": (2, 3), "number": (), "none": None, "scalar": (), "flag": (),
+        "empty": (0, 3),
+    }  # fmt: skip
+    assert float(out[1]["scalar"]) == 6
+    assert [bool(result["flag"]) for result in out] == [False, True]
+
+
+def test_results_of_different_ranks_can_be_computed_with():
+    first, *others = run(lambda: jnp.ones(3) * axis_index("tp"), TP4).per_rank
+    assert np.asarray(sum(others, first)).tolist() == [6, 6, 6]
+
+
+def test_pieces_are_what_each_rank_returned_also_with_out_specs():
+    out = run(lambda x: x * 2, GRID, np.arange(8.0), in_specs=P("dp"), out_specs=P("dp"))
+    assert out.value.tolist() == (2 * np.arange(8.0)).tolist()
+    assert [piece.tolist() for piece in out.per_rank] == [[0, 2, 4, 6]] * 4 + [[8, 10, 12, 14]] * 4
+
+
+def test_specs_over_structures():
+    params = {"w": np.ones((4, 2)), "b": np.zeros(2)}
+
+    def program(params, scale):
+        return {"w": params["w"] * scale, "b": (params["b"] + scale,)}
+
+    specs = {"w": P("tp"), "b": None}
+    out = run(program, TP2, params, 2.0, in_specs=(specs, None), out_specs={"w": P("tp"), "b": P()})
+    assert out.value["w"].shape == (4, 2)
+    assert out.value["b"][0].tolist() == [2, 2]
+    assert out.per_rank[0]["w"].shape == (2, 2)
+    one_for_all = run(lambda x, y: (x, y), TP2, np.arange(4), np.arange(2), in_specs=P("tp"), out_specs=P("tp"))
+    assert [leaf.tolist() for leaf in one_for_all.value] == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_jax_own_partition_specs_are_taken_too():
+    spec = jax.sharding.PartitionSpec("tp")
+    assert run(lambda x: x, TP2, np.arange(4), in_specs=spec, out_specs=spec).value.tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_no_array_is_part_of_the_program():
+    def program(x, name, activation, times):
+        assert name == "tanh"
+        return activation(x) * times
+
+    out = run(program, TP2, np.ones(2), "tanh", jnp.tanh, 3)
+    np.testing.assert_allclose(out.per_rank[0], 3 * np.tanh(np.ones(2)), rtol=1e-6)
+    with pytest.raises(SpecError, match=r"splits a str as P\('tp'\); only arrays can be split"):
+        run(program, TP2, np.ones(2), "tanh", jnp.tanh, 3, in_specs=(P(), P("tp"), P(), P()))
+
+
+def test_an_array_that_lies_right_is_not_moved():
+    x = run(lambda: jnp.ones(3) * axis_index("tp"), TP4, out_specs=P("tp")).value
+    out = run(lambda x: x, TP4, x, in_specs=P("tp"), out_specs=P("tp"))
+    assert out._small[0] is x
+    other = run(lambda x: x.sum().reshape(1), TP2, x, in_specs=P("tp"), out_specs=P("tp"))  # from four devices to two
+    assert other.value.tolist() == [3, 15]
+
+
+def test_numpy_memory_that_is_written_to_later_does_not_travel():
+    """JAX uses NumPy's memory as it is, where it begins at a multiple of 64 bytes, and reads it when it comes to it."""
+    memory = np.empty(4 * 16 * 4 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    x = memory[begin : begin + 4 * 16 * 4].view(np.float32).reshape(4, 16)
+    x[:] = 1
+    for specs in (P("tp"), P()):
+        out = run(lambda x: ring_shift(x, "tp"), TP4, x, in_specs=specs)
+        x[:] = 0
+        assert all(np.all(event.values == 1) for event in out.trace.select(kind="send").events)
+        assert all(np.all(piece == 1) for piece in out.per_rank)
+        x[:] = 1
+
+
+def test_double_precision_where_jax_is_told_to():
+    """The same function, compiled for both; in float64 a sharded product differs from NumPy's by rounding alone."""
+
+    def program(x, a):
+        return all_reduce(x @ a, "tp")
+
+    random = np.random.default_rng(0).normal
+    x, a = random(size=(5, 8)), random(size=(8, 3))
+    home: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
+    for wide in (False, True, False):
+        with home.enable_x64(wide):
+            out = run(program, TP4, x, a, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+            assert out.value.dtype == (np.float64 if wide else np.float32)
+            np.testing.assert_allclose(out.value, x @ a, rtol=0, atol=1e-14 if wide else 1e-5)
+            (event,) = out.trace.select(rank=0, kind="collective").events
+            assert (event.dtype, event.bytes) == (("float64", 176) if wide else ("float32", 88))
+            assert event.values is not None
+            np.testing.assert_allclose(event.values, x @ a, rtol=0, atol=1e-14 if wide else 1e-5)
+
+
+def test_run_inside_grad_and_jit():
+    w = jnp.arange(4.0)
+
+    def loss(w):
+        return run(lambda w: all_reduce((w**2).sum(), "tp"), TP4, w, in_specs=P("tp"), out_specs=P()).value
+
+    np.testing.assert_array_equal(jax.grad(loss)(w), 2 * w)
+    assert float(jax.jit(loss)(w)) == 14
+    assert float(loss(w)) == 14
+
+
+def test_its_collectives_work_in_a_shard_map_of_ones_own():
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    split, whole = jax.sharding.PartitionSpec("tp"), jax.sharding.PartitionSpec()
+    double = jax.shard_map(lambda x: all_reduce(x, "tp"), mesh=mesh, in_specs=split, out_specs=whole)
+    assert jax.jit(double)(jnp.arange(4)).tolist() == [6]
+
+
+def test_a_result_says_what_it_is():
+    out = run(lambda: axis_index("tp"), TP2)
+    assert repr(out) == "Result of lambda on Mesh(tp=2): value, per_rank, trace"
+
+
+# ------------------------------------------------------------------------------------------------------ compiling
+
+
+def test_compiled_once_for_each_kind_of_arguments():
+    traced = []
+
+    def program(x, y):
+        traced.append(None)
+        return x * y
+
+    for _ in range(3):
+        run(program, TP2, np.ones(2, np.float32), 2.0)
+        run(program, TP2, jnp.ones(2), 3.0)
+    assert len(traced) == 1
+    run(program, TP2, np.ones(3, np.float32), 2.0)
+    assert len(traced) == 2
+    run(program, TP2, np.ones(3, np.float32), 2)
+    assert len(traced) == 3
+    run(program, TP4, np.ones(3, np.float32), 2)
+    run(program, TP4, np.ones(4, np.float32), 2, in_specs=(P("tp"), P()))
+    assert len(traced) == 5
+
+
+def test_two_functions_of_the_same_name_do_not_collide():
+    """As where a cell is edited and run again, so often that memory is used again."""
+    for number in range(20):
+        program = eval(f"lambda x: x + {number}")
+        assert run(program, TP2, np.zeros(1)).per_rank[0].tolist() == [number]
+
+
+def test_what_was_compiled_goes_with_its_function():
+    def make():
+        big = np.ones(1000)
+        program = lambda x: x + big  # noqa: E731
+        assert run(program, TP2, np.zeros(1000)).per_rank[0][0] == 1
+        return weakref.ref(program)
+
+    reference = make()
+    gc.collect()
+    assert reference() is None
+
+
+SCALE = 2.0
+SETTINGS = {"scale": [1.0]}
+
+
+def scaled(x):
+    return x * SCALE
+
+
+def test_a_global_that_changed_is_noticed(monkeypatch):
+    def program(x):
+        return scaled(x) * SETTINGS["scale"][0]
+
+    value = lambda: float(run(program, TP2, np.float32(1)).per_rank[0])  # noqa: E731
+    assert value() == 2
+    monkeypatch.setitem(globals(), "SCALE", 3.0)  # read by a function that the program calls
+    assert value() == 3
+    SETTINGS["scale"][0] = 2.0
+    assert value() == 6
+    SETTINGS["scale"][0] = 1.0
+    monkeypatch.setitem(globals(), "scaled", lambda x: x)
+    assert value() == 1
+
+
+def test_a_closure_that_changed_is_noticed():
+    factor = np.float32(2)
+
+    def program(x):
+        return x * factor
+
+    assert float(run(program, TP2, 1.0).per_rank[0]) == 2
+    factor = jnp.float32(5)
+    assert float(run(program, TP2, 1.0).per_rank[0]) == 5
+
+
+def test_methods_partials_and_objects_can_be_run():
+    from functools import partial
+
+    class Layer:
+        def __init__(self, w):
+            self.w = w
+
+        def forward(self, x):
+            return x * self.w
+
+        __call__ = forward
+
+    double, triple = Layer(2), Layer(3)
+    for _ in range(2):
+        assert float(run(double.forward, TP2, 1.0).per_rank[0]) == 2
+        assert float(run(triple.forward, TP2, 1.0).per_rank[0]) == 3
+        assert float(run(triple, TP2, 1.0).per_rank[0]) == 3
+        assert float(run(partial(lambda x, y: x - y, 5.0), TP2, 1.0).per_rank[0]) == 4
+    assert double.forward.__func__ is Layer.forward
+
+
+def test_a_function_that_changes_what_it_reads_is_not_compiled_again_for_that():
+    calls = []
+
+    def program(x):
+        calls.append(len(calls))
+        return x
+
+    for _ in range(4):
+        run(program, TP2, 1.0)
+    assert calls == [0]
+
+
+# --------------------------------------------------------------------------------------------------------- random
+
+
+def dropout(x):
+    keep = jax.random.bernoulli(rank_key(), 0.7, x.shape)
+    noise = jax.random.normal(jax.random.fold_in(rank_key(), 1), x.shape)
+    return jnp.where(keep, all_reduce(x, "tp") + noise, 0.0)
+
+
+def test_twenty_runs_with_dropout_give_the_same_bits():
+    x = np.ones((33, 17), np.float32)
+    results = {tuple(p.tobytes() for p in map(np.asarray, run(dropout, GRID, x, seed=7).per_rank)) for _ in range(20)}
+    assert len(results) == 1
+    (pieces,) = results
+    assert len(set(pieces)) == GRID.size  # each rank draws its own
+    again = [np.asarray(piece).tobytes() for piece in run(dropout, GRID, x, seed=8).per_rank]
+    assert not set(pieces) & set(again)
+
+
+def test_a_seed_does_not_compile_anew():
+    traced = []
+
+    def program():
+        traced.append(None)
+        return jax.random.uniform(rank_key())
+
+    values = [float(v) for seed in range(4) for v in run(program, TP2, seed=seed).per_rank]
+    assert len(set(values)) == 8
+    assert len(traced) == 1
+
+
+def test_a_key_may_be_an_argument():
+    def program(key):
+        return jax.random.normal(jax.random.fold_in(key, axis_index("tp")), (3,))
+
+    found = run(program, Mesh(tp=2), jax.random.key(7)).per_rank
+    for rank in (0, 1):
+        want = jax.random.normal(jax.random.fold_in(jax.random.key(7), rank), (3,))
+        np.testing.assert_array_equal(found[rank], want)
+
+
+def test_a_key_needs_a_run():
+    with pytest.raises(OutsideRunError, match="no ranks here"):
+        rank_key()
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec("tp")
+    program = jax.shard_map(lambda x: x + jax.random.uniform(rank_key()), mesh=mesh, in_specs=spec, out_specs=spec)
+    with pytest.raises(OutsideRunError, match="fold axis_index into a key that you pass in"):
+        program(jnp.ones(2))
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("specs, error, message", [
+    (P("pp"), SpecError, r"P\('pp'\) names axis 'pp', which Mesh\(dp=2, tp=4\) does not have; its axes are 'dp', 'tp'"),
+    (P(None, None, "tp"), SpecError, r"3 entries, and the .*\(4, 10\) has 2 dims"),
+    (P(None, "tp"), ShapeError, r"dim 1 has size 10, which the 4 ranks of axis 'tp' .*\npad it to 12, or use a mesh"),
+    ((P(), P()), SpecError, r"in_specs has 2 entries and there are 1 arguments; give one for each"),
+    ({"x": P()}, SpecError, r"in_specs is \{'x': P\(\)\}; give a P, or a tuple with one P for each of the 1 arguments"),
+    ("tp", SpecError, r"in_specs has 'tp' where a P belongs"),
+    (("tp",), SpecError, r"in_specs has 'tp' where a P belongs"),
+    (({"a": P()},), SpecError, r"in_specs has \{'a': P\(\)\} where the value is PyTreeDef\(\*\); give a P, or"),
+])  # fmt: skip
+def test_in_specs_that_do_not_fit(specs, error, message):
+    with pytest.raises(error, match=message):
+        run(lambda x: x, GRID, np.zeros((4, 10)), in_specs=specs)
+
+
+@pytest.mark.parametrize("specs, error, message", [
+    (P("pp"), SpecError, r"P\('pp'\) names axis 'pp', which Mesh\(dp=2, tp=4\) does not have"),
+    (P(None, None, "tp"), SpecError, r"out_specs gives result P\(None, None, 'tp'\), which has 3 entries, and each"),
+    ((P(), P()), SpecError, r"out_specs has \(P\(\), P\(\)\) where the value is PyTreeDef\(\*\)"),
+    ("tp", SpecError, r"out_specs has 'tp' where a P belongs"),
+])  # fmt: skip
+def test_out_specs_that_do_not_fit(specs, error, message):
+    with pytest.raises(error, match=message):
+        run(lambda x: x, GRID, np.zeros((4, 10)), out_specs=specs)
+
+
+def test_a_scalar_cannot_be_joined():
+    with pytest.raises(SpecError, match=r"0 dims \(\).*x.reshape\(1\) makes a scalar a piece that can be joined"):
+        run(lambda x: x.sum(), TP2, np.ones(2), in_specs=P("tp"), out_specs=P("tp"))
+
+
+def test_replication_that_nothing_makes_so():
+    x = np.ones((8, 4), np.float32)
+    message = (
+        r"out_specs=P\(\) says that result\['y'\], \[4, 4\], is the same on all ranks of axis 'dp'.*\n"
+        r"A partial result becomes the same everywhere by all_reduce over 'dp'; .*let out_specs=P\('dp'\) join them;\n"
+        r"if the ranks are meant to differ, name 'dp' in out_specs"
+    )
+    with pytest.raises(ReplicationError, match=message):
+        run(lambda x: {"y": x}, GRID, x, in_specs=P("dp"), out_specs=P())
+    with pytest.raises(ReplicationError, match="all_gather or a ring gathered cannot be known to agree"):
+        run(lambda x: all_gather(x, "dp"), GRID, x, in_specs=P("dp"), out_specs=P())
+    with pytest.raises(ReplicationError, match="axis 'dp' and 'tp'"):
+        run(lambda x: x, GRID, x, in_specs=P(("dp", "tp")), out_specs=P())
+    run(lambda x: all_reduce(x, "dp"), GRID, x, in_specs=P("dp"), out_specs=P())
+
+
+def test_copies_for_work_that_is_divided_differ_as_far_as_types_know():
+    with pytest.raises(ReplicationError, match="axis 'tp'"):
+        run(lambda x: copy_to(x, "tp"), GRID, np.ones(2), out_specs=P())
+
+
+@pytest.mark.parametrize("program", [
+    lambda x: x if axis_index("tp") else -x,
+    lambda x: sum(x for _ in range(axis_index("tp"))),
+    lambda x: x[: int(axis_index("tp"))],
+])  # fmt: skip
+def test_python_cannot_ask_what_a_rank_is(program):
+    with pytest.raises(jax.errors.JAXTypeError) as caught:
+        run(program, TP2, np.ones(2))
+    (note,) = [note for note in caught.value.__notes__ if "JAX has removed" not in note]
+    assert "traces the program once for all ranks" in note
+    assert "jnp.where, jax.lax.cond" in note
+
+
+def test_what_the_program_raises_comes_out_as_it_is():
+    def program(x):
+        raise KeyError("lost my shard")
+
+    with pytest.raises(KeyError, match="lost my shard"):
+        run(program, TP2, np.ones(2))
+    assert run(lambda x: x, TP2, np.ones(2)).per_rank[1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("options, error, message", [
+    ({"clock": "measured"}, ValueError, r"clock='measured' is for tplab.torch: XLA compiles .*\n.*cluster='laptop'"),
+    ({"clock": "sundial"}, ValueError, r"clock is 'sundial'; it must be 'modelled'"),
+    ({"on": "processes"}, ValueError, r"on='processes' is for tplab.torch; .*jax.distributed.initialize"),
+    ({"on": "abacus"}, ValueError, r"on is 'abacus', and JAX knows no such devices here"),
+    ({"cluster": "abacus"}, ClusterError, r"no cluster is named 'abacus'"),
+])  # fmt: skip
+def test_options_that_make_no_sense(options, error, message):
+    with pytest.raises(error, match=message):
+        run(lambda x: x, TP2, np.ones(2), **options)
+
+
+# -------------------------------------------------------------------------------------------------------- devices
+
+
+def test_more_ranks_than_devices():
+    message = r"the mesh has 64 ranks, and JAX made 16 CPU devices when it was first used.*\nRestart the kernel"
+    with pytest.raises(MeshError, match=message) as caught:
+        run(lambda: axis_index("tp"), Mesh(tp=64))
+    assert "tplab.jax.prepare(64)" in str(caught.value)
+    with pytest.raises(MeshError, match="Restart the kernel"):
+        lab.prepare(64)
+    lab.prepare(8)  # that many there are
+
+
+def test_as_many_devices_as_the_mesh_needs():
+    script = """
+        from tplab import Mesh
+        from tplab.jax import run, axis_index, all_reduce
+        print([int(x) for x in run(lambda: all_reduce(axis_index("tp"), "tp"), Mesh(tp=24)).per_rank])
+    """
+    assert in_a_process(script) == f"{[276] * 24}\n"
+
+
+def test_prepare_and_other_peoples_settings():
+    script = """
+        import jax
+        jax.config.update("jax_num_cpu_devices", 20)
+        import tplab.jax
+        tplab.jax.prepare({number})
+        print(len(jax.devices()))
+    """
+    assert in_a_process(script.format(number=4)) == "20\n"
+    assert in_a_process(script.format(number=24)) == "24\n"
+    flags = "--xla_force_host_platform_device_count=32"
+    assert in_a_process("import tplab.jax, jax; print(len(jax.devices()))", XLA_FLAGS=flags) == "32\n"
+
+
+IN_FLIGHT = """
+    import numpy as np
+    {before}
+    from tplab import Mesh, P
+    from tplab.jax import run, ring_shift, all_reduce
+    from tplab.jax.ranks.devices import needs_pacing, jax_mesh
+
+    def program(x):
+        y = x
+        for _ in range(7):
+            x = ring_shift(x, "tp")
+            y = y + x + all_reduce(x, "tp")
+        return y
+
+    x = np.ones((8, 64, 64), np.float32)
+    runs = [run(program, Mesh(tp=8), x, in_specs=P("tp"), out_specs=P("tp")) for _ in range(300)]
+    assert all(np.all(np.asarray(r.value) == 64) for r in runs)
+    print(needs_pacing(jax_mesh(Mesh(tp=8))))
+"""
+
+
+def test_hundreds_of_runs_in_flight():
+    """Without the threads that tplab arranges for, XLA ends the process on a machine of two cores after some 50."""
+    assert in_a_process(IN_FLIGHT.format(before="")) == "False\n"
+
+
+def test_hundreds_of_runs_where_jax_was_used_before_tplab_came():
+    """Then the threads are too few, and one run ends before the next begins."""
+    before = "import jax; jax.config.update('jax_num_cpu_devices', 8); jax.devices()"
+    assert in_a_process(IN_FLIGHT.format(before=before)) == "True\n"
+    same = "import jax; jax.config.update('jax_num_cpu_devices', 16); jax.devices()"  # the number we would have set
+    assert in_a_process(IN_FLIGHT.format(before=same)) == "True\n"
+
+
+def test_the_devices_of_several_processes():
+    """jax.distributed: the ranks are shared out among the processes, and each sees the results of its own."""
+    script = """
+        import sys
+        import tplab.jax as lab
+        from tplab import Mesh, P
+        import jax, numpy as np
+        jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+        x = np.arange(8, dtype=np.float32)
+        program = lambda x: lab.all_reduce(lab.ring_shift(x, "tp"), "dp")
+        out = lab.run(program, Mesh(dp=2, tp=2), x, in_specs=P(("dp", "tp")), out_specs=P("tp"), cluster="h100")
+        pieces = [None if piece is None else piece.tolist() for piece in out.per_rank]
+        print(pieces, out.trace.bytes_sent(), out.value.shape)
+        try:
+            lab.run(lambda: 1, Mesh(tp=3))
+        except lab.devices.MeshError as error:
+            print("2 processes, which cannot share them equally" in str(error))
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    first, second = begun(script, address, "0"), begun(script, address, "1")
+    out = [[line for line in ended(process).splitlines() if "Gloo" not in line] for process in (first, second)]
+    pieces = [[8.0, 10.0], [4.0, 6.0]]
+    assert out[0] == [f"{[*pieces, None, None]} 64 (4,)", "True"]
+    assert out[1] == [f"{[None, None, *pieces]} 64 (4,)", "True"]

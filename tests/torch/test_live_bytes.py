@@ -1,0 +1,90 @@
+"""LiveBytes: every tensor made inside counts while it lives, once; what was there before does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tplab import Mesh
+from tplab.pipeline.layer_spec import LayerSpec
+from tplab.schedules import gpipe
+from tplab.torch import axis_index, run, stages_of
+from tplab.torch.ranks.live_bytes import LiveBytes
+
+ONE = 1000 * 4
+
+
+def test_what_is_made_counts_while_it_lives():
+    with LiveBytes() as live:
+        a = torch.ones(1000)
+        assert live.now() == live.peak == ONE
+        b = a + 1
+        assert live.now() == 2 * ONE
+        del a
+        assert (live.now(), live.peak) == (ONE, 2 * ONE)
+        c = b * 2
+        assert (live.now(), live.peak) == (2 * ONE, 2 * ONE)
+        del b, c
+        assert live.now() == 0
+
+
+def test_memory_that_several_share_counts_once():
+    with LiveBytes() as live:
+        a = torch.ones(10, 100)
+        views = [a[3], a.T, a.detach(), a.view(-1)]
+        a += 1
+        assert live.now() == live.peak == ONE
+        del a
+        assert live.now() == ONE  # the views still need it
+        views.clear()
+        assert live.now() == 0
+
+
+def test_what_was_there_before_does_not_count():
+    a = torch.ones(1000)
+    with LiveBytes() as live:
+        b = a.view(10, 100)
+        a += 1
+        assert live.peak == 0
+        c = b + 1
+        assert live.now() == c.nbytes == ONE
+
+
+def test_memory_is_found_again_where_other_memory_was():
+    """A freed tensor's place may be given to the next one, at once."""
+    outside = torch.ones(1000)
+    with LiveBytes() as live:
+        for _ in range(50):
+            outside = outside + 1  # the first was there before, the others are new
+            made = outside * 2
+            del made
+        assert live.now() == ONE
+        assert 2 * ONE <= live.peak <= 3 * ONE
+
+
+def test_gradients_and_what_the_backward_pass_needs():
+    x, w = torch.ones(10, 100), torch.ones(100, 100, requires_grad=True)
+    with LiveBytes() as live:
+        y = torch.tanh(x @ w)
+        assert live.now() == ONE  # tanh keeps its result, and nobody keeps x @ w
+        y.sum().backward()
+        del y
+        assert w.grad is not None
+        assert live.now() == w.grad.nbytes
+    assert live.peak >= w.grad.nbytes + 2 * ONE
+
+
+def test_the_meta_device_has_no_memory():
+    with LiveBytes() as live, torch.device("meta"):
+        nn.Linear(10_000, 10_000)
+    assert live.peak == 0
+
+
+def test_each_rank_sees_its_own():
+    def program():
+        with LiveBytes() as live:
+            x = torch.ones(100 * (axis_index("pp") + 1))
+            stages = stages_of([LayerSpec(nn.Linear, 8, 8)] * 4, gpipe(2, 1))
+        return live.now() - x.nbytes - sum(p.nbytes for p in stages.parameters()), live.peak - live.now()
+
+    assert run(program, Mesh(pp=2)).per_rank == [(0, 0)] * 2

@@ -1,0 +1,200 @@
+"""The pipeline lab answers what the simulator says; bad settings and illegal moves are told in words."""
+
+from __future__ import annotations
+
+import csv
+import json
+from io import StringIO
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import traitlets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tplab.errors import ScheduleError
+from tplab.schedules import RULES, Costs, auto_schedule, check, gpipe, one_f_one_b, simulate, zb_h1, zb_v
+from tplab.widgets import gantt, pipeline_lab
+from tplab.widgets.gantt import MAX_STEPS, moments
+from tplab.widgets.paper.units import plain
+from tplab.widgets.paper.wire import unpack
+from tplab.widgets.pipeline_facts import BUBBLE, BUBBLE_OF_EQUAL, PEAK, facts
+from tplab.widgets.pipeline_lab import LIMITS
+
+FITTING = {"ranks": 4, "microbatches": 8}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_drawn_is_what_was_simulated(rule: str):
+    lab = pipeline_lab(rule)
+    run = simulate(RULES[rule](**FITTING), Costs())
+    header, columns = unpack(lab.board)
+    assert header["runs"][0]["makespan"] == run.makespan == lab.run.makespan
+    assert np.array_equal(columns["end0"], run.end) and np.array_equal(columns["kind0"], run.schedule.kind)
+    held = [columns["stairHeld0"][a:b].max() for a, b in zip(columns["stair0"], columns["stair0"][1:])]
+    assert held == pytest.approx(list(run.peak_activations))
+    assert lab.sentence.startswith(f"{rule} on 4 ranks with 8 microbatches: makespan {run.makespan:g}")
+    assert lab.picture().startswith(b"\x89PNG")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    p=st.integers(2, 6), m=st.integers(1, 20), v=st.integers(1, 3),
+    rule=st.sampled_from(sorted(BUBBLE)), costs=st.tuples(*[st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])] * 3),
+)  # fmt: skip
+def test_formulas_hold_for_what_they_are_written_beside(
+    p: int, m: int, v: int, rule: str, costs: tuple[float, float, float]
+):
+    """Interleaving takes groups of p microbatches; the others at least p."""
+    more = {"virtual_stages": v} if rule in ("interleaved_1f1b", "looped_bfs") else {}
+    m = m * p if more else max(m, p)
+    run = simulate(RULES[rule](ranks=p, microbatches=m, **more), Costs(*costs))
+    counted = run.makespan - run.busy.max()
+    assert counted == pytest.approx(BUBBLE[rule].value(p, m, v if more else 1, *costs))
+    assert not any("counted" in fact.note for fact in facts(run))
+
+
+@pytest.mark.parametrize("rule", sorted(BUBBLE_OF_EQUAL))
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (6, 18)])
+def test_formulas_that_hold_where_forward_and_backward_are_equal(rule: str, p: int, m: int):
+    run = simulate(RULES[rule](ranks=p, microbatches=m), Costs(2.0, 2.0, 2.0))
+    v = run.schedule.num_stages // p
+    formula = BUBBLE_OF_EQUAL[rule]
+    assert run.makespan - run.busy.max() == pytest.approx(formula.value(p, m, v, 2.0, 2.0, 2.0))
+    note = next(fact.note for fact in facts(run) if fact.name.startswith("bubble"))
+    assert note.startswith(formula.text) and "counted" not in note
+    run = simulate(run.schedule, Costs(2.0, 1.0, 1.0))
+    assert all(formula.text not in fact.note for fact in facts(run))
+
+
+@pytest.mark.parametrize("rule", sorted(PEAK))
+@pytest.mark.parametrize("p, m", [(4, 16), (6, 24)])
+def test_formulas_of_the_peak(rule: str, p: int, m: int):
+    run = simulate(RULES[rule](ranks=p, microbatches=m))
+    v = run.schedule.num_stages // p
+    assert run.peak_activations.max() == pytest.approx(PEAK[rule].value(p, m, v))
+
+
+def test_a_formula_that_does_not_fit_stands_beside_the_count():
+    bubble = next(fact for fact in facts(simulate(zb_h1(4, 2))) if fact.name.startswith("bubble"))
+    assert "counted" in bubble.note
+    assert all("/ T" not in fact.note for fact in facts(simulate(one_f_one_b(4, 8), Costs(transfer=0.5))))
+
+
+def test_the_lower_bound_is_that_of_schedules_that_keep_the_memory_limit():
+    run = simulate(auto_schedule(4, 8, memory_limit=3))
+    assert facts(run)[-1] == ("lower bound", "27", f"gap {plain(100 * (run.makespan / 27 - 1))} %")
+    gap = plain(100 * (run.makespan / 28 - 1))
+    assert facts(run, 3)[-1] == ("lower bound", "28", f"gap {gap} %, holding 3 at most")
+    assert facts(run, 2) == facts(run)  # it does not keep this one
+    assert unpack(gantt(run, memory_limit=3).board)[0]["runs"][0]["facts"][-1] == list(facts(run, 3)[-1])
+
+
+def test_settings_answer():
+    lab = pipeline_lab("gpipe")
+    lab.settings = {**lab.settings, "microbatches": 12, "forward": 2.0, "compare": "zb_v"}
+    assert lab.run.makespan == simulate(gpipe(4, 12), Costs(2, 1, 1)).makespan
+    assert lab.runs[1].schedule == zb_v(4, 12)
+    assert unpack(lab.board)[0]["runs"][1]["name"] == "zb_v"
+    lab.step = lab.num_steps
+    lab.settings = {**lab.settings, "microbatches": 2, "compare": None}
+    assert lab.step <= lab.num_steps and len(lab.runs) == 1
+
+
+def test_the_scheduler_answers_for_large_pipelines_too():
+    lab = pipeline_lab("auto", ranks=16, microbatches=64, memory_limit=20)
+    assert lab.notice == ""
+    assert lab.run.makespan == lab.run.bounds.makespan  # its first guesses do here, and take no second
+
+
+def test_a_rule_that_does_not_fit_is_refused_in_words_and_the_picture_stays():
+    lab = pipeline_lab("gpipe")
+    before = lab.board
+    lab.settings = {**lab.settings, "rule": "dualpipe", "ranks": 3}
+    assert "dualpipe needs an even number of ranks" in lab.notice and lab.board == before
+    lab.settings = {**lab.settings, "ranks": 4}
+    assert lab.notice == "" and lab.schedule.name == "dualpipe"
+    with pytest.raises(ScheduleError, match="even number of ranks"):
+        pipeline_lab("dualpipe", ranks=3)
+
+
+def test_memory():
+    lab = pipeline_lab("one_f_one_b", memory_limit=3)
+    assert "rank 0" in lab.notice and "3 microbatches" in lab.notice
+    lab.settings = {**lab.settings, "rule": "auto"}
+    assert lab.notice == "" and lab.run.peak_activations.max() <= 3
+    assert lab.run.makespan < simulate(one_f_one_b(4, 8)).makespan  # fewer slots, and yet sooner: it splits backward
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"rule": "wonderful"}, "rule is 'wonderful'; it must be one of naive, gpipe"),
+        ({"compare": "edited"}, "compare is 'edited'"),
+        ({"ranks": 0}, "ranks is 0; it must be a number from 1 to 16"),
+        ({"microbatches": 2.5}, "a whole number"),
+        ({"transfer": float("nan")}, "transfer is nan"),
+        ({"memory_limit": 0}, "memory_limit is 0"),
+        ({"speed": 1}, "there is no setting 'speed'"),
+    ],
+)
+def test_settings_that_no_slider_has(wrong: dict, said: str):
+    lab = pipeline_lab()
+    with pytest.raises(traitlets.TraitError, match=said):
+        lab.settings = {**lab.settings, **wrong}
+
+
+def test_moves_are_legal_or_the_reason_is_told():
+    lab = pipeline_lab("one_f_one_b")
+    before = lab.schedule
+    assert not lab.move(0, 1, 4)
+    assert lab.notice.startswith("not legal: deadlock") and lab.schedule == before
+    assert not lab.move(0, 4, 0)
+    assert lab.notice.startswith("not legal") and "B0 of stage 0" in lab.notice
+    assert not lab.move(7, 0, 0)
+    assert "rank 7" in lab.notice
+    assert lab.move(0, 5, 4) and lab.notice == ""  # F4 before B0: one more in memory, no sooner
+    assert lab.settings["rule"] == "edited" and lab.schedule.name == "edited"
+    check(lab.schedule)
+    assert lab.run.peak_activations[0] == 5
+    lab.settings = {**lab.settings, "forward": 2.0}  # the same order at other costs
+    assert lab.schedule.by_rank()[0][4].label == "F4" and lab.run.costs.forward == 2.0
+    lab.settings = {**lab.settings, "rule": "one_f_one_b"}
+    assert lab.schedule == before
+
+
+def test_what_the_browser_asks_for():
+    lab = pipeline_lab("zb_h1")
+    sent: list = []
+    lab.send = sent.append  # type: ignore[method-assign]
+    for kind in ("svg", "csv", "perfetto"):
+        lab._on_message(lab, {"export": kind}, [])
+    svg, table, trace = sent
+    assert ElementTree.fromstring(svg["text"]).tag.endswith("svg") and svg["file"] == "zb_h1.svg"
+    assert next(csv.reader(StringIO(table["text"])))[0] == "0F0"
+    names = {event.get("name") for event in json.loads(trace["text"])["traceEvents"]}
+    assert {"F0", "I0", "W0"} <= names
+    lab._on_message(lab, {"move": [0, 4, 5]}, [])
+    assert lab.notice.startswith("not legal")
+    with pytest.raises(ValueError, match="must be one of svg, csv, perfetto"):
+        lab.export("gif")
+
+
+def test_gantt_of_two():
+    card = gantt(simulate(one_f_one_b(4, 8)), zb_v(4, 8), memory_limit=4, step=3)
+    assert card.step == 3 and "beside it zb_v" in repr(card)
+    assert ElementTree.fromstring(card.to_svg()) is not None
+    with pytest.raises(traitlets.TraitError):
+        card.step = card.num_steps + 1
+
+
+def test_the_playhead_rests_at_ends_and_not_at_too_many():
+    run = simulate(one_f_one_b(2, 2))
+    assert moments([run]).tolist() == [0, 1, 2, 4, 5, 6, 7, 9]
+    long = simulate(one_f_one_b(8, 300), Costs(1, 0.77, 0.31))
+    assert len(moments([long])) == MAX_STEPS + 1 and moments([long])[-1] == pytest.approx(long.makespan)
+
+
+def test_every_slider_has_a_setting():
+    assert set(LIMITS) < set(pipeline_lab().settings)

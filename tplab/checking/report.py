@@ -1,0 +1,168 @@
+"""What `check_parallel` found: a row for each output, the loss, each gradient and each parameter after a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from tplab.checking.verdict import Verdict
+from tplab.errors import ParallelError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a parallel model, held against the unsharded reference.
+
+    kind        "value" (a parameter before the step), "output", "activation" (of a module inside), "loss", "gradient",
+                "parameter" (after the optimizer's step) or "dropout"
+    name        of the parameter, the output, the input or the module
+    shape       of the whole
+    layout      how it lies on the mesh, as text
+    ok, error, tolerance, words, mistake    see `tplab.checking.verdict.Verdict`
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    ok: bool
+    error: float
+    tolerance: float
+    words: str
+    mistake: str = ""
+
+    @classmethod
+    def of(cls, kind: str, name: str, shape: Sequence[int], layout: Any, verdict: Verdict) -> Row:
+        return cls(
+            kind, name, tuple(shape), str(layout), bool(verdict.ok), float(verdict.error), float(verdict.tolerance),
+            verdict.words, verdict.mistake,
+        )  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        """The tensor in words: gradient of norm.weight"""
+        return _BEFORE_NAME.get(self.kind, "") + self.name
+
+
+_BEFORE_NAME = {
+    "value": "value of ",
+    "activation": "output of ",
+    "gradient": "gradient of ",
+    "parameter": "after the step: ",
+    "dropout": "dropout: ",
+}
+
+
+class ParallelReport:
+    """What was found, in the order in which it is computed: values, outputs, the loss, gradients, parameters.
+
+    rows    see `Row`
+    notes   sentences on all of it: what was given other values for the check, where a mistake begins
+    ok      whether everything is the reference's, up to rounding
+    str()   one line a tensor that is wrong, and how many are right
+    """
+
+    def __init__(self, rows: Iterable[Row], *, mesh: str = "", notes: Iterable[str] = ()):
+        self.rows, self.mesh, self.notes = list(rows), mesh, list(notes)
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    @property
+    def wrong(self) -> list[Row]:
+        return [row for row in self.rows if not row.ok]
+
+    def of(self, name: str, kind: str | None = None) -> Row:
+        """The row of a name: of its kinds the first that is wrong, or the first. Raises KeyError for another name."""
+        found = [row for row in self.rows if row.name == name and kind in (None, row.kind)]
+        if not found:
+            names = ", ".join(dict.fromkeys(row.name for row in self.rows))
+            raise KeyError(f"there is no row of {name!r}{f' of kind {kind!r}' if kind else ''}; the names are {names}")
+        return next((row for row in found if not row.ok), found[0])
+
+    def raise_if_wrong(self) -> ParallelReport:
+        """Raise ParallelError with the whole report where anything is wrong; otherwise return the report."""
+        if not self.ok:
+            raise ParallelError(str(self))
+        return self
+
+    def summary(self) -> str:
+        """One line: how many are wrong, or how close all are."""
+        on = f" on {self.mesh}" if self.mesh else ""
+        if self.ok:
+            return f"{_counted(self.rows)} as the unsharded reference has them{on}; {_loss_gap(self.rows)}"
+        return f"{len(self.wrong)} of {len(self.rows)} wrong{on}: {_counted(self.wrong)}; {_loss_gap(self.rows)}"
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        width = min(max((len(row.title) for row in self.wrong), default=0), 60)
+        lines += [f"  {row.title:<{width}}  {row.words}" for row in self.wrong]
+        return "\n".join(lines + [f"  ({note})" for note in self.notes])
+
+    def __repr__(self) -> str:
+        return f"ParallelReport: {self.summary()}"
+
+    def table(self) -> str:
+        """One line a tensor, the right ones too."""
+        cells = [(row.title, row.layout, "ok" if row.ok else "WRONG", row.words) for row in self.rows]
+        widths = [max((len(line[place]) for line in cells), default=0) for place in range(3)]
+        lines = ["  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]) for line in cells]
+        return "\n".join([self.summary(), *lines])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{'✓' if row.ok else '✗'}</td><td><code>{escape(row.title)}</code></td>"
+            f"<td>{escape(row.layout)}</td><td style='text-align:left'>{escape(row.words)}</td></tr>"
+            for row in sorted(self.rows, key=lambda row: row.ok)
+        )
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        shown = "" if self.ok else " open"
+        return (
+            f"<details{shown}><summary>{escape(self.summary())}</summary>{notes}<table><thead><tr><th></th>"
+            f"<th>tensor</th><th>layout</th><th>what was found</th></tr></thead><tbody>{rows}</tbody></table></details>"
+        )
+
+    def to_json(self) -> str:
+        """All of it, as text that `from_json` reads back: one rank judges, and tells the others."""
+        return json.dumps({"rows": [asdict(row) for row in self.rows], "mesh": self.mesh, "notes": self.notes})
+
+    @classmethod
+    def from_json(cls, text: str) -> ParallelReport:
+        """The report that `to_json` wrote."""
+        told = json.loads(text)
+        rows = [Row(**{**row, "shape": tuple(row["shape"])}) for row in told["rows"]]
+        return cls(rows, mesh=told["mesh"], notes=told["notes"])
+
+
+def perturbed(names: Sequence[str]) -> str:
+    """The note on parameters that were constant, and so were given other values for the check."""
+    which = f"{names[0]}, which was" if len(names) == 1 else f"{len(names)} parameters that were"
+    return f"{which} constant{'' if len(names) == 1 else f', as {names[0]}'}, had other values during the check"
+
+
+_ONE_AND_MANY = {
+    "value": ("value", "values"),
+    "output": ("output", "outputs"),
+    "activation": ("module's output", "modules' outputs"),
+    "loss": ("loss", "losses"),
+    "gradient": ("gradient", "gradients"),
+    "parameter": ("parameter after the step", "parameters after the step"),
+    "dropout": ("dropout", "dropouts"),
+}
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    """2 outputs, 1 loss, 12 gradients"""
+    counts = {kind: sum(row.kind == kind for row in rows) for kind in _ONE_AND_MANY}
+    return ", ".join(f"{n} {_ONE_AND_MANY[kind][n > 1]}" for kind, n in counts.items() if n) or "nothing"
+
+
+def _loss_gap(rows: Sequence[Row]) -> str:
+    loss = next((row for row in rows if row.kind == "loss"), None)
+    if loss is None:
+        return "no loss"
+    return f"the loss gap is {loss.error:.2g}, " + ("rounding" if loss.ok else "not rounding")

@@ -1,0 +1,309 @@
+"""What each operation costs: seconds, hops and bytes of the collectives by algorithm; FLOPs and bytes of a product.
+
+R ranks; n bytes: the size of *this rank's input* to the operation; L = ceil(log2 R); one message of b bytes takes
+latency + b / bandwidth (tplab.cost.Link). A rank sends one message and receives one at a time, both at once.
+`hops` are the messages that follow one another, `bytes` is what the busiest rank sends:
+
+    operation          algorithm           hops            bytes                 best for
+    all_reduce         ring                2(R-1)          2(R-1)/R n            large n
+                       halving_doubling    2L              2(R-1)/R n            any n, where all ranks are linked
+                       recursive_doubling  L               L n                   small n
+    all_gather         ring                R-1             (R-1) n
+                       halving_doubling    L               (R-1) n
+    reduce_scatter     ring                R-1             (R-1)/R n
+                       halving_doubling    L               (R-1)/R n
+    all_to_all         ring                R-1             (R-1)/R n             large n: in round k to the rank k ahead
+                       bruck               L               about L/2 n           small n
+                       neighbor            R-1             (R-1)/2 n             only neighbours are linked
+    broadcast          ring                R-2+m           n                     large n: m pieces, one behind the other
+                       tree                L               L n (the root)        small n
+                       scatter_all_gather  L+R-1           2(R-1)/R n            between the two
+    ppermute           ring                1               n                     a message a rank
+    ring_shift         ring                1               n
+    barrier            ring                R-1             0
+                       dissemination       L               0
+
+Where a rank has two links, one to each neighbour (a torus, as TPUs have), both can carry at once. `bidirectional`
+sends one way what is near that way: R//2 hops instead of R-1. `split` sends half of everything each way: as many hops,
+each half as long. Behind a switch both directions leave a rank through one port, and neither gains anything.
+
+By these formulas halving and doubling always beats the ring. It takes a free link between any two ranks for granted;
+where ranks are wired in a ring or torus its far messages share links, and the ring is the one that keeps its promise.
+The arithmetic of a reduction is not counted here: it is compute.
+
+Sources. Thakur, Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH" (ring,
+recursive doubling, halving and doubling, pairwise exchange, scatter + all-gather); Rabenseifner 2004 (halving and
+doubling); Bruck et al. 1997 and Träff 2023, arXiv:2304.13559 (the same hops and bytes where R is no power of two);
+Patarasuk & Yuan 2009 and Chan et al. 2007 (what cannot be beaten: see `lower_bound`); Hensgen, Finkel & Manber 1988
+(dissemination).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tplab.cost.cluster import Link
+from tplab.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a collective costs: seconds from start to end, hops one after another, bytes the busiest rank sends."""
+
+    seconds: float
+    hops: int
+    bytes: float
+    algorithm: str = "ring"
+
+
+_Terms = tuple[int, float, float]
+"""(hops, bytes the busiest rank sends, bytes that pass one link one after another)."""
+
+# n: bytes of a rank's input, R: ranks (2 or more), L: ceil(log2 R)
+_ALGORITHMS: dict[str, dict[str, Callable[[float, int, int], _Terms]]] = {
+    "all_reduce": {
+        "ring": lambda n, R, L: (2 * (R - 1), 2 * (R - 1) * n / R, 2 * (R - 1) * n / R),
+        "halving_doubling": lambda n, R, L: (2 * L, 2 * (R - 1) * n / R, 2 * (R - 1) * n / R),
+        "recursive_doubling": lambda n, R, L: _recursive_doubling(n, R),
+        "bidirectional": lambda n, R, L: (2 * (R // 2), 2 * (R - 1) * n / R, 2 * (R // 2) * n / R),
+        "split": lambda n, R, L: (2 * (R - 1), 2 * (R - 1) * n / R, (R - 1) * n / R),
+    },
+    "all_gather": {
+        "ring": lambda n, R, L: (R - 1, (R - 1) * n, (R - 1) * n),
+        "halving_doubling": lambda n, R, L: (L, (R - 1) * n, (R - 1) * n),
+        "bidirectional": lambda n, R, L: (R // 2, (R - 1) * n, R // 2 * n),
+        "split": lambda n, R, L: (R - 1, (R - 1) * n, (R - 1) * n / 2),
+    },
+    "reduce_scatter": {
+        "ring": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R),
+        "halving_doubling": lambda n, R, L: (L, (R - 1) * n / R, (R - 1) * n / R),
+        "bidirectional": lambda n, R, L: (R // 2, (R - 1) * n / R, R // 2 * n / R),
+        "split": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R / 2),
+    },
+    "all_to_all": {
+        "ring": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R),
+        # the piece for the rank j ahead travels by the powers of two in j: as often as j has bits
+        "bruck": lambda n, R, L: (L, _bits(R) * n / R, _bits(R) * n / R),
+        # the piece for the rank j ahead passes j links
+        "neighbor": lambda n, R, L: (R - 1, (R - 1) * n / 2, (R - 1) * n / 2),
+        "bidirectional": lambda n, R, L: (
+            R // 2,
+            (_triangle(R // 2) + _triangle((R - 1) // 2)) * n / R,
+            _triangle(R // 2) * n / R,
+        ),
+    },
+    "broadcast": {
+        "tree": lambda n, R, L: (L, L * n, L * n),
+        "scatter_all_gather": lambda n, R, L: (L + R - 1, 2 * (R - 1) * n / R, 2 * (R - 1) * n / R),
+    },
+    "ppermute": {"ring": lambda n, R, L: (1, n, n)},
+    "ring_shift": {"ring": lambda n, R, L: (1, n, n)},
+    "barrier": {"ring": lambda n, R, L: (R - 1, 0, 0), "dissemination": lambda n, R, L: (L, 0, 0)},
+}
+_TWO_LINKS = ("bidirectional", "split")
+
+OPS = tuple(_ALGORITHMS)
+"""The collectives that have a cost."""
+
+
+def algorithms(op: str, links_per_rank: int = 1) -> tuple[str, ...]:
+    """The algorithms known for `op`, the default first; those that use two links a rank only where there are two."""
+    _check_op(op)
+    names = dict.fromkeys(["ring", *_ALGORITHMS[op]])  # the ring of a broadcast is pipelined: see _pipelined_broadcast
+    return tuple(name for name in names if links_per_rank > 1 or name not in _TWO_LINKS)
+
+
+def collective(op: str, nbytes: float, num_ranks: int, link: Link, algorithm: str = "ring") -> Cost:
+    """Seconds, hops and bytes of one collective over `num_ranks` ranks.
+
+    op          one of OPS
+    nbytes      size of this rank's input: the shard for all_gather, the whole tensor for the others
+    link        the slowest link on the way: tplab.cost.Cluster.group_link(ranks)
+    algorithm   a name from the table at the top of this file
+
+    seconds = hops * latency + (bytes that pass one link one after another) / bandwidth. One rank alone sends nothing.
+    """
+    known = algorithms(op, links_per_rank=2)
+    if algorithm not in known:
+        raise ClusterError(f"no algorithm is named {algorithm!r} for {op}; there are {', '.join(known)}")
+    _check(nbytes, num_ranks)
+    if num_ranks == 1:
+        return Cost(0.0, 0, 0, algorithm)
+    if (op, algorithm) == ("broadcast", "ring"):
+        hops, sent, carried = _pipelined_broadcast(nbytes, num_ranks, link)
+    else:
+        hops, sent, carried = _ALGORITHMS[op][algorithm](nbytes, num_ranks, (num_ranks - 1).bit_length())
+    return Cost(hops * link.latency + carried / link.bandwidth, hops, _whole(sent), algorithm)
+
+
+def best(op: str, nbytes: float, num_ranks: int, link: Link, links_per_rank: int = 1) -> Cost:
+    """The quickest of the known algorithms for these figures; `.algorithm` says which it is."""
+    costs = [collective(op, nbytes, num_ranks, link, name) for name in algorithms(op, links_per_rank)]
+    return min(costs, key=lambda cost: cost.seconds)
+
+
+def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_rank: int = 1) -> Cost:
+    """What no algorithm can beat, as long as only ranks compute (a switch that adds, as SHARP's does, can).
+
+    hops    every rank's data must reach every other. With k links, a hop multiplies the ranks that know it by k + 1
+            at most: log(R) / log(k + 1) hops. A permutation needs one.
+    bytes   all_reduce       2(R-1)/R n: to add R values takes R-1 that move, to spread the sum R-1 more; over n bytes
+                             that is 2(R-1) n in all, and an R-th of it from the average rank (Patarasuk & Yuan 2009)
+            all_gather       (R-1) n: every rank lacks the R-1 other inputs
+            reduce_scatter   (R-1)/R n: each of R pieces of n/R lacks R-1 terms where it ends
+            all_to_all       (R-1)/R n: all but a rank's own piece
+            broadcast        n: the root sends everything at least once
+    The ring all_reduce sends exactly 2(R-1)/R n and never waits for a link: so it is bandwidth-optimal.
+
+    Each of the two alone is a bound on seconds, so the larger is: max(hops * latency, latency + bytes / (k bandwidth)).
+    Chan, Heimlich, Purkayastha & van de Geijn 2007, section 3.
+    """
+    _check_op(op)
+    _check(nbytes, num_ranks)
+    R = num_ranks
+    if R == 1:
+        return Cost(0.0, 0, 0, "lower bound")
+    hops, reached = 0, 1
+    while reached < R:
+        hops, reached = hops + 1, reached * (links_per_rank + 1)
+    factor = {"all_reduce": 2 * (R - 1), "all_gather": (R - 1) * R, "reduce_scatter": R - 1, "all_to_all": R - 1}
+    sent = 0 if op == "barrier" else factor.get(op, R) * nbytes / R
+    if op in ("ppermute", "ring_shift"):
+        hops = 1
+    seconds = max(hops * link.latency, link.latency + sent / links_per_rank / link.bandwidth)
+    return Cost(seconds, hops, _whole(sent), "lower bound")
+
+
+def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
+    """The input size at which latency and bandwidth cost the same: below it hops count, above it bytes.
+
+    hops * latency = bytes(n) / bandwidth; for the ring all_reduce n = R * latency * bandwidth. Hockney's n_1/2.
+    Infinite where nothing but hops is sent (barrier, one rank, infinite bandwidth).
+    """
+    hops = collective(op, 0, num_ranks, link, algorithm).hops  # a broadcast of nothing has one piece
+    # bytes are proportional to n in every algorithm; the pipelined broadcast gets there as n grows: one n passes
+    _, carried = (0, 1) if (op, algorithm) == ("broadcast", "ring") else _carried(op, num_ranks, algorithm)
+    return hops * link.latency * link.bandwidth / carried if hops and carried else math.inf
+
+
+# ------------------------------------------------------------------------------------------------------ exact bytes
+
+
+def piece_sizes(num_elements: int, num_ranks: int) -> tuple[int, ...]:
+    """Elements in each of `num_ranks` pieces, as np.array_split makes them: 10 over 4 gives (3, 3, 2, 2)."""
+    size, more = divmod(num_elements, num_ranks)
+    return (size + 1,) * more + (size,) * (num_ranks - more)
+
+
+def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ranks: int, index: int) -> int:
+    """Exactly what the rank at `index` of the axis sends under the ring algorithm, uneven pieces included.
+
+    num_elements   elements of this rank's input, or of every rank's where the inputs differ. Where a tensor is split
+                   along one dim, give its size there, and as itemsize the bytes of one slice
+    index          position on the axis; for a broadcast counted from the root
+
+    Rank i ends a reduce_scatter with piece i, and so never sends it on: n - piece_i. In an all_gather it never sends
+    its successor's input back to it. An all_reduce is the one, then the other: 2n - piece_i - piece_(i+1). Over all
+    ranks that is 2(R-1) n, however uneven the pieces are.
+    """
+    _check_op(op)
+    alike = isinstance(num_elements, int)
+    elements = num_elements if alike else num_elements[index] if -1 < index < len(num_elements) else -1
+    if not 0 <= index < num_ranks or elements < 0 or itemsize < 0 or not (alike or len(num_elements) == num_ranks):
+        raise ClusterError(
+            f"{op}: index {index} of {num_ranks} ranks, inputs of {num_elements} elements of {itemsize} bytes; "
+            "index must be one of the ranks (0 or more), with one input for each, and sizes cannot be negative"
+        )
+    if num_ranks == 1 or op == "barrier":
+        return 0
+    following = (index + 1) % num_ranks
+    size, more = divmod(elements, num_ranks)  # the first `more` pieces have one element more
+    if op == "all_reduce":
+        sent = 2 * (elements - size) - (index < more) - (following < more)
+    elif op == "all_gather":
+        sent = (num_ranks - 1) * elements if alike else sum(num_elements) - num_elements[following]
+    elif op in ("reduce_scatter", "all_to_all"):
+        sent = elements - size - (index < more)
+    elif op == "broadcast":
+        sent = elements if index < num_ranks - 1 else 0
+    else:  # ppermute, ring_shift: one message
+        sent = elements
+    return sent * itemsize
+
+
+# ---------------------------------------------------------------------------------------------------------- compute
+
+
+def matmul_flops(m: int, k: int, n: int, batch: int = 1) -> int:
+    """[m, k] @ [k, n]: a multiplication and an addition for each of m k n terms, `batch` times: 2 m k n."""
+    return 2 * batch * m * k * n
+
+
+def matmul_bytes(m: int, k: int, n: int, itemsize: int, batch: int = 1) -> int:
+    """What [m, k] @ [k, n] reads and writes when each number passes once: (m k + k n + m n) * itemsize."""
+    return batch * (m * k + k * n + m * n) * itemsize
+
+
+# ---------------------------------------------------------------------------------------------------------- details
+
+
+def _carried(op: str, num_ranks: int, algorithm: str) -> tuple[int, float]:
+    """(hops, bytes that pass one link for each byte of input)."""
+    if num_ranks == 1:
+        return 0, 0
+    hops, _, carried = _ALGORITHMS[op][algorithm](1, num_ranks, (num_ranks - 1).bit_length())
+    return hops, carried
+
+
+def _recursive_doubling(n: float, R: int) -> _Terms:
+    """Pairs at distance 1, 2, 4, ... exchange and add all of n. Thakur et al. 2005, 4.5.
+
+    Where R is no power of two, the ranks beyond the largest one below it first hand their input to a partner, sit out,
+    and get the result at the end: two hops more, and one message more from that partner.
+    """
+    rounds = R.bit_length() - 1
+    rest = 0 if R.bit_count() == 1 else 1
+    return rounds + 2 * rest, (rounds + rest) * n, (rounds + 2 * rest) * n
+
+
+def _pipelined_broadcast(n: float, R: int, link: Link) -> _Terms:
+    """Down the chain root, root + 1, ... in m pieces: the last piece leaves after m - 1 others and passes R - 1 links.
+
+    T(m) = (R - 2 + m) (latency + n / m / bandwidth), least at m = sqrt((R - 2) n / (latency bandwidth)).
+    """
+    most = max(1, int(n))  # a piece holds a byte at least
+    if R == 2 or math.isinf(link.bandwidth):
+        ideal = 1.0
+    else:
+        in_latency = link.latency * link.bandwidth  # bytes; a latency may be so small that nothing is left of it
+        ideal = math.sqrt((R - 2) * n / in_latency) if in_latency else math.inf
+    around = {1 if ideal < 1 else min(most, m) for m in ([most] if ideal >= most else [int(ideal), int(ideal) + 1])}
+    m = min(around, key=lambda m: ((R - 2 + m) * link.seconds(n / m), m))
+    return R - 2 + m, n, (R - 2 + m) * n / m
+
+
+def _bits(R: int) -> int:
+    return sum(j.bit_count() for j in range(R))
+
+
+def _triangle(k: int) -> int:
+    return k * (k + 1) // 2
+
+
+def _whole(value: float) -> float:
+    """12.0 -> 12: bytes are whole numbers where they come out even."""
+    return int(value) if value == int(value) else value
+
+
+def _check_op(op: str) -> None:
+    if op not in _ALGORITHMS:
+        raise ClusterError(f"no collective is named {op!r}; there are {', '.join(OPS)}")
+
+
+def _check(nbytes: float, num_ranks: int) -> None:
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ClusterError(f"num_ranks is {num_ranks!r}; it must be a whole number of ranks, 1 or more")
+    if not (0 <= nbytes < math.inf):
+        raise ClusterError(f"nbytes is {nbytes!r}; it must be the size of a rank's input in bytes, 0 or more")

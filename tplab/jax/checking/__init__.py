@@ -1,0 +1,1 @@
+"""`check_parallel`: somebody's parallel model beside the unsharded one."""

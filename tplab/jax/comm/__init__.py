@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives, regions and rings, all of them differentiable."""

@@ -1,0 +1,277 @@
+"""Collectives over an axis of the mesh: what ranks say to each other.
+
+They are XLA's own, and can be used in any `jax.shard_map`. `start(op, x, ...)` begins one and gives a handle, as in
+torch; here the compiler, not the program, decides what overlaps, and it looks only at which result needs which.
+
+All are differentiable, by JAX's convention for `shard_map`. What `all_reduce` and `broadcast` return is *replicated*:
+every rank holds the same array and, in the backward pass, the same gradient of it. What the others return is *varying*:
+each rank's gradient is what its own use of the array contributed, and contributions are added. JAX keeps account of it
+in its types, and so knows which results `out_specs` may call the same on every rank.
+
+    op              y on the rank at index i                 backward: dx on the rank at index i
+    all_reduce      sum_j x_j                                dy                          (mean: dy / R)
+    all_gather      x_0 | x_1 | ... | x_(R-1)                reduce_scatter(dy)
+    reduce_scatter  piece i of sum_j x_j                     all_gather(dy)              (mean: / R)
+    all_to_all      piece i of x_0 | piece i of x_1 | ...    all_to_all(dy), dims exchanged
+    broadcast       x_root                                   dy on the root, zeros elsewhere
+    ppermute        x_j where (j, i) is a pair, else zeros   ppermute(dy) with the pairs reversed
+    ring_shift      x_(i - shift)                            ring_shift(dy, -shift)
+
+Unlike torch's, these take the same shape on every rank: the program is compiled once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from tplab.errors import MeshError, ShapeError
+from tplab.jax.ranks.context import this_mesh, vary
+from tplab.mesh import Axis
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+class Handle(NamedTuple):
+    """A collective that has been started."""
+
+    result: Any
+
+    def wait(self) -> Any:
+        """What it gives this rank. May be called again, and gives the same."""
+        return self.result
+
+
+class _Place(NamedTuple):
+    """An axis of the mesh that is being traced: its names, and the ranks along it, of those the group of rank 0."""
+
+    names: tuple[str, ...]
+    group: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.group)
+
+    @property
+    def label(self) -> str:
+        return ",".join(self.names)
+
+
+def axis_index(axis: Axis) -> Array:
+    """The position of this rank along `axis`, from 0: an array that is known only when the program runs."""
+    return lax.axis_index(_place(axis).names)
+
+
+def axis_size(axis: Axis) -> int:
+    """How many ranks there are along `axis`."""
+    return _place(axis).num_ranks
+
+
+def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handle:
+    """Begin a collective without waiting for it: `h = start(ring_shift, x, "tp")`, then `y = h.wait()`.
+
+    `op` is any collective of this module. XLA overlaps it with whatever does not need its result, whether that stands
+    between the two lines or not.
+    """
+    if op not in _COLLECTIVES:
+        raise TypeError(f"start needs a collective, as in start(ring_shift, x, 'tp'), not {op!r}")
+    return Handle(op(x, *args, **kwargs))
+
+
+def all_reduce(x: Any, axis: Axis, op: str = "sum") -> Array:
+    """Combine what every rank of `axis` holds: `op` is sum, mean, max or min, element by element.
+
+    x [...]   ->   y [...], the same on every rank
+    ring      2(R-1)/R of x is sent by each rank, in 2(R-1) hops
+    backward  sum: dx = dy; mean: dy / R; max, min: dy to the ranks that hold the extreme, shared between equals
+    """
+    place, x = _place(axis), _array("all_reduce", x)
+    if op not in REDUCTIONS:
+        raise ValueError(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
+    x = vary(x, place.names)
+    if op in ("max", "min"):
+        return _extreme(x, place.names, op)
+    return lax.psum(x, place.names) if op == "sum" else lax.pmean(x, place.names)
+
+
+def all_gather(x: Any, axis: Axis, dim: int = 0) -> Array:
+    """Put what every rank of `axis` holds behind one another along `dim`.
+
+    x [.., n, ..]   ->   y [.., R n, ..], the same values on every rank, though JAX's types do not know it
+    ring      each rank sends (R-1) pieces, in R-1 hops
+    backward  dx = reduce_scatter(dy)
+    """
+    place, x = _place(axis), _array("all_gather", x)
+    dim = _dim(x, dim, "all_gather")
+    x = vary(x, place.names)
+    if x.shape[dim] == 0:  # which XLA refuses
+        return x
+    return lax.all_gather(x, place.names, axis=dim, tiled=True)
+
+
+def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum") -> Array:
+    """Combine what every rank of `axis` holds, and keep one piece along `dim` each.
+
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i
+    ring      each rank sends (R-1)/R of x, in R-1 hops
+    backward  dx = all_gather(dy)   (mean: / R; max, min: to the ranks that hold the extreme)
+    Raises ShapeError where R does not divide the dim.
+    """
+    place, x = _place(axis), _array("reduce_scatter", x)
+    dim = _dim(x, dim, "reduce_scatter")
+    if op not in REDUCTIONS:
+        raise ValueError(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
+    _check_divides("reduce_scatter", x, dim, place)
+    x = vary(x, place.names)
+    if x.shape[dim] == 0:  # which XLA refuses
+        return x
+    if op in ("max", "min"):  # XLA can add while it scatters, but JAX has no name for anything else
+        pieces = lax.all_to_all(x, place.names, dim, dim, tiled=True)
+        pieces = pieces.reshape(*x.shape[:dim], place.num_ranks, -1, *x.shape[dim + 1 :])
+        return jnp.max(pieces, dim) if op == "max" else jnp.min(pieces, dim)
+    total = lax.psum_scatter(x, place.names, scatter_dimension=dim, tiled=True)
+    return total if op == "sum" else total / place.num_ranks
+
+
+def all_to_all(x: Any, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Array:
+    """Cut x into one piece a rank along `split_dim`, give piece i to the rank at index i, join along `concat_dim`.
+
+    x [.., R n, .., m, ..]   ->   y [.., n, .., R m, ..]
+    cost      each rank sends (R-1)/R of x
+    backward  dx = all_to_all(dy), dims exchanged
+    Raises ShapeError where R does not divide `split_dim`.
+    """
+    place, x = _place(axis), _array("all_to_all", x)
+    split_dim, concat_dim = _dim(x, split_dim, "all_to_all"), _dim(x, concat_dim, "all_to_all")
+    _check_divides("all_to_all", x, split_dim, place)
+    return lax.all_to_all(vary(x, place.names), place.names, split_dim, concat_dim, tiled=True)
+
+
+def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
+    """Give every rank of `axis` what the one at index `root` holds; the others' x only says the shape.
+
+    x [...]   ->   y [...] = x of the root
+    cost      that of all_reduce: JAX has no broadcast of its own, so zeros are added to what the root holds
+    backward  dx = dy on the root, zeros elsewhere
+    """
+    place, x = _place(axis), _array("broadcast", x)
+    if not 0 <= root < place.num_ranks:
+        last = place.num_ranks - 1
+        raise MeshError(f"broadcast: axis {place.label!r} has positions 0 to {last}; root={root} is not one")
+    kept = jnp.where(lax.axis_index(place.names) == root, x, jnp.zeros_like(x))
+    with jax.named_scope("tplab.broadcast"):
+        return lax.psum(kept, place.names).astype(x.dtype)
+
+
+def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
+    """Send x along pairs (from index, to index) of `axis`; a rank to which nobody sends gets zeros.
+
+    x [...]   ->   y [...]: what the sender holds
+    backward  dx = ppermute(dy), pairs reversed
+    Raises MeshError where a position is not on the axis, sends twice or receives twice.
+    """
+    place, x = _place(axis), _array("ppermute", x)
+    pairs = [(int(a), int(b)) for a, b in perm]
+    _check_pairs(pairs, place)
+    return _permute(vary(x, place.names), place, pairs)
+
+
+def ring_shift(x: Any, axis: Axis, shift: int = 1) -> Array:
+    """Pass x on around the ring of `axis`: what index i holds goes to index i + shift.
+
+    x [...]   ->   y [...]: what index i - shift holds
+    cost      x is sent once by each rank, in one hop
+    backward  dx = ring_shift(dy, -shift)
+    """
+    place, x = _place(axis), _array("ring_shift", x)
+    x = vary(x, place.names)
+    if shift % place.num_ranks == 0:
+        return x
+    with jax.named_scope("tplab.ring_shift"):
+        return _permute(x, place, [(index, (index + shift) % place.num_ranks) for index in range(place.num_ranks)])
+
+
+def barrier(axis: Axis | None = None) -> None:
+    """Wait until every rank of `axis` (of the whole mesh, if None) is here.
+
+    In a compiled program there is nothing to wait for: an operation runs once what it needs is there, and no rank can
+    tell when another one got somewhere. So nothing is sent; only the axis is checked.
+    """
+    _place(this_mesh().axis_names if axis is None else axis)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extreme(x: Array, names: tuple[str, ...], op: str) -> Array:
+    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+
+
+@_extreme.defjvp
+def _extreme_jvp(names: tuple[str, ...], op: str, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """JAX has no derivative of pmax: that of the ranks which hold the extreme, in equal shares."""
+    (x,), (dx,) = primals, tangents
+    y = _extreme(x, names, op)
+    holds = (x == y).astype(dx.dtype)
+    return y, lax.psum(holds * dx, names) / lax.psum(holds, names)
+
+
+_COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ppermute, ring_shift)
+
+
+def _place(axis: Axis) -> _Place:
+    mesh = this_mesh()
+    return _Place(mesh.names(axis), mesh.group(0, axis))
+
+
+def _permute(x: Array, place: _Place, pairs: Sequence[tuple[int, int]]) -> Array:
+    """JAX's ppermute, which numbers the ranks of several axes in the mesh's order, not in that of the names."""
+    group = place.group
+    position = {rank: place for place, rank in enumerate(sorted(group))}
+    return lax.ppermute(x, place.names, [(position[group[a]], position[group[b]]) for a, b in pairs])
+
+
+def _array(op: str, x: Any) -> Array:
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, np.ndarray | np.generic | int | float | complex):
+        return jnp.asarray(x)
+    raise TypeError(f"{op} sends an array, not {type(x).__name__}; jax.tree.map applies it to each array of a pytree")
+
+
+def _dim(x: Array, dim: int, op: str) -> int:
+    """`dim` counted from the front. Raises ShapeError where `x` does not have it."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError(
+            f"{op} along dim {dim}: the array has {x.ndim} dims {tuple(x.shape)}"
+            + ("; reshape(1) makes a scalar an array of one element" if x.ndim == 0 else "")
+        )
+    return dim % x.ndim
+
+
+def _check_divides(op: str, x: Array, dim: int, place: _Place) -> None:
+    num_ranks, size = place.num_ranks, x.shape[dim]
+    if size % num_ranks:
+        raise ShapeError(
+            f"{op}: dim {dim} has size {size}, which the {num_ranks} ranks of axis {place.label!r} cannot share "
+            f"equally;\npad it to {-(-size // num_ranks) * num_ranks}, "
+            f"or use a mesh whose {place.label!r} divides {size}"
+        )
+
+
+def _check_pairs(pairs: Sequence[tuple[int, int]], place: _Place) -> None:
+    for side, positions in (("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs])):
+        for position in positions:
+            if not 0 <= position < place.num_ranks:
+                last = place.num_ranks - 1
+                raise MeshError(
+                    f"ppermute: axis {place.label!r} has positions 0 to {last}; {position} in {pairs} is not one"
+                )
+            if positions.count(position) > 1:
+                raise MeshError(
+                    f"ppermute: position {position} of axis {place.label!r} {side} twice in {pairs}; once at most"
+                )

@@ -1,0 +1,150 @@
+"""Regions: where an array that all ranks share enters work that they divide, and where it comes out again.
+
+Megatron's two conjugate pairs (Shoeybi et al. 2019, section 3). The backward pass of each is the forward pass of its
+partner:
+
+    forward                                backward             JAX's type of y
+    copy_to       f    y = x               all_reduce(dy)       varying
+    reduce_from   g    y = all_reduce(x)   dy                   replicated
+    scatter_to         y = my piece of x   all_gather(dy)       varying
+    gather_from        y = all_gather(x)   my piece of dy       replicated
+
+So JAX's types say on which side of a pair an array is. Where f is left out, JAX puts it in by itself.
+
+Sequence parallelism has a third pair, and it is in `comm`: the backward pass of all_gather is reduce_scatter, and the
+reverse. It differs from gather_from in what happens to y: what `gather_from` returns all ranks use in the same way,
+what `all_gather` returns each uses in its own, and the gradients are added.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tplab.errors import ShapeError
+from tplab.jax.comm.collectives import all_reduce
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
+from tplab.mesh import Axis
+
+Names = tuple[str, ...]
+
+
+def copy_to(x: Any, axis: Axis) -> Array:
+    """Megatron's f: the same x goes into work that the ranks of `axis` divide; its gradient is the sum of theirs.
+
+    x [...], the same on every rank   ->   y = x
+    forward   nothing is sent
+    backward  dx = all_reduce(dy)    2(R-1)/R of x is sent by each rank
+    """
+    names = this_mesh().names(axis)
+    already = tuple(name for name in names if name in varying_axes(x))  # the same by value, though not by type
+    return vary(_summed_gradient(x, already) if already else x, names)
+
+
+def reduce_from(x: Any, axis: Axis) -> Array:
+    """Megatron's g: what each rank of `axis` has computed is added up, and every rank goes on with the sum.
+
+    x [...], each rank's part   ->   y, the same on every rank
+    forward   y = all_reduce(x)    2(R-1)/R of x is sent by each rank
+    backward  dx = dy              nothing is sent
+    """
+    return all_reduce(x, axis)
+
+
+def scatter_to(x: Any, axis: Axis, dim: int = -1) -> Array:
+    """Every rank of `axis` goes on with its own piece of what all of them hold.
+
+    x [.., R n, ..], the same on every rank   ->   y [.., n, ..]: piece i on the rank at index i
+    forward   nothing is sent
+    backward  dx = all_gather(dy)    each rank sends (R-1)/R of x
+    Raises ShapeError where R does not divide the dim.
+    """
+    mesh, x = this_mesh(), jnp.asarray(x)
+    names, dim = mesh.names(axis), _dim(x, dim, "scatter_to")
+    num_ranks, size = mesh.axis_size(names), x.shape[dim]
+    if size % num_ranks:
+        label = ",".join(names)
+        raise ShapeError(
+            f"scatter_to: dim {dim} has size {size}, which the {num_ranks} ranks of axis {label!r} cannot share "
+            f"equally;\npad it to {-(-size // num_ranks) * num_ranks}, or use a mesh whose {label!r} divides {size}"
+        )
+    if len({name in varying_axes(x) for name in names}) == 1:
+        return _scattered(x, names, dim)
+    for name in names:  # of several axes, of which the types know only in part that x is the same along them
+        x = _scattered(x, (name,), dim)
+    return x
+
+
+def gather_from(x: Any, axis: Axis, dim: int = -1) -> Array:
+    """The pieces of all ranks are joined along `dim`, and every rank goes on with the whole, in the same way.
+
+    x [.., n, ..], each rank's piece   ->   y [.., R n, ..], the same on every rank, and JAX's types know it
+    forward   y = all_gather(x)      each rank sends (R-1) pieces
+    backward  dx = its piece of dy   nothing is sent
+    """
+    names, x = this_mesh().names(axis), jnp.asarray(x)
+    return _gathered(vary(x, names), names, _dim(x, dim, "gather_from"))
+
+
+def _gathered(x: Array, names: Names, dim: int) -> Array:
+    """All pieces, replicated."""
+    if x.shape[dim] == 0:  # which XLA refuses
+        return lax.psum(x, names)
+    if _CAN_GATHER_REPLICATED:
+        return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")
+    size, num_ranks = x.shape[dim], lax.axis_size(names)
+    whole = vary(jnp.zeros((*x.shape[:dim], size * num_ranks, *x.shape[dim + 1 :]), x.dtype), tuple(varying_axes(x)))
+    return lax.psum(lax.dynamic_update_slice_in_dim(whole, x, lax.axis_index(names) * size, dim), names)
+
+
+_CAN_GATHER_REPLICATED = "to" in inspect.signature(lax.all_gather).parameters
+"""Not before jax 0.10; until then the pieces are added up, each in its place, at twice the bytes."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scattered(x: Array, names: Names, dim: int) -> Array:
+    size = x.shape[dim] // lax.axis_size(names)
+    return lax.dynamic_slice_in_dim(vary(x, names), lax.axis_index(names) * size, size, dim)
+
+
+def _scattered_forward(x: Array, names: Names, dim: int) -> tuple[Array, Array]:
+    return _scattered(x, names, dim), x[..., :0]  # for its type
+
+
+def _scattered_backward(names: Names, dim: int, x: Array, dy: Array) -> tuple[Array]:
+    whole = _gathered(dy, names, dim)
+    return (vary(whole, tuple(varying_axes(x))),)
+
+
+_scattered.defvjp(_scattered_forward, _scattered_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed_gradient(x: Array, names: Names) -> Array:
+    return x
+
+
+def _forward(x: Array, names: Names) -> tuple[Array, None]:
+    return x, None
+
+
+def _backward(names: Names, _: None, dy: Array) -> tuple[Array]:
+    return (vary(lax.psum(dy, names), names),)
+
+
+_summed_gradient.defvjp(_forward, _backward)
+
+
+def _dim(x: Array, dim: int, op: str) -> int:
+    """`dim` counted from the front. Raises ShapeError where `x` does not have it."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError(
+            f"{op} along dim {dim}: the array has {x.ndim} dims {tuple(x.shape)}"
+            + ("; reshape(1) makes a scalar an array of one element" if x.ndim == 0 else "")
+        )
+    return dim % x.ndim

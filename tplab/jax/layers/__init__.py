@@ -1,0 +1,1 @@
+"""Layers whose weights are spread over an axis of the mesh."""

@@ -1,0 +1,137 @@
+"""Self-attention whose heads are spread over an axis of the mesh.
+
+Heads do not need each other: each rank computes the scores, the softmax and the values of its own heads, and the output
+projection, which is row-parallel, adds up what they contribute (Shoeybi et al. 2019, section 3). Whole heads must be
+sharded: a part of a head gives a part of each score, and the softmax of a sum is not the sum of softmaxes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tplab.errors import ShapeError
+from tplab.jax.comm.collectives import axis_size
+from tplab.jax.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
+from tplab.jax.layers.parameters import Params
+from tplab.jax.ranks.context import this_mesh
+from tplab.mesh import Axis
+
+
+@dataclass(frozen=True)
+class ParallelSelfAttention:
+    """y = output(softmax(q k^T / sqrt(d)) v), where each rank of `axis` (R ranks) has H/R of the heads.
+
+    x [B, S, D]   query.weight [H d/R, D]   key.weight, value.weight [K d/R, D]   output.weight [D, H d/R]   d = D/H
+      ->  y [B, S, D], the same on every rank
+    cost      one all_reduce forward, after output, and one backward, before q, k and v together: 2(R-1)/R of x each
+    num_kv_heads   K: each key and value head serves H/K query heads next to each other (grouped-query attention,
+                   Ainslie et al. 2023). R must divide K too; where K is less, repeat the rows of each H/K times
+    causal         a token sees itself and those before it
+    sequence_dim   1: x and y are this rank's piece of the sequence: all_gather before, reduce_scatter after
+    Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
+    """
+
+    width: int
+    num_heads: int
+    axis: Axis
+    _: KW_ONLY
+    num_kv_heads: int | None = None
+    bias: bool = True
+    causal: bool = True
+    sequence_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.num_heads, self._num_kv_heads, 1, "", self.sequence_dim)
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        kv_width = self._num_kv_heads * (self.width // self.num_heads)
+        key_or_value = ColumnParallelLinear(self.width, kv_width, self.axis, bias=self.bias)
+        return {
+            "query": ColumnParallelLinear(self.width, self.width, self.axis, bias=self.bias),
+            "key": key_or_value,
+            "value": key_or_value,
+            "output": RowParallelLinear(
+                self.width, self.width, self.axis, bias=self.bias, sequence_dim=self.sequence_dim
+            ),
+        }
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {name: part.specs for name, part in self._parts.items()}
+
+    def init(self, key: Any) -> Params:
+        """The parameters of the linear layers. Whole; inside a rank's program, its piece."""
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            self._check_share()
+        keys = jax.random.split(key, len(self._parts))
+        return {name: part.init(k) for k, (name, part) in zip(keys, self._parts.items(), strict=True)}
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        self._check_share()
+        if x.ndim != 3:
+            raise ShapeError(f"ParallelSelfAttention takes x [batch, sequence, {self.width}], and got {list(x.shape)}")
+        x = enter(x, self.axis, self.sequence_dim)  # once, for query, key and value together
+        parts, head_width = self._parts, self.width // self.num_heads
+        q, k, v = (
+            parts[name].features(params[name], x).reshape(*x.shape[:2], -1, head_width)  # [B, S, heads, d]
+            for name in ("query", "key", "value")
+        )
+        return parts["output"](params["output"], _attended(q, k, v, self.causal).reshape(*x.shape[:2], -1))
+
+    def _check_share(self) -> None:
+        label = ",".join(this_mesh().names(self.axis))
+        check_heads(
+            self.width, self.num_heads, self._num_kv_heads, axis_size(self.axis), label, self.sequence_dim
+        )
+
+
+def _attended(q: Array, k: Array, v: Array, causal: bool) -> Array:
+    """Of each query head the mean of the values, weighted by the softmax of the scores, in float32 at least."""
+    batch, length, num_heads, head_width = q.shape
+    q = q.reshape(batch, length, k.shape[2], num_heads // k.shape[2], head_width)  # beside the head that serves them
+    scores = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+    scores = scores * head_width**-0.5
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+    shares = jax.nn.softmax(scores, -1).astype(v.dtype)
+    return jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(batch, length, num_heads, head_width)
+
+
+def check_heads(
+    width: int, num_heads: int, num_kv_heads: int, num_ranks: int, label: str, sequence_dim: int | None
+) -> None:
+    """Raise ShapeError where the heads cannot be made, or cannot be shared."""
+    if num_heads < 1 or width % num_heads:
+        raise ShapeError(
+            f"a width of {width} does not divide into {num_heads} heads; make it "
+            f"{-(-width // max(num_heads, 1)) * max(num_heads, 1)}, or take a number of heads that divides {width}"
+        )
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ShapeError(
+            f"num_kv_heads is {num_kv_heads}, which does not divide the {num_heads} heads: each key and value head "
+            "serves equally many query heads"
+        )
+    if num_heads % num_ranks:
+        raise ShapeError(
+            f"num_heads is {num_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are sharded "
+            f"whole;\nuse a mesh whose {label!r} divides {num_heads}, or {-(-num_heads // num_ranks) * num_ranks} heads"
+        )
+    if num_kv_heads % num_ranks:
+        raise ShapeError(
+            f"num_kv_heads is {num_kv_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are "
+            f"sharded whole;\nuse a mesh whose {label!r} divides {num_kv_heads}, or repeat the rows of each key and "
+            f"value head {num_heads // num_kv_heads} times and leave num_kv_heads out"
+        )
+    if sequence_dim not in (None, 1, -2):
+        raise ShapeError(f"sequence_dim is {sequence_dim}; of x [batch, sequence, width] the sequence is dim 1")

@@ -1,0 +1,295 @@
+"""Linear layers whose weights are spread over an axis of the mesh, and the MLP made of two of them.
+
+A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
+what they contribute. One after the other they need one sum in the forward pass and one in the backward pass, whatever
+elementwise function stands between them (Shoeybi et al. 2019, section 3).
+
+With `sequence_dim` the activations outside of the pair are sharded along that dim (Korthikanti et al. 2022, section
+4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.
+
+A layer is what there is to know of it, without its parameters. They are a dict of arrays with the names and layouts of
+torch's state_dict:
+
+    layer = ParallelMLP(512, 2048, "tp")
+    params = layer.init(jax.random.key(0))                        # whole; inside of a rank's program: the rank's piece
+    run(program, mesh, params, x, in_specs=(layer.specs, P()))    # where program calls layer(params, x)
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tplab.errors import ShapeError
+from tplab.jax.comm.collectives import all_gather, all_reduce, axis_size, reduce_scatter
+from tplab.jax.comm.regions import copy_to, gather_from, scatter_to
+from tplab.jax.layers.parameters import Params, here, uniform
+from tplab.jax.ranks.context import this_mesh
+from tplab.mesh import Axis
+from tplab.sharding import P
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
+
+
+@dataclass(frozen=True)
+class ColumnParallelLinear:
+    """y = x W^T + b, where each rank of `axis` (R ranks) has some of the output features.
+
+    x [..., D], the same on every rank   weight [F/R, D]   bias [F/R]   ->   y [..., F/R]: this rank's features
+    forward   y = x @ weight.T + bias             nothing is sent
+    backward  dx = all_reduce(dy @ weight)        2(R-1)/R of x is sent by each rank; dW, db: nothing
+
+    gather_output   y [..., F] on every rank: an all_gather more
+    sequence_dim    x is this rank's piece along that dim: all_gather(x) first; dx = reduce_scatter(dy @ weight). Each
+                    sends (R-1)/R of the whole x
+    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator f.
+    """
+
+    in_features: int
+    out_features: int
+    axis: Axis
+    _: KW_ONLY
+    bias: bool = True
+    gather_output: bool = False
+    sequence_dim: int | None = None
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {"weight": P(self.axis)} | ({"bias": P(self.axis)} if self.bias else {})
+
+    def init(self, key: Any) -> Params:
+        """The weight spread evenly over +-1/sqrt(D), the bias zero. Whole; inside a rank's program, its piece."""
+        check_share(self.out_features, self.axis, "out_features")
+        weight = uniform(key, (self.out_features, self.in_features), P(self.axis), self.in_features**-0.5)
+        return with_bias(weight, self.out_features if self.bias else 0, P(self.axis))
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        y = self.features(params, enter(x, self.axis, self.sequence_dim))
+        return gather_from(y, self.axis) if self.gather_output else y
+
+    def features(self, params: Params, x: Array) -> Array:
+        """This rank's features of an x that has entered the region: nothing is sent, nor in the backward pass."""
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(
+                f"ColumnParallelLinear takes x [..., {self.in_features}], and got {list(x.shape)}; every rank needs "
+                f"all input features: gather_from(x, {self.axis!r}) joins pieces of them"
+            )
+        num_here = share(self.out_features, self.axis, "out_features")
+        check_weight("ColumnParallelLinear", params["weight"], (num_here, self.in_features), self.axis)
+        y = linear(x, params["weight"])
+        return y + params["bias"] if self.bias else y
+
+
+@dataclass(frozen=True)
+class RowParallelLinear:
+    """y = x W^T + b, where each rank of `axis` (R ranks) has some of the input features.
+
+    x [..., F/R], this rank's features   weight [D, F/R]   bias [D]   ->   y [..., D], the same on every rank
+    forward   y = all_reduce(x @ weight.T) + bias   2(R-1)/R of y is sent by each rank
+    backward  dx = dy @ weight                      nothing is sent
+
+    The bias is added once, after the sum: before it, it would count R times.
+
+    input_is_parallel   False: x [..., F] is the same on every rank, which takes its piece of it
+    sequence_dim        y is this rank's piece along that dim: reduce_scatter in place of all_reduce, (R-1)/R of all y.
+                        The bias is then added to pieces, and its gradient is summed: 2(R-1)/R of D in backward
+    reduce_output       False: y is this rank's part of the sum, to be summed together with others; needs bias=False
+    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator g.
+    """
+
+    in_features: int
+    out_features: int
+    axis: Axis
+    _: KW_ONLY
+    bias: bool = True
+    input_is_parallel: bool = True
+    sequence_dim: int | None = None
+    reduce_output: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bias and not self.reduce_output:
+            raise ValueError(
+                "a bias on a partial sum is added once by each of the R ranks, R times in all; give bias=False and add "
+                "it after the sum, or leave reduce_output=True"
+            )
+        if self.sequence_dim is not None and not (self.input_is_parallel and self.reduce_output):
+            raise ValueError(
+                f"sequence_dim={self.sequence_dim} says that the sum is scattered along a dim of the sequence; it "
+                "needs input_is_parallel=True and reduce_output=True"
+            )
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {"weight": P(None, self.axis)} | ({"bias": P()} if self.bias else {})
+
+    def init(self, key: Any) -> Params:
+        """The weight spread evenly over +-1/sqrt(F), the bias zero. Whole; inside a rank's program, its piece."""
+        check_share(self.in_features, self.axis, "in_features")
+        weight = uniform(key, (self.out_features, self.in_features), P(None, self.axis), self.in_features**-0.5)
+        return with_bias(weight, self.out_features if self.bias else 0, P())
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        num_here = share(self.in_features, self.axis, "in_features")
+        expected = num_here if self.input_is_parallel else self.in_features
+        if x.shape[-1] != expected:
+            raise ShapeError(_row_input_message(x.shape, expected, self.in_features, self.axis))
+        check_weight("RowParallelLinear", params["weight"], (self.out_features, num_here), self.axis)
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.axis)
+        part = linear(x, params["weight"])
+        if not self.reduce_output:
+            return part
+        y = leave(part, self.axis, self.sequence_dim)
+        return y + shared(params["bias"], self.axis, self.sequence_dim) if self.bias else y
+
+
+@dataclass(frozen=True)
+class ParallelMLP:
+    """Two linear layers and the nonlinearity between them; each rank of `axis` has some of the hidden features.
+
+    x [..., D]   up.weight [H/R, D]   down.weight [D, H/R]   ->   y [..., D], the same on every rank
+    "gelu"       y = down(gelu(up(x)))          "gelu_tanh": gelu by its tanh formula, as GPT-2 has it
+    "swiglu"     y = down(silu(gate(x)) * up(x)), gate.weight [H/R, D]: gate and up are sharded together, so that each
+                 rank has both factors of its hidden features (Shazeer 2020)
+    cost         one all_reduce forward and one backward, 2(R-1)/R of x each, for swiglu too
+    sequence_dim in place of each an all_gather and a reduce_scatter, of the same bytes together
+
+    Column first, row second: the hidden features need not be known whole to any rank. The other order needs a second
+    sum before the nonlinearity, since gelu(a + b) is not gelu(a) + gelu(b).
+    """
+
+    width: int
+    hidden: int
+    axis: Axis
+    _: KW_ONLY
+    activation: str = "gelu"
+    bias: bool = True
+    sequence_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+
+    @property
+    def up(self) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            self.width, self.hidden, self.axis, bias=self.bias, sequence_dim=self.sequence_dim
+        )
+
+    @property
+    def down(self) -> RowParallelLinear:
+        return RowParallelLinear(self.hidden, self.width, self.axis, bias=self.bias, sequence_dim=self.sequence_dim)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        gate = {"gate": self.up} if self.activation == "swiglu" else {}
+        return {**gate, "up": self.up, "down": self.down}
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {name: part.specs for name, part in self._parts.items()}
+
+    def init(self, key: Any) -> Params:
+        """The parameters of the linear layers. Whole; inside a rank's program, its piece."""
+        check_share(self.hidden, self.axis, "hidden")
+        keys = jax.random.split(key, len(self._parts))
+        return {name: part.init(k) for k, (name, part) in zip(keys, self._parts.items(), strict=True)}
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        share(self.hidden, self.axis, "hidden")
+        x = enter(x, self.axis, self.sequence_dim)  # once, for gate and up together
+        hidden = self.up.features(params["up"], x)
+        if self.activation == "swiglu":
+            hidden = jax.nn.silu(self.up.features(params["gate"], x)) * hidden
+        else:
+            hidden = jax.nn.gelu(hidden, approximate=self.activation == "gelu_tanh")
+        return self.down(params["down"], hidden)
+
+
+# --- what the layers of this package share ---------------------------------------------------------------------------
+
+
+def enter(x: Array, axis: Axis, sequence_dim: int | None) -> Array:
+    """All of x on every rank, on its way into work that they divide; the gradient is the sum of theirs."""
+    if sequence_dim is None:
+        return copy_to(x, axis)
+    _check_sequence_dim(x, sequence_dim)
+    return all_gather(x, axis, sequence_dim)
+
+
+def leave(part: Array, axis: Axis, sequence_dim: int | None) -> Array:
+    """The sum of every rank's part: whole on every rank, or this rank's piece along `sequence_dim`."""
+    if sequence_dim is None:
+        return all_reduce(part, axis)
+    _check_sequence_dim(part, sequence_dim)
+    return reduce_scatter(part, axis, sequence_dim)
+
+
+def linear(x: Array, weight: Array) -> Array:
+    """x @ weight.T, without a transposed weight: its gradient, too, comes as [out, in], and what sums it over
+    data-parallel ranks has nothing to turn round."""
+    return jnp.einsum("...i,oi->...o", x, weight)
+
+
+def shared(parameter: Array, axis: Axis, sequence_dim: int | None) -> Array:
+    """A parameter that all ranks hold, where they use it: under sequence parallelism each on its own part of the
+    sequence, so that its gradient must be summed. Here it cannot be forgotten."""
+    return parameter if sequence_dim is None else copy_to(parameter, axis)
+
+
+def share(size: int, axis: Axis, what: str) -> int:
+    """How many of `size` things each rank has. Raises ShapeError where they cannot be shared equally."""
+    num_ranks, label = axis_size(axis), ",".join(this_mesh().names(axis))
+    if size % num_ranks or size <= 0:
+        raise ShapeError(
+            f"{what} is {size}, which the {num_ranks} ranks of axis {label!r} cannot share equally;\n"
+            f"make it {max(1, -(-size // num_ranks)) * num_ranks}, or use a mesh whose {label!r} divides {size}"
+        )
+    return size // num_ranks
+
+
+def check_share(size: int, axis: Axis, what: str) -> None:
+    """As `share`, where there are ranks; outside of `run` any size will do."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        share(size, axis, what)
+
+
+def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) -> None:
+    """Raise ShapeError where a rank's weight has another shape than this."""
+    if tuple(weight.shape) != shape:
+        raise ShapeError(
+            f"{layer}: each of the {axis_size(axis)} ranks of axis {axis!r} holds a weight {list(shape)}, and got "
+            f"{list(weight.shape)}; in_specs=layer.specs gives each rank its piece of the whole parameters"
+        )
+
+
+def with_bias(weight: Array, num_biases: int, spec: P) -> Params:
+    """A layer's first parameters. Of zeros, too, a rank has a piece: by their type, which their gradient follows."""
+    return {"weight": weight} | ({"bias": here(jnp.zeros(num_biases, weight.dtype), spec)} if num_biases else {})
+
+
+def _row_input_message(shape: tuple[int, ...], expected: int, in_features: int, axis: Axis) -> str:
+    way_out = ""
+    if shape and shape[-1] == in_features:
+        way_out = "; that is all of x: give input_is_parallel=False, and each rank takes its piece"
+    elif expected == in_features:
+        way_out = f"; gather_from(x, {axis!r}) joins pieces, or give input_is_parallel=True"
+    return (
+        f"RowParallelLinear takes x [..., {expected}] of {in_features} input features over axis {axis!r}, and got "
+        f"{list(shape)}{way_out}"
+    )
+
+
+def _check_sequence_dim(x: Array, sequence_dim: int) -> None:
+    if x.ndim < 2 or not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
+        raise ShapeError(
+            f"sequence_dim={sequence_dim} of x {list(x.shape)}: it must be a dim before the last one, which holds the "
+            "features"
+        )

@@ -1,0 +1,162 @@
+"""Norms: of features that every rank holds, and of features that are spread over an axis of the mesh.
+
+LayerNorm and RMSNorm compute alike on every rank. Under sequence parallelism each rank has its own part of the
+sequence, so that the gradients of scale and bias are sums over ranks. `sequence_axis` puts them through copy_to, whose
+backward pass is that sum (Megatron-LM has forgotten it twice); JAX would put it in by itself, as x varies along the
+axis and the parameters do not.
+
+ParallelLayerNorm and ParallelRMSNorm normalise features of which each rank holds some, as a whole: their statistics are
+sums over the axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tplab.errors import ShapeError
+from tplab.jax.comm.collectives import all_reduce
+from tplab.jax.comm.regions import copy_to
+from tplab.jax.layers.linear import check_share, share
+from tplab.jax.layers.parameters import Params, here
+from tplab.mesh import Axis
+from tplab.sharding import P
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, over the last dim.
+
+    x [..., D]   weight, bias [D], the same on every rank   ->   y [..., D]
+    backward  nothing is sent; with sequence_axis an all_reduce of each of dweight and dbias, 2(R-1)/R of D
+    """
+
+    width: int
+    _: KW_ONLY
+    eps: float = 1e-5
+    sequence_axis: Axis | None = None
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {"weight": P(), "bias": P()}
+
+    def init(self, key: Any = None) -> Params:
+        """Ones and zeros: no key is needed."""
+        return {"weight": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        _check_width("LayerNorm", x, self.width, self.width)
+        centred = x - x.mean(-1, keepdims=True)
+        y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
+        return y * _used(params["weight"], self.sequence_axis) + _used(params["bias"], self.sequence_axis)
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dim (Zhang & Sennrich 2019).
+
+    x [..., D]   weight [D], the same on every rank   ->   y [..., D]
+    backward  nothing is sent; with sequence_axis an all_reduce of dweight, 2(R-1)/R of D
+    """
+
+    width: int
+    _: KW_ONLY
+    eps: float = 1e-6
+    sequence_axis: Axis | None = None
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {"weight": P()}
+
+    def init(self, key: Any = None) -> Params:
+        """Ones: no key is needed."""
+        return {"weight": jnp.ones(self.width)}
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        _check_width("RMSNorm", x, self.width, self.width)
+        y = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
+        return y * _used(params["weight"], self.sequence_axis)
+
+
+@dataclass(frozen=True)
+class ParallelLayerNorm:
+    """LayerNorm over D features of which each rank of `axis` (R ranks) holds some.
+
+    x [..., D/R]   weight, bias [D/R]   ->   y [..., D/R]
+    forward   two all_reduces of 1 number a token: the mean, then the variance about it
+    backward  as many
+    """
+
+    width: int
+    axis: Axis
+    _: KW_ONLY
+    eps: float = 1e-5
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {"weight": P(self.axis), "bias": P(self.axis)}
+
+    def init(self, key: Any = None) -> Params:
+        """Ones and zeros, whole; inside a rank's program, its piece. No key is needed."""
+        check_share(self.width, self.axis, "width")
+        return {name: here(value, P(self.axis)) for name, value in LayerNorm(self.width).init().items()}
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        _check_width("ParallelLayerNorm", x, share(self.width, self.axis, "width"), self.width)
+        centred = x - _mean(x, self.width, self.axis)
+        variance = _mean(jnp.square(centred), self.width, self.axis)
+        return centred * lax.rsqrt(variance + self.eps) * params["weight"] + params["bias"]
+
+
+@dataclass(frozen=True)
+class ParallelRMSNorm:
+    """RMSNorm over D features of which each rank of `axis` (R ranks) holds some.
+
+    x [..., D/R]   weight [D/R]   ->   y [..., D/R]
+    forward   one all_reduce of 1 number a token
+    backward  as many
+    """
+
+    width: int
+    axis: Axis
+    _: KW_ONLY
+    eps: float = 1e-6
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {"weight": P(self.axis)}
+
+    def init(self, key: Any = None) -> Params:
+        """Ones, whole; inside a rank's program, its piece. No key is needed."""
+        check_share(self.width, self.axis, "width")
+        return {"weight": here(jnp.ones(self.width), P(self.axis))}
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        _check_width("ParallelRMSNorm", x, share(self.width, self.axis, "width"), self.width)
+        return x * lax.rsqrt(_mean(jnp.square(x), self.width, self.axis) + self.eps) * params["weight"]
+
+
+def _mean(x: Array, width: int, axis: Axis) -> Array:
+    """Over the features of all ranks, which each then uses for its own ones."""
+    return copy_to(all_reduce(x.sum(-1, keepdims=True), axis) / width, axis)
+
+
+def _used(parameter: Array, sequence_axis: Axis | None) -> Array:
+    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
+
+
+def _check_width(norm: str, x: Array, num_here: int, width: int) -> None:
+    if x.shape[-1] != num_here:
+        way_out = ""
+        if num_here != width:
+            way_out = f" of {width} features over all ranks; LayerNorm and RMSNorm are for whole ones"
+        elif width % max(x.shape[-1], 1) == 0:
+            way_out = "; ParallelLayerNorm and ParallelRMSNorm are for features of which each rank holds some"
+        raise ShapeError(f"{norm} takes x [..., {num_here}], and got {list(x.shape)}{way_out}")

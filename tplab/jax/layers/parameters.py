@@ -1,0 +1,58 @@
+"""How parameters begin: those of the whole model, or inside a rank's program the rank's piece of the same numbers.
+
+A model that is made with one key is the same on every mesh, to the last bit; outside of `run`, where XLA compiles each
+operation by itself, up to a rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tplab.jax.comm.collectives import axis_index, axis_size
+from tplab.sharding import P
+
+Params = dict[str, Any]
+"""Names -> arrays or Params, named as in torch's state_dict, weights [out, in] as there."""
+
+
+def uniform(key: Any, shape: tuple[int, ...], spec: P, bound: float) -> Array:
+    """Numbers spread evenly over [-bound, bound]."""
+    return here(jax.random.uniform(key, shape, minval=-bound, maxval=bound), spec)
+
+
+def normal(key: Any, shape: tuple[int, ...], spec: P, deviation: float) -> Array:
+    """Normal numbers."""
+    return here(jax.random.normal(key, shape) * deviation, spec)
+
+
+def here(whole: Array, spec: P) -> Array:
+    """All of it outside of `run`; inside, this rank's piece. A dim that does not divide is padded with zeros there."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return whole
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            whole = _piece(whole, entry, dim)
+    return whole
+
+
+def _piece(whole: Array, axis: str | tuple[str, ...], dim: int) -> Array:
+    size = -(-whole.shape[dim] // axis_size(axis))
+    missing = size * axis_size(axis) - whole.shape[dim]
+    padded = jnp.pad(whole, [(0, missing if place == dim else 0) for place in range(whole.ndim)])
+    return lax.dynamic_slice_in_dim(padded, axis_index(axis) * size, size, dim)
+
+
+def nested(state: dict[str, Any]) -> Params:
+    """{"norm.weight": w} -> {"norm": {"weight": w}}"""
+    tree: Params = {}
+    for name, value in state.items():
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree

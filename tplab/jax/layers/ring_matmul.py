@@ -1,0 +1,203 @@
+"""The engine of `overlap`: how pieces go round the ring and meet the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tplab.errors import ShapeError
+from tplab.jax.comm.collectives import axis_index, axis_size, ring_shift
+from tplab.jax.comm.rings import checked_direction, varying
+from tplab.jax.layers.linear import linear, share
+from tplab.jax.ranks.context import vary, varying_axes
+from tplab.mesh import Axis
+from tplab.rings import Lanes, Piece, gather_lanes, scatter_lanes
+
+
+class Ring(NamedTuple):
+    """How one layer's arrays are cut into pieces that travel; `size` is that of a piece, along the dim that is cut."""
+
+    mode: str
+    axis: Axis
+    direction: str
+    size: int
+
+    def lanes(self) -> Lanes:
+        """This rank's pieces. Who owns them is known when the program runs."""
+        lanes = gather_lanes if self.mode == "gather" else scatter_lanes
+        return lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
+
+    def pieces(self) -> list[Piece]:
+        """The own one, those that go up, those that go down."""
+        lanes = self.lanes()
+        return [lanes.own, *lanes.up, *lanes.down]
+
+
+    def place(self, piece: Piece) -> int:
+        """Where a stacked weight has what belongs to a piece: of a scatter, the own part leaves last."""
+        return piece.distance if self.mode == "gather" else (piece.distance - 1) % axis_size(self.axis)
+
+
+_Key = tuple[int, int]
+
+
+def key_of(piece: Piece) -> _Key:
+    """What tells a piece from the others of a rank."""
+    return piece.distance, piece.begin
+
+
+def of_each(arrays: tuple[Array, ...], ring: Ring) -> dict[_Key, Array]:
+    """An array a piece, to be looked up."""
+    return {key_of(piece): array for piece, array in zip(ring.pieces(), arrays, strict=True)}
+
+
+def arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[Piece, Array]]:
+    """Every rank's x, piece by piece, this rank's own first; while one is used the next one's hop is under way."""
+    x, lanes = varying(x, ring.axis), ring.lanes()
+    ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
+    flights = {shift: _part(x, lane[0], ring, dim) for shift, lane in ways.items()}
+    arrived = [(lanes.own, x)]
+    for hop in range(max(map(len, ways.values()), default=0)):
+        coming = []
+        for shift, lane in ways.items():
+            if hop < len(lane):
+                flights[shift] = ring_shift(flights[shift], ring.axis, shift)
+                coming.append((lane[hop], flights[shift]))
+        yield from arrived  # after the hops that follow: read backwards, a gradient leaves before the next is made
+        arrived = coming
+    yield from arrived
+
+
+def gathered(x: Array, weights: dict[_Key, Array], ring: Ring) -> Array:
+    """The sum over pieces of x, each times its weight."""
+    products = (linear(arrived, weights[key_of(piece)]) for piece, arrived in arrivals(x, ring, -1))
+    total = next(products)
+    for product in products:
+        total = total + product
+    return total
+
+
+def sums(part: Callable[[Piece], Array], ring: Ring, dim: int) -> Array:
+    """The sum of what every rank's `part` makes for this rank; sums are on their way while the next part is made."""
+    lanes = ring.lanes()
+    ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
+    flights: dict[int, Array] = {}
+    for hop in range(max(map(len, ways.values()), default=0)):
+        for shift, lane in ways.items():
+            if hop < len(lane):
+                total = part(lane[hop])
+                flights[shift] = ring_shift(total + flights[shift] if hop else total, ring.axis, shift)
+    total = part(lanes.own)
+    if ring.direction == "split" and flights:
+        return total + jnp.concatenate(list(flights.values()), dim)
+    for arrived in flights.values():
+        total = total + arrived
+    return total
+
+
+def _part(x: Array, piece: Piece, ring: Ring, dim: int) -> Array:
+    """The half of x that a piece is, or x."""
+    return x if piece.size == ring.size else lax.slice_in_dim(x, piece.begin, piece.begin + piece.size, axis=dim)
+
+
+def as_varying_as(x: Array, weight: Array, ring: Ring) -> Array:
+    """The weight, before it is cut: its gradient is then summed over data-parallel ranks once, not piece by piece."""
+    return vary(varying(weight, ring.axis), tuple(varying_axes(x)))
+
+
+# --- from the order of the ranks to that of the ring, and back -------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def cut(whole: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
+    """The pieces of a dim that has those of all ranks. The gradient is put together in one go."""
+    return tuple(
+        lax.dynamic_slice_in_dim(whole, piece.owner * ring.size + piece.begin, piece.size, dim)
+        for piece in ring.pieces()
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def joined(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
+    """What has these pieces. The reverse of cut, and its gradient."""
+    shape = list(pieces[0].shape)
+    shape[dim] = ring.size * axis_size(ring.axis)
+    whole = _empty(tuple(shape), pieces[0])
+    for piece, array in zip(ring.pieces(), pieces, strict=True):
+        whole = lax.dynamic_update_slice_in_dim(whole, array, piece.owner * ring.size + piece.begin, dim)
+    return whole
+
+
+def _pair(take: Any, put: Any) -> None:
+    """Say that each is the gradient of the other."""
+    for function, gradient in ((take, put), (put, take)):
+        function.defvjp(
+            lambda x, ring, dim, function=function: (function(x, ring, dim), None),
+            lambda ring, dim, _, dy, gradient=gradient: (gradient(dy, ring, dim),),
+        )
+
+
+_pair(cut, joined)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def unstacked(weight: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
+    """The pieces of a weight [R, .., ..] that lie in the order of the ring; `dim` of a row is cut by "split"."""
+    return tuple(
+        lax.slice_in_dim(weight[ring.place(piece)], piece.begin, piece.begin + piece.size, axis=dim)
+        for piece in ring.pieces()
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def stacked(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
+    """What has these pieces. The reverse of unstacked, and its gradient."""
+    weight = _empty((axis_size(ring.axis), *pieces[0].shape), pieces[0])
+    for piece, array in zip(ring.pieces(), pieces, strict=True):
+        begin = [ring.place(piece), 0, 0]
+        begin[1 + dim] = piece.begin
+        weight = lax.dynamic_update_slice(weight, array[None], begin)
+    return weight
+
+
+_pair(unstacked, stacked)
+
+
+def _empty(shape: tuple[int, ...], like: Array) -> Array:
+    """To be written piece by piece: XLA does so in place, where it would copy what is concatenated."""
+    return vary(jnp.zeros(shape, like.dtype), tuple(varying_axes(like)))
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def ring_of(mode: str, x: Array, weight: Array, axis: Axis, dim: int, direction: str) -> tuple[Ring, bool]:
+    """What a call of one of the two functions is about, and whether tokens are cut, not features.
+
+    Raises ShapeError where sizes do not fit.
+    """
+    op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
+    checked_direction(direction)
+    num_ranks = axis_size(axis)
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError(f"{op} along dim {dim}: the array has {x.ndim} dims {list(x.shape)}")
+    if weight.ndim != 2:
+        raise ShapeError(f"{op}: the weight is a matrix [F, D], as nn.Linear has it, not {list(weight.shape)}")
+    by_tokens = dim % x.ndim != x.ndim - 1
+    expected = x.shape[-1] * (num_ranks if mode == "gather" and not by_tokens else 1)
+    if weight.shape[1] != expected:
+        pieces = f" of {x.shape[-1]} on each of {num_ranks} ranks" if expected != x.shape[-1] else ""
+        raise ShapeError(
+            f"{op}: the weight {list(weight.shape)} takes {weight.shape[1]} features, and there are {expected}{pieces};"
+            f"\ngive weight [F, {expected}], as nn.Linear({expected}, F) has it"
+        )
+    if mode == "gather":
+        return Ring(mode, axis, direction, x.shape[dim]), by_tokens
+    if by_tokens:
+        return Ring(mode, axis, direction, share(x.shape[dim], axis, f"{op}: dim {dim} of x")), by_tokens
+    return Ring(mode, axis, direction, share(weight.shape[0], axis, f"{op}: dim 0 of the weight")), by_tokens

@@ -1,0 +1,171 @@
+"""The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
+
+Of V words each of R ranks has ceil(V / R): rank i those from i * ceil(V / R) on. The last ranks' weights and logits are
+padded to that number, since all ranks run one program. Logits of all words are never brought together: the loss needs
+one maximum and two sums a token (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tplab.errors import ShapeError
+from tplab.jax.comm.collectives import all_reduce, axis_index, axis_size
+from tplab.jax.layers.linear import check_weight, enter, leave, linear
+from tplab.jax.layers.parameters import Params, normal
+from tplab.mesh import Axis
+from tplab.sharding import P
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class VocabParallelEmbedding:
+    """A row of `weight` for each id, where each rank of `axis` (R ranks) has the rows of some of the words.
+
+    ids [...], the same on every rank   weight [n, D], n = ceil(V/R), padded on the last ranks   ->   y [..., D]
+    forward   y = all_reduce(weight[id], or zeros where another rank has the word)   2(R-1)/R of y is sent by each rank
+    backward  dweight[id] += dy on the rank that has the word                        nothing is sent
+
+    logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's words; through copy_to, so
+              the all_reduce is in its backward pass. The weight's gradient is that of both uses, and needs no sum
+    sequence_dim   y, and the x of logits, are this rank's piece along that dim: reduce_scatter, all_gather
+    V may be any number: `pad_vocabulary` makes the whole weight one that the ranks can share. An id that is no word
+    gives NaN: a compiled program cannot raise. Weights are drawn from N(0, 1), as torch's nn.Embedding does.
+    """
+
+    vocab_size: int
+    width: int
+    axis: Axis
+    _: KW_ONLY
+    sequence_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ShapeError(f"vocab_size is {self.vocab_size}; a vocabulary needs one word or more")
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return {"weight": P(self.axis)}
+
+    def init(self, key: Any) -> Params:
+        """The rows of V words; inside a rank's program, of its own ones, padded with zeros."""
+        return {"weight": normal(key, (self.vocab_size, self.width), P(self.axis), 1.0)}
+
+    def __call__(self, params: Params, ids: Array) -> Array:
+        ids = _ids(ids)
+        self._check(params)
+        begin, num_words, _ = _words_here(self.vocab_size, self.axis)
+        is_here = (ids >= begin) & (ids < jnp.minimum(begin + num_words, self.vocab_size))
+        rows = jnp.where(is_here[..., None], params["weight"][jnp.where(is_here, ids - begin, 0)], 0)
+        rows = jnp.where(_is_word(ids, self.vocab_size)[..., None], rows, jnp.nan)
+        return leave(rows, self.axis, self.sequence_dim)
+
+    def logits(self, params: Params, x: Array) -> Array:
+        """x times the rows of this rank's words: [..., D] -> [..., n]."""
+        self._check(params)
+        return linear(enter(x, self.axis, self.sequence_dim), params["weight"])
+
+    def _check(self, params: Params) -> None:
+        num_words = -(-self.vocab_size // axis_size(self.axis))
+        check_weight("VocabParallelEmbedding", params["weight"], (num_words, self.width), self.axis)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Array, ids: Array, axis: Axis, vocab_size: int, reduction: str = "mean", ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Array:  # fmt: skip
+    """The loss of torch.nn.functional.cross_entropy, of logits whose words are spread over `axis` (R ranks).
+
+    logits [..., n], this rank's words, n = ceil(V/R)   ids [...], the same on every rank
+      ->  the loss, the same on every rank: a scalar, or [...] for "none"
+
+    With z the logits less their maximum m over all words, e the label_smoothing and t the id:
+    forward   loss = log sum_v exp z_v - (1-e) z_t - e/V sum_v z_v     averaged over the tokens that are not ignored
+    backward  dlogits = softmax(logits) - (1-e) [v = t] - e/V, times dloss     nothing is sent
+    cost      an all_reduce of 1 number a token (m) and one of 2 (the first sum and z_t; 3 with label smoothing), where
+              gathering the logits would send (R-1)/R V a token
+
+    No logit is too large: exp is taken of numbers up to 0. Logits of 16 bits are computed with as float32, and so is
+    the loss. Columns beyond the vocabulary, which pad the last ranks' logits, count for nothing and get no gradient.
+    An id that is no word gives NaN. Raises ShapeError for logits of another width.
+    """
+    ids = _ids(ids)
+    begin, num_words, index = _words_here(vocab_size, axis)
+    _check_loss(logits, ids, axis, vocab_size, reduction, label_smoothing)
+    is_counted = ids != ignore_index
+
+    z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
+    is_word = index * num_words + jnp.arange(num_words) < vocab_size
+    lowest = jnp.finfo(z.dtype).min
+    largest = jnp.where(is_word, lax.stop_gradient(z), lowest).max(-1)
+    z = z - all_reduce(largest, axis, "max")[..., None]
+    of_padding = jnp.where(is_word, z, 0)  # a large logit there would make exp infinite, and its gradient NaN
+
+    is_here = (ids >= begin) & (ids < begin + num_words) & is_counted
+    of_id = jnp.take_along_axis(of_padding, jnp.where(is_here, ids - begin, 0)[..., None], -1)[..., 0]
+    parts = [jnp.where(is_word, jnp.exp(of_padding), 0).sum(-1), jnp.where(is_here, of_id, 0)]
+    parts += [of_padding.sum(-1)] if label_smoothing else []
+    total, of_id, *of_all = all_reduce(jnp.stack(parts), axis)
+    loss = jnp.log(total) - (1 - label_smoothing) * of_id
+    if label_smoothing:
+        loss = loss - label_smoothing / vocab_size * of_all[0]
+    loss = jnp.where(is_counted, jnp.where(_is_word(ids, vocab_size), loss, jnp.nan), 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / is_counted.sum() if reduction == "mean" else loss.sum()
+
+
+def pad_vocabulary(weight: Any, num_ranks: int) -> Array:
+    """Rows of zeros after the last word, until `num_ranks` ranks can share them: [V, D] -> [R ceil(V/R), D].
+
+    No id and no logit reads them; their gradient is zero. weight[:V] takes them off again.
+    """
+    weight = jnp.asarray(weight)
+    return jnp.pad(weight, [(0, -weight.shape[0] % num_ranks), *[(0, 0)] * (weight.ndim - 1)])
+
+
+def _words_here(vocab_size: int, axis: Axis) -> tuple[Array, int, Array]:
+    """The first word of this rank, how many words a rank has, and this rank's position."""
+    num_words, index = -(-vocab_size // axis_size(axis)), axis_index(axis)
+    return index * num_words, num_words, index
+
+
+def _is_word(ids: Array, vocab_size: int) -> Array:
+    return (ids >= 0) & (ids < vocab_size)
+
+
+def _ids(ids: Any) -> Array:
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids are whole numbers, not {ids.dtype}; ids.astype(int) makes them so")
+    return ids
+
+
+def _check_loss(
+    logits: Array, ids: Array, axis: Axis, vocab_size: int, reduction: str, label_smoothing: float
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, from 0 to 1")
+    if logits.shape[:-1] != ids.shape:
+        raise ShapeError(
+            f"logits {list(logits.shape)} are for ids {list(logits.shape[:-1])}, and got ids {list(ids.shape)}; "
+            "the last dim of the logits is that of the words"
+        )
+    num_ranks = axis_size(axis)
+    num_words = -(-vocab_size // num_ranks)
+    if logits.shape[-1] != num_words:
+        way_out = f"scatter_to(logits, {axis!r}) gives each rank its words" if logits.shape[-1] == vocab_size else (
+            "each rank computes those of its own words, as VocabParallelEmbedding.logits does"
+        )
+        raise ShapeError(
+            f"logits have {logits.shape[-1]} columns, where of {vocab_size} words each of the {num_ranks} ranks of "
+            f"axis {axis!r} has {num_words}; {way_out}"
+        )

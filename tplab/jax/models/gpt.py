@@ -1,0 +1,124 @@
+"""A GPT of this package's layers. The whole model is the same one on a mesh whose axis has one rank."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+from jax import Array
+
+from tplab.errors import ShapeError
+from tplab.jax.comm.regions import scatter_to
+from tplab.jax.layers.attention import ParallelSelfAttention
+from tplab.jax.layers.dropout import dropout
+from tplab.jax.layers.linear import ParallelMLP
+from tplab.jax.layers.norms import LayerNorm, RMSNorm
+from tplab.jax.layers.parameters import Params, here, nested
+from tplab.jax.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tplab.mesh import Axis
+from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs
+
+
+@dataclass(frozen=True)
+class GPT:
+    """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n words
+
+    cost                a block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
+    sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
+                        reduce_scatters a block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
+    data_axis           along which ranks have other ids, and draw other dropout masks
+
+    `loss` is the mean cross-entropy, computed on the sharded logits. With a key there is dropout, without it none.
+    Where R does not divide the vocabulary, `pad_vocabulary` makes embedding.weight one that the ranks can share.
+    """
+
+    config: GPTConfig
+    axis: Axis = "tp"
+    _: KW_ONLY
+    sequence_parallel: bool = False
+    data_axis: Axis | None = None
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return nested(gpt_specs(self.config, self.axis))
+
+    def init(self, key: Any) -> Params:
+        """Weights from N(0, deviation), norms one and biases zero. Whole; inside a rank's program, its piece."""
+        about = gpt_parameters(self.config, self.axis)
+        first = {
+            name: here(mean + deviation * jax.random.normal(k, shape), spec)
+            for k, (name, (shape, spec, mean, deviation)) in zip(jax.random.split(key, len(about)), about.items())
+        }
+        return nested(first)
+
+    def __call__(self, params: Params, ids: Array, *, key: Any = None) -> Array:
+        config, length = self.config, ids.shape[-1]
+        if ids.ndim != 2 or length > config.context:
+            raise ShapeError(
+                f"a GPT takes ids [batch, sequence] of up to {config.context} tokens, and got {list(ids.shape)}; "
+                "GPTConfig.context says how long a sequence may be"
+            )
+        positions = params["positions"]["weight"][:length]
+        if self.sequence_parallel:
+            positions = scatter_to(positions, self.axis, 0)
+        drops = _Drops(config.dropout, key, self._varies_along)
+        x = drops(self._embedding(params["embedding"], ids) + positions)
+        for number in range(config.num_layers):
+            block = params["blocks"][str(number)]
+            x = x + drops(self._attention(block["attention"], self._norm(block["norm_1"], x)))
+            x = x + drops(self._mlp(block["mlp"], self._norm(block["norm_2"], x)))
+        return self._embedding.logits(params["embedding"], self._norm(params["norm"], x))
+
+    def loss(self, params: Params, ids: Array, targets: Array, *, key: Any = None) -> Array:
+        """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted."""
+        return vocab_parallel_cross_entropy(self(params, ids, key=key), targets, self.axis, self.config.vocab_size)
+
+    @property
+    def _sequence_dim(self) -> int | None:
+        return 1 if self.sequence_parallel else None
+
+    @property
+    def _varies_along(self) -> Axis | None:
+        axes = (self.data_axis, self.axis if self.sequence_parallel else None)
+        return tuple(n for axis in axes if axis for n in ((axis,) if isinstance(axis, str) else axis)) or None
+
+    @property
+    def _embedding(self) -> VocabParallelEmbedding:
+        config = self.config
+        return VocabParallelEmbedding(config.vocab_size, config.width, self.axis, sequence_dim=self._sequence_dim)
+
+    @property
+    def _attention(self) -> ParallelSelfAttention:
+        config = self.config
+        return ParallelSelfAttention(
+            config.width, config.num_heads, self.axis, num_kv_heads=config.num_kv_heads, bias=config.bias,
+            sequence_dim=self._sequence_dim,
+        )  # fmt: skip
+
+    @property
+    def _mlp(self) -> ParallelMLP:
+        config = self.config
+        return ParallelMLP(
+            config.width, config.hidden_width, self.axis, activation=config.activation, bias=config.bias,
+            sequence_dim=self._sequence_dim,
+        )  # fmt: skip
+
+    @property
+    def _norm(self) -> LayerNorm | RMSNorm:
+        kind = LayerNorm if self.config.norm == "layer" else RMSNorm
+        return kind(self.config.width, sequence_axis=self.axis if self.sequence_parallel else None)
+
+
+class _Drops:
+    """Dropout with a new key each time."""
+
+    def __init__(self, p: float, key: Any, axis: Axis | None):
+        self.p, self.key, self.axis = p, key, axis
+
+    def __call__(self, x: Array) -> Array:
+        if self.key is None or self.p == 0:
+            return x
+        self.key, key = jax.random.split(self.key)
+        return dropout(x, self.p, key=key, axis=self.axis)

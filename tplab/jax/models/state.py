@@ -1,0 +1,75 @@
+"""The state of a model, whole and one piece a rank; written to files and read from them, for any mesh.
+
+The files are safetensors: the whole state in one, or one file a rank. These can be read for another mesh: what 4 ranks
+have saved goes on on 2. Bits are moved, and none is changed. Names in files are joined by dots, as torch's are, so that
+either framework reads what the other has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from tplab.jax.layers.parameters import Params, nested
+from tplab.mesh import Mesh
+from tplab.models import state as pure
+
+State = Mapping[str, Any]
+
+
+def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
+    """What each rank of `mesh` holds of the whole parameters. (`run` does it by itself: in_specs=layer.specs.)
+
+    state   whole parameters, nested as layers have them        specs   the same structure of P: layer.specs
+    A dim that does not divide is cut into pieces of ceil(n / R), the last ones smaller: a vocabulary. Raises SpecError
+    where the names of state and specs differ.
+    """
+    return pure.split_state(state, specs, mesh)
+
+
+def merge_state(states: Sequence[State], specs: State, mesh: Mesh) -> Params:
+    """The whole parameters of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
+
+    states   one a rank, as run(...).per_rank gives them. Of copies the lowest rank's is taken
+    Raises ShapeError where there are not as many states as ranks, SpecError where names differ.
+    """
+    return pure.merge_state(states, specs, mesh, jnp.concatenate)
+
+
+def save_state(state: State, path: str | Path) -> None:
+    """Write a state to one safetensors file."""
+    from safetensors.flax import save_file
+
+    save_file({name: jnp.asarray(x) for name, x in _flat(state).items()}, str(path))
+
+
+def load_state(path: str | Path) -> Params:
+    """Read a state that save_state has written, nested again."""
+    from safetensors.flax import load_file
+
+    return nested(load_file(str(path)))
+
+
+def save_shards(states: Sequence[State], mesh: Mesh, folder: str | Path) -> None:
+    """Write the states of the ranks of `mesh` to one file each: rank-0-of-4.safetensors, ..."""
+    pure.check_one_a_rank(states, mesh)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path, state in zip(pure.shard_paths(folder, mesh.size), states, strict=True):
+        save_state(state, path)
+
+
+def load_shards(folder: str | Path, specs: State, saved_on: Mesh, mesh: Mesh) -> list[Params]:
+    """Read the files that ranks of the mesh `saved_on` have written, as the states of the ranks of `mesh`."""
+    states = [load_state(path) for path in pure.shard_paths(folder, saved_on.size, must_exist=True)]
+    return states if mesh == saved_on else split_state(merge_state(states, specs, saved_on), specs, mesh)
+
+
+def _flat(state: State, prefix: str = "") -> dict[str, Any]:
+    """{"norm": {"weight": w}} -> {"norm.weight": w}"""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found

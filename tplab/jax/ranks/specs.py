@@ -1,0 +1,97 @@
+"""Specs over structures: which `P` belongs to which array of the arguments and of the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from tplab.errors import ReplicationError, SpecError
+from tplab.jax.ranks.context import varying_axes
+from tplab.mesh import Mesh
+from tplab.sharding import P, check_spec
+
+
+def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
+    """One P for each leaf of `args`.
+
+    `specs` is None (every rank gets everything), one P for all, or a sequence with an entry an argument; an entry is
+    None, a P for all arrays in that argument, or a structure of them.
+    """
+    if specs is None or is_spec(specs):
+        return spread(specs, args, "in_specs")
+    if not isinstance(specs, tuple | list):
+        raise SpecError(f"in_specs is {specs!r}; give a P, or a tuple with one P for each of the {len(args)} arguments")
+    if len(specs) != len(args):
+        raise SpecError(f"in_specs has {len(specs)} entries and there are {len(args)} arguments; give one for each")
+    return [leaf for spec, arg in zip(specs, args, strict=True) for leaf in spread(spec, arg, "in_specs")]
+
+
+def spread(spec: Any, tree: Any, name: str) -> list[P]:
+    """One P a leaf of `tree`, from a structure of specs of the same shape, in which one may stand for a whole part."""
+    try:
+        full = jax.tree.broadcast(spec, tree, is_leaf=_is_leaf)
+    except ValueError as error:
+        raise SpecError(
+            f"{name} has {spec!r} where the value is {jax.tree.structure(tree)}; give a P, or the same structure"
+        ) from error
+    return [P() if leaf is None else P(*leaf) for leaf in jax.tree.leaves(full, is_leaf=_is_leaf)]
+
+
+def check(specs: Any, name: str, mesh: Mesh) -> None:
+    """Raise SpecError where there is something else than P and None among the specs, or an axis that `mesh` has not."""
+    for leaf in jax.tree.leaves(specs, is_leaf=_is_leaf):
+        if leaf is not None and not is_spec(leaf):
+            raise SpecError(f"{name} has {leaf!r} where a P belongs; P() stands for all of it on every rank")
+        spec = P(*(leaf or ()))
+        check_spec([0] * len(spec), spec, mesh)
+
+
+def to_jax(specs: Any) -> Any:
+    """The same structure with JAX's own PartitionSpec in it."""
+    return jax.tree.map(lambda spec: PartitionSpec(*(spec or ())), specs, is_leaf=_is_leaf)
+
+
+def is_spec(value: Any) -> bool:
+    return isinstance(value, P | PartitionSpec)
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is None or is_spec(node)
+
+
+def check_results(results: Any, out_specs: Any, mesh: Mesh) -> None:
+    """Raise where what one rank returns cannot be what `out_specs` says.
+
+    JAX knows by its types along which axes a value may differ. One that may differ along an axis, and is said to be
+    the same, is refused before anything runs: a ReplicationError.
+    """
+    leaves, _ = jax.tree.flatten_with_path(results)
+    for (path, leaf), spec in zip(leaves, spread(out_specs, results, "out_specs"), strict=True):
+        which = f"result{jax.tree_util.keystr(path)}"
+        shape = tuple(leaf.shape)
+        if len(spec) > len(shape):
+            raise SpecError(
+                f"out_specs gives {which} {spec}, which has {len(spec)} entries, and each rank's piece has "
+                f"{len(shape)} dims {shape}; give at most one entry a dim"
+                + ("" if shape else ": x.reshape(1) makes a scalar a piece that can be joined to others")
+            )
+        differs = [name for name in mesh.axis_names if name in varying_axes(leaf) and name not in spec.axis_names]
+        if differs:
+            raise ReplicationError(_not_the_same(which, shape, spec, differs))
+
+
+def _not_the_same(which: str, shape: tuple[int, ...], spec: P, differs: list[str]) -> str:
+    axes = " and ".join(map(repr, differs))
+    joining = ""
+    if shape and not spec[:1]:
+        pieces = P(differs[0] if len(differs) == 1 else tuple(differs))
+        joining = f": return the piece, and let out_specs={pieces} join them"
+    return (
+        f"out_specs={spec} says that {which}, {list(shape)}, is the same on all ranks of axis {axes}, but nothing in "
+        "the program makes it so: it was computed from what differs there.\n"
+        f"A partial result becomes the same everywhere by all_reduce over {axes}; "
+        f"what all_gather or a ring gathered cannot be known to agree{joining};\n"
+        f"if the ranks are meant to differ, name {axes} in out_specs"
+    )

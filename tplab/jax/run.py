@@ -1,0 +1,131 @@
+"""`run`: one rank's program, on every rank of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tplab.cost.cluster import Cluster, find
+from tplab.errors import SpecError
+from tplab.jax.ranks.devices import rank_of_device
+from tplab.jax.ranks.program import Compiled, is_shape, program_of
+from tplab.jax.tracing.trace import trace_of
+from tplab.mesh import Mesh
+from tplab.trace.trace import Trace
+
+_KEPT_FOR_TRACE = 4096  # elements of an argument
+
+
+class Result:
+    """What a run gave. JAX may still be at it: reading a number waits for it, as `jax.block_until_ready` does.
+
+    per_rank   what each rank returned
+    value      the results put together as out_specs said: global arrays, each rank's piece on its own device
+    trace      everything that was sent, by whom, to whom, how large, when
+
+    `per_rank` and `trace` are worked out when they are first asked for.
+    """
+
+    def __init__(
+        self, compiled: Compiled, outputs: Any, arrays: Sequence[Any], seed: int, cluster: Cluster | None, record: int
+    ):
+        self._compiled, self._outputs = compiled, outputs
+        self._seed, self._cluster, self._record = seed, cluster, record
+        # The trace shows values where they are small; what is large need not be kept alive for it.
+        self._small = [None if is_shape(a) or np.size(a) > _KEPT_FOR_TRACE else a for a in arrays]
+
+    @property
+    def value(self) -> Any:
+        if self._compiled.program.out_specs is None:
+            raise SpecError(
+                "run was given no out_specs, so it does not know how the ranks' results make a whole; "
+                "give out_specs (P() where all ranks return the same), or read .per_rank"
+            )
+        return self._outputs
+
+    @cached_property
+    def per_rank(self) -> list[Any]:
+        leaves, structure = jax.tree.flatten(self._outputs)
+        shapes, mesh = self._compiled.piece_shapes, self._compiled.program.jax_mesh
+        columns = [_pieces(leaf, shape, mesh) for leaf, shape in zip(leaves, shapes, strict=True)]
+        ranks = self._compiled.program.mesh.ranks
+        return [structure.unflatten([column[rank] for column in columns]) for rank in ranks]
+
+    @cached_property
+    def trace(self) -> Trace:
+        arguments = [self._compiled.key(self._seed), *self._small]
+        return trace_of(self._compiled, arguments, self._cluster, self._record)
+
+    def __repr__(self) -> str:
+        program = self._compiled.program
+        return f"Result of {program.title} on {program.mesh}: value, per_rank, trace"
+
+
+def run(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    *args: Any,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    on: str = "simulated",
+    cluster: str | Cluster | None = None,
+    clock: str = "modelled",
+    seed: int = 0,
+    record: int = 1000,
+) -> Result:
+    """Run `fn`, the program of one rank, on every rank of `mesh`.
+
+    args        what `fn` is called with: arrays (JAX's or NumPy's), numbers, any pytree of them. Each rank gets the
+                piece that in_specs gives it, or all. Strings, functions and other objects reach it as they are.
+                A jax.ShapeDtypeStruct stands for an array of which there is no more: nothing is run then, the trace
+                is the same, and the results are shapes too
+    in_specs    one P an argument (or a structure of them, or one P for all); without, every rank gets everything
+    out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks must be
+                known to be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's not
+    on          "simulated": on GPUs or TPUs if there are as many as ranks, otherwise on CPU devices that JAX simulates.
+                "cpu", "gpu" or "tpu": on those
+    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes
+                one unit of time and computing none
+    clock       "modelled"
+    seed        what each rank's `rank_key()` is derived from, together with its number
+    record      of how many messages the trace keeps the values (of at most 64 elements)
+
+    `fn` is traced once and compiled for all ranks (one `jax.shard_map` under one `jax.jit`), again for each structure,
+    shape and dtype of args; a further call costs a dispatch and returns before the result is there. What `fn` reads
+    from outside is built in. If one of its globals or closure's values is another object at the next call, it is
+    compiled anew; a NumPy array changed in place and an attribute that changed are not noticed: pass them as arguments.
+
+    Raises ReplicationError, SpecError, ShapeError, MeshError, and what `fn` raises while it is traced.
+    """
+    if clock != "modelled":
+        if clock == "measured":
+            raise ValueError(
+                "clock='measured' is for tplab.torch: XLA compiles all of a rank's program into one call, and tells "
+                "nobody when its parts ran.\nThe parts on a modelled clock: clock='modelled', cluster='laptop'. "
+                "The call as a whole: time jax.block_until_ready(run(...).value). Inside XLA: jax.profiler.trace"
+            )
+        raise ValueError(f"clock is {clock!r}; it must be 'modelled'")
+    known = None if cluster is None else find(cluster)
+    compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, args)
+    placed = compiled.place(arrays)
+    return Result(compiled, compiled(placed, seed), placed, seed, known, record)
+
+
+def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:
+    """Each rank's piece of a global array. On CPU devices they are brought together, to be computed with freely."""
+    if is_shape(leaf):
+        return [jax.ShapeDtypeStruct(shape, leaf.dtype)] * mesh.size
+    rank_of = rank_of_device(mesh)
+    pieces: list[Any] = [None] * mesh.size  # None: a rank of another process
+    for shard in leaf.addressable_shards:
+        pieces[rank_of[shard.device]] = shard.data
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    is_plain = on_cpu and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)  # not random keys
+    with jax.default_device(jax.local_devices(backend="cpu")[0] if is_plain else None):
+        # The shape is the rank's own: a scalar has travelled as one element, and XLA does not cut what has no elements.
+        return [p if p is None else (jnp.asarray(np.asarray(p)) if is_plain else p).reshape(shape) for p in pieces]

@@ -1,0 +1,1 @@
+"""From what JAX traced and XLA compiled to a trace."""

@@ -1,0 +1,129 @@
+"""Actions of a pipeline's schedule in a trace: all that a rank computes in one is one task, "F3" at "stage 1"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from tplab.jax.tracing.held import Held, Label
+from tplab.jax.tracing.tasks import Task
+
+_PREFIX = "tplab.action."
+_NUM_NUMBERS = 4
+STORE = "store"
+"""The kind of what only puts away what has arrived. It is no action of the schedule, and no event."""
+
+
+def action(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as an action of this kind, so that the trace knows it as one.
+
+    Its last four arguments say of what: the stage, the microbatch, the rank where the microbatch begins, and how long
+    the action takes on a clock that counts steps. They are for the trace; XLA leaves them out. STORE has none.
+    """
+
+    def called(*args: Any) -> Any:
+        return function(*args)
+
+    called.__name__ = _PREFIX + kind
+    return jax.jit(called)
+
+
+def kind_of_action(params: Mapping[str, Any]) -> str:
+    """The kind of action that a call with these parameters is; "" if none."""
+    name = str(params.get("name", ""))
+    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
+
+
+@dataclass(frozen=True)
+class _Doing:
+    """What a rank does: its name, where, the chunk that is the microbatch, and how long it takes in steps."""
+
+    op: str
+    where: str
+    chunk: int
+    seconds: float
+
+
+class Actions:
+    """Follows actions and the exchanges between them, in lock-step: an action comes after all exchanges before it.
+
+    tasks   those of the walk, which it adds to       chunk   numbers what (rank, microbatch) is
+    """
+
+    def __init__(self, tasks: list[Task], chunk: Callable[[int, int], int], num_ranks: int):
+        self._tasks, self._chunk, self._num_ranks = tasks, chunk, num_ranks
+        self._passed: dict[int, set[int]] = defaultdict(set)  # microbatch's chunk -> ranks that have worked on it
+        self._before: tuple[int, ...] = ()  # the exchanges before the actions of this tick
+        self._after: list[int] = []  # and those after them
+
+    def follow(
+        self, kind: str, inputs: list[Held], ranks: tuple[int, ...], run: Callable[[], list[Held]]
+    ) -> list[Held]:
+        """An action, which `run` walks through: one task a rank. What it computes is not looked into."""
+        first, needs = len(self._tasks), {task for held in inputs for task in held.needs}
+        results = run()
+        if kind == STORE:
+            del self._tasks[first:]
+            return [Held(held, needs) for held in results]
+        if self._after:
+            self._before, self._after = tuple(self._after), []
+        doing = self._doing(kind, inputs[-_NUM_NUMBERS:], ranks)
+        labels: list[Label | None] = [None] * self._num_ranks
+        for rank, about in doing.items():
+            self._passed[about.chunk].add(rank)
+            labels[rank] = Label(about.chunk, tuple(sorted(self._passed[about.chunk])))
+        last = self._merged(first, tuple(sorted({*needs, *self._before})), doing)
+        same = set(map(id, inputs))
+        return [held.made_by(last, held.labels if id(held) in same else labels) for held in results]
+
+    def exchange(self, task: Task) -> int:
+        """An exchange after the actions of a tick: all ranks wait for each other. Returns its number."""
+        self._tasks.append(replace(task, together=True))
+        self._after.append(len(self._tasks) - 1)
+        return self._after[-1]
+
+    def _doing(self, kind: str, numbers: list[Held], ranks: tuple[int, ...]) -> dict[int, _Doing]:
+        values = [held.values() or [0] * self._num_ranks for held in numbers]
+        found = {}
+        for rank in ranks:
+            stage, microbatch, origin, seconds = (column[rank] for column in values)
+            chunk = self._chunk(int(origin), int(microbatch))
+            found[rank] = _Doing(f"{kind}{microbatch}", f"stage {stage}", chunk, float(seconds))
+        return found
+
+    def _merged(self, first: int, tail: tuple[int, ...], doing: Mapping[int, _Doing]) -> tuple[int, ...]:
+        """Make the tasks from `first` on, an action's on several ranks, one task a rank; `tail` is what they need.
+
+        Where ranks talk to each other in an action, as in tensor parallelism, it is one before and one after.
+        Returns the numbers of the last ones.
+        """
+        made = self._tasks[first:]
+        del self._tasks[first:]
+        seconds = {rank: about.seconds for rank, about in doing.items()}
+        computing: list[Task] = []
+        for task in [*made, None]:
+            if task is not None and task.kind == "compute":
+                computing.append(task)
+                continue
+            if computing or (task is None and len(self._tasks) == first):
+                begin = len(self._tasks)
+                self._tasks += [_one(computing, r, about, tail, seconds.pop(r, 0.0)) for r, about in doing.items()]
+                computing, tail = [], tuple(range(begin, len(self._tasks)))
+            if task is not None:
+                self._tasks.append(replace(task, needs=tail))
+                tail = (len(self._tasks) - 1,)
+        return tail
+
+
+def _one(parts: list[Task], rank: int, about: _Doing, needs: tuple[int, ...], seconds: float) -> Task:
+    """All of them as one task of one rank."""
+    main = max(parts, key=lambda part: part.flops, default=None)
+    shape, dtype = ((), "") if main is None else (main.shape, main.dtype)
+    return Task(
+        "compute", about.op, (rank,), needs, shape, dtype, sum(part.num_bytes for part in parts), about.where,
+        sum(part.flops for part in parts), labels={rank: Label(about.chunk, ())}, seconds=seconds,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""JAX's collectives, as equations of a jaxpr: which ranks each joins, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.jax.tracing.held import PerRank
+from tplab.mesh import Mesh
+
+Groups = list[tuple[int, ...]]
+
+
+class Exchange(NamedTuple):
+    """One kind of collective: its name in tplab, and what each member of a group gets from what all put in."""
+
+    op: str
+    results: Callable[[dict[str, Any], list[np.ndarray]], Sequence[np.ndarray]]
+
+    def names(self, params: dict[str, Any]) -> tuple[str, ...]:
+        """The axes it runs along."""
+        names = params["axes"] if "axes" in params else params["axis_name"]
+        return (names,) if isinstance(names, str) else tuple(name for name in names if isinstance(name, str))
+
+    def groups(self, params: dict[str, Any], mesh: Mesh) -> Groups:
+        """The ranks that do it together, in the order of their positions."""
+        groups = mesh.groups(self.names(params))
+        if self.op == "ppermute":  # JAX numbers the ranks in the mesh's order here, whatever that of the names
+            return [tuple(sorted(group)) for group in groups]
+        if parts := params.get("axis_index_groups"):
+            return [tuple(group[index] for index in part) for group in groups for part in parts]
+        return groups
+
+    def apply(self, params: dict[str, Any], groups: Groups, values: PerRank) -> PerRank:
+        """What every rank gets."""
+        results: PerRank = [None] * len(values)
+        for group in groups:
+            outputs = self.results(params, [np.asarray(values[rank]) for rank in group])
+            for rank, output in zip(group, outputs, strict=True):
+                results[rank] = output
+        return results
+
+
+def _alike(combine: Callable[[Any, Any], Any]) -> Callable[[dict[str, Any], list[np.ndarray]], list[np.ndarray]]:
+    return lambda params, inputs: [reduce(combine, inputs)] * len(inputs)
+
+
+def _gathered(params: dict[str, Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
+    join = np.concatenate if params["tiled"] else np.stack
+    return [join(inputs, params["all_gather_dimension"])] * len(inputs)
+
+
+def _scattered(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
+    total, dim = reduce(np.add, inputs), params["scatter_dimension"]
+    if params["tiled"]:
+        return np.split(total, len(inputs), dim)
+    return [np.take(total, index, dim) for index in range(len(inputs))]
+
+
+def _exchanged(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
+    split, concat, count = params["split_axis"], params["concat_axis"], len(inputs)
+    if params["tiled"]:
+        pieces = [np.split(x, count, split) for x in inputs]
+        return [np.concatenate([row[index] for row in pieces], concat) for index in range(count)]
+    return [np.stack([np.take(x, index, split) for x in inputs], concat) for index in range(count)]
+
+
+def _permuted(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
+    outputs = [np.zeros_like(x) for x in inputs]
+    for source, target in params["perm"]:
+        outputs[target] = inputs[source]
+    return outputs
+
+
+_SUM, _GATHER = Exchange("all_reduce", _alike(np.add)), Exchange("all_gather", _gathered)
+
+EXCHANGES = {
+    "psum": _SUM,
+    "psum_invariant": _SUM,
+    "pmax": Exchange("all_reduce", _alike(np.maximum)),
+    "pmin": Exchange("all_reduce", _alike(np.minimum)),
+    "all_gather": _GATHER,
+    "all_gather_invariant": _GATHER,
+    "reduce_scatter": Exchange("reduce_scatter", _scattered),
+    "all_to_all": Exchange("all_to_all", _exchanged),
+    "ppermute": Exchange("ppermute", _permuted),
+}
+"""By the names of JAX's primitives."""

@@ -1,0 +1,82 @@
+"""Tasks: what the ranks of a traced program have to do, and what each costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tplab.jax.tracing.held import Held, Label
+
+
+@dataclass(slots=True)
+class Task:
+    """One operation of the program, on each of `ranks`.
+
+    kind      "compute"; "message": pairs of ranks; "collective": all ranks of each group together
+    needs     the tasks, by number, that must have ended on a rank before it can take part
+    groups    the ranks along the axis, of all ranks; a message goes from one to another of the same group
+    pairs     message: (from rank, to rank)
+    labels    message: what each sender sends. compute: what is made of received data, by rank
+    adding    compute: the ranks whose own data joins there what they received
+    carried   message: what is sent. collective, compute: what comes out
+    seconds   compute: of an action of a schedule, how long it takes on the clock that counts steps; None: it is none
+    together  message: all ranks of a group wait for each other before it, and until it has arrived
+    costs     the name under which tplab.cost knows the collective, where it is not `op`
+    """
+
+    kind: Literal["compute", "message", "collective"]
+    op: str
+    ranks: tuple[int, ...]
+    needs: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    where: str
+    flops: int = 0
+    axis: str = ""
+    groups: Sequence[tuple[int, ...]] = ()
+    pairs: Sequence[tuple[int, int]] = ()
+    labels: dict[int, Label] = field(default_factory=dict)
+    adding: frozenset[int] = frozenset()
+    carried: Held | None = None
+    seconds: float | None = None
+    together: bool = False
+    costs: str = ""
+
+
+_VIEWS = {
+    "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "slice", "dynamic_slice", "split", "copy",
+    "copy_p", "stop_gradient", "optimization_barrier", "random_wrap", "random_unwrap", "iota", "name", "empty",
+    "debug_callback", "debug_print",
+}  # fmt: skip
+_COPIES = {
+    "convert_element_type", "bitcast_convert_type", "concatenate", "pad", "gather", "rev", "dynamic_update_slice",
+    "device_put",
+}  # fmt: skip
+
+
+def is_free(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> bool:
+    """Whether an operation moves no data: a view, or numbers by which others are found (an index, a shape)."""
+    return name in _VIEWS or all(held.is_scalar for held in (*inputs, *outputs))
+
+
+def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs: Sequence[Held]) -> int:
+    """Floating-point operations: 2 a term of a product, none of a copy, else 1 for each element of the larger side."""
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * outputs[0].size * math.prod(inputs[0].shape[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel = inputs[1]
+        return 2 * outputs[0].size * (kernel.size // kernel.shape[params["dimension_numbers"].rhs_spec[0]])
+    if name in _COPIES:
+        return 0
+    return max(held.size for held in (*inputs, *outputs))
+
+
+def bytes_of(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> int:
+    """Read and written: every operand and result; of an array that is updated in place, as XLA does, only the piece."""
+    if name == "dynamic_update_slice":
+        return 2 * inputs[1].num_bytes
+    return sum(held.num_bytes for held in (*inputs, *outputs))

@@ -1,0 +1,157 @@
+"""The trace of a run, from what JAX traced.
+
+Nobody tells when the parts of a compiled program ran. But its jaxpr is all of it: every collective with its axes and
+shapes, and what is computed between them. It is written out as tasks (`walk`), and these are run on the modelled clock
+(`timing`), with overlap wherever the data flow allows it, as XLA may do. What no result needs is left out, as XLA does.
+`collectives_in` lists what XLA made of the collectives in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from tplab.cost import collectives as cost
+from tplab.cost.cluster import Cluster
+from tplab.jax.tracing.held import Held, is_small
+from tplab.jax.tracing.tasks import Task
+from tplab.jax.tracing.timing import Timing
+from tplab.jax.tracing.walk import Walk
+from tplab.mesh import Mesh
+from tplab.sharding import P, split
+from tplab.trace.trace import Recorder, Trace
+
+if TYPE_CHECKING:
+    from tplab.jax.ranks.program import Compiled
+
+VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
+
+
+def trace_of(compiled: Compiled, arrays: Sequence[Any], cluster: Cluster | None, record: int) -> Trace:
+    """What `compiled` sends and computes. `arrays` are its arguments, None for one whose values are not to be shown."""
+    mesh = compiled.program.mesh
+    recorder = Recorder(mesh, compiled.program.title, "jax")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        walk, results = _walk(compiled.jaxpr, arrays, mesh, recorder)
+        tasks, alive = walk.tasks, _alive(walk, results)
+        hops = Timing(tasks, alive, mesh.size, None)
+        times = hops if cluster is None else Timing(tasks, alive, mesh.size, cluster)
+        _Taking(recorder, record).down(tasks, hops, times, timed=cluster is not None)
+    if cluster is None:
+        return recorder.trace(unit="steps")
+    return recorder.trace(cluster=cluster.name)
+
+
+def _walk(jaxpr: Any, arrays: Sequence[Any], mesh: Mesh, recorder: Recorder) -> tuple[Walk, list[Held]]:
+    """Follow the ranks' program: the one `shard_map` in the jaxpr of all of it."""
+    values = dict(zip(jaxpr.jaxpr.invars, arrays, strict=True))
+    values.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    eqn = next(eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    inner = eqn.params["jaxpr"]
+    inputs = []
+    for atom, variable, spec in zip(eqn.invars, inner.invars, eqn.params["in_specs"], strict=True):
+        whole = atom.val if hasattr(atom, "val") else values.get(atom)
+        inputs.append(Held.known(variable.aval, _pieces(whole, variable.aval, spec, mesh)))
+    walk = Walk(mesh, recorder.chunk)
+    return walk, walk.run(inner, (), inputs, tuple(mesh.ranks), "?")
+
+
+def _pieces(whole: Any, aval: Any, spec: Any, mesh: Mesh) -> list[Any] | None:
+    """Every rank's piece, of type `aval`, of an argument; None where that is not known or not small."""
+    if whole is None or isinstance(whole, Tracer) or not is_small(aval):
+        return None
+    if isinstance(whole, jax.Array) and not whole.is_fully_addressable:  # some of it is with another process
+        if not whole.is_fully_replicated:
+            return None
+        whole = whole.addressable_data(0)
+    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        whole = np.asarray(whole, aval.dtype)  # off the devices, where random keys have to stay
+    return split(whole, P(*spec), mesh) if len(spec) else [whole] * mesh.size
+
+
+def _alive(walk: Walk, results: Sequence[Held]) -> set[int]:
+    """The tasks that some result, or something seen outside, needs."""
+    alive: set[int] = set()
+    pending = [*walk.kept, *(task for held in results for task in held.needs)]
+    while pending:
+        number = pending.pop()
+        if number not in alive:
+            alive.add(number)
+            pending += walk.tasks[number].needs
+    return alive
+
+
+class _Taking:
+    """Takes down events, with the values of the first `record` small messages."""
+
+    def __init__(self, recorder: Recorder, record: int):
+        self.recorder, self.left = recorder, record
+
+    def down(self, tasks: Sequence[Task], hops: Timing, times: Timing, timed: bool) -> None:
+        for number, task in enumerate(tasks):
+            spans, rounds = times.spans[number], hops.spans[number]
+            if task.kind == "message":
+                self._message(task, spans, rounds)
+            elif task.kind == "collective":
+                self._collective(task, spans, rounds)
+            else:
+                self._compute(task, spans, timed)
+        for rank, start, end, number in times.waits():
+            task = tasks[number]
+            self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where)
+
+    def _compute(self, task: Task, spans: dict[int, Any], timed: bool) -> None:
+        """Where computing takes no time, only what adds to received data is an event, of no length; and actions."""
+        for rank, span in spans.items():
+            if not timed and rank not in task.adding and task.seconds is None:
+                continue
+            about: dict[str, Any] = {}
+            if (label := task.labels.get(rank)) is not None:
+                about = {"chunk": label.chunk, "contributors": label.contributors, "values": self._values(task, rank)}
+            if timed:
+                about |= {"bytes": task.num_bytes, "flops": task.flops}
+            self.recorder.add(
+                rank, "compute", task.op, *span, shape=task.shape, dtype=task.dtype, where=task.where, **about
+            )
+
+    def _message(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
+        group_of = {rank: group for group in task.groups for rank in group}
+        for source, target in sorted(task.pairs):
+            if source in spans:
+                label = task.labels[source]
+                self.recorder.add_message(
+                    source, target, task.op, spans[source], task.axis, group_of[source], task.num_bytes, task.shape,
+                    task.dtype, int(rounds[source].start), label.chunk, label.contributors, self._values(task, source),
+                    task.where,
+                )  # fmt: skip
+
+    def _collective(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
+        elements, itemsize = int(np.prod(task.shape, dtype=np.int64)), 0
+        for group in task.groups:
+            if group[0] not in spans:
+                continue
+            message = self.recorder.next_message()
+            itemsize = task.num_bytes // elements if elements else 0
+            for index, rank in enumerate(group):
+                self.recorder.add(
+                    rank, "collective", task.op, *spans[rank], axis=task.axis, group=group,
+                    bytes=cost.bytes_sent(task.costs, elements, itemsize, len(group), index), shape=task.shape,
+                    dtype=task.dtype, message=message, step=int(rounds[rank].start), contributors=group,
+                    values=self._values(task, rank), where=task.where,
+                )  # fmt: skip
+
+    def _values(self, task: Task, rank: int) -> np.ndarray | None:
+        """What the task carries, if it is small and not too many were kept already."""
+        carried = task.carried
+        if carried is None or carried.size > VALUES_UP_TO or self.left <= 0:
+            return None
+        values = carried.values()
+        if values is None:
+            return None
+        self.left -= 1
+        array = np.asarray(values[rank])
+        return array.astype(np.float32) if array.dtype.kind == "V" else np.array(array)  # bfloat16 and the like

@@ -1,0 +1,308 @@
+"""From a jaxpr to tasks: every equation of a rank's program, in order, loops and calls written out."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tplab.errors import TraceError
+from tplab.jax.tracing.actions import Actions, kind_of_action
+from tplab.jax.tracing.calls import called
+from tplab.jax.tracing.exchange import EXCHANGES, Exchange
+from tplab.jax.tracing.held import Held, Label, PerRank, computed, joined
+from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free
+from tplab.lines import line_text
+from tplab.mesh import Mesh
+
+Ranks = tuple[int, ...]
+
+_MOST_ITERATIONS = 10_000  # of a while_loop
+
+
+class Walk:
+    """Follows a program on all ranks at once. `tasks` is what they have to do; `chunk(rank, piece)` numbers chunks."""
+
+    def __init__(self, mesh: Mesh, chunk: Callable[[int, int], int]):
+        self.mesh, self._chunk = mesh, chunk
+        self.tasks: list[Task] = []
+        self.kept: list[int] = []  # tasks with an effect: they are done also where nobody needs their result
+        self._num_chunks = [0] * mesh.size
+        self._actions = Actions(self.tasks, chunk, mesh.size)
+
+    def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
+        """What the outputs of `jaxpr` hold once `ranks` have run it. `where` is the line it was called from."""
+        held: dict[Any, Held] = dict(zip(jaxpr.constvars, consts, strict=True))
+        held.update(zip(jaxpr.invars, args, strict=True))
+        # what JAX's own functions consist of is known by the line that calls them: JAX may have kept it from elsewhere
+        in_program = not (jaxpr.debug_info.func_filename or "").startswith(_JAX)
+
+        def read(atom: Any) -> Held:
+            return Held.known(atom.aval, [atom.val] * self.mesh.size) if hasattr(atom, "val") else held[atom]
+
+        uses = Counter(id(atom) for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for atom in atoms)
+        for eqn in jaxpr.eqns:
+            line = (_line_of(eqn.source_info.traceback) if in_program else None) or where
+            inputs = [read(atom) for atom in eqn.invars]
+            if (product := self._product_that_adds(eqn, inputs, uses, ranks)) is not None:
+                outputs = [self._added(product, eqn, inputs, ranks)]
+            else:
+                outputs = self._equation(eqn, inputs, ranks, line)
+            held.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in EXCHANGES:
+            scope = str(eqn.source_info.name_stack)
+            exchange = EXCHANGES[name]
+            pairs = zip(inputs, eqn.outvars, strict=True)
+            return [self._exchange(exchange, params, scope, x, out.aval, ranks, where) for x, out in pairs]
+        if name in ("pvary", "pcast"):
+            return inputs  # a statement about types
+        if name == "axis_index":
+            names = params["axis_name"]
+            return [Held.known(eqn.outvars[0].aval, [np.int32(self.mesh.index(r, names)) for r in self.mesh.ranks])]
+        if (inner := called(eqn)) is not None:
+            if kind := kind_of_action(params):
+                return self._actions.follow(kind, inputs, ranks, lambda: self._call(inner, inputs, ranks, where))
+            return self._call(inner, inputs, ranks, where)
+        if name == "scan":
+            return self._scan(eqn, inputs, ranks, where)
+        if name == "while":
+            return self._while(params, inputs, ranks, where)
+        if name == "cond":
+            return self._cond(params, inputs, ranks, where)
+        return self._compute(eqn, inputs, ranks, where)
+
+    # --- computing -----------------------------------------------------------------------------------------------
+
+    def _compute(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        name = eqn.primitive.name
+        labels = joined(inputs, ranks, self.mesh.size)
+        needs = {task for held in inputs for task in held.needs}
+        outputs = [Held(variable.aval, needs, labels) for variable in eqn.outvars]
+        has_effect = "callback" in name or "debug" in name
+        if not is_free(name, inputs, outputs):
+            first = outputs[0] if outputs else inputs[0]
+            number = self._add(Task(
+                "compute", name, ranks, tuple(sorted(needs)), first.shape, str(first.dtype),
+                bytes_of(name, inputs, outputs), where, flops_of(name, eqn.params, inputs, outputs),
+                carried=first, **_about(labels, inputs),
+            ))  # fmt: skip
+            for held in outputs:
+                held.needs = (number,)
+        elif inputs and all(held.is_scalar for held in inputs):
+            for held in outputs:
+                held.is_scalar = True
+        if has_effect:
+            self.kept += sorted(needs)
+        computed(outputs, inputs, partial(_bound, eqn, self.mesh.size))
+        return outputs
+
+    def _product_that_adds(self, eqn: Any, inputs: list[Held], uses: Counter[int], ranks: Ranks) -> int | None:
+        """The product that an addition is part of, as in y += x w: nothing else uses it, and what is added was computed
+        before it. (For what is received the product would have to wait.)"""
+        if eqn.primitive.name not in ("add", "add_any") or inputs[0].shape != inputs[1].shape:
+            return None
+        for atom, held, other in zip(eqn.invars, inputs, reversed(inputs), strict=True):
+            if len(held.needs) == 1 and uses[id(atom)] == 1:
+                task = self.tasks[held.needs[0]]
+                is_product = task.op == "dot_general" and task.shape == held.shape and task.ranks == ranks
+                if is_product and all(n < held.needs[0] and self.tasks[n].kind == "compute" for n in other.needs):
+                    return held.needs[0]
+        return None
+
+    def _added(self, product: int, eqn: Any, inputs: list[Held], ranks: Ranks) -> Held:
+        """The sum, where the product adds: what it adds to is read as well."""
+        task = self.tasks[product]
+        other = inputs[0] if inputs[1].needs == (product,) else inputs[1]
+        labels = joined(inputs, ranks, self.mesh.size)
+        result = Held(eqn.outvars[0].aval, (product,), labels)
+        computed([result], inputs, partial(_bound, eqn, self.mesh.size))
+        about = {"num_bytes": task.num_bytes + other.num_bytes, "carried": result, **_about(labels, inputs)}
+        self.tasks[product] = replace(task, needs=tuple(sorted({*task.needs, *other.needs})), **about)
+        return result
+
+    def _exchange(
+        self, exchange: Exchange, params: dict[str, Any], scope: str, x: Held, aval: Any, ranks: Ranks, where: str
+    ) -> Held:
+        """A collective: one task for all ranks, unless each is alone along the axis."""
+        names = exchange.names(params)
+        groups = exchange.groups(params, self.mesh)
+        result = Held(aval, x.needs)
+        computed([result], [x], lambda values: [exchange.apply(params, groups, values[0])])
+        if len(groups[0]) == 1:
+            result.labels = x.labels
+            return result
+        about: dict[str, Any] = {
+            "ranks": ranks, "needs": x.needs, "shape": x.shape, "dtype": str(x.dtype), "num_bytes": x.num_bytes,
+            "where": where, "axis": ",".join(names), "groups": groups,
+        }  # fmt: skip
+        if exchange.op == "ppermute":
+            op = next((name for name in ("ring_shift", "send") if f"tplab.{name}" in scope), "ppermute")
+            pairs = [(group[a], group[b]) for group in groups for a, b in params["perm"] if group[a] in ranks]
+            sent = {a: self._label_of(x, a) for a, b in sorted(pairs) if a != b}
+            labels: list[Label | None] = [None] * self.mesh.size
+            for a, b in pairs:
+                labels[b] = x.label(a) if a == b else sent[a]
+            result.labels = labels
+            about["groups"] = self.mesh.groups(names)  # in the order of the names, whatever that of the pairs
+            task = Task("message", op, pairs=pairs, labels=sent, carried=x, **about)
+            number = self._actions.exchange(task) if op == "send" else self._add(task)
+        else:
+            op = "broadcast" if "tplab.broadcast" in scope else exchange.op
+            number = self._add(Task("collective", op, carried=result, costs=exchange.op, **about))
+        result.needs = (number,)
+        return result
+
+    def _label_of(self, x: Held, rank: int) -> Label:
+        """Under which label `rank` sends x: that of what it received, or of a new chunk where it is the rank's own."""
+        label = x.label(rank) or x.sent.get(rank)
+        if label is None:
+            label = x.sent[rank] = Label(self._chunk(rank, self._num_chunks[rank]), (rank,))
+            self._num_chunks[rank] += 1
+        return label
+
+    def _add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    # --- calls and loops -----------------------------------------------------------------------------------------
+
+    def _call(self, inner: Any, inputs: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
+        """Run an inner jaxpr, open or closed."""
+        if not hasattr(inner, "consts"):
+            return self.run(inner, (), inputs, ranks, where)
+        known = zip(inner.jaxpr.constvars, inner.consts, strict=True)
+        consts = [Held.known(variable.aval, [value] * self.mesh.size) for variable, value in known]
+        return self.run(inner.jaxpr, consts, inputs, ranks, where)
+
+    def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        """Every iteration, one behind the other."""
+        params, num_carry = eqn.params, eqn.params["num_carry"]
+        consts, carry, xs = _cut(inputs, params["num_consts"], num_carry)
+        body, length = params["jaxpr"], params["length"]
+        avals = [variable.aval for variable in body.jaxpr.invars[len(consts) + num_carry :]]
+        rows: list[list[Held]] = [[] for _ in eqn.outvars[num_carry:]]
+        for place in reversed(range(length)) if params["reverse"] else range(length):
+            row = [_item(x, aval, place) for x, aval in zip(xs, avals, strict=True)]
+            results = self._call(body, [*consts, *carry, *row], ranks, where)
+            carry = results[:num_carry]
+            for column, result in zip(rows, results[num_carry:], strict=True):
+                column.append(result)
+        if params["reverse"]:
+            rows = [column[::-1] for column in rows]
+        ys = [self._stacked(v.aval, column, ranks) for v, column in zip(eqn.outvars[num_carry:], rows, strict=True)]
+        return [*carry, *ys]
+
+    def _stacked(self, aval: Any, rows: list[Held], ranks: Ranks) -> Held:
+        stacked = Held(aval, {task for row in rows for task in row.needs}, joined(rows, ranks, self.mesh.size))
+        computed([stacked], rows, lambda values: [[np.stack(column) for column in zip(*values, strict=True)]])
+        return stacked
+
+    def _while(self, params: dict[str, Any], inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        """As many iterations as it makes on each rank, where that can be known; else one."""
+        for_cond, for_body, carry = _cut(inputs, params["cond_nconsts"], params["body_nconsts"])
+        active = ranks
+        for _ in range(_MOST_ITERATIONS):
+            (goes_on,) = self._call(params["cond_jaxpr"], [*for_cond, *carry], active, where)
+            values = goes_on.values()
+            active = active if values is None else tuple(rank for rank in active if values[rank])
+            if not active:
+                return carry
+            after = self._call(params["body_jaxpr"], [*for_body, *carry], active, where)
+            both = zip(after, carry, strict=True)
+            carry = [self._either([(active, new), (self.mesh.ranks, old)]) for new, old in both]
+            if values is None:
+                return carry
+        raise TraceError(
+            f"the while_loop at {where} has run {_MOST_ITERATIONS:,} times without coming to an end; "
+            "a trace writes loops out, so trace a shorter one"
+        )
+
+    def _cond(self, params: dict[str, Any], inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        """On each rank the branch that it takes, where that can be known; else the last: what `cond` does if true."""
+        branches, (which, *operands) = params["branches"], inputs
+        values = which.values()
+        last = len(branches) - 1
+        taken = [last if values is None else min(max(int(value), 0), last) for value in values or [0] * self.mesh.size]
+        outcomes = []
+        for place in sorted({taken[rank] for rank in ranks}):
+            takers = tuple(rank for rank in ranks if taken[rank] == place)
+            outcomes.append((takers, self._call(branches[place], operands, takers, where)))
+        return [
+            self._either([(takers, results[place]) for takers, results in outcomes])
+            for place in range(len(outcomes[0][1]))
+        ]
+
+    def _either(self, choices: list[tuple[Iterable[int], Held]]) -> Held:
+        """What was computed in one way on some ranks and in another on others: of each rank its first choice."""
+        if len(choices) == 1 or all(held is choices[0][1] for _, held in choices):
+            return choices[0][1]
+        chosen: list[int] = [0] * self.mesh.size
+        for place, (ranks, _) in reversed(list(enumerate(choices))):
+            for rank in ranks:
+                chosen[rank] = place
+        helds = [held for _, held in choices]
+        labels = [helds[place].label(rank) for rank, place in enumerate(chosen)]
+        result = Held(helds[0], {task for held in helds for task in held.needs}, labels if any(labels) else None)
+        computed([result], helds, lambda values: [[values[place][rank] for rank, place in enumerate(chosen)]])
+        return result
+
+
+def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dict[str, Any]:
+    """Of a computation: on each rank the label of what comes out, and where it has more contributors than came in."""
+    known = {rank: label for rank, label in enumerate(labels or ()) if label is not None}
+    first = {rank: next(label for held in inputs if (label := held.label(rank)) is not None) for rank in known}
+    adding = frozenset(rank for rank, label in known.items() if len(label.contributors) > len(first[rank].contributors))
+    return {"labels": known, "adding": adding}
+
+
+def _cut(items: list[Held], first: int, second: int) -> tuple[list[Held], list[Held], list[Held]]:
+    """So many, so many, and the rest."""
+    return items[:first], items[first : first + second], items[first + second :]
+
+
+def _item(x: Held, aval: Any, place: int) -> Held:
+    """Row `place` of x."""
+    item = Held(aval, x.needs, x.labels)
+    computed([item], [x], lambda values: [[value[place] for value in values[0]]])
+    return item
+
+
+def _bound(eqn: Any, num_ranks: int, values: list[PerRank]) -> list[PerRank]:
+    """The equation, evaluated by JAX for one rank after another; once for those with the same operands."""
+    params = {key: None if key in ("sharding", "out_sharding") else value for key, value in eqn.params.items()}
+    results, found = [], {}
+    for operands in zip(*values, strict=True) if values else [()] * num_ranks:
+        key = tuple(map(id, operands))
+        if key not in found:
+            result = eqn.primitive.bind(*operands, **params)
+            found[key] = [_plain(item) for item in (result if eqn.primitive.multiple_results else [result])]
+        results.append(found[key])
+    return [list(column) for column in zip(*results, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy array, which unlike JAX's belongs to no mesh. Random keys have no such form."""
+    return value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) else np.asarray(value)
+
+
+_JAX = str(Path(str(jax.__file__)).parent) + os.sep
+_NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)
+
+
+def _line_of(traceback: Any) -> str | None:
+    """The line of the user's program that an equation came from."""
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_NOT_THE_PROGRAM):
+            return line_text(frame.file_name, frame.line_num)
+    return None

@@ -1,0 +1,1 @@
+"""What the models of both frameworks share: their configurations, how their parameters lie, and their states."""

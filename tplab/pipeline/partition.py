@@ -1,0 +1,191 @@
+"""Partition: the layers of a model cut into stages, so that the busiest rank has as little as possible."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from tplab.errors import ScheduleError, ShapeError
+from tplab.pipeline.balance import Balance, Number
+from tplab.schedules.placement import Placement, linear
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Consecutive layers a stage.
+
+    bounds      stage s has the layers bounds[s] to bounds[s + 1] - 1
+    costs       what was balanced, a figure a layer
+    weights     parameters of each layer
+    placement   the stages of each rank
+    method      what `costs` are
+    names       of the layers, where they have any
+    """
+
+    bounds: tuple[int, ...]
+    costs: tuple[Number, ...] = field(repr=False)
+    weights: tuple[Number, ...] = field(repr=False)
+    placement: Placement = field(repr=False)
+    method: str = "parameters"
+    names: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def stages(self) -> list[range]:
+        """The layers of each stage."""
+        return [range(a, b) for a, b in zip(self.bounds, self.bounds[1:])]
+
+    @property
+    def stage_costs(self) -> list[Number]:
+        return [sum(self.costs[a:b]) for a, b in zip(self.bounds, self.bounds[1:])]
+
+    @property
+    def stage_weights(self) -> list[Number]:
+        """Parameters of each stage."""
+        return [sum(self.weights[a:b]) for a, b in zip(self.bounds, self.bounds[1:])]
+
+    @property
+    def rank_costs(self) -> list[Number]:
+        """What each rank has to do: the sum over its stages."""
+        costs = self.stage_costs
+        return [sum(costs[stage] for stage in held) for held in self.placement]
+
+    @property
+    def largest(self) -> Number:
+        """The cost of the busiest rank: what no other partition can make smaller."""
+        return max(self.rank_costs)
+
+    def stage_of(self, layer: int) -> int:
+        return bisect_right(self.bounds, layer) - 1
+
+    def __str__(self) -> str:
+        """One line a stage: its rank, its layers, its parameters, and its cost where that is something else."""
+        home = {stage: rank for rank, held in enumerate(self.placement) for stage in held}
+        wide = max(len(f"{weight:,}") for weight in self.stage_weights)
+        lines = []
+        for stage, layers in enumerate(self.stages):
+            line = f"stage {stage}  rank {home[stage]}  layers {f'[{layers.start}, {layers.stop})':<10}"
+            line += f"  {self.stage_weights[stage]:>{wide},} parameters"
+            if self.method != "parameters":
+                line += f"  {self.method} {self.stage_costs[stage]:g}"
+            if self.names:
+                line += f"  {self.names[layers.start]} to {self.names[layers.stop - 1]}"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def partition(
+    weights: Sequence[Number],
+    parts: int,
+    method: str | Sequence[Number] = "parameters",
+    *,
+    names: Sequence[str] = (),
+    placement: Placement | None = None,
+    memory: Sequence[Number] | Sequence[Sequence[Number]] | None = None,
+    memory_limit: Number | Sequence[Number] | None = None,
+) -> Partition:
+    """Cut layers into `parts` stages, one layer at least each, so that the largest rank is as small as can be: exactly.
+
+    weights     parameters of each layer
+    method      what is balanced: "parameters"; "uniform", the number of layers; "type:regex", the number of layers
+                whose name matches (upper and lower case alike); or a figure a layer, as measured seconds
+    names       of the layers, for "type:regex" and for printing
+    placement   the stages of each rank, from `tplab.schedules.placement`: wrapped, V or wave; one stage a rank if left
+                out. A rank's cost is the sum over its stages
+    memory      what each layer takes [layers], or takes on each rank [ranks, layers] (an early rank keeps more
+                activations); left out, its weights
+    memory_limit  what a rank has (one figure, or one a rank); left out, no limit
+
+    With one stage a rank this takes milliseconds, with two seconds at most for a hundred layers; with three or more,
+    seconds to minutes, unless layers are few or much alike. One stage a rank: of all best partitions the most even one.
+    DeepSpeed's partition_balanced minimises largest - smallest instead, and so makes 5 of [1, 4, 2, 2, 2] in 4 parts.
+    """
+    costs, label = _costs(weights, method, names)
+    held = linear(parts) if placement is None else placement
+    if sum(map(len, held)) != parts:
+        raise ShapeError(f"the placement has {sum(map(len, held))} stages and parts is {parts}; they must agree")
+    if parts > len(costs):
+        raise ShapeError(
+            f"{len(costs)} layers cannot make {parts} stages of a layer each; use at most {len(costs)} stages"
+        )
+    balance = Balance(costs, held, *_memory(weights, len(held), memory, memory_limit))
+    return Partition(tuple(balance.bounds()), tuple(costs), tuple(weights), held, label, tuple(names))
+
+
+def cut_layers(
+    sizes: Sequence[Number], parts: int, method: str | Sequence[Number] = "parameters", *, names: Sequence[str] = (),
+    placement: Placement | None = None, bounds: Sequence[int] | None = None,
+) -> Partition:  # fmt: skip
+    """The partition of layers that have these numbers of parameters: the best one, or with these `bounds`."""
+    if bounds is None:
+        return partition(sizes, parts, method, names=names, placement=placement)
+    given = tuple(map(int, bounds))
+    rises = all(a <= b for a, b in pairwise(given))
+    if len(given) != parts + 1 or given[0] != 0 or given[-1] != len(sizes) or not rises:
+        raise ScheduleError(
+            f"bounds {list(given)} do not cut {len(sizes)} layers into {parts} stages; they begin with 0, rise, end "
+            f"with {len(sizes)}, and are {parts + 1}"
+        )
+    return Partition(given, tuple(sizes), tuple(sizes), placement or linear(parts), "parameters", tuple(names))
+
+
+def _costs(
+    weights: Sequence[Number], method: str | Sequence[Number], names: Sequence[str]
+) -> tuple[Sequence[Number], str]:
+    """(what is balanced, its name)."""
+    costs: Sequence[Number]
+    if names and len(names) != len(weights):
+        raise ShapeError(f"{len(names)} names for {len(weights)} layers; give one a layer")
+    if not isinstance(method, str):
+        costs, label = [_plain(cost) for cost in method], "cost"
+        if len(costs) != len(weights):
+            raise ShapeError(f"{len(costs)} measured costs for {len(weights)} layers; give one a layer")
+    elif method == "parameters":
+        costs, label = [_plain(weight) for weight in weights], method
+    elif method == "uniform":
+        costs, label = [1] * len(weights), "layers"
+    elif method.startswith("type:"):
+        if not names:
+            raise ShapeError(f"method {method!r} looks at the layers' names; pass names=[...], one a layer")
+        pattern = re.compile(method[len("type:") :], re.IGNORECASE)
+        costs, label = [int(bool(pattern.search(name))) for name in names], method[len("type:") :]
+        if not any(costs):
+            raise ShapeError(
+                f"no layer's name matches {pattern.pattern!r}; the names are {', '.join(sorted(set(names)))}"
+            )
+    else:
+        raise ShapeError(f"method is 'parameters', 'uniform', 'type:regex' or a figure a layer, not {method!r}")
+    if any(cost < 0 or not math.isfinite(cost) for cost in costs):
+        raise ShapeError(f"the cost of a layer is {min(costs)}; it must be finite, 0 or more")
+    return costs, label
+
+
+def _memory(
+    weights: Sequence[Number],
+    ranks: int,
+    memory: Sequence[Number] | Sequence[Sequence[Number]] | None,
+    limit: Number | Sequence[Number] | None,
+) -> tuple[list[list[Number]] | None, list[Number]]:
+    """(what the layers take on each rank, what each rank has), or (None, [])."""
+    if limit is None:
+        return None, []
+    table = np.asarray(weights if memory is None else memory)
+    if table.shape not in ((len(weights),), (ranks, len(weights))):
+        raise ShapeError(
+            f"memory has shape {table.shape}; give [layers] = [{len(weights)}], "
+            f"or [ranks, layers] = [{ranks}, {len(weights)}]"
+        )
+    return np.broadcast_to(table, (ranks, len(weights))).tolist(), np.broadcast_to(limit, ranks).tolist()
+
+
+def _plain(value: Number) -> Number:
+    return value.item() if isinstance(value, np.generic) else value

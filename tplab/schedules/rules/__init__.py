@@ -1,0 +1,1 @@
+"""The rules that make schedules, one family per file."""

@@ -1,0 +1,1 @@
+"""Schedules that are searched for: greedily, automatically, or proven best."""

@@ -1,0 +1,184 @@
+"""An automatic scheduler: given costs and a memory limit, a good schedule; or the best one, for small pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, product
+
+import numpy as np
+
+from tplab.errors import ScheduleError
+from tplab.schedules.action import B, F, I, W
+from tplab.schedules.costs import Costs
+from tplab.schedules.placement import Placement, check_counts, name_of, v_shape, wrapped
+from tplab.schedules.rules.blocks import blocks
+from tplab.schedules.rules.classic import gpipe, one_f_one_b
+from tplab.schedules.rules.interleaved import interleaved_1f1b, looped_bfs
+from tplab.schedules.rules.row import chain, row
+from tplab.schedules.rules.stamp import Block
+from tplab.schedules.rules.v_shapes import v_half, v_min
+from tplab.schedules.rules.waves import hanayo
+from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
+from tplab.schedules.schedule import Schedule
+from tplab.schedules.search.greedy import Durations, Taste, list_schedule
+from tplab.schedules.simulate import simulate
+from tplab.schedules.simulation import peak_activations
+
+_TASTES = [Taste(*choice) for choice in product((True, False), (True, False), (0.0, 0.5, 1.0))]
+
+
+def auto_schedule(
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    placement: str | Placement = "linear",
+    virtual_stages: int = 2,
+    split_backward: bool = True,
+    objective: str = "makespan",
+    solver: str = "heuristic",
+    seconds: float = 10.0,
+) -> Schedule:
+    """A good schedule for these costs that keeps within the memory limit.
+
+    costs           as for `simulate`; left out, F = I = W = 1
+    memory_limit    the most microbatches whose activations a rank may hold (one figure, or one a rank)
+    placement       "linear", "v", "wrapped" (with `virtual_stages` a rank), or a placement
+    split_backward  whether the backward may be split into I and W
+    objective       "makespan"; or "span", for when a rank takes its optimizer step as soon as it is done
+    solver          "heuristic"; "quick", its first guesses, for an answer at once; or "exact", the proven best, for
+                    small pipelines (needs the extra package ortools)
+    seconds         how long the exact solver may look; where that is too short, its schedule's name says so
+
+    The heuristic tries the known rules that fit, building blocks stamped and squeezed into the limit, and list
+    scheduling with several tastes, and takes the best: the same one every time. On small pipelines that is within a
+    few per cent of the proven best, and mostly is the best.
+    Raises ScheduleError where no schedule fits.
+    """
+    check_counts(ranks=ranks, microbatches=microbatches)
+    costs = costs or Costs()
+    held = _placement(placement, ranks, virtual_stages)
+    if objective not in ("makespan", "span"):
+        raise ScheduleError(f"the objective is 'makespan' or 'span', not {objective!r}")
+    if solver not in ("heuristic", "quick", "exact"):
+        raise ScheduleError(f"the solver is 'heuristic', 'quick' or 'exact', not {solver!r}")
+    virtual = sum(map(len, held)) / ranks
+    limits = np.broadcast_to(np.inf if memory_limit is None else np.asarray(memory_limit, float), ranks)
+    slots = [len(stages) * microbatches if np.isinf(limit) else int(limit * virtual + 1e-9)
+             for stages, limit in zip(held, limits)]  # fmt: skip
+    for rank, (stages, slot) in enumerate(zip(held, slots)):
+        if slot < len(stages):
+            raise ScheduleError(
+                f"rank {rank} may hold {limits[rank]:g} microbatches and has {len(stages)} stages; even one microbatch "
+                f"needs {len(stages) / virtual:g}: raise the memory limit"
+            )
+
+    candidates = _candidates(held, microbatches, costs, slots, split_backward, quick=solver == "quick")
+    if solver != "exact":
+        return min(candidates, key=lambda schedule: _score(schedule, costs, objective)).named("auto")
+    from tplab.schedules.search.exact import solve
+
+    alike = (schedule for schedule in candidates if schedule.splits_backward == split_backward)
+    return solve(min(alike, key=lambda schedule: _score(schedule, costs, objective)), costs, slots, objective, seconds)
+
+
+def _score(schedule: Schedule, costs: Costs, objective: str) -> tuple[float, float]:
+    run = simulate(schedule, costs)
+    return (run.makespan, run.span) if objective == "makespan" else (run.span, run.makespan)
+
+
+def _candidates(
+    held: Placement, microbatches: int, costs: Costs, slots: Sequence[int], split: bool, quick: bool
+) -> Iterator[Schedule]:
+    """Schedules that fit into `slots` stage activations: from rules, building blocks and list scheduling."""
+    durations = _durations(held, microbatches, costs, split)
+    chooses = any(len(stages) > 1 for stages in held)  # between a later stage and an earlier one
+    for taste in _TASTES:
+        if not (taste.deep_first or chooses) or (quick and not (taste.backward_first and taste.deep_first)):
+            continue
+        yield Schedule(list_schedule(held, microbatches, durations, slots, split, taste), held)
+    known = [rule for rule in _rules(held, microbatches, split) if _fits(rule, slots)]
+    yield from known
+    if not split:
+        return
+    plans = [_plan(rule) for rule in known if rule.splits_backward]
+    if quick:
+        for plan in plans[-1:]:
+            yield Schedule(list_schedule(held, microbatches, durations, slots, True, Taste(), plan), held)
+        return
+    if name_of(held) != "custom":
+        plans += [block.squeezed(microbatches, slots)[0] for block in _best_blocks(held, microbatches, costs, slots)]
+    for plan, patience in product(plans, (0.0, 0.5, 1.0)):
+        taste = Taste(patience=patience)
+        yield Schedule(list_schedule(held, microbatches, durations, slots, True, taste, plan), held)
+
+
+def _rules(held: Placement, microbatches: int, split: bool) -> list[Schedule]:
+    """The known rules for this placement."""
+    ranks, kind = len(held), name_of(held)
+    known: dict[str, list[Callable[..., Schedule]]] = {
+        "linear": [gpipe, one_f_one_b, zb_h1, zb_h2],
+        "V": [zb_v, v_half, v_min],
+        "wrapped": [interleaved_1f1b, looped_bfs, interleaved_zb],
+    }
+    more = {"virtual_stages": len(held[0])} if kind == "wrapped" else {}
+    made = [rule(ranks, microbatches, **more) for rule in known.get(kind, [])]
+    if kind in ("V", "wave") and len(held[0]) % 2 == 0:
+        made.append(hanayo(ranks, microbatches, len(held[0])))
+    return [schedule for schedule in made if split or not schedule.splits_backward]
+
+
+def _best_blocks(held: Placement, microbatches: int, costs: Costs, slots: Sequence[int]) -> list[Block]:
+    """The blocks that do best on a few microbatches: what holds for those holds for many."""
+    few = min(microbatches, 2 * len(held))
+    durations, tried = _durations(held, few, costs, True), []
+    for block in islice(blocks(held, slots), 60):
+        try:
+            schedule = block.schedule(few, slots, durations)
+        except ScheduleError:  # holds more than its slope promised
+            continue
+        tried.append((simulate(schedule, costs).makespan, len(tried), block))
+        if len(tried) == 16:
+            break
+    return [block for *_, block in sorted(tried)[:4]]
+
+
+def _plan(schedule: Schedule) -> list[list[tuple[int, int, int]]]:
+    """The order of everything but W on each rank."""
+    steps = list(zip(schedule.kind.tolist(), schedule.stage.tolist(), schedule.microbatch.tolist()))
+    return [[step for step in steps[a:b] if step[0] != W] for a, b in zip(schedule.offsets[:-1], schedule.offsets[1:])]
+
+
+def _fits(schedule: Schedule, slots: Sequence[int]) -> bool:
+    return bool(np.all(peak_activations(schedule) * schedule.stages_per_rank <= np.asarray(slots) + 1e-9))
+
+
+def _durations(held: Placement, microbatches: int, costs: Costs, split: bool) -> Durations:
+    """The costs as list scheduling wants them: one figure a stage, the mean over the microbatches."""
+    k = np.arange(microbatches)
+    kinds = (F, I, W) if split else (F, B)
+    rows = [chain(*(row(kind, stage, k) for kind in kinds for stage in stages)) for stages in held]
+    template = Schedule(rows, held)
+    duration = costs.durations(template)
+
+    def mean(kind: int) -> list[float]:
+        chosen = template.kind == kind
+        return (np.bincount(template.stage[chosen], duration[chosen], template.num_stages) / microbatches).tolist()
+
+    carrying = float(costs.carrying(template).max(initial=0.0))
+    return Durations(mean(F), mean(I if split else B), mean(W), costs.transfer + carrying)
+
+
+def _placement(placement: str | Placement, ranks: int, virtual_stages: int) -> Placement:
+    if not isinstance(placement, str):
+        held = tuple(tuple(stages) for stages in placement)
+        if (
+            sorted(stage for stages in held for stage in stages) != list(range(sum(map(len, held))))
+            or len(held) != ranks
+        ):
+            raise ScheduleError(f"a placement for {ranks} ranks names every stage once; {held} does not")
+        return held
+    if placement not in ("linear", "v", "wrapped"):
+        raise ScheduleError(f"the placement is 'linear', 'v', 'wrapped' or a tuple of stages a rank, not {placement!r}")
+    return v_shape(ranks) if placement == "v" else wrapped(ranks, 1 if placement == "linear" else virtual_stages)

@@ -1,0 +1,264 @@
+"""A run: what a simulated schedule took, where it idled and why, and what it held in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tplab.schedules.action import CODE, Action, B, F, I, W, in_words
+from tplab.schedules.costs import Costs
+from tplab.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tplab.schedules.bounds import Bounds
+    from tplab.trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A stretch in which a rank does nothing, and why.
+
+    before   the action it comes before; None after the rank's last one
+    waits_for, from_rank   the action whose message is missing, and who runs it; None where no message is
+    """
+
+    rank: int
+    start: float
+    end: float
+    before: Action | None
+    waits_for: Action | None
+    from_rank: int | None
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        if self.before is None:
+            why = "is done and waits for the other ranks"
+        elif self.waits_for is None:
+            why = f"waits with {in_words(self.before)} for the other ranks"
+        else:
+            where = "" if self.from_rank == self.rank else f" from rank {self.from_rank}"
+            why = f"waits with {in_words(self.before)} for {in_words(self.waits_for)}{where}"
+        return f"rank {self.rank} {why}, {self.start:g} to {self.end:g}"
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One simulated run. Arrays are in the order of the schedule's columns.
+
+    start, end   of each action
+    duration     time each action takes of its rank; the second of an overlapped pair counts 0
+    sent         when each action's message was on its way (its end, or later where links queue)
+    waits_for    the place of the action whose message decided when this one started; -1: its own rank did
+    lockstep     whether the ranks took each tick together
+    """
+
+    schedule: Schedule
+    costs: Costs
+    start: np.ndarray
+    end: np.ndarray
+    duration: np.ndarray = field(repr=False)
+    sent: np.ndarray = field(repr=False)
+    waits_for: np.ndarray = field(repr=False)
+    lockstep: bool = False
+
+    # --- time ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end of all ranks."""
+        return float(self.end.max(initial=0.0) - self.start.min(initial=np.inf)) if len(self.end) else 0.0
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """From each rank's own first start to its own last end [ranks]."""
+        filled = np.diff(self.schedule.offsets) > 0
+        spans = np.zeros(self.schedule.num_ranks)
+        first, last = self.schedule.offsets[:-1][filled], self.schedule.offsets[1:][filled] - 1
+        spans[filled] = self.end[last] - self.start[first]
+        return spans
+
+    @property
+    def span(self) -> float:
+        """The longest of the ranks' own spans: what the zero-bubble papers report."""
+        return float(self.spans.max())
+
+    @cached_property
+    def busy(self) -> np.ndarray:
+        """Time each rank works [ranks]."""
+        return np.bincount(self.schedule.rank, self.duration, self.schedule.num_ranks)
+
+    @property
+    def idle(self) -> np.ndarray:
+        """Time each rank idles within the makespan [ranks]."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble_fraction(self) -> float:
+        """idle / (ranks x makespan)."""
+        return float(self.idle.mean() / self.makespan) if self.makespan else 0.0
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """idle / (ranks x ideal time), the other metric in use; the ideal time is that without bubbles."""
+        return float(self.idle.sum() / self.busy.sum()) if self.busy.sum() else 0.0
+
+    @property
+    def bubble_rate(self) -> float:
+        """1 - work of the busiest rank / span: what the zero-bubble papers tabulate for a step without global sync."""
+        return float(1 - self.busy.max() / self.span) if self.span else 0.0
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """What no schedule of this shape can beat, given these costs."""
+        from tplab.schedules.bounds import lower_bounds
+
+        return lower_bounds(self.schedule, self.costs)
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan lies above its proven lower bound: 0.1 is ten per cent."""
+        return self.makespan / self.bounds.makespan - 1 if self.bounds.makespan else 0.0
+
+    # --- why -----------------------------------------------------------------------------------------------------
+
+    def idles(self) -> list[Idle]:
+        """Every stretch in which a rank idles, rank by rank, in order of time, with its reason."""
+        schedule, found = self.schedule, []
+        first, last = float(self.start.min(initial=0.0)), float(self.end.max(initial=0.0))
+        for rank in range(schedule.num_ranks):
+            rows = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
+            begins = np.append(self.start[rows], last)
+            ends = np.maximum.accumulate(np.append(first, self.end[rows]))
+            for place in np.flatnonzero(begins > ends).tolist():
+                row = int(rows[place]) if place < len(rows) else None
+                cause = -1 if row is None else int(self.waits_for[row])
+                found.append(
+                    Idle(
+                        rank,
+                        float(ends[place]),
+                        float(begins[place]),
+                        None if row is None else schedule.action(row),
+                        None if cause < 0 else schedule.action(cause),
+                        None if cause < 0 else int(schedule.rank[cause]),
+                    )
+                )
+        return found
+
+    def critical_path(self) -> list[Action]:
+        """The chain of actions that sets the makespan, first to last: shorten any of them and the step is shorter."""
+        return [self.schedule.action(place) for place in self.critical_places()]
+
+    def critical_places(self) -> list[int]:
+        """The critical path as places in the schedule's columns."""
+        if not len(self.end):
+            return []
+        path = [int(np.argmax(self.end))]
+        first = set(self.schedule.offsets[:-1].tolist())
+        while True:
+            place = path[-1]
+            if self.waits_for[place] >= 0:
+                path.append(int(self.waits_for[place]))
+            elif place not in first and self.end[place - 1] >= self.start[place]:
+                path.append(place - 1)
+            elif self.start[place] > 0 and (others := np.flatnonzero(self.end == self.start[place])).size:
+                path.append(int(others[0]))  # all ranks waited here: for a tick, or for the optimizer step
+            else:
+                return path[::-1]
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def peak_activations(self) -> np.ndarray:
+        """The most activations each rank holds at once, in microbatches (a virtual stage's count 1/v) [ranks].
+
+        F adds them, W or B lets them go.
+        """
+        return peak_activations(self.schedule)
+
+    @cached_property
+    def peak_bytes(self) -> np.ndarray:
+        """The same in bytes of `costs.activation`, where I lets go of its part [ranks]."""
+        return _peaks(self.schedule, self._bytes())
+
+    def activations(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(times, microbatches held from then on) of one rank: a staircase that begins at 0."""
+        return self._staircase(rank, activation_changes(self.schedule) / self.schedule.stages_per_rank)
+
+    def activation_bytes(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(times, bytes held from then on) of one rank: I lets go of a part, W of the rest."""
+        return self._staircase(rank, self._bytes())
+
+    def _staircase(self, rank: int, change: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
+        change, takes = change[rows], change[rows] > 0
+        times = np.where(takes, self.start[rows], self.end[rows])  # taken when F begins, let go when W ends
+        rows_that_change = np.flatnonzero(change)
+        order = rows_that_change[np.argsort(times[rows_that_change], kind="stable")]
+        return np.append(0.0, times[order]), np.append(0.0, np.cumsum(change[order]))
+
+    def _bytes(self) -> np.ndarray:
+        kept, part = self.costs.kept(self.schedule), self.costs.part_freed(self.schedule)
+        kind = self.schedule.kind
+        return np.select(
+            [kind == F, kind == B, kind == I, kind == W], [kept, -kept, -part * kept, (part - 1) * kept], 0.0
+        )
+
+    # --- telling -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The run as a `Trace`: what every rank did, what was sent, and who waited."""
+        from tplab.schedules.as_trace import as_trace
+
+        return as_trace(self)
+
+    def table(self) -> str:
+        """One line a rank: busy, idle, span, peak activations, and what it waited for longest."""
+        lines = [f"{'rank':>4} {'busy':>9} {'idle':>9} {'span':>9} {'peak':>6}  waits longest"]
+        longest: dict[int, Idle] = {}
+        for idle in self.idles():
+            if idle.rank not in longest or idle.duration > longest[idle.rank].duration:
+                longest[idle.rank] = idle
+        for rank in range(self.schedule.num_ranks):
+            why = str(longest[rank]).split(" ", 2)[2] if rank in longest else ""
+            figures = (self.busy[rank], self.idle[rank], self.spans[rank])
+            lines.append(f"{rank:>4} " + " ".join(f"{x:>9.4g}" for x in figures)
+                         + f" {self.peak_activations[rank]:>6.4g}  {why}".rstrip())  # fmt: skip
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.schedule.name or 'schedule'}: makespan {self.makespan:g}, span {self.span:g}, "
+            f"bubble {self.bubble_fraction:.4f} of the makespan ({self.bubble_over_ideal:.4f} of the ideal time), "
+            f"peak {self.peak_activations.max():g} microbatches"
+        )
+
+
+def peak_activations(schedule: Schedule) -> np.ndarray:
+    """The most microbatches whose activations each rank holds at once [ranks]; the order of its row decides it."""
+    return _peaks(schedule, activation_changes(schedule)) / schedule.stages_per_rank
+
+
+def activation_changes(schedule: Schedule) -> np.ndarray:
+    """+1 where a stage's activations are taken, -1 where they are let go [actions]."""
+    change = np.zeros(max(CODE.values()) + 1, np.int64)
+    change[[F, B, W]] = 1, -1, -1
+    return change[schedule.kind]
+
+
+def _peaks(schedule: Schedule, change: np.ndarray) -> np.ndarray:
+    """The largest running sum of `change` on each rank, or 0 [ranks]."""
+    total = np.cumsum(change)
+    peaks = np.zeros(schedule.num_ranks)
+    filled = np.flatnonzero(np.diff(schedule.offsets))
+    if filled.size:
+        first = schedule.offsets[filled]
+        before = total[first] - change[first]
+        peaks[filled] = np.maximum(np.maximum.reduceat(total, first) - before, 0)
+    return peaks

@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives, regions, rings and messages, all of them differentiable."""

@@ -1,0 +1,265 @@
+"""Collectives under autograd: each one, and the collective of its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tplab.mesh import Axis
+from tplab.torch.ranks.outcomes import own
+from tplab.torch.ranks.rank import Call, Pending, this_rank
+
+
+class Plan(NamedTuple):
+    """A collective about to be run on `x`."""
+
+    call: Call
+    x: Tensor
+
+
+class Forward(NamedTuple):
+    """What a backward pass may need of the forward one: in and out, and what each rank put in along `dim`."""
+
+    x: Tensor | None
+    y: Tensor | None
+    sizes: tuple[int, ...] | None
+
+
+def do(call: Call, x: Tensor) -> Tensor:
+    """Run the collective and wait for it."""
+    if _is_followed(x):
+        return _Blocking.apply(x, _Exchange(call))  # type: ignore[return-value]
+    return this_rank().do(call, x)
+
+
+def start_on(call: Call, x: Tensor) -> Pending:
+    """Begin the collective; the handle's `wait` gives the result."""
+    if not _is_followed(x):
+        return this_rank().begin(call, x)
+    if _transform() is not None:  # whose tensors cannot wait outside of it
+        return _Landed(do(call, x))
+    return _Flight(call, x)
+
+
+def varying(x: Tensor, axis: Axis) -> Tensor:
+    """The same x, which is replicated, where each rank goes on with it in its own way: its gradient is the sum of
+    theirs."""
+    return _Varying.apply(x, axis) if torch.is_grad_enabled() else x.detach()  # type: ignore[return-value]
+
+
+def _is_followed(x: Tensor) -> bool:
+    return (x.requires_grad or _transform() is not None) and torch.is_grad_enabled()
+
+
+_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]  # of torch.func; None outside
+
+
+# --- nodes of the graph ----------------------------------------------------------------------------------------------
+
+
+class _Exchange:
+    """One collective on its way, forward and back: what its nodes in the graph tell each other.
+
+    It holds no tensor of the graph, which would hold itself alive; `sent` is a copy.
+    """
+
+    __slots__ = ("call", "gradient", "pending", "sent", "sizes")
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.pending: Pending | None = None
+        self.sizes: tuple[int, ...] | None = None
+        self.sent: Tensor | None = None
+        self.gradient: Tensor | Pending | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the gradient needs x and y: that of an extreme goes to who holds it."""
+        return any(param in ("max", "min") for param in self.call.params)
+
+
+class _Blocking(torch.autograd.Function):
+    """Forward: the collective. Backward: the one that transposes it, itself differentiable."""
+
+    @staticmethod
+    def forward(x: Tensor, exchange: _Exchange) -> Tensor:
+        pending = this_rank().begin(exchange.call, x)
+        y = pending.wait()
+        exchange.sizes = pending.sizes
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Exchange], output: Tensor) -> None:
+        x, ctx.exchange = inputs
+        if ctx.exchange.keeps:
+            ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        call = ctx.exchange.call
+        x, y = ctx.saved_tensors or (None, None)
+        dx = _TRANSPOSED[call.op](call, grads[0], Forward(x, y, ctx.exchange.sizes))
+        return (do(*dx) if isinstance(dx, Plan) else dx), None
+
+
+class _Flight(Pending):
+    """A differentiable collective between its start and its wait.
+
+    In the graph these are two nodes, joined by a token. The backward pass meets them in reverse order: at `wait` the
+    gradient arrives and its collective begins, at `start` it is waited for, and whatever the backward pass computes
+    between the two overlaps with it, as the forward pass did.
+    """
+
+    def __init__(self, call: Call, x: Tensor):
+        self.exchange = _Exchange(call)
+        self.token: Tensor | None = _Start.apply(x, self.exchange)  # type: ignore[assignment]
+        self.result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.result is None:
+            self.result = _Wait.apply(self.token, self.exchange)  # type: ignore[assignment]
+            self.token = None
+        return self.result  # type: ignore[return-value]
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.pending = this_rank().begin(exchange.call, x)
+        if exchange.keeps:
+            exchange.sent = own(x)
+        return _token(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        exchange = ctx.exchange
+        gradient, exchange.gradient = exchange.gradient, None
+        return (gradient.wait() if isinstance(gradient, Pending) else gradient), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: _Exchange) -> Tensor:
+        assert exchange.pending is not None
+        y = exchange.pending.wait()
+        exchange.sizes, exchange.pending = exchange.pending.sizes, None
+        ctx.exchange = exchange
+        if exchange.keeps:
+            ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        exchange, (y,) = ctx.exchange, ctx.saved_tensors or (None,)
+        dx = _TRANSPOSED[exchange.call.op](exchange.call, grads[0], Forward(exchange.sent, y, exchange.sizes))
+        exchange.gradient = this_rank().begin(*dx) if isinstance(dx, Plan) else dx
+        return _token(grads[0]), None
+
+
+def _token(like: Tensor) -> Tensor:
+    """What joins the two nodes; no operation of the program's."""
+    with torch._C._DisableTorchDispatch():
+        return like.new_zeros(())
+
+
+class _Landed(Pending):
+    """A collective that is done."""
+
+    def __init__(self, result: Tensor):
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+class _Varying(torch.autograd.Function):
+    """Forward: the same. Backward: the sum of what the ranks made of it, which is replicated again."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: Axis) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis], output: Tensor) -> None:
+        _, ctx.axis = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _summed(grads[0], ctx.axis), None
+
+
+# --- how the gradient flows back: (call, dy, forward) -> dx, or the plan of the collective that computes it -----------
+
+
+def _through_all_reduce(call: Call, dy: Tensor, forward: Forward) -> Tensor:
+    dy = _used_by_each(call, dy)
+    op = call.params[0]
+    if op in ("max", "min"):
+        assert forward.x is not None and forward.y is not None
+        return _shared(call, dy, forward.x == forward.y)
+    return dy / len(call.place.group) if op == "mean" else dy
+
+
+def _through_all_gather(call: Call, dy: Tensor, forward: Forward) -> Plan:
+    return Plan(this_rank().call("reduce_scatter", call.axis, (call.params[0], "sum", forward.sizes)), dy)
+
+
+def _through_reduce_scatter(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
+    dim, op, sizes = call.params
+    gather = this_rank().call("all_gather", call.axis, (dim,))
+    if op in ("max", "min"):
+        assert forward.x is not None and forward.y is not None
+        return _shared(call, do(gather, dy), forward.x == do(gather, forward.y.detach()))
+    return Plan(gather, dy / len(sizes) if op == "mean" else dy)
+
+
+def _through_all_to_all(call: Call, dy: Tensor, forward: Forward) -> Plan:
+    return Plan(this_rank().call("all_to_all", call.axis, call.params[::-1]), dy)
+
+
+def _through_broadcast(call: Call, dy: Tensor, forward: Forward) -> Tensor:
+    mine = _used_by_each(call, dy)
+    return mine if call.place.index == call.params[0] else mine.masked_fill(torch.tensor(True, device=dy.device), 0)
+
+
+def _through_message(call: Call, dy: Tensor, forward: Forward) -> Plan:
+    """Back the way it came."""
+    (param,) = call.params
+    back = -param if call.op == "ring_shift" else tuple((target, source) for source, target in param)
+    peers = call.peers
+    return Plan(this_rank().call(call.op, call.axis, (back,), lambda place, _: (peers[1], peers[0])), dy)  # type: ignore
+
+
+_TRANSPOSED: dict[str, Callable[[Call, Tensor, Forward], Tensor | Plan]] = {
+    "all_reduce": _through_all_reduce,
+    "all_gather": _through_all_gather,
+    "reduce_scatter": _through_reduce_scatter,
+    "all_to_all": _through_all_to_all,
+    "broadcast": _through_broadcast,
+    "ppermute": _through_message,
+    "ring_shift": _through_message,
+}
+
+
+def _used_by_each(call: Call, dy: Tensor) -> Tensor:
+    """The gradient of what was replicated is so too; from here on it is each rank's own, and counts in a second
+    backward pass for what each rank does with it."""
+    return varying(dy, call.axis) if dy.requires_grad else dy
+
+
+def _shared(call: Call, dy: Tensor, holds: Tensor) -> Tensor:
+    """dy to the ranks that hold the extreme, in equal shares."""
+    share = holds.to(dy.dtype)
+    return dy * share / _summed(share, call.axis)
+
+
+def _summed(x: Tensor, axis: Axis) -> Tensor:
+    return do(this_rank().call("all_reduce", axis, ("sum",)), x)
+

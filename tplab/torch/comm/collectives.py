@@ -1,0 +1,216 @@
+"""Collectives over an axis of the mesh: what ranks say to each other.
+
+Every rank of an axis calls the same collective in the same order. `start(op, x, ...)` begins one and gives a handle;
+what the program does before `handle.wait()` overlaps with it.
+
+All are differentiable, by one convention, which is that of JAX's `shard_map`. What `all_reduce` and `broadcast` return
+is *replicated*: every rank holds the same tensor and, in the backward pass, the same gradient of it. What the others
+return is *varying*: each rank's gradient is what its own use of the tensor contributed, and contributions are added.
+
+    op              y on the rank at index i                 backward: dx on the rank at index i
+    all_reduce      sum_j x_j                                dy                          (mean: dy / R)
+    all_gather      x_0 | x_1 | ... | x_(R-1)                reduce_scatter(dy)
+    reduce_scatter  piece i of sum_j x_j                     all_gather(dy)              (mean: / R)
+    all_to_all      piece i of x_0 | piece i of x_1 | ...    all_to_all(dy), dims exchanged
+    broadcast       x_root                                   dy on the root, zeros elsewhere
+    ppermute        x_j where (j, i) is a pair, else zeros   ppermute(dy) with the pairs reversed
+    ring_shift      x_(i - shift)                            ring_shift(dy, -shift)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor
+
+from tplab.errors import MeshError
+from tplab.mesh import Axis
+from tplab.torch.comm.autograd import do, start_on
+from tplab.torch.comm.messages import receive, start_receive
+from tplab.torch.ranks.outcomes import check_divides, check_reduction, check_tensor, dim_of
+from tplab.torch.ranks.rank import Call, Peers, Pending, Place, this_rank
+
+Handle = Pending
+Params = ParamSpec("Params")
+
+
+def axis_index(axis: Axis) -> int:
+    """The position of this rank along `axis`, from 0."""
+    return this_rank().place(axis).index
+
+
+def axis_size(axis: Axis) -> int:
+    """How many ranks there are along `axis`."""
+    return len(this_rank().place(axis).group)
+
+
+def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handle:
+    """Begin a collective without waiting for it: `h = start(ring_shift, x, "tp")`, then `y = h.wait()`.
+
+    `op` is any collective of this module. What the rank computes between the two overlaps with the communication. In
+    the backward pass the roles are exchanged: the gradient's collective begins at `wait` and is waited for at `start`.
+    start(receive, "pp", 0) says which message will be taken.
+    """
+    if op is receive:
+        return start_receive(x, *args, **kwargs)
+    call_of = getattr(op, "call_of", None)
+    if call_of is None:
+        raise TypeError(f"start needs a collective, as in start(ring_shift, x, 'tp'), not {op!r}")
+    return start_on(call_of(x, *args, **kwargs), x)
+
+
+def _collective(call_of: Callable[Concatenate[Tensor, Params], Call]) -> Callable[Concatenate[Tensor, Params], Tensor]:
+    """What says which call is meant -> the collective, which makes the call and waits. `start` reads `.call_of`."""
+
+    @wraps(call_of)
+    def collective(x: Tensor, *args: Params.args, **kwargs: Params.kwargs) -> Tensor:
+        return do(call_of(x, *args, **kwargs), x)
+
+    collective.call_of = call_of  # type: ignore[attr-defined]
+    collective.__annotations__ = {**call_of.__annotations__, "return": "Tensor"}
+    return collective
+
+
+@_collective
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Call:
+    """Combine what every rank of `axis` holds: `op` is sum, mean, max or min, element by element.
+
+    x [...]   ->   y [...], the same bits on every rank: added up in the order of positions
+    ring      2(R-1)/R of x is sent by each rank, in 2(R-1) hops
+    backward  sum: dx = dy; mean: dy / R; max, min: dy to the ranks that hold the extreme, shared between equals
+    Raises TypeError for the mean of whole numbers and the extreme of complex ones. A sum of booleans is "any".
+    """
+    check_reduction("all_reduce", op, check_tensor("all_reduce", x).dtype)
+    return this_rank().call("all_reduce", axis, (op,))
+
+
+@_collective
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Call:
+    """Put what every rank of `axis` holds behind one another along `dim`; sizes along it may differ.
+
+    x [.., n, ..]   ->   y [.., R n, ..], the same on every rank
+    ring      each rank sends (R-1) pieces, in R-1 hops
+    backward  dx = reduce_scatter(dy)
+    """
+    return this_rank().call("all_gather", axis, (dim_of(check_tensor("all_gather", x), dim, "all_gather"),))
+
+
+@_collective
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: str = "sum") -> Call:
+    """Combine what every rank of `axis` holds, and keep one piece along `dim` each.
+
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i
+    ring      each rank sends (R-1)/R of x, in R-1 hops
+    backward  dx = all_gather(dy)   (mean: / R; max, min: to the ranks that hold the extreme, shared between equals)
+    Raises ShapeError where R does not divide the dim; TypeError as all_reduce does.
+    """
+    dim = dim_of(check_tensor("reduce_scatter", x), dim, "reduce_scatter")
+    check_reduction("reduce_scatter", op, x.dtype)
+    place = this_rank().place(axis)
+    check_divides("reduce_scatter", x, dim, place)
+    num_ranks = len(place.group)
+    return this_rank().call("reduce_scatter", axis, (dim, op, (x.shape[dim] // num_ranks,) * num_ranks))
+
+
+@_collective
+def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Call:
+    """Cut x into one piece a rank along `split_dim`, give piece i to the rank at index i, join along `concat_dim`.
+
+    x [.., R n, .., m, ..]   ->   y [.., n, .., R m, ..]
+    cost      each rank sends (R-1)/R of x
+    backward  dx = all_to_all(dy), dims exchanged
+    Raises ShapeError where R does not divide `split_dim`.
+    """
+    check_tensor("all_to_all", x)
+    split_dim, concat_dim = dim_of(x, split_dim, "all_to_all"), dim_of(x, concat_dim, "all_to_all")
+    check_divides("all_to_all", x, split_dim, this_rank().place(axis))
+    return this_rank().call("all_to_all", axis, (split_dim, concat_dim))
+
+
+@_collective
+def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Call:
+    """Give every rank of `axis` what the one at index `root` holds; the others' x only says the shape.
+
+    x [...]   ->   y [...] = x of the root
+    backward  dx = dy on the root, zeros elsewhere
+    """
+    check_tensor("broadcast", x)
+    call = this_rank().call("broadcast", axis, (_whole_number(root, "broadcast: root"),))
+    if not 0 <= root < len(call.place.group):
+        last = len(call.place.group) - 1
+        raise MeshError(f"broadcast: axis {call.place.label!r} has positions 0 to {last}; root={root} is not one")
+    return call
+
+
+@_collective
+def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Call:
+    """Send x along pairs (from index, to index) of `axis`; a rank to which nobody sends gets zeros.
+
+    x [...]   ->   y [...]: what the sender holds, of its shape
+    backward  dx = ppermute(dy), pairs reversed
+    Raises MeshError where a position is not on the axis, sends twice or receives twice.
+    """
+    check_tensor("ppermute", x)
+    return this_rank().call("ppermute", axis, (tuple(map(_pair, perm)),), _peers_in)
+
+
+@_collective
+def ring_shift(x: Tensor, axis: Axis, shift: int = 1) -> Call:
+    """Pass x on around the ring of `axis`: what index i holds goes to index i + shift.
+
+    x [...]   ->   y [...]: what index i - shift holds
+    cost      x is sent once by each rank, in one hop
+    backward  dx = ring_shift(dy, -shift)
+    """
+    check_tensor("ring_shift", x)
+    if shift.__class__ is not int:
+        shift = _whole_number(shift, "ring_shift: shift")
+    return this_rank().call("ring_shift", axis, (shift,), _neighbors)
+
+
+def barrier(axis: Axis | None = None) -> None:
+    """Wait until every rank of `axis` (of the whole mesh, if None) is here."""
+    rank = this_rank()
+    rank.do(rank.call("barrier", rank.mesh.axis_names if axis is None else axis), torch.empty(0, device="cpu"))
+
+
+def _whole_number(given: Any, name: str) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {given!r}") from None
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    try:
+        source, target = given
+        return operator.index(source), operator.index(target)
+    except (TypeError, ValueError):
+        raise TypeError(f"ppermute sends along pairs (from index, to index), as (0, 1); {given!r} is none") from None
+
+
+def _neighbors(place: Place, shift: int) -> Peers:
+    group, index = place.group, place.index
+    return group[(index + shift) % len(group)], group[(index - shift) % len(group)]
+
+
+def _peers_in(place: Place, pairs: tuple[tuple[int, int], ...]) -> Peers:
+    num_ranks = len(place.group)
+    for side, positions in (("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs])):
+        for position in positions:
+            if not 0 <= position < num_ranks:
+                raise MeshError(
+                    f"ppermute: axis {place.label!r} has positions 0 to {num_ranks - 1}; {position} in {list(pairs)} "
+                    "is not one"
+                )
+            if positions.count(position) > 1:
+                raise MeshError(
+                    f"ppermute: position {position} of axis {place.label!r} {side} twice in {list(pairs)}; once at most"
+                )
+    target = next((place.group[b] for a, b in pairs if a == place.index), None)
+    source = next((place.group[a] for a, b in pairs if b == place.index), None)
+    return target, source

@@ -1,0 +1,111 @@
+"""Messages from one rank to another: only these two take part, and sending never waits."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tplab.errors import MeshError
+from tplab.mesh import Axis
+from tplab.torch.ranks.outcomes import check_tensor
+from tplab.torch.ranks.rank import Call, Pending, this_rank
+
+Payload = Tensor | tuple[Tensor, ...]
+
+
+def send(x: Payload, axis: Axis, target: int) -> None:
+    """Send x, a tensor or a tuple of them, to the rank at position `target` of `axis`, and go on at once.
+
+    What this rank writes to x later does not travel. The k-th send to a rank meets the k-th `receive` there, whatever
+    the shapes are; other ranks take no part. Each tensor is a message of its own.
+    No graph travels along: the gradient is a message the other way, which the program sends itself.
+    Raises ValueError for a tensor that requires grad, MeshError for a position that the axis does not have.
+    """
+    parts = x if isinstance(x, tuple) else (x,)
+    if not parts:
+        raise ValueError("send needs a tensor, or a tuple of at least one; this tuple is empty")
+    target = _other("send", axis, target)
+    for part in parts:
+        if check_tensor("send", part).requires_grad:
+            raise ValueError(
+                f"send: the graph of a tensor {list(part.shape)} that requires grad would end here; send x.detach(), "
+                "and in the backward pass send its gradient back"
+            )
+    rank, is_tuple = this_rank(), isinstance(x, tuple)
+    for place, part in enumerate(parts):
+        about = (len(parts) - 1 - place if is_tuple else -1, part.device.type)
+        rank.begin(rank.message("send", axis, target, about), part)
+
+
+def receive(axis: Axis, source: int) -> Payload:
+    """Wait for what the rank at position `source` of `axis` sends here: a tensor, or a tuple as it was sent.
+
+    `start(receive, axis, source)` only says that it will be taken, and gives a handle whose `wait` gives it.
+    """
+    return start_receive(axis, source).wait()
+
+
+def start_receive(axis: Axis, source: int) -> Receipt:
+    """What `start(receive, axis, source)` gives."""
+    rank, source = this_rank(), _other("receive", axis, source)
+    call = rank.message("receive", axis, source)
+    made = rank.receipts[call] = Receipt(call, rank.receipts.get(call))
+    return made
+
+
+class Receipt(Pending):
+    """A message that this rank will take. It may be several, a tuple: so the next of the same sender's begins when the
+    one before it is whole."""
+
+    __slots__ = ("_before", "_call", "_first", "_next", "_result")
+
+    def __init__(self, call: Call, before: Receipt | None):
+        self._call = call
+        self._first: Pending | None = None
+        self._next: Receipt | None = None
+        self._result: Payload | None = None
+        self._before = before if before is not None and before._result is None else None
+        if self._before is None:
+            self._begin()
+        else:
+            self._before._next = self
+
+    def wait(self) -> Any:
+        """What has come, once it is there."""
+        if self._result is None:
+            if self._before is not None:
+                self._before.wait()
+            assert self._first is not None
+            parts = [self._first.wait()]
+            num_following = self._first.sent_with[1]
+            for _ in range(num_following):
+                parts.append(self._begin().wait())
+            self._result = parts[0] if num_following < 0 else tuple(parts)
+            self._first = None
+            if self._next is not None:
+                self._next._before = None
+                self._next._begin()
+        return self._result
+
+    def _begin(self) -> Pending:
+        self._first = this_rank().begin(self._call, torch.empty(0, device="cpu"))
+        return self._first
+
+
+def _other(op: str, axis: Axis, position: int) -> int:
+    """The position of another rank of `axis`. Raises MeshError where it is none."""
+    place = this_rank().place(axis)
+    try:
+        position = operator.index(position)
+    except TypeError:
+        raise TypeError(f"{op}: a position on the axis is a whole number, not {position!r}") from None
+    if not 0 <= position < len(place.group):
+        raise MeshError(
+            f"{op}: axis {place.label!r} has positions 0 to {len(place.group) - 1}; {position} is not one"
+        )
+    if position == place.index:
+        raise MeshError(f"{op}: position {position} of axis {place.label!r} is this rank itself; it has the tensor")
+    return position

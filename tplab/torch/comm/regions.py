@@ -1,0 +1,115 @@
+"""Regions: where a tensor that all ranks share enters work that they divide, and where it comes out again.
+
+Megatron's two conjugate pairs (Shoeybi et al. 2019, section 3). The backward pass of each is the forward pass of its
+partner:
+
+    forward                                backward
+    copy_to       f    y = x               all_reduce(dy)
+    reduce_from   g    y = all_reduce(x)   dy
+    scatter_to         y = my piece of x   all_gather(dy)
+    gather_from        y = all_gather(x)   my piece of dy
+
+Sequence parallelism has a third pair, and it is in `comm`: the backward pass of all_gather is reduce_scatter, and the
+reverse. It differs from gather_from in what happens to y: what `gather_from` returns all ranks use in the same way,
+what `all_gather` returns each uses in its own, and the gradients are added.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tplab.mesh import Axis
+from tplab.torch.comm.autograd import varying
+from tplab.torch.comm.collectives import all_reduce
+from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of, own
+from tplab.torch.ranks.rank import this_rank
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Megatron's f: the same x goes into work that the ranks of `axis` divide; its gradient is the sum of theirs.
+
+    x [...], the same on every rank   ->   y = x
+    forward   nothing is sent
+    backward  dx = all_reduce(dy)    2(R-1)/R of x is sent by each rank
+    """
+    this_rank().place(axis)  # an axis that the mesh does not have is an error now, not in the backward pass
+    return varying(check_tensor("copy_to", x), axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Megatron's g: what each rank of `axis` has computed is added up, and every rank goes on with the sum.
+
+    x [...], each rank's part   ->   y, the same on every rank
+    forward   y = all_reduce(x)    2(R-1)/R of x is sent by each rank
+    backward  dx = dy              nothing is sent
+    """
+    return all_reduce(x, axis)
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Every rank of `axis` goes on with its own piece of what all of them hold.
+
+    x [.., R n, ..], the same on every rank   ->   y [.., n, ..]: piece i on the rank at index i
+    forward   nothing is sent
+    backward  dx = all_gather(dy)    each rank sends (R-1)/R of x
+    Raises ShapeError where R does not divide the dim.
+    """
+    place = this_rank().place(axis)
+    dim = dim_of(check_tensor("scatter_to", x), dim, "scatter_to")
+    check_divides("scatter_to", x, dim, place)
+    num_ranks = len(place.group)
+    return _Scatter.apply(x, axis, dim, (x.shape[dim] // num_ranks,) * num_ranks)  # type: ignore[return-value]
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """The pieces of all ranks are joined along `dim`, and every rank goes on with the whole, in the same way.
+
+    x [.., n, ..], each rank's piece   ->   y [.., R n, ..], the same on every rank; sizes along dim may differ
+    forward   y = all_gather(x)      each rank sends (R-1) pieces
+    backward  dx = its piece of dy   nothing is sent
+    """
+    this_rank().place(axis)
+    dim = dim_of(check_tensor("gather_from", x), dim, "gather_from")
+    return _Gather.apply(x, axis, dim, [])  # type: ignore[return-value]
+
+
+class _Scatter(torch.autograd.Function):
+    """Forward: the piece of this rank, of pieces of these sizes. Backward: all of them."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        index = this_rank().place(axis).index
+        begin = list(accumulate(sizes, initial=0))[index]
+        return own(x.narrow(dim, begin, sizes[index]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, int, tuple[int, ...]], output: Tensor) -> None:
+        _, ctx.axis, ctx.dim, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return gather_from(grads[0], ctx.axis, ctx.dim), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: all pieces, whose sizes are noted in `sizes`. Backward: the piece of this rank."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: Axis, dim: int, sizes: list[int]) -> Tensor:
+        rank = this_rank()
+        pending = rank.begin(rank.call("all_gather", axis, (dim,)), x)
+        y = pending.wait()
+        sizes[:] = pending.sizes or [x.shape[dim]]
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, int, list[int]], output: Tensor) -> None:
+        _, ctx.axis, ctx.dim, ctx.sizes = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Scatter.apply(grads[0], ctx.axis, ctx.dim, tuple(ctx.sizes)), None, None, None

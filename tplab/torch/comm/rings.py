@@ -1,0 +1,155 @@
+"""Rings: all_gather, reduce_scatter and all_reduce built from hops between neighbours.
+
+Over R ranks, index i. "up" passes pieces on to i + 1, "down" to i - 1; "both" sends half of the pieces each way, and
+"split" half of every piece each way. All are differentiable, since a hop is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tplab.errors import ShapeError
+from tplab.mesh import Axis
+from tplab.torch.comm.collectives import axis_index, axis_size, ring_shift, start
+from tplab.torch.ranks.meter import mark_sum
+from tplab.torch.ranks.rank import this_rank
+
+Direction = Literal["up", "down", "both", "split"]
+DIRECTIONS = ("up", "down", "both", "split")
+
+
+def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = -1) -> list[Any]:
+    """Every rank's x, in the order in which a ring brings them.
+
+    x          a tensor, or any structure of tensors
+    "up"       R pieces, place k from index i - k;  R-1 hops
+    "down"     R pieces, place k from index i + k;  R-1 hops
+    "both"     R pieces in the order of "up"; ceil((R-1)/2) hops up while floor((R-1)/2) go down
+    "split"    2R halves, cut in two along `dim`: the first halves as "up", then the second halves as "down"
+    cost       (R-1) x is sent by each rank
+    """
+    num_ranks = axis_size(axis)
+    if checked_direction(direction) == "split":
+        first, second = _halves(x, dim)
+        up, down = _gathered(first, second, axis, num_ranks - 1, num_ranks - 1)
+        return [first, *up, second, *down]
+    hops_up = {"up": num_ranks - 1, "down": 0, "both": num_ranks // 2}[direction]
+    up, down = _gathered(x, x, axis, hops_up, num_ranks - 1 - hops_up)
+    return [x, *down] if direction == "down" else [x, *up, *reversed(down)]
+
+
+def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int) -> tuple[list[Any], list[Any]]:
+    """What arrives in so many hops up and down, both at once."""
+    up, down = [first], [second]
+    for hop in range(max(hops_up, hops_down)):
+        rising = _hop(up[-1], axis, 1) if hop < hops_up else None
+        sinking = _hop(down[-1], axis, -1) if hop < hops_down else None
+        if rising is not None:
+            up.append(_landed(rising))
+        if sinking is not None:
+            down.append(_landed(sinking))
+    return up[1:], down[1:]
+
+
+def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction = "up", dim: int = -1) -> Any:
+    """Add up one part of every rank's list: each rank ends with one sum.
+
+    parts      R tensors (or structures of them), in the order in which ring_all_gather gives them
+    "up"       index i gets sum_j parts_j[(j-1-i) mod R];  R-1 hops to i + 1
+    "down"     index i gets sum_j parts_j[(i-j-1) mod R];  R-1 hops to i - 1
+    "both"     the sums of "up"; ceil((R-1)/2) hops up while floor((R-1)/2) go down
+    "split"    parts cut in two along `dim`: the first halves as "up", the second as "down", joined again
+    cost       (R-1)/R of all parts is sent by each rank
+    """
+    num_ranks, parts = axis_size(axis), list(parts)
+    if len(parts) != num_ranks:
+        raise ShapeError(
+            f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, and got "
+            f"{len(parts)}; x.chunk({num_ranks}, dim) makes a list of them"
+        )
+    if checked_direction(direction) == "split":
+        halves = [_halves(part, dim) for part in parts]
+        first, second = [half for half, _ in halves], [half for _, half in halves]
+        up, down = _collected(first[:-1], second[:-1], axis)
+        return pytree.tree_map(lambda a, b: torch.cat([a, b], dim), _plus(up, first[-1]), _plus(down, second[-1]))
+    # Index i is owed parts_j[d-1] by j = i + d (by i - d, if "down"), which it reaches in R-d hops up or d hops down.
+    hops_up = {"up": num_ranks - 1, "down": 0, "both": num_ranks // 2}[direction]
+    nearest = num_ranks - 1 - hops_up
+    rising = parts[nearest:-1]
+    sinking = parts[:-1] if direction == "down" else parts[:nearest][::-1]
+    up, down = _collected(rising, sinking, axis)
+    return _plus(down, _plus(up, parts[-1]))
+
+
+def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tensor:
+    """Add up every rank's x: a ring reduce-scatter of its pieces, then a ring all-gather of the sums.
+
+    x [...]   ->   y [...] = sum_j x_j, the same bits on every rank
+    cost      2(R-1)/R of x is sent by each rank, in 2(R-1) hops; no algorithm sends less (Patarasu & Yuan 2009).
+              x is padded to R equal pieces ("split": 2R)
+    """
+    num_ranks, index = axis_size(axis), axis_index(axis)
+    multiple = 2 * num_ranks if checked_direction(direction) == "split" else num_ranks
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % multiple))
+    pieces = flat.chunk(num_ranks) if flat.numel() else [flat] * num_ranks
+    rising = [pieces[(index - 1 - place) % num_ranks] for place in range(num_ranks)]  # so that index i sums piece i
+    sinking = [pieces[(index + 1 + place) % num_ranks] for place in range(num_ranks)]
+    if direction == "split":
+        parts = [torch.cat([_halves(a, 0)[0], _halves(b, 0)[1]]) for a, b in zip(rising, sinking, strict=True)]
+    else:
+        parts = sinking if direction == "down" else rising
+    arrived = ring_all_gather(ring_reduce_scatter(parts, axis, direction, 0), axis, direction, 0)
+    up = [arrived[(index - place) % num_ranks] for place in range(num_ranks)]
+    down = [arrived[-num_ranks:][(place - index) % num_ranks] for place in range(num_ranks)]
+    if direction == "split":
+        ordered = [half for pair in zip(up, down, strict=True) for half in pair]
+    else:
+        ordered = down if direction == "down" else up
+    return torch.cat(ordered)[: x.numel()].reshape(x.shape)
+
+
+def _collected(rising: list[Any], sinking: list[Any], axis: Axis) -> tuple[Any, Any]:
+    """Two sums on their way at once, each rank adding one part before each hop; as they arrive (None: no parts)."""
+    pytree.tree_map(this_rank().starts_with, [parts[:1] for parts in (rising, sinking)])
+    up = down = None
+    for hop in range(max(len(rising), len(sinking))):
+        going_up = _hop(_plus(up, rising[hop]), axis, 1) if hop < len(rising) else None
+        going_down = _hop(_plus(down, sinking[hop]), axis, -1) if hop < len(sinking) else None
+        up = up if going_up is None else _landed(going_up)
+        down = down if going_down is None else _landed(going_down)
+    return up, down
+
+
+def _hop(x: Any, axis: Axis, shift: int) -> Any:
+    """Start one hop of every tensor of x."""
+    return pytree.tree_map(lambda leaf: start(ring_shift, leaf, axis, shift), x)
+
+
+def _landed(flights: Any) -> Any:
+    return pytree.tree_map(lambda flight: flight.wait(), flights)
+
+
+def _plus(received: Any, part: Any) -> Any:
+    """received + part, and the sum is known to hold the data of both."""
+    if received is None:
+        return part
+    return pytree.tree_map(lambda a, b: mark_sum(a + b, a, b), received, part)
+
+
+def _halves(x: Any, dim: int) -> tuple[Any, Any]:
+    """Every tensor of x cut in two along `dim`; of an odd size the first half is the larger one."""
+    leaves, structure = pytree.tree_flatten(x)
+    cut = [leaf.split([leaf.shape[dim] - leaf.shape[dim] // 2, leaf.shape[dim] // 2], dim) for leaf in leaves]
+    return tuple(pytree.tree_unflatten([pair[side] for pair in cut], structure) for side in (0, 1))  # type: ignore
+
+
+def checked_direction(direction: str) -> str:
+    """Raise ValueError for a direction that there is not."""
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
+    return direction

@@ -1,0 +1,97 @@
+"""Self-attention whose heads are spread over an axis of the mesh.
+
+Heads do not need each other: each rank computes the scores, the softmax and the values of its own heads, and the output
+projection, which is row-parallel, adds up what they contribute (Shoeybi et al. 2019, section 3). Whole heads must be
+sharded: a part of a head gives a part of each score, and the softmax of a sum is not the sum of softmaxes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tplab.errors import ShapeError
+from tplab.mesh import Axis
+from tplab.torch.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
+from tplab.torch.ranks.rank import this_rank
+
+
+class ParallelSelfAttention(nn.Module):
+    """y = output(softmax(q k^T / sqrt(d)) v), where each rank of `axis` (R ranks) has H/R of the heads.
+
+    x [B, S, D]   query.weight [H d/R, D]   key.weight, value.weight [K d/R, D]   output.weight [D, H d/R]   d = D/H
+      ->  y [B, S, D], the same on every rank
+    cost      one all_reduce forward, after output, and one backward, before q, k and v together: 2(R-1)/R of x each
+    num_kv_heads   K: each key and value head serves H/K query heads next to each other (grouped-query attention,
+                   Ainslie et al. 2023). R must divide K too; where K is less, repeat the rows of each H/K times
+    causal         a token sees itself and those before it
+    sequence_dim   1: x and y are this rank's piece of the sequence: all_gather before, reduce_scatter after
+    Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
+    """
+
+    def __init__(
+        self, width: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None, bias: bool = True,
+        causal: bool = True, sequence_dim: int | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        place = this_rank().place(axis)
+        check_heads(width, num_heads, num_kv_heads, len(place.group), place.label, sequence_dim)
+        self.width, self.num_heads, self.num_kv_heads = width, num_heads, num_kv_heads
+        self.axis, self.causal, self.sequence_dim = axis, causal, sequence_dim
+        self.head_width = width // num_heads
+        kv_width = num_kv_heads * self.head_width
+        self.query = ColumnParallelLinear(width, width, axis, bias=bias)
+        self.key = ColumnParallelLinear(width, kv_width, axis, bias=bias)
+        self.value = ColumnParallelLinear(width, kv_width, axis, bias=bias)
+        self.output = RowParallelLinear(width, width, axis, bias=bias, sequence_dim=sequence_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 3:
+            raise ShapeError(f"ParallelSelfAttention takes x [batch, sequence, {self.width}], and got {list(x.shape)}")
+        x = enter(x, self.axis, self.sequence_dim)  # once, for query, key and value together
+        q, k, v = (self._heads(layer.features(x)) for layer in (self.query, self.key, self.value))
+        if self.num_kv_heads < self.num_heads:
+            group = self.num_heads // self.num_kv_heads
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads d] -> [B, heads, S, d]"""
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.width}, {self.num_heads}, {self.axis!r}, num_kv_heads={self.num_kv_heads}, causal={self.causal}, "
+            f"sequence_dim={self.sequence_dim}"
+        )
+
+
+def check_heads(
+    width: int, num_heads: int, num_kv_heads: int, num_ranks: int, label: str, sequence_dim: int | None
+) -> None:
+    """Raise ShapeError where the heads cannot be made, or cannot be shared."""
+    if num_heads < 1 or width % num_heads:
+        raise ShapeError(
+            f"a width of {width} does not divide into {num_heads} heads; make it "
+            f"{-(-width // max(num_heads, 1)) * max(num_heads, 1)}, or take a number of heads that divides {width}"
+        )
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ShapeError(
+            f"num_kv_heads is {num_kv_heads}, which does not divide the {num_heads} heads: each key and value head "
+            "serves equally many query heads"
+        )
+    if num_heads % num_ranks:
+        raise ShapeError(
+            f"num_heads is {num_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are sharded "
+            f"whole;\nuse a mesh whose {label!r} divides {num_heads}, or {-(-num_heads // num_ranks) * num_ranks} heads"
+        )
+    if num_kv_heads % num_ranks:
+        raise ShapeError(
+            f"num_kv_heads is {num_kv_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are "
+            f"sharded whole;\nuse a mesh whose {label!r} divides {num_kv_heads}, or repeat the rows of each key and "
+            f"value head {num_heads // num_kv_heads} times and leave num_kv_heads out"
+        )
+    if sequence_dim not in (None, 1, -2):
+        raise ShapeError(f"sequence_dim is {sequence_dim}; of x [batch, sequence, width] the sequence is dim 1")

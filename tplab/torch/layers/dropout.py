@@ -1,0 +1,36 @@
+"""Dropout whose masks agree where ranks hold the same tensor, and differ where they do not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from tplab.mesh import Axis
+from tplab.torch.layers.draws import next_generator
+from tplab.torch.ranks.rank import this_rank
+
+
+def dropout(x: Tensor, p: float, *, axis: Axis | None = None) -> Tensor:
+    """Each element of x set to zero with probability p, the others divided by 1 - p.
+
+    axis   along which ranks hold other data, and draw other masks; along the others they draw the same one.
+           None: x is the same on every rank, outside of the parallel regions, and stays so.
+           "tp": x is sharded over tp, inside of a region or under sequence parallelism.
+           ("dp", "tp"), or "dp" outside of the regions: with data parallelism, each of whose ranks has its own batch
+    backward  dx = dy times the same mask; nothing is sent
+
+    Drawn from the seed of the run and the number of the draw, not from torch's generator: that one is this rank's own,
+    and after row-parallel layers a mask of its own would make copies differ. torch.utils.checkpoint gets the same mask
+    again. Ranks that are to agree must drop equally often. For evaluation leave it out, or give p=0.
+    """
+    if has_torch_function_unary(x):  # somebody watches: check_parallel
+        return handle_torch_function(dropout, (x,), x, p, axis=axis)
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}; it is the share that is dropped, from 0 up to, but not including, 1")
+    if axis is not None:
+        this_rank().place(axis)
+    if p == 0:
+        return x
+    kept = torch.rand(x.shape, generator=next_generator(axis, x.device), device=x.device) >= p
+    return x * kept / (1 - p)

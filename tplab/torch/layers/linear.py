@@ -1,0 +1,233 @@
+"""Linear layers whose weights are spread over an axis of the mesh, and the MLP made of two of them.
+
+A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
+what they contribute. One after the other they need one sum in the forward pass and one in the backward pass, whatever
+elementwise function stands between them (Shoeybi et al. 2019, section 3).
+
+With `sequence_dim` the activations outside of the pair are sharded along that dim (Korthikanti et al. 2022, section
+4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.
+
+Modules are made inside a rank's program, which knows the rank's place, and hold this rank's piece of each weight. A
+weight is drawn as that of the whole layer, of which each rank keeps its piece: for one seed of `run` it is the same on
+any mesh. Biases start at zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tplab.errors import ShapeError
+from tplab.mesh import Axis
+from tplab.sharding import P
+from tplab.torch.comm.collectives import all_gather, all_reduce, axis_size, reduce_scatter
+from tplab.torch.comm.regions import copy_to, gather_from, scatter_to
+from tplab.torch.layers.parameters import drawn_uniform
+from tplab.torch.ranks.rank import this_rank
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b, where each rank of `axis` (R ranks) has some of the output features.
+
+    x [..., D], the same on every rank   weight [F/R, D]   bias [F/R]   ->   y [..., F/R]: this rank's features
+    forward   y = x @ weight.T + bias             nothing is sent
+    backward  dx = all_reduce(dy @ weight)        2(R-1)/R of x is sent by each rank; dW, db: nothing
+
+    gather_output   y [..., F] on every rank: an all_gather more
+    sequence_dim    x is this rank's piece along that dim: all_gather(x) first; dx = reduce_scatter(dy @ weight). Each
+                    sends (R-1)/R of the whole x
+    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator f.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True, gather_output: bool = False,
+        sequence_dim: int | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.in_features, self.out_features, self.axis = in_features, out_features, axis
+        self.gather_output, self.sequence_dim = gather_output, sequence_dim
+        num_here = share(out_features, axis, "out_features")
+        self.weight = nn.Parameter(drawn_uniform((out_features, in_features), P(axis), in_features**-0.5))
+        self.bias = nn.Parameter(torch.zeros(num_here)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.features(enter(x, self.axis, self.sequence_dim))
+        return gather_from(y, self.axis) if self.gather_output else y
+
+    def features(self, x: Tensor) -> Tensor:
+        """This rank's features of an x that has entered the region: nothing is sent, nor in the backward pass."""
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(
+                f"ColumnParallelLinear takes x [..., {self.in_features}], and got {list(x.shape)}; every rank needs "
+                f"all input features: gather_from(x, {self.axis!r}) joins pieces of them"
+            )
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, {self.axis!r}, bias={self.bias is not None}, "
+            f"gather_output={self.gather_output}, sequence_dim={self.sequence_dim}"
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b, where each rank of `axis` (R ranks) has some of the input features.
+
+    x [..., F/R], this rank's features   weight [D, F/R]   bias [D]   ->   y [..., D], the same on every rank
+    forward   y = all_reduce(x @ weight.T) + bias   2(R-1)/R of y is sent by each rank
+    backward  dx = dy @ weight                      nothing is sent
+
+    The bias is added once, after the sum: before it, it would count R times.
+
+    input_is_parallel   False: x [..., F] is the same on every rank, which takes its piece of it
+    sequence_dim        y is this rank's piece along that dim: reduce_scatter in place of all_reduce, (R-1)/R of all y.
+                        The bias is then added to pieces, and its gradient is summed: 2(R-1)/R of D in backward
+    reduce_output       False: y is this rank's part of the sum, to be summed together with others; needs bias=False
+    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator g.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True, input_is_parallel: bool = True,
+        sequence_dim: int | None = None, reduce_output: bool = True,
+    ):  # fmt: skip
+        super().__init__()
+        check_row_modes(bias, input_is_parallel, sequence_dim, reduce_output, axis_size(axis))
+        self.in_features, self.out_features, self.axis = in_features, out_features, axis
+        self.input_is_parallel, self.sequence_dim, self.reduce_output = input_is_parallel, sequence_dim, reduce_output
+        self.num_here = share(in_features, axis, "in_features")
+        self.weight = nn.Parameter(drawn_uniform((out_features, in_features), P(None, axis), in_features**-0.5))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        expected = self.num_here if self.input_is_parallel else self.in_features
+        if x.shape[-1] != expected:
+            raise ShapeError(row_input_message(tuple(x.shape), expected, self.in_features, self.axis))
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.axis)
+        part = F.linear(x, self.weight)
+        if not self.reduce_output:
+            return part
+        y = leave(part, self.axis, self.sequence_dim)
+        return y if self.bias is None else y + shared(self.bias, self.axis, self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, {self.axis!r}, bias={self.bias is not None}, "
+            f"input_is_parallel={self.input_is_parallel}, sequence_dim={self.sequence_dim}, "
+            f"reduce_output={self.reduce_output}"
+        )
+
+
+class ParallelMLP(nn.Module):
+    """Two linear layers and the nonlinearity between them; each rank of `axis` has some of the hidden features.
+
+    x [..., D]   up.weight [H/R, D]   down.weight [D, H/R]   ->   y [..., D], the same on every rank
+    "gelu"       y = down(gelu(up(x)))          "gelu_tanh": gelu by its tanh formula, as GPT-2 has it
+    "swiglu"     y = down(silu(gate(x)) * up(x)), gate.weight [H/R, D]: gate and up are sharded together, so that each
+                 rank has both factors of its hidden features (Shazeer 2020)
+    cost         one all_reduce forward and one backward, 2(R-1)/R of x each, for swiglu too
+    sequence_dim in place of each an all_gather and a reduce_scatter, of the same bytes together
+
+    Column first, row second: the hidden features need not be known whole to any rank. The other order needs a second
+    sum before the nonlinearity, since gelu(a + b) is not gelu(a) + gelu(b).
+    """
+
+    def __init__(
+        self, width: int, hidden: int, axis: Axis, *, activation: str = "gelu", bias: bool = True,
+        sequence_dim: int | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+        self.axis, self.activation, self.sequence_dim = axis, activation, sequence_dim
+        share(hidden, axis, "hidden")
+        if activation == "swiglu":
+            self.gate = ColumnParallelLinear(width, hidden, axis, bias=bias, sequence_dim=sequence_dim)
+        self.up = ColumnParallelLinear(width, hidden, axis, bias=bias, sequence_dim=sequence_dim)
+        self.down = RowParallelLinear(hidden, width, axis, bias=bias, sequence_dim=sequence_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = enter(x, self.axis, self.sequence_dim)  # once, for gate and up together
+        hidden = self.up.features(x)
+        if self.activation == "swiglu":
+            hidden = F.silu(self.gate.features(x)) * hidden
+        else:
+            hidden = F.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.down(hidden)
+
+
+# --- what the layers of this package share ---------------------------------------------------------------------------
+
+
+def enter(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """All of x on every rank, on its way into work that they divide; the gradient is the sum of theirs."""
+    if sequence_dim is None:
+        return copy_to(x, axis)
+    _check_sequence_dim(x, sequence_dim)
+    return all_gather(x, axis, sequence_dim)
+
+
+def leave(part: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """The sum of every rank's part: whole on every rank, or this rank's piece along `sequence_dim`."""
+    if sequence_dim is None:
+        return all_reduce(part, axis)
+    _check_sequence_dim(part, sequence_dim)
+    return reduce_scatter(part, axis, sequence_dim)
+
+
+def shared(parameter: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """A parameter that all ranks hold, where they use it: under sequence parallelism each on its own part of the
+    sequence, so that its gradient must be summed. Here it cannot be forgotten."""
+    return parameter if sequence_dim is None else copy_to(parameter, axis)
+
+
+def share(size: int, axis: Axis, what: str) -> int:
+    """How many of `size` things each rank has. Raises ShapeError where they cannot be shared equally."""
+    place = this_rank().place(axis)
+    num_ranks = len(place.group)
+    if size % num_ranks or size <= 0:
+        raise ShapeError(
+            f"{what} is {size}, which the {num_ranks} ranks of axis {place.label!r} cannot share equally;\n"
+            f"make it {max(1, -(-size // num_ranks)) * num_ranks}, or use a mesh whose {place.label!r} divides {size}"
+        )
+    return size // num_ranks
+
+
+def check_row_modes(
+    bias: bool, input_is_parallel: bool, sequence_dim: int | None, reduce_output: bool, num_ranks: int
+) -> None:
+    """Raise ValueError for modes of a row-parallel layer that do not go together."""
+    if bias and not reduce_output:
+        raise ValueError(
+            f"a bias on a partial sum is added once by each of the {num_ranks} ranks, {num_ranks} times in all; give "
+            "bias=False and add it after the sum, or leave reduce_output=True"
+        )
+    if sequence_dim is not None and not (input_is_parallel and reduce_output):
+        raise ValueError(
+            f"sequence_dim={sequence_dim} says that the sum is scattered along a dim of the sequence; it needs "
+            "input_is_parallel=True and reduce_output=True"
+        )
+
+
+def row_input_message(shape: tuple[int, ...], expected: int, in_features: int, axis: Axis) -> str:
+    """What to say where the input of a row-parallel layer has another number of features."""
+    way_out = ""
+    if shape and shape[-1] == in_features:
+        way_out = "; that is all of x: give input_is_parallel=False, and each rank takes its piece"
+    elif expected == in_features:
+        way_out = f"; gather_from(x, {axis!r}) joins pieces, or give input_is_parallel=True"
+    return (
+        f"RowParallelLinear takes x [..., {expected}] of {in_features} input features over axis {axis!r}, and got "
+        f"{list(shape)}{way_out}"
+    )
+
+
+def _check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
+    if x.dim() < 2 or sequence_dim % x.dim() == x.dim() - 1 or not -x.dim() <= sequence_dim < x.dim():
+        raise ShapeError(
+            f"sequence_dim={sequence_dim} of x {list(x.shape)}: it must be a dim before the last one, which holds the "
+            "features"
+        )

@@ -1,0 +1,123 @@
+"""What autograd keeps from the forward to the backward pass, and how to keep less of it under sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tplab.cost.activations import SavedTensor, SavedTensors
+from tplab.torch.comm.autograd import do
+from tplab.torch.ranks.rank import Call
+
+
+def saved_tensors(fn: Callable[..., Any], *args: Any) -> SavedTensors:
+    """What fn(*args) keeps for its backward pass: each piece of memory once, nn.Parameters left out.
+
+        saved_tensors(model, ids).bytes      # inside a rank's program: what this rank keeps
+
+    Runs the forward pass, and lets go of what it kept.
+    """
+    kept: dict[int, tuple[SavedTensor, Tensor]] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if not isinstance(_whole(x), nn.Parameter):
+            about = SavedTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), storage.nbytes(), _made_by(x))
+            kept.setdefault(storage.data_ptr(), (about, x))  # with x, whose memory is then nobody else's meanwhile
+        return x
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+        fn(*args)
+    return SavedTensors(about for about, _ in kept.values())
+
+
+def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, but of what `all_gather` gives inside it only this rank's piece is kept for the backward pass.
+
+    Sequence parallelism gathers the input of attention and of the MLP. Kept whole, they are the two tensors of a layer
+    that are not divided by the number of ranks R; gathered a second time where the backward pass needs them, all are.
+
+    forward   as fn
+    backward  as that of fn, after one all_gather more for each of the forward pass: (R-1)/R of the whole
+    Korthikanti et al. 2022, section 4.2.2.
+    """
+
+    @wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # Of hooks only the innermost are called: these hand on to those that were in force.
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        pack_on, unpack_on = outer or (lambda x: x, lambda x: x)
+        pieces: dict[Any, _Piece] = {}
+
+        def pack(x: Tensor) -> Any:
+            whole = _whole(x)
+            exchange = getattr(whole.grad_fn, "exchange", None)
+            if exchange is None or exchange.call.op != "all_gather" or not whole.is_contiguous():
+                return pack_on(x)
+            if exchange not in pieces:
+                pieces[exchange] = _Piece(exchange.call, exchange.sizes, whole.detach(), pack_on, unpack_on)
+            pieces[exchange].num_uses += 1
+            return pieces[exchange], x.shape, x.stride(), x.storage_offset() - whole.storage_offset()
+
+        def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, tuple) and isinstance(kept[0], _Piece):
+                piece, *view = kept
+                return piece.gathered().as_strided(*view)
+            return unpack_on(kept)
+
+        with saved_tensors_hooks(pack, unpack):
+            return fn(*args, **kwargs)
+
+    return wrapped
+
+
+class _Piece:
+    """This rank's piece of a tensor that was gathered. Gathered again it is kept until the last use of it is served."""
+
+    def __init__(
+        self, call: Call, sizes: tuple[int, ...], whole: Tensor, pack: Callable[..., Any], unpack: Callable[..., Any]
+    ):
+        (dim,), index = call.params, call.place.index
+        piece = whole.narrow(dim, sum(sizes[:index]), sizes[index]).clone(memory_format=torch.contiguous_format)
+        self.call, self.kept, self.unpack = call, pack(piece), unpack
+        self.num_uses = self.num_served = 0
+        self.whole: Tensor | None = None
+
+    def gathered(self) -> Tensor:
+        if self.whole is None:
+            with torch.no_grad():
+                self.whole = do(self.call, self.unpack(self.kept)).contiguous()
+        whole = self.whole
+        self.num_served += 1
+        if self.num_served % self.num_uses == 0:
+            self.whole = None
+        return whole
+
+
+def _whole(x: Tensor) -> Tensor:
+    """What x is a view of, or x."""
+    return x if x._base is None else x._base
+
+
+_VIEWS = ("View", "UnsafeView", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Varying")
+
+
+def _made_by(x: Tensor) -> str:
+    """The operation that computed x, in its name in the graph."""
+    node = x.grad_fn
+    if node is None:
+        return "input" if x.requires_grad else "what has no gradient"
+    while True:
+        exchange = getattr(node, "exchange", None)
+        name = exchange.call.op if exchange else type(node).__name__.split("Backward")[0].lstrip("_")
+        if name == "AccumulateGrad":
+            return "input"
+        following = node.next_functions
+        if name not in _VIEWS or not following or following[0][0] is None:
+            return name
+        node = following[0][0]

@@ -1,0 +1,165 @@
+"""Overlapped linear layers: products whose communication travels while they are computed (collective matmul).
+
+A product that needs an all_gather before it is cut into one product a piece: while one is multiplied the next one is on
+its way. A product that needs a reduce_scatter after it is cut into one product a part: while one is computed the sum of
+those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation via
+decomposition"; Megatron's tp-comm-overlap is the same over tokens.
+
+R ranks, index i. Pieces travel as in `ring`: "up" to i + 1, "down" to i - 1, "both" half of the pieces each way,
+"split" half of every piece each way. A sum is rounded once a hop.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tplab.errors import ShapeError
+from tplab.mesh import Axis
+from tplab.sharding import P, async_weight
+from tplab.torch.comm.collectives import all_gather, axis_index, axis_size, reduce_scatter
+from tplab.torch.comm.rings import Direction, checked_direction
+from tplab.torch.layers.linear import share
+from tplab.torch.layers.parameters import drawn_piece, drawn_uniform
+from tplab.torch.layers.ring_matmul import AllGatherMatmul, MatmulReduceScatter, Ring, applied, ring_of
+
+Mode = Literal["gather", "scatter", "none"]
+MODES = ("gather", "scatter", "none")
+
+
+def all_gather_matmul(
+    x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, direction: Direction = "up"
+) -> Tensor:  # fmt: skip
+    """all_gather(x, axis, dim) @ weight.T, one product a piece: each hop runs beside the product of the piece before.
+
+    dim=-1      features: x [..., D/R]   weight [F, D]   ->   y [..., F], the products of the pieces added up
+    another     tokens: x [.., n, .., D]   weight [F, D]   ->   y [.., R n, .., F], the products one behind the other
+    forward     R-1 hops of x beside R products; the first is of this rank's own x
+    backward    dx = matmul_reduce_scatter(dy, weight.T); for dweight x goes around once more: (R-1) hops of each,
+                beside 2R products
+    memory      what arrives is let go after its product: x and weight are kept for the backward pass, not the whole x
+    Raises ShapeError where the sizes do not fit. Differentiable once.
+    """
+    ring = ring_of("gather", x, weight, axis, dim, direction)
+    return applied(AllGatherMatmul, x, weight, None, ring, dim)
+
+
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, direction: Direction = "up"
+) -> Tensor:  # fmt: skip
+    """reduce_scatter(x @ weight.T, axis, dim), one product a part: each hop runs beside the product of the next part.
+
+    dim=-1      features: x [..., K]   weight [F, K]   ->   y [..., F/R]: part i of the sum over ranks
+    another     tokens: x [.., R n, .., K]   weight [F, K]   ->   y [.., n, .., F]
+    forward     R-1 hops of y beside R products; the last one is this rank's own part
+    backward    dx = all_gather_matmul(dy, weight.T), and dweight of the same pieces: R-1 hops of dy beside 2R products
+    memory      x and weight are kept for the backward pass
+    Raises ShapeError where R does not divide F, or the tokens. Differentiable once.
+    """
+    ring = ring_of("scatter", x, weight, axis, dim, direction)
+    return applied(MatmulReduceScatter, x, weight, None, ring, dim)
+
+
+class AsyncLinear(nn.Module):
+    """y = x W^T + b between features that are sharded over `axis` (R ranks) on both sides, overlapped.
+
+    x [..., D/R]   weight [R, F/R, D/R], in the order of the ring   bias [F/R]   ->   y [..., F/R]: this rank's features
+    "gather"    all_gather_matmul: R-1 hops of x. weight[k] is multiplied with the k-th piece that arrives
+    "scatter"   matmul_reduce_scatter: R-1 hops of y. weight[k] makes the k-th part that leaves, the own one last
+    "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank for itself, nothing is sent. With one rank the
+                other modes are this one
+    bias        one per feature of y, on the rank that has the feature; added once, with the product of the own piece
+
+    `async_weight` brings the weight of a blocking layer into this order, `blocking_weight` back. The weight is drawn as
+    the whole one, of which each rank keeps its pieces: evenly over +-D^-1/2, which is the bound of a layer of D/R
+    features times R^-1/2, since R products are added up. For "none" nothing is added up: +-(D/R)^-1/2.
+    Raises ShapeError where R does not divide D and F.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, axis: Axis, *, mode: Mode = "gather", direction: Direction = "up",
+        bias: bool = True,
+    ):  # fmt: skip
+        super().__init__()
+        self.in_features, self.out_features, self.axis = in_features, out_features, axis
+        self.mode, self.direction = check_mode(mode), checked_direction(direction)
+        inputs, outputs = share(in_features, axis, "in_features"), share(out_features, axis, "out_features")
+        num_ranks = axis_size(axis)
+        if mode == "none" or num_ranks == 1:
+            weight = drawn_uniform((out_features, inputs), P(axis), inputs**-0.5)[None]
+        else:
+            index, bound = axis_index(axis), in_features**-0.5
+
+            def pieces(whole: Tensor) -> Tensor:
+                stacked = async_weight(whole, num_ranks, mode, direction)
+                return (stacked[index] * (2 * bound) - bound).contiguous()
+
+            weight = drawn_piece((out_features, in_features), pieces, torch.rand)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        _check_features("AsyncLinear", x, self.weight.shape[-1], self.in_features)
+        if len(self.weight) == 1:
+            return F.linear(x, self.weight[0], self.bias)
+        function = AllGatherMatmul if self.mode == "gather" else MatmulReduceScatter
+        size = self.weight.shape[-1] if self.mode == "gather" else self.weight.shape[-2]
+        ring = Ring(self.mode, self.axis, self.direction, size, is_stacked=True)
+        return applied(function, x, self.weight, self.bias, ring, -1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, {self.axis!r}, mode={self.mode!r}, "
+            f"direction={self.direction!r}, bias={self.bias is not None}"
+        )
+
+
+class BlockingLinear(nn.Module):
+    """What AsyncLinear computes, by one collective and one product: what it is held against.
+
+    x [..., D/R]   bias [F/R]   ->   y [..., F/R]
+    "gather"    weight [F/R, D]   y = all_gather(x, -1) @ weight.T + bias
+    "scatter"   weight [F, D/R]   y = reduce_scatter(x @ weight.T, -1) + bias
+    "none"      weight [F/R, D/R]   y = x @ weight.T + bias
+    One seed gives AsyncLinear and this the same weight.
+    """
+
+    def __init__(self, in_features: int, out_features: int, axis: Axis, *, mode: Mode = "gather", bias: bool = True):
+        super().__init__()
+        self.in_features, self.out_features, self.axis, self.mode = in_features, out_features, axis, check_mode(mode)
+        self.inputs, outputs = share(in_features, axis, "in_features"), share(out_features, axis, "out_features")
+        fan_in = self.inputs if mode == "none" else in_features
+        spec = P(None, axis) if mode == "scatter" else P(axis)
+        self.weight = nn.Parameter(drawn_uniform((out_features, fan_in), spec, fan_in**-0.5))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        _check_features("BlockingLinear", x, self.inputs, self.in_features)
+        if self.mode != "scatter":
+            return F.linear(all_gather(x, self.axis, -1) if self.mode == "gather" else x, self.weight, self.bias)
+        y = reduce_scatter(F.linear(x, self.weight), self.axis, -1)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, {self.axis!r}, mode={self.mode!r}, bias={self.bias is not None}"
+        )
+
+
+def _check_features(layer: str, x: Tensor, num_here: int, in_features: int) -> None:
+    if x.shape[-1] != num_here:
+        way_out = "; that is all of x: scatter_to(x, axis) gives each rank its features"
+        raise ShapeError(
+            f"{layer} takes x [..., {num_here}], this rank's share of {in_features} features, and got {list(x.shape)}"
+            + (way_out if x.shape[-1] == in_features else "")
+        )
+
+
+def check_mode(mode: str) -> str:
+    """Raise ValueError for a mode that there is not."""
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+    return mode

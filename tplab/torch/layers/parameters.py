@@ -1,0 +1,53 @@
+"""How parameters begin: drawn as those of the whole model, of which a rank keeps its piece.
+
+So a model that is made with one seed is the same on every mesh, up to the last bit, and data-parallel copies agree. On
+the modelled clock making it takes no time: it is no part of what a step does. As meta tensors, under
+`torch.device("meta")`, parameters have shapes and no numbers, and a model of any size is made at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tplab.sharding import P
+from tplab.torch.layers.draws import next_generator
+from tplab.torch.ranks.rank import this_rank
+
+Draw = Callable[..., Tensor]
+"""torch.rand or torch.randn"""
+
+
+def drawn_uniform(shape: Sequence[int], spec: P, bound: float) -> Tensor:
+    """This rank's piece of numbers spread evenly over [-bound, bound]."""
+    return drawn_piece(shape, lambda whole: piece_of(whole * (2 * bound) - bound, spec), torch.rand)
+
+
+def drawn_normal(shape: Sequence[int], spec: P, deviation: float) -> Tensor:
+    """This rank's piece of normal numbers."""
+    return drawn_piece(shape, lambda whole: piece_of(whole * deviation, spec), torch.randn)
+
+
+def drawn_piece(shape: Sequence[int], keep: Callable[[Tensor], Tensor], draw: Draw) -> Tensor:
+    """What `keep` makes of a whole parameter's first numbers, where parameters are made."""
+    device = torch.empty(0).device
+    with torch._C._DisableTorchDispatch():  # no operation of the program's
+        generator = next_generator()
+        if device.type == "meta":
+            return keep(torch.empty(tuple(shape)))
+        return keep(draw(tuple(shape), generator=generator, device="cpu")).to(device)
+
+
+def piece_of(whole: Tensor, spec: P) -> Tensor:
+    """This rank's piece. A dim that does not divide is cut into pieces of ceil(n / R); the last ones are smaller."""
+    rank = this_rank()
+    piece = whole
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            place = rank.place(entry)
+            size = -(-whole.shape[dim] // len(place.group))
+            begin = min(place.index * size, whole.shape[dim])
+            piece = piece.narrow(dim, begin, min(size, whole.shape[dim] - begin))
+    return piece.clone(memory_format=torch.contiguous_format)

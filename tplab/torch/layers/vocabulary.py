@@ -1,0 +1,160 @@
+"""The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
+
+Of V words each of R ranks has ceil(V / R), the last ranks fewer: rank i those from i * ceil(V / R) on. Logits of all
+words are never brought together: the loss needs one maximum and two sums a token (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tplab.errors import ShapeError
+from tplab.mesh import Axis
+from tplab.sharding import P
+from tplab.torch.comm.collectives import all_reduce
+from tplab.torch.layers.linear import enter, leave
+from tplab.torch.layers.parameters import drawn_normal
+from tplab.torch.ranks.rank import this_rank
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A row of `weight` for each id, where each rank of `axis` (R ranks) has the rows of some of the words.
+
+    ids [...], the same on every rank   weight [n, D], n = ceil(V/R), fewer on the last ranks   ->   y [..., D]
+    forward   y = all_reduce(weight[id], or zeros where another rank has the word)   2(R-1)/R of y is sent by each rank
+    backward  dweight[id] += dy on the rank that has the word                        nothing is sent
+
+    logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's words; through copy_to, so
+              the all_reduce is in its backward pass. The weight's gradient is that of both uses, and needs no sum
+    sequence_dim   y, and the x of logits, are this rank's piece along that dim: reduce_scatter, all_gather
+    V may be any number. Raises IndexError for an id that is no word. Weights are drawn from N(0, 1), as nn.Embedding's.
+    """
+
+    def __init__(self, vocab_size: int, width: int, axis: Axis, *, sequence_dim: int | None = None):
+        super().__init__()
+        self.vocab_size, self.width, self.axis, self.sequence_dim = vocab_size, width, axis, sequence_dim
+        if vocab_size < 1:
+            raise ShapeError(f"vocab_size is {vocab_size}; a vocabulary needs one word or more")
+        self.weight = nn.Parameter(drawn_normal((vocab_size, width), P(axis), 1.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        begin, num_words = words_here(self.vocab_size, self.axis)
+        _check_ids(ids, self.vocab_size)
+        is_here = (ids >= begin) & (ids < begin + num_words)
+        if num_words == 0:
+            rows = self.weight.new_zeros(*ids.shape, self.width) + self.weight.sum()  # of nothing: it keeps the graph
+        else:
+            rows = F.embedding(torch.where(is_here, ids - begin, 0), self.weight).masked_fill(~is_here.unsqueeze(-1), 0)
+        return leave(rows, self.axis, self.sequence_dim)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x times the rows of this rank's words: [..., D] -> [..., n]."""
+        return enter(x, self.axis, self.sequence_dim) @ self.weight.T
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.width}, {self.axis!r}, sequence_dim={self.sequence_dim}"
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, ids: Tensor, axis: Axis, vocab_size: int, reduction: str = "mean", ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The loss of torch.nn.functional.cross_entropy, of logits whose words are spread over `axis` (R ranks).
+
+    logits [..., n], this rank's words: ceil(V/R), or as many of them as there are   ids [...], the same on every rank
+      ->  the loss, the same on every rank: a scalar, or [...] for "none"
+
+    With z the logits less their maximum m over all words, e the label_smoothing and t the id:
+    forward   loss = log sum_v exp z_v - (1-e) z_t - e/V sum_v z_v     averaged over the tokens that are not ignored
+    backward  dlogits = softmax(logits) - (1-e) [v = t] - e/V, times dloss     nothing is sent
+    cost      an all_reduce of 1 number a token (m) and one of 2 (the first sum and z_t; 3 with label smoothing), where
+              gathering the logits would send (R-1)/R V a token
+
+    No logit is too large: exp is taken of numbers up to 0. Logits of 16 bits are computed with as float32, and so is
+    the loss. Columns beyond the vocabulary, which pad the last ranks' logits, count for nothing and get no gradient.
+    Raises IndexError for an id that is no word, ShapeError for logits of another width.
+    """
+    begin, num_words = words_here(vocab_size, axis)
+    _check_loss(logits, ids, axis, vocab_size, reduction, label_smoothing)
+    is_counted = ids != ignore_index
+    _check_ids(ids, vocab_size, is_counted)
+
+    z = logits[..., :num_words]
+    z = z.float() if z.dtype.itemsize < 4 else z
+    lowest = torch.finfo(z.dtype).min
+    largest = z.detach().amax(-1) if num_words else z.new_full(ids.shape, lowest)
+    z = z - all_reduce(largest, axis, "max").unsqueeze(-1)
+
+    is_here = (ids >= begin) & (ids < begin + num_words) & is_counted
+    if num_words:
+        of_id = z.gather(-1, torch.where(is_here, ids - begin, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
+    else:
+        of_id = z.sum(-1)
+    parts = [z.exp().sum(-1), of_id] + ([z.sum(-1)] if label_smoothing else [])
+    total, of_id, *of_all = all_reduce(torch.stack(parts), axis).unbind()
+    loss = total.log() - (1 - label_smoothing) * of_id
+    if label_smoothing:
+        loss = loss - label_smoothing / vocab_size * of_all[0]
+    loss = loss.masked_fill(~is_counted, 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / is_counted.sum() if reduction == "mean" else loss.sum()
+
+
+def words_here(vocab_size: int, axis: Axis) -> tuple[int, int]:
+    """The first word that this rank has, and how many: ceil(V / R), fewer on the last ranks."""
+    place = this_rank().place(axis)
+    most = -(-vocab_size // len(place.group))
+    begin = min(place.index * most, vocab_size)
+    return begin, min(most, vocab_size - begin)
+
+
+def _check_whole(ids: Tensor) -> None:
+    if ids.is_floating_point() or ids.dtype is torch.bool:
+        raise TypeError(f"ids are whole numbers, not {ids.dtype}; ids.long() makes them so")
+
+
+def _check_ids(ids: Tensor, vocab_size: int, is_counted: Tensor | None = None) -> None:
+    _check_whole(ids)
+    if ids.is_meta:
+        return
+    ids = ids if is_counted is None else ids[is_counted]
+    if ids.numel() == 0:
+        return
+    lowest, highest = (int(extreme) for extreme in torch.aminmax(ids))
+    if lowest < 0 or highest >= vocab_size:
+        raise IndexError(
+            f"ids run from {lowest} to {highest}, and a vocabulary of {vocab_size} has 0 to {vocab_size - 1}; "
+            "make vocab_size larger, or mark what is not to count with ignore_index in the loss"
+        )
+
+
+def _check_loss(
+    logits: Tensor, ids: Tensor, axis: Axis, vocab_size: int, reduction: str, label_smoothing: float
+) -> None:
+    _check_whole(ids)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, from 0 to 1")
+    if logits.shape[:-1] != ids.shape:
+        raise ShapeError(
+            f"logits {list(logits.shape)} are for ids {list(logits.shape[:-1])}, and got ids {list(ids.shape)}; "
+            "the last dim of the logits is that of the words"
+        )
+    place = this_rank().place(axis)
+    _, num_words = words_here(vocab_size, axis)
+    most = -(-vocab_size // len(place.group))
+    if logits.shape[-1] not in (num_words, most):
+        way_out = f"scatter_to(logits, {axis!r}) gives each rank its words" if logits.shape[-1] == vocab_size else (
+            "each rank computes those of its own words, as VocabParallelEmbedding.logits does"
+        )
+        raise ShapeError(
+            f"logits have {logits.shape[-1]} columns, where of {vocab_size} words rank {place.index} of the "
+            f"{len(place.group)} of axis {place.label!r} has {num_words}"
+            + (f" (or {most}, padded)" if most != num_words else "") + f"; {way_out}"
+        )

@@ -1,0 +1,131 @@
+"""torch's own tensor parallelism, DTensor, on ranks of this process; and what it sends, to be held beside ours.
+
+The ranks are torch's LocalTensorMode: each tensor is one a rank, and each operation is done for all of them in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from tplab.cost import collectives as cost
+from tplab.errors import MeshError
+from tplab.torch.models.plain import PlainGPT
+from tplab.trace.traffic import Traffic
+
+_OPS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def with_dtensor(program: Callable[[Any], Any], num_ranks: int) -> tuple[Any, Traffic]:
+    """Run `program(mesh)`, a program of DTensors on a DeviceMesh: what it returns, and what a rank sends in it.
+
+        def program(mesh):
+            parallelize_module(model, mesh, plan)
+            return whole(model(ids))
+
+    Return `whole(x)` of tensors. Raises MeshError where torch.distributed is in use already: this makes a process group
+    of its own, which sends nothing.
+    """
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise MeshError(
+            "torch.distributed has a process group already, and with_dtensor makes one of its own; call it where no "
+            "other is in use, or dist.destroy_process_group() first"
+        )
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        with LocalTensorMode(num_ranks):
+            mesh = init_device_mesh("cpu", (num_ranks,))
+            with _Watch(num_ranks) as watch:
+                result = program(mesh)
+    finally:
+        dist.destroy_process_group()
+    return result, Traffic.of(watch.seen)
+
+
+def whole(x: Any) -> Tensor:
+    """All of a DTensor, or of what every rank holds a copy of, as a plain tensor; what this sends is not counted."""
+    with _not_counted():
+        x = x.detach()
+        x = x.full_tensor() if hasattr(x, "full_tensor") else x
+        x = x.wait() if hasattr(x, "wait") else x
+        return x._local_tensors[0] if hasattr(x, "_local_tensors") else x
+
+
+def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) -> PlainGPT:
+    """Shard a PlainGPT by torch's `parallelize_module`: columns, then rows, the words of embedding and head; in place.
+
+    share_input   query, key and value get their input as one DTensor, so that its gradient is summed once for the three
+                  (PrepareModuleInput). False: each sums its own, as parallelize_module does by itself
+
+    Its logits stay sharded: take the loss inside of `loss_parallel()`. parallelize_module gives embedding and head a
+    weight each; here they are tied again.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        "blocks.*.attention.output": RowwiseParallel(),
+        "blocks.*.mlp.up": ColwiseParallel(),
+        "blocks.*.mlp.down": RowwiseParallel(),
+    }
+    plan |= {f"blocks.*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    if share_input:
+        plan["blocks.*.attention"] = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate()
+        )
+    parallelize_module(model, mesh, plan)
+    assert isinstance(model.embedding.weight, nn.Parameter)
+    model.head.weight = model.embedding.weight
+    return model
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the collectives that are called: (name, once, bytes a rank sends)."""
+
+    def __init__(self, num_ranks: int):
+        super().__init__()
+        self.num_ranks, self.seen, self.is_counting = num_ranks, list[tuple[str, int, int]](), True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # to be told what it does on the ranks
+        name = func.overloadpacket.__name__.rstrip("_")
+        if self.is_counting and func.namespace.endswith("c10d_functional") and name in _OPS:
+            op, x, ranks = _OPS[name], args[0], range(self.num_ranks)
+            sent = max(cost.bytes_sent(op, x.numel(), x.dtype.itemsize, self.num_ranks, rank) for rank in ranks)
+            self.seen.append((op, 1, sent))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _not_counted() -> Iterator[None]:
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Watch)]
+    try:
+        for mode in modes:
+            mode.is_counting = False
+        yield
+    finally:
+        for mode in modes:
+            mode.is_counting = True

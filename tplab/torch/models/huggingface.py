@@ -1,0 +1,317 @@
+"""`parallelize`: a `transformers` model, sharded by a plan, inside a rank's program.
+
+The linear layers, the embedding and the head are replaced by ones that hold this rank's piece of the same weights and
+know where to communicate; everything else of the model stays as it is, its own forward, loss and generate. Nothing here
+imports transformers: a model is known by its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tplab.errors import PlanError
+from tplab.layout import Layout, ranges, take
+from tplab.mesh import Axis
+from tplab.sharding import P
+from tplab.torch.comm.collectives import all_gather, all_reduce
+from tplab.torch.comm.regions import copy_to, gather_from
+from tplab.torch.layers.dropout import dropout
+from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tplab.torch.models.plans import Plan, Planned, bind, features_of, heads_in, is_conv1d
+from tplab.torch.ranks.rank import this_rank
+
+Cut = Callable[[Tensor, Layout], nn.Parameter]
+
+HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size")
+"""What attention modules count that is this rank's share afterwards: heads, and features of all heads."""
+
+
+def parallelize(
+    model: nn.Module, plan: Plan, axis: Axis = "tp", *, gather_logits: bool = True, data_axis: Axis | None = None
+) -> nn.Module:
+    """Shard a model over `axis` (R ranks), in place, inside a rank's program; returns it.
+
+    plan    module name -> "column", "row", "vocab", "replicate", "local" or a FusedColumn, as gpt2_plan(model) and
+            llama_plan(model) give it. `*` stands for anything between two dots
+    memory  the parameters of columns, rows and words: 1/R on each rank
+    cost    a block: 2 all_reduces of [B, S, D] forward and 2 backward; the embedding one forward, the head one backward
+
+    gather_logits   True: logits [B, S, V] on every rank, and the model's own loss of them: an all_gather of all logits.
+                    False: logits [B, S, n], of this rank's n words; the loss is `vocab_parallel_cross_entropy` of them:
+                    3 numbers a token. `generate` gathers them in any case
+    dropout         nn.Dropout modules draw one mask on all ranks of `axis`, from the seed of the run; what is dropped
+                    among sharded activations ("local", and the attention's own) is drawn from each rank's generator
+    data_axis       along which ranks have other data, and draw other masks
+
+    The model is checked against the plan before it is changed. Raises PlanError for a plan that cannot be right.
+    """
+    place = this_rank().place(axis)
+    planned = bind(model, plan, len(place.group), place.label)
+    shards: dict[int, nn.Parameter] = {}
+
+    def cut(whole: Tensor, layout: Layout) -> nn.Parameter:
+        if id(whole) not in shards:  # a tied weight stays one parameter
+            piece = take(whole.detach(), layout, this_rank().mesh, this_rank().rank)
+            piece = piece.clone(memory_format=torch.contiguous_format)
+            shards[id(whole)] = nn.Parameter(piece, requires_grad=whole.requires_grad)
+        return shards[id(whole)]
+
+    keep = [one.module for one in planned]  # ids in `shards` are those of living tensors
+    heads: list[VocabHead] = []
+    for parent in dict.fromkeys(one.parent for one in planned):
+        inside = [one for one in planned if one.parent == parent]
+        _shard_children(model.get_submodule(parent), inside, axis, cut, gather_logits, heads)
+    _share_dropout(model, {one.name for one in planned if one.kind == "local"}, data_axis)
+    if heads and not gather_logits:
+        _compute_loss_on_shards(model, heads, axis)
+    del keep
+    return model
+
+
+@torch.no_grad()
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The unsharded state of a model that `parallelize` has sharded, on every rank: names and values as before, bit for
+    bit. Called by all ranks; each piece is gathered, (R-1)/R of every sharded parameter is received."""
+    rank = this_rank()
+    layouts = known_layouts(model)
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    for name, piece in state.items():
+        layout = layouts.get(name, Layout())
+        for dim in layout.split_dims:
+            group = rank.place(layout.spec[dim]).group
+            pieces = all_gather(piece.movedim(dim, 0), layout.spec[dim]).movedim(0, dim)
+            order = [row for other in group for rows in _rows(layout, dim, pieces.shape[dim], other) for row in rows]
+            state[name] = torch.empty_like(pieces).index_copy_(dim, torch.tensor(order, device=pieces.device), pieces)
+    return state
+
+
+def known_layouts(model: nn.Module) -> dict[str, Layout]:
+    """How the parameters of a model lie on the mesh, by name, as far as its layers say so."""
+    found: dict[str, Layout] = {}
+    for name, module in model.named_modules():
+        layouts: Callable[[], dict[str, Layout]] | None = getattr(module, "layouts", None)
+        for parameter, layout in layouts().items() if callable(layouts) else ():
+            found[f"{name}.{parameter}" if name else parameter] = layout
+    return found
+
+
+class Column(nn.Module):
+    """A ColumnParallelLinear with a piece of a given weight, also [in, out] as GPT-2's, or of several fused parts.
+
+    x [..., D], the same on every rank   ->   y [..., F/R]: this rank's features, of each part
+    """
+
+    def __init__(self, given: nn.Module, axis: Axis, parts: tuple[int, ...], cut: Cut, entrance: Entrance):
+        super().__init__()
+        self.in_features, self.out_features = features_of(given)  # type: ignore[misc]
+        self.axis, self.parts, self.is_transposed, self.entrance = axis, parts, is_conv1d(given), entrance
+        self.weight = cut(given.weight, self.layouts()["weight"])  # type: ignore[arg-type]
+        self.bias = None if given.bias is None else cut(given.bias, self.layouts()["bias"])  # type: ignore[arg-type]
+
+    def layouts(self) -> dict[str, Layout]:
+        """How its parameters lie on the mesh."""
+        spec = P(None, self.axis) if self.is_transposed else P(self.axis)
+        return {"weight": Layout(spec, self.parts), "bias": Layout(P(self.axis), self.parts)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.entrance(x), self.weight.T if self.is_transposed else self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.axis!r}" + (
+            f", parts={self.parts}" if self.parts else ""
+        )
+
+
+class Row(nn.Module):
+    """A RowParallelLinear that holds a piece of a given weight, also [in, out] as GPT-2's.
+
+    x [..., F/R], this rank's features   ->   y [..., D], the same on every rank; the bias is added once, after the sum
+    """
+
+    def __init__(self, given: nn.Module, axis: Axis, cut: Cut):
+        super().__init__()
+        self.in_features, self.out_features = features_of(given)  # type: ignore[misc]
+        self.axis, self.is_transposed = axis, is_conv1d(given)
+        self.weight = cut(given.weight, self.layouts()["weight"])  # type: ignore[arg-type]
+        self.bias: nn.Parameter | None = given.bias  # type: ignore[assignment]
+
+    def layouts(self) -> dict[str, Layout]:
+        """How its parameters lie on the mesh."""
+        return {"weight": Layout(P(self.axis) if self.is_transposed else P(None, self.axis)), "bias": Layout()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = all_reduce(F.linear(x, self.weight.T if self.is_transposed else self.weight), self.axis)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.axis!r}"
+
+
+class VocabEmbedding(VocabParallelEmbedding):
+    """A VocabParallelEmbedding that holds a piece of a given weight."""
+
+    def __init__(self, given: nn.Embedding, axis: Axis, cut: Cut):
+        nn.Module.__init__(self)
+        self.vocab_size, self.width, self.axis, self.sequence_dim = *given.weight.shape, axis, None
+        self.padding_idx = given.padding_idx
+        self.weight = cut(given.weight, self.layouts()["weight"])
+
+    def layouts(self) -> dict[str, Layout]:
+        """How its parameters lie on the mesh."""
+        return {"weight": Layout(P(self.axis))}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = super().forward(ids)
+        if self.padding_idx is None:
+            return y
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)  # it learns nothing, as in nn's
+
+
+class VocabHead(nn.Module):
+    """The head: x [..., D], the same on every rank -> logits [..., n] of this rank's words, or gathered, [..., V]."""
+
+    def __init__(self, given: nn.Linear, axis: Axis, cut: Cut, gather: bool):
+        super().__init__()
+        self.in_features, self.out_features, self.axis, self.gather = (
+            given.in_features,
+            given.out_features,
+            axis,
+            gather,
+        )
+        self.weight = cut(given.weight, self.layouts()["weight"])
+        self.bias = None if given.bias is None else cut(given.bias, self.layouts()["bias"])
+
+    def layouts(self) -> dict[str, Layout]:
+        """How its parameters lie on the mesh."""
+        return {"weight": Layout(P(self.axis)), "bias": Layout(P(self.axis))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(copy_to(x, self.axis), self.weight, self.bias)
+        return gather_from(logits, self.axis) if self.gather else logits
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.axis!r}, gather={self.gather}"
+
+
+class SharedDropout(nn.Dropout):
+    """nn.Dropout with one mask on all ranks that hold copies, drawn from the seed of the run."""
+
+    def __init__(self, p: float, varies_along: Axis | None):
+        super().__init__(p)
+        self.varies_along = varies_along
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dropout(input, self.p, axis=self.varies_along) if self.training else input
+
+
+class Entrance:
+    """Where columns take one input: it enters the region once, and its gradient is summed once for all of them.
+
+    Query, key and value are given one tensor; each through a copy_to of its own would make three all_reduces.
+    """
+
+    def __init__(self, axis: Axis, num_columns: int):
+        self.axis, self.num_columns = axis, num_columns
+        self._x: ref[Tensor] | None = None
+        self._entered: Tensor | None = None
+        self._num_left = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        is_known = self._x is not None and self._x() is x and self._entered is not None
+        if not is_known or self._entered.requires_grad != (x.requires_grad and torch.is_grad_enabled()):  # type: ignore
+            self._x, self._entered, self._num_left = ref(x), copy_to(x, self.axis), self.num_columns
+        entered, self._num_left = self._entered, self._num_left - 1
+        if self._num_left <= 0:  # all have it: no graph is held between two steps
+            self._x = self._entered = None
+        return entered  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entrance:
+        memo[id(self)] = Entrance(self.axis, self.num_columns)
+        return memo[id(self)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"axis": self.axis, "num_columns": self.num_columns, "_x": None, "_entered": None, "_num_left": 0}
+
+
+def _rows(layout: Layout, dim: int, size: int, rank: int) -> list[range]:
+    """Which places of a whole dim a rank holds."""
+    mesh, entry = this_rank().mesh, layout.spec[dim]
+    return ranges(size, layout.parts, mesh.index(rank, entry), mesh.axis_size(entry))
+
+
+def _shard_children(
+    parent: nn.Module, inside: list[Planned], axis: Axis, cut: Cut, gather: bool, heads: list[VocabHead]
+) -> None:
+    """Replace the planned children of one module."""
+    columns = [one for one in inside if one.kind == "column"]
+    entrance = Entrance(axis, len(columns))
+    for one in inside:
+        child = one.name.rpartition(".")[2]
+        if one.kind == "column":
+            setattr(parent, child, Column(one.module, axis, one.parts, cut, entrance))
+        elif one.kind == "row":
+            setattr(parent, child, Row(one.module, axis, cut))
+        elif one.kind == "vocab" and isinstance(one.module, nn.Embedding):
+            setattr(parent, child, VocabEmbedding(one.module, axis, cut))
+        elif one.kind == "vocab":
+            head = VocabHead(one.module, axis, cut, gather)  # type: ignore[arg-type]
+            setattr(parent, child, head)
+            heads.append(head)
+        elif columns and one.kind == "replicate":  # a norm of single heads: each rank uses it for its own
+            for parameter in one.module.parameters():
+                parameter.register_hook(lambda gradient: all_reduce(gradient, axis))
+    if columns and heads_in(parent) is not None:
+        num_ranks = len(this_rank().place(axis).group)
+        for name in HEADS:
+            if isinstance(getattr(parent, name, None), int):
+                setattr(parent, name, getattr(parent, name) // num_ranks)
+
+
+def _share_dropout(model: nn.Module, local: set[str], data_axis: Axis | None) -> None:
+    """One mask on all ranks for every dropout module but those inside of the regions."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Dropout and name not in local:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, SharedDropout(module.p, data_axis))
+
+
+def _compute_loss_on_shards(model: nn.Module, heads: list[VocabHead], axis: Axis) -> None:
+    """The model's loss of logits that stay sharded; and generate, which gathers them."""
+    (head,) = heads
+
+    def loss_function(
+        logits: Tensor, labels: Tensor | None, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """As transformers' ForCausalLMLoss: the token at each place is to be told from those before it."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = vocab_parallel_cross_entropy(
+            logits, shift_labels.contiguous(), axis, vocab_size, reduction, ignore_index
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    if not hasattr(model, "loss_function"):
+        raise PlanError(
+            f"gather_logits=False replaces the model's loss, and {type(model).__name__} has no loss_function; leave "
+            "gather_logits=True"
+        )
+    model.loss_function = loss_function  # type: ignore[assignment]
+    generate = model.generate
+
+    def gathered_generate(*args: Any, **kwargs: Any) -> Any:
+        head.gather = True
+        try:
+            return generate(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            head.gather = False
+
+    model.generate = gathered_generate  # type: ignore[assignment]

@@ -1,0 +1,92 @@
+"""The GPT in torch's own layers, unsharded: what the sharded one is held against, and what DTensor can shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tplab.errors import ShapeError
+from tplab.models.gpt import GPTConfig
+
+
+class PlainGPT(nn.Module):
+    """ids [B, S]   ->   logits [B, S, V]: GPT(config) on one rank, without tplab; parameters have the same names.
+
+    The head is a module with the embedding's weight. Only for a GPT as GPT-2 is: LayerNorm, GeLU by its tanh formula,
+    biases, a key for each query head; no dropout.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        kind = config.norm, config.activation, config.bias, config.num_kv_heads in (None, config.num_heads)
+        if kind != ("layer", "gelu_tanh", True, True):
+            raise ShapeError(f"PlainGPT is for models as GPT-2 is, with GPTConfig's defaults, not for {config}")
+        width = config.width
+        self.config = config
+        self.embedding, self.positions = nn.Embedding(config.vocab_size, width), nn.Embedding(config.context, width)
+        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def load(self, state: Mapping[str, Tensor]) -> PlainGPT:
+        """Take the whole state of a GPT; returns itself."""
+        self.load_state_dict({**state, "head.weight": state["embedding.weight"]})
+        return self
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of targets [B, S]; -100 is not counted."""
+        return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
+
+
+class PlainBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.attention, self.mlp = PlainAttention(config), PlainMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class PlainAttention(nn.Module):
+    """y = output(softmax(q k^T / sqrt(d)) v) of as many heads as query gives: all of them, or a rank's."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        width = config.width
+        self.head_width = width // config.num_heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+
+class PlainMLP(nn.Module):
+    """y = down(gelu(up(x)))."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.up = nn.Linear(config.width, config.hidden_width)
+        self.down = nn.Linear(config.hidden_width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -1,0 +1,251 @@
+"""A launcher: a process that starts others by fork, so that what takes seconds to import is imported once."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from tplab.errors import TplabError
+
+_BOOTSTRAP = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import runpy
+runpy.run_path(sys.argv[2])["serve"](sys.argv)"""
+
+
+class Launcher:
+    """The process that starts workers, as seen from the process that wants them.
+
+    entry      "module:function", called in each worker as function(arguments, fds)
+    preload    modules that are imported before the first fork, where the system lets a process fork after that
+
+    The launcher is a fresh interpreter, so it has none of the caller's threads: forking a process in which JAX or
+    OpenMP has started some can hang. Workers end when the launcher does, and the launcher when its caller does; what a
+    worker has started itself ends with it.
+    """
+
+    def __init__(self, entry: str, preload: Sequence[str] = ()):
+        ours, theirs = socket.socketpair()
+        self.words = scratch_file()
+        control = str(theirs.fileno())
+        command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), __file__, control, entry, *preload]
+        # NumPy's BLAS would start threads on import, and they do not survive a fork
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment,
+            stdin=subprocess.DEVNULL, stdout=self.words, stderr=self.words,
+        )  # fmt: skip
+        theirs.close()
+        self._socket = ours
+        self._lock = threading.RLock()
+        self._unread = b""
+        self._ended: dict[int, int] = {}
+        self._is_gone = False
+
+    def fileno(self) -> int:
+        """For select: readable when a worker has ended."""
+        return self._socket.fileno()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_gone and self._process.poll() is None
+
+    def start(self, arguments: dict[str, Any], fds: Sequence[int], words: int) -> int:
+        """Start a worker that gets these file descriptors, its stdout and stderr going to `words`. Returns its id."""
+        with self._lock:
+            request = json.dumps({"start": arguments}).encode()
+            try:
+                socket.send_fds(self._socket, [request], [words, *fds])
+                while True:
+                    for answer in self._read(None):
+                        if "started" in answer:
+                            return answer["started"]
+                    if self._is_gone:
+                        break
+            except OSError:
+                self._is_gone = True
+        raise TplabError(
+            "the process that starts the ranks' processes ended"
+            + (f"; it said:\n{said}" if (said := text_of(self.words)) else " without a word")
+        )
+
+    def ended(self, pid: int, within_seconds: float = 0.0) -> int | None:
+        """How the worker `pid` ended, as `os.waitpid` says it; None while it has not."""
+        deadline = time.monotonic() + within_seconds
+        with self._lock:
+            while pid not in self._ended and not self._is_gone:
+                left = max(0.0, deadline - time.monotonic())
+                self._read(left)
+                if not left:
+                    break
+            # workers do not outlive their launcher
+            return self._ended.get(pid, signal.SIGKILL if self._is_gone else None)
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """End these workers at once, whatever they are in."""
+        if pids and not self._is_gone:
+            try:
+                self._socket.sendall(json.dumps({"kill": list(pids)}).encode() + b"\n")
+            except OSError:
+                self._is_gone = True
+
+    def close(self) -> None:
+        """End the launcher and every worker that is left."""
+        self._is_gone = True
+        self._socket.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self.words)
+
+    def forget(self) -> None:
+        """Called in a copy of this process (after a fork): the launcher is not the copy's."""
+        self._is_gone = True
+        self._socket.close()
+        self._process.returncode = 0  # so that the copy does not wait for it
+
+    def _read(self, timeout: float | None) -> list[dict[str, Any]]:
+        """What the launcher has said; keeps account of who has ended."""
+        if not select.select([self._socket], [], [], timeout)[0]:
+            return []
+        data = self._socket.recv(1 << 16)
+        self._is_gone = self._is_gone or not data
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        messages = [json.loads(line) for line in lines]
+        for message in messages:
+            self._ended.update(dict(message.get("ended", ())))
+        return messages
+
+
+def scratch_file() -> int:
+    """A file without a name, in memory where the system has such: its descriptor."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tplab", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def text_of(fd: int, last_bytes: int = 4000) -> str:
+    """The end of what was written to a scratch file."""
+    size = os.fstat(fd).st_size
+    return os.pread(fd, last_bytes, max(0, size - last_bytes)).decode(errors="replace").strip()
+
+
+# --- in the launcher's own process -----------------------------------------------------------------------------------
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Start workers on request until the caller is gone, and then end them all."""
+    _, _, _, control_fd, entry, *preload = argv
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes: the caller decides
+    if sys.platform == "linux":  # elsewhere system libraries do not bear a fork once they are in use
+        for name in preload:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no worker's garbage collector writes to the memory that all share
+    control = socket.socket(fileno=int(control_fd))
+    bell, ringer = socket.socketpair()
+    ringer.setblocking(False)
+    bell.setblocking(False)
+    signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: set[int] = set()
+    while True:
+        ready, _, _ = select.select([control, bell], [], [])
+        try:
+            if bell in ready:
+                bell.recv(4096)
+                if ended := _reap(children):
+                    control.sendall(json.dumps({"ended": ended}).encode() + b"\n")
+            if control in ready:
+                data, fds, _, _ = socket.recv_fds(control, 1 << 16, 16)
+                if not data:
+                    raise ConnectionError
+                for line in data.splitlines():
+                    request = json.loads(line)
+                    for pid in children.intersection(request.get("kill", ())):
+                        _kill(pid)
+                    if "start" in request:
+                        ours, pid = os.getpid(), os.fork()
+                        if not pid:
+                            for mine in (control, bell, ringer):
+                                mine.close()
+                            _work(entry, request["start"], fds, ours)
+                        os.setpgid(pid, pid)
+                        children.add(pid)
+                        control.sendall(json.dumps({"started": pid}).encode() + b"\n")
+                for fd in fds:
+                    os.close(fd)
+        except ConnectionError:
+            for pid in children:
+                _kill(pid)
+            os._exit(0)
+
+
+def _kill(pid: int) -> None:
+    """End a worker and all that it has started, which are one group of processes."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _reap(children: set[int]) -> list[tuple[int, int]]:
+    ended = []
+    for pid in list(children):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            children.discard(pid)
+            ended.append((pid, status))
+            _kill(pid)
+    return ended
+
+
+def _work(entry: str, arguments: dict[str, Any], fds: list[int], launcher: int) -> NoReturn:
+    """What a worker does, from its first moment to its last."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)  # on both sides of the fork: whoever comes first
+        die_with(launcher)
+        words, *rest = fds
+        os.dup2(words, 1)
+        os.dup2(words, 2)
+        os.close(words)
+        module, _, name = entry.partition(":")
+        getattr(importlib.import_module(module), name)(arguments, rest)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def die_with(parent: int) -> None:
+    """From here on this process is killed when its parent ends (on Linux; elsewhere this does nothing)."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it ended before it was asked for
+        os._exit(1)

@@ -1,0 +1,181 @@
+"""What goes into a program: each rank's own piece of every argument."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tplab.errors import SpecError
+from tplab.mesh import Mesh
+from tplab.sharding import P, check_spec, shard_slices
+from tplab.torch.ranks.outcomes import COPY_AT_ONCE, own, owns_memory
+
+
+def arguments_of(rank: int, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None) -> list[Any]:
+    """The arguments of one rank: see `Arguments`."""
+    return Arguments(args, in_specs, mesh, device).of(rank)
+
+
+class Arguments:
+    """The arguments of a program, of which each rank gets what is its own: of each tensor the piece that its spec gives
+    it, in memory that nobody else writes to.
+
+    in_specs   None (everything whole), one P for all, or a sequence with an entry an argument; an entry is None, a P
+               for every tensor in that argument, or a structure of them
+
+    Pieces are copied. A large tensor that ranks get whole is copied when one of them writes to it, and not before, so
+    that what they only read lies in memory once; where its memory is not torch's alone, as with NumPy arrays, once
+    more. Inside one rank things stay together as they were: a module and its optimizer, a tensor that is given twice.
+    Like what is sent to another process, a tensor leaves its `.grad` behind.
+    """
+
+    def __init__(self, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None):
+        self._mesh, self._device = mesh, device
+        self._originals: dict[int, Tensor] = {}
+        self._trees: list[tuple[Any, list[Any], list[P]]] = []
+        for arg, entry in zip(args, entries_of(in_specs, len(args), "in_specs", "arguments"), strict=True):
+            leaves, structure = pytree.tree_flatten(arg)
+            specs = spread(entry, arg, "in_specs")
+            for leaf, spec in zip(leaves, specs, strict=True):
+                if isinstance(leaf, Tensor | np.ndarray):
+                    check_spec(leaf.shape, spec, mesh)
+                elif spec.axis_names:
+                    kind = type(leaf).__name__
+                    raise SpecError(f"in_specs splits a {kind} as {spec}; only tensors and arrays can be split")
+            self._trees.append((structure, leaves, specs))
+
+    @torch.no_grad()
+    def of(self, rank: int) -> list[Any]:
+        """The arguments of one rank."""
+        found: dict[tuple[int, P], Tensor] = {}  # what this rank has got already, so that it gets it once
+        memo: dict[int, Any] = {}  # the same for `copy.deepcopy`, which sees no specs
+        args = []
+        for place, (structure, leaves, specs) in enumerate(self._trees):
+            mine = []
+            for leaf, spec in zip(leaves, specs, strict=True):
+                if not isinstance(leaf, Tensor | np.ndarray):
+                    mine.append(self._copied(leaf, place, memo))
+                    continue
+                piece = memo.get(id(leaf)) if not spec.axis_names else found.get((id(leaf), spec))
+                if piece is None:
+                    piece = found[id(leaf), spec] = self._piece(leaf, spec, rank)
+                    if not spec.axis_names:
+                        memo[id(leaf)] = piece
+                mine.append(piece)
+            args.append(pytree.tree_unflatten(mine, structure))
+        return args
+
+    def _piece(self, leaf: Any, spec: P, rank: int) -> Tensor:
+        original, device = self._original(leaf), self._device
+        if spec.axis_names:
+            piece = original[shard_slices(original.shape, spec, self._mesh, rank)]
+            piece = piece.clone(memory_format=torch.contiguous_format).to(device or original.device)
+        elif device is not None and original.device != device:
+            piece = original.detach().to(device)
+        else:
+            piece = _own_as_it_lies(original)
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(piece, requires_grad=leaf.requires_grad)
+        return piece.requires_grad_(isinstance(leaf, Tensor) and leaf.requires_grad)
+
+    def _original(self, leaf: Any) -> Tensor:
+        """A tensor to copy from: the given one, or where copies cannot share its memory, a first copy of it."""
+        known = self._originals.get(id(leaf))
+        if known is None:
+            known = leaf if isinstance(leaf, Tensor) else _tensor_of(leaf)
+            if not _can_be_shared(known):
+                known = known.detach().clone()
+            self._originals[id(leaf)] = known
+        return known
+
+    def _copied(self, leaf: Any, place: int, memo: dict[int, Any]) -> Any:
+        if isinstance(leaf, ModuleType):
+            return leaf
+        for tensor in _tensors_of(leaf):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._piece(tensor, P(), 0)
+        try:
+            mine = copy.deepcopy(leaf, memo)
+        except Exception as error:
+            raise TypeError(
+                f"argument {place} is or holds a {type(leaf).__name__}, of which the ranks cannot have their own copy: "
+                f"{error};\nmake it inside the program, or let the program read it from around it: ranks then share it"
+            ) from error
+        return mine.to(self._device) if isinstance(mine, nn.Module) and self._device is not None else mine
+
+
+def entries_of(specs: Any, count: int, name: str, what: str) -> list[Any]:
+    """One entry of `specs` for each of `count` things."""
+    if specs is None or isinstance(specs, P):
+        return [specs] * count
+    if not isinstance(specs, tuple | list):
+        raise SpecError(f"{name} is {specs!r}; give a P, or a tuple with one P for each of the {count} {what}")
+    if len(specs) != count:
+        raise SpecError(f"{name} has {len(specs)} entries and there are {count} {what}; give one for each")
+    return list(specs)
+
+
+def spread(spec: Any, tree: Any, name: str) -> list[P]:
+    """One P a leaf of `tree`, from a spec that is a structure of the same shape, or stands for a whole part of it."""
+    if spec is None:
+        spec = P()
+    if isinstance(spec, P):
+        return [spec] * len(pytree.tree_leaves(tree))
+    if type(spec) is not type(tree) or not isinstance(tree, tuple | list | dict) or len(spec) != len(tree):
+        kind = type(tree).__name__
+        raise SpecError(f"{name} has {spec!r} where the value is a {kind}; give a P, or the same structure")
+    if isinstance(tree, dict) and set(spec) != set(tree):
+        raise SpecError(f"{name} has the keys {sorted(spec)} where the value has {sorted(tree)}; give the same ones")
+    keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+    return [leaf for key in keys for leaf in spread(spec[key], tree[key], name)]
+
+
+def _own_as_it_lies(x: Tensor) -> Tensor:
+    """`own`, in the order in which x lies in memory, as torch's clone has it."""
+    if x.layout is not torch.strided or x.is_contiguous() or not _is_dense(x):
+        return own(x)
+    return torch._lazy_clone(x) if x.is_cpu and x.nbytes > COPY_AT_ONCE else x.clone()
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements of x lie behind one another, in whatever order of dims."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _can_be_shared(x: Tensor) -> bool:
+    """Whether copies of x may share its memory, or are not worth the question."""
+    if not x.is_cpu or x.layout is not torch.strided or x.nbytes <= COPY_AT_ONCE:
+        return True
+    try:
+        return owns_memory(x) and torch._lazy_clone(x) is not None
+    except RuntimeError:  # not allocated by torch
+        return False
+
+
+def _tensor_of(array: np.ndarray) -> Tensor:
+    """The array as a tensor; it need not be the array's memory."""
+    if not array.dtype.isnative or min(array.strides, default=0) < 0 or not array.flags.writeable:
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(array)
+
+
+def _tensors_of(leaf: Any) -> list[Tensor]:
+    """The tensors of an object that may be large."""
+    if isinstance(leaf, nn.Module):
+        return list(chain(leaf.parameters(), leaf.buffers()))
+    if isinstance(leaf, torch.optim.Optimizer):
+        return [tensor for group in leaf.param_groups for tensor in group["params"]]
+    return []

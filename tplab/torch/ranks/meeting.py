@@ -1,0 +1,115 @@
+"""Meetings: a group's collectives, while its members arrive and leave."""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+from torch import Tensor
+
+from tplab.cost import collectives as cost
+from tplab.torch.ranks.labels import Label
+from tplab.torch.ranks.outcomes import signature
+from tplab.torch.ranks.rank import Call
+from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
+from tplab.trace.recorder import Recorder
+
+
+class Group:
+    """The ranks of one group, and the collectives to which some of them, but not all, have come.
+
+    Each member's k-th call over the group belongs to the k-th meeting, so members leave a meeting behind in order.
+    """
+
+    __slots__ = ("num_calls", "open", "ranks", "signatures", "size")
+
+    def __init__(self, ranks: tuple[int, ...]):
+        self.ranks, self.size = ranks, len(ranks)
+        self.num_calls = [0] * len(ranks)  # of the member at each position
+        self.open: dict[int, Meeting] = {}  # by number
+        self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so they compare by identity
+
+
+class Site:
+    """A collective as one rank calls it from one line of its program with tensors of one shape and dtype: what all
+    those calls have in common.
+
+    signature   what every member of the group must bring to the meeting
+    target      of a collective between pairs: to whom, None if to nobody; `source`: from whom
+    num_sent    of the others: the bytes that the ring algorithm sends from here, where that is the same in each meeting
+    """
+
+    __slots__ = ("call", "code", "dtype", "form", "group", "index", "is_small", "num_bytes", "num_sent", "shape",
+                 "signature", "source", "target", "wait_form", "where")  # fmt: skip
+
+    def __init__(self, call: Call, x: Tensor, rank: int, group: Group, where: str, code: CodeType, recorder: Recorder):
+        self.call, self.group, self.where = call, group, where
+        self.code = code  # kept alive: sites are found by its identity
+        self.index, axis = call.place.index, call.place.label
+        brought = signature(call, x)
+        self.signature = group.signatures.setdefault(brought, brought)
+        self.shape, self.dtype, self.num_bytes = tuple(x.shape), dtype_name(x.dtype), x.nbytes
+        self.is_small = x.numel() <= VALUES_UP_TO
+        self.num_sent: int | None = None
+        self.target, self.source = call.peers or (None, None)
+        about = call.op, axis, group.ranks
+        if self.target is not None and self.target != rank:
+            self.form = recorder.message_form(rank, self.target, *about, self.shape, self.dtype, where)
+        elif call.peers is None:
+            self.form = recorder.form(rank, "collective", *about, shape=self.shape, dtype=self.dtype, where=where)
+        self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where)
+
+    def __str__(self) -> str:
+        return f"{self.call} of {self.dtype} {list(self.shape)} at {self.where}"
+
+
+class Meeting:
+    """One collective over one group.
+
+    number       how many the group had before it
+    sites        position in the group -> from where that member came; the first of them says what it is
+    waiting      the ranks that wait in it
+    messages     of a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label
+    inputs       of the others: what each position has put in; `ready`, `hops`: when the last of them came
+    outputs      what each position gets, once all are there, until it takes it; `end`, `hops_end`: when
+    """
+
+    __slots__ = ("end", "hops", "hops_end", "inputs", "messages", "number", "outputs", "ready", "signature", "sites",
+                 "waiting")  # fmt: skip
+
+    def __init__(self, number: int, signature: tuple[Any, ...]):
+        self.number, self.signature = number, signature
+        self.sites: dict[int, Site] = {}
+        self.waiting: list[int] = []
+        self.messages: dict[int, tuple[Tensor, float, float, Label]] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] | None = None
+        self.ready = self.hops = self.end = self.hops_end = 0.0
+
+    @property
+    def first(self) -> tuple[int, Site]:
+        """The rank that came first, and from where."""
+        index, site = next(iter(self.sites.items()))
+        return site.group.ranks[index], site
+
+    @property
+    def absent(self) -> str:
+        """The members that have not come, in words."""
+        ranks = self.first[1].group.ranks
+        absent = [str(rank) for index, rank in enumerate(ranks) if index not in self.sites]
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
+
+
+def bytes_sent(call: Call, inputs: list[Tensor], index: int) -> int:
+    """What the rank at `index` sends under the ring algorithm, to the byte."""
+    x = inputs[index]
+    num_ranks, itemsize = len(inputs), x.element_size()
+    if call.op == "all_gather":
+        return cost.bytes_sent(call.op, [tensor.numel() for tensor in inputs], itemsize, num_ranks, index)
+    if call.op == "broadcast":
+        index = (index - call.params[0]) % num_ranks
+    if call.op == "reduce_scatter" and x.shape[call.params[0]]:
+        size = x.shape[call.params[0]]
+        kept = call.params[2][index]
+        return (size - kept) * (x.numel() // size) * itemsize
+    return cost.bytes_sent(call.op, x.numel(), itemsize, num_ranks, index)

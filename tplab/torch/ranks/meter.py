@@ -1,0 +1,197 @@
+"""Watching a rank's tensor operations: what each one costs, and whose data is in its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from tplab.torch.ranks.rank import this_rank
+
+aten = torch.ops.aten
+
+
+def mark_sum(total: Tensor, *operands: Tensor) -> Tensor:
+    """Label `total`, which this rank has computed from `operands`, as a meter would; returns it."""
+    rank = this_rank()
+    label = rank.labels.joined(operands, rank.rank)
+    if label is not None and rank.labels.get(total) != label:
+        rank.labels.set(total, label)
+        if all(rank.labels.get(x) is not label for x in operands):
+            rank.added_to("add", total, label)
+    return total
+
+
+class Cost(NamedTuple):
+    """One tensor operation: FLOPs, bytes read and written, and the tensor it makes."""
+
+    op: str
+    flops: int
+    num_bytes: int
+    output: Tensor
+
+
+class Meter(TorchDispatchMode):
+    """Follows the operations of the rank numbered `rank` while it is open.
+
+    `on_cost` is called with the cost of each operation that moves data (views and allocations are free). Labels go from
+    operands to results: a result of received data keeps the first received operand's chunk, and its contributors are
+    those of all operands, and this rank too where data of its own takes part. What is written over, and what only lends
+    its shape, is no operand.
+    """
+
+    def __init__(self, rank: int, on_cost: Callable[[Cost], None] | None):
+        super().__init__()
+        self.rank, self.on_cost = rank, on_cost
+        self.is_open = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the first operation would import torch._dynamo: seconds, and 100 MB
+
+    def open(self) -> None:
+        """Follow this thread's operations, below whatever modes the program has entered and may leave before us.
+
+        Not by `with`, which also keeps account in a variable of the whole process, and that goes wrong where threads
+        leave in another order than they came.
+        """
+        self.is_open = True
+        _at_the_bottom(lambda: torch._C._push_on_torch_dispatch_stack(self))
+
+    def close(self) -> None:
+        self.is_open, self.on_cost = False, None
+        _at_the_bottom(lambda: torch._C._pop_torch_dispatch_stack(None), depth=1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # where compound operations, as linear, come whole
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        traits = _traits(func)
+        inputs, outputs = list(_tensors(traits.read(args, kwargs))), list(_tensors(result))
+        rank = this_rank()
+        label = rank.labels.joined(inputs, self.rank)
+        is_sum = label is not None and all(rank.labels.get(x) is not label for x in inputs)
+        for output in outputs:
+            if label is not None:
+                rank.labels.set(output, label)
+                if is_sum and self.on_cost is None:
+                    rank.added_to(func.overloadpacket.__name__, output, label)
+            elif traits.writes:
+                rank.labels.drop(output)
+            if traits.writes and (whole := output._base) is not None:  # a part of it has been written to
+                joined = rank.labels.joined((whole, output), self.rank)
+                if joined is not None:
+                    rank.labels.set(whole, joined)
+        if self.on_cost is not None and outputs and not traits.is_free:
+            self.on_cost(_cost(func, traits, inputs, outputs, args, kwargs, result))
+        return result
+
+
+def _at_the_bottom(change: Callable[[], Any], depth: int = 0) -> None:
+    """Make a change to the stack of dispatch modes below all but the lowest `depth` of them."""
+    above = [torch._C._pop_torch_dispatch_stack(None) for _ in range(torch._C._len_torch_dispatch_stack() - depth)]
+    try:
+        change()
+    finally:
+        for mode in reversed(above):
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+# --- what kind of operation it is ------------------------------------------------------------------------------------
+
+
+class _Traits(NamedTuple):
+    """What can be told of an operation from its name and schema.
+
+    is_free       moves no data: it returns a view of its operand, or memory nobody has written to
+    is_copy       it computes nothing
+    picks         it reads no more of its first operand than it returns
+    writes        it writes to an argument
+    unread        arguments that are not read, but written over, or lend their shape: by place and by name
+    """
+
+    is_free: bool
+    is_copy: bool
+    picks: bool
+    writes: bool
+    unread: frozenset[int | str]
+
+    def read(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments that are read."""
+        if not self.unread:
+            return [*args, *kwargs.values()]
+        return [value for name, value in chain(enumerate(args), kwargs.items()) if name not in self.unread]
+
+
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
+_FILLS = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_"}
+_COPIES = {"clone", "copy", "copy_", "cat", "_to_copy", "stack", "fill", "fill_", "zero_", "repeat", "constant_pad_nd",
+           "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
+           "new_full", "slice_backward", "select_backward", "flip", "roll", "tril", "triu"}  # fmt: skip
+_PICKS = {"index", "index_select", "gather", "embedding", "take"}
+
+
+@cache
+def _traits(func: Any) -> _Traits:
+    schema, name = func._schema, func.overloadpacket.__name__
+    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    written = [(place, arg) for place, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+    unread = {key for place, arg in written if arg.is_out or name in _FILLS for key in (place, arg.name)}
+    if name.endswith("_like") or name.startswith("new_"):
+        unread |= {0, "self"}
+    return _Traits(
+        is_free=is_view or name in _ALLOCATIONS,
+        is_copy=name in _COPIES or name in _PICKS,
+        picks=name in _PICKS,
+        writes=bool(written),
+        unread=frozenset(unread),
+    )
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def _cost(
+    func: Any, traits: _Traits, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any, result: Any
+) -> Cost:
+    packet = func.overloadpacket
+    count = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    if count is not None:
+        flops = int(count(*args, **kwargs, out_val=result))
+    elif packet in _VECTORS:  # a multiplication and an addition for each element of the larger operand
+        flops = 2 * max(x.numel() for x in inputs)
+    elif traits.is_copy:
+        flops = 0
+    else:  # one operation for each element of the larger side: elementwise, or a reduction
+        flops = max(x.numel() for x in (*inputs, *outputs))
+    num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
+    if traits.picks:
+        num_bytes += min(0, outputs[0].nbytes - inputs[0].nbytes)
+    return Cost(packet.__name__, flops, num_bytes, outputs[0])
+
+
+_VECTORS = {aten.mv, aten.addmv, aten.dot, aten.vdot}
+_COUNTED_AS = {
+    aten.addmm_: aten.addmm,
+    aten.baddbmm_: aten.baddbmm,
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}

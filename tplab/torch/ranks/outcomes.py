@@ -1,0 +1,187 @@
+"""What each collective returns, as a function of what all ranks put in. No communication happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tplab.errors import ShapeError
+from tplab.torch.ranks.rank import MESSAGES, Call, Place
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+def results(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What each rank of the group gets: a tensor of its own for every position.
+
+    all_reduce      sum_j x_j (or mean, max, min), the same on all; added up in the order of positions
+    all_gather      x_0, x_1, ... behind one another along `dim`
+    reduce_scatter  position i: piece i along `dim` of what all_reduce would give
+    all_to_all      position i: piece i of x_0, x_1, ... behind one another
+    broadcast       x_root
+    """
+    if call.op == "all_reduce":
+        return _copies(reduced(inputs, call.params[0]), len(inputs))
+    if call.op == "reduce_scatter":
+        dim, reduction, sizes = call.params
+        return [own(piece) for piece in reduced(inputs, reduction).split(list(sizes), dim)]
+    if call.op == "all_gather":
+        return _copies(joined(inputs, call.params[0]), len(inputs))
+    if call.op == "all_to_all":
+        split_dim, concat_dim = call.params
+        rows = [x.chunk(len(inputs), split_dim) for x in inputs]
+        return [joined(column, concat_dim) for column in zip(*rows, strict=True)]
+    if call.op == "broadcast":
+        return _copies(own(inputs[call.params[0]]), len(inputs))
+    return [x.new_empty(0) for x in inputs]  # barrier: nothing but the meeting
+
+
+def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
+    """The inputs combined elementwise, in the order given: the same bits whoever computes it; memory of its own.
+
+    Types of 16 bits and fewer are added up in float32 and rounded once at the end.
+    """
+    dtype = inputs[0].dtype
+    wide = _WIDE.get(dtype, dtype)
+    if reduction in ("max", "min"):
+        pick = torch.maximum if reduction == "max" else torch.minimum
+        if dtype is torch.uint64:
+            return _flipped(reduce(pick, map(_flipped, inputs))).view(dtype)
+        extreme = reduce(pick, [x.to(wide) for x in inputs])
+        return extreme.to(dtype) if len(inputs) > 1 else own(inputs[0])
+    first, *rest = inputs if wide is dtype else [x.to(wide) for x in inputs]
+    total = first + rest[0] if rest else own(first)
+    for x in rest[1:]:
+        total += x
+    if reduction == "mean":
+        total /= len(inputs)
+    return total if wide is dtype else total.to(dtype)
+
+
+def signature(call: Call, x: Tensor) -> tuple[Any, ...]:
+    """What must be the same on every rank of the group for their calls to be one collective.
+
+    Raises TypeError for a tensor that is not dense.
+    """
+    if x.layout is not torch.strided:
+        raise TypeError(f"{call.op} sends dense tensors, not {x.layout}; x.to_dense() makes one")
+    if call.op in MESSAGES:
+        return ()  # the receiver takes what comes
+    if call.peers is not None or call.op == "barrier":
+        return call.key, x.dtype, None  # a message may have any shape: the receiver takes what comes
+    shape: tuple[int, ...] = x.shape
+    if call.op == "all_gather":
+        dim = call.params[0]
+        shape = (*shape[:dim], -1, *shape[dim + 1 :])
+    return call.key, x.dtype, shape
+
+
+def own(x: Tensor) -> Tensor:
+    """A contiguous tensor with the values of `x`, which nobody else's writes reach.
+
+    A small tensor is copied. A large one shares its memory until either side writes to it (copy-on-write, which torch
+    does inside), so a weight that eight ranks only read lies in memory once. That is kept to memory which torch has
+    allocated for this tensor alone: where there are views of it, one of them may be NumPy's, whose writes torch does
+    not see; and the copy of a small piece should not keep the large whole alive.
+
+    `x` itself counts, not an alias of it: without a graph around it (`torch.no_grad`), pass x rather than x.detach().
+    """
+    if x.nbytes > COPY_AT_ONCE and x.is_cpu and x.is_contiguous() and owns_memory(x):
+        try:
+            return _copy_on_write(x)
+        except RuntimeError:  # not allocated by torch
+            pass
+    try:
+        return x.clone(memory_format=torch.contiguous_format)
+    except NotImplementedError:  # of bits
+        return x.contiguous().view(BITS[x.itemsize]).clone().view(x.dtype)
+
+
+def owns_memory(x: Tensor) -> bool:
+    """Whether `x` is all that its memory is used for."""
+    storage = x.untyped_storage()
+    return _num_users(storage._cdata) == 2 and storage.nbytes() == x.nbytes  # used by x, and by `storage`
+
+
+COPY_AT_ONCE = 1 << 12  # bytes; up to here a copy costs no more than keeping account
+_copy_on_write, _num_users = torch._lazy_clone, torch._C._storage_Use_Count
+
+
+def check_tensor(op: str, x: Any) -> Tensor:
+    """Raise TypeError where `x` is not a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor makes one of numbers")
+    return x
+
+
+@cache
+def check_reduction(op: str, reduction: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for a reduction that there is not, TypeError for one that `dtype` does not have."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"op is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
+    is_fraction = dtype.is_floating_point or dtype.is_complex
+    if dtype in WITHOUT_KERNELS or (dtype.is_complex and reduction in ("max", "min")):
+        raise TypeError(f"{op}: there is no {reduction} of {dtype}; torch.view_as_real makes complex numbers real")
+    if reduction == "mean" and not is_fraction:
+        raise TypeError(f"{op}: the mean of {dtype} would not be whole numbers; x.float() makes fractions of them")
+
+
+def check_divides(op: str, x: Tensor, dim: int, place: Place) -> None:
+    """Raise ShapeError where dim `dim` of `x` cannot be cut into one equal piece a rank."""
+    num_ranks, size = len(place.group), x.shape[dim]
+    if size % num_ranks:
+        raise ShapeError(
+            f"{op}: dim {dim} has size {size}, which the {num_ranks} ranks of axis {place.label!r} cannot share "
+            f"equally;\npad it to {size + -size % num_ranks}, or use a mesh whose {place.label!r} divides {size}"
+        )
+
+
+def dim_of(x: Tensor, dim: int, op: str) -> int:
+    """`dim` counted from the front. Raises ShapeError where `x` does not have it."""
+    if not isinstance(dim, int) and not hasattr(dim, "__index__"):
+        raise TypeError(f"{op}: dim must be a whole number, not {dim!r}")
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(
+            f"{op} along dim {dim}: the tensor has {x.dim()} dims {tuple(x.shape)}"
+            + ("; reshape(1) makes a scalar a tensor of one element" if x.dim() == 0 else "")
+        )
+    return int(dim) % x.dim()
+
+
+def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """The pieces behind one another along `dim`."""
+    dtype = pieces[0].dtype
+    if dtype not in WITHOUT_KERNELS:
+        return torch.cat(list(pieces), dim)
+    return torch.cat([piece.contiguous().view(BITS[dtype.itemsize]) for piece in pieces], dim).view(dtype)
+
+
+def _copies(x: Tensor, count: int) -> list[Tensor]:
+    """x itself, which nobody else has, and copies of it."""
+    return [x, *(own(x) for _ in range(count - 1))]
+
+
+def _flipped(x: Tensor) -> Tensor:
+    """uint64 numbers as int64 ones of the same order, and back."""
+    return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
+
+
+# The type to add up in, where it is another one. torch has no arithmetic on large unsigned numbers; their sums wrap
+# around in int64 as they would in their own type.
+_WIDE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16), torch.float32),
+    **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
+    **dict.fromkeys((torch.uint16, torch.uint32, torch.uint64), torch.int64),
+    torch.complex32: torch.complex64,
+}
+BITS = {1: torch.uint8, 2: torch.int16}
+WITHOUT_KERNELS = {
+    getattr(torch, name)
+    for name in ("bits8", "bits1x8", "bits2x4", "bits4x2", "bits16", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+}
+"""Types that hold bits for others to read: they can be moved, and that is all."""

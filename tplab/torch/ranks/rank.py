@@ -1,0 +1,275 @@
+"""The rank that is running: what a collective asks for its place on the mesh, and hands its tensor to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tplab.errors import OutsideRunError
+from tplab.lines import line_text
+from tplab.mesh import Axis, Mesh
+from tplab.torch.ranks.labels import Label, Labels
+
+Peers = tuple[int | None, int | None]
+"""The rank to send to and the rank to receive from; None where there is none."""
+
+PeersOf = Callable[..., Peers]
+"""(place, the collective's parameters) -> peers"""
+
+
+class Pair(tuple[int, ...]):
+    """Two ranks, (source, target), of which the first sends to the second: their messages are counted by themselves,
+    apart from those of the way back and from the collectives of a group that has the same two ranks."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pair) and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(("pair", tuple(self)))
+
+
+class Place(NamedTuple):
+    """A rank's place along an axis: the axis as text, the group's ranks in order, and its own position among them."""
+
+    label: str
+    group: tuple[int, ...]
+    index: int
+
+
+class Call:
+    """A collective as one rank calls it: its name, the rank's place, and the collective's own parameters.
+
+    `peers` is for the operations between pairs (ppermute, ring_shift, send, receive): the rank to send to and the one
+    to receive from, None where there is none. `key` is what must be the same on every rank. Calls are made once and
+    compared by identity.
+    """
+
+    __slots__ = ("axis", "key", "op", "params", "peers", "place")
+
+    def __init__(self, op: str, axis: Axis, place: Place, params: tuple[Any, ...], peers: Peers | None):
+        self.op, self.axis, self.place, self.params, self.peers = op, axis, place, params, peers
+        self.key = (op, place.label, params)
+
+    def __str__(self) -> str:
+        return call_text(*self.key)
+
+
+def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
+    """A call as the program wrote it."""
+    params = params[: _GIVEN.get(op)]  # what follows is not the caller's
+    return f"{op}({', '.join([*(['x'] if op != 'receive' else []), repr(label), *map(repr, params)])})"
+
+
+_GIVEN = {"reduce_scatter": 2, "send": 1}
+MESSAGES = ("send", "receive")
+"""What one rank calls to send to another, and what that one calls."""
+
+
+class Doing(NamedTuple):
+    """One thing that a rank does, as an action of a schedule: its name, where it belongs, whose data it is about.
+
+    takes   how long, on the clock that counts steps, where computing takes no time otherwise
+    """
+
+    op: str
+    where: str
+    label: Label
+    takes: float = 0.0
+
+
+class Pending(ABC):
+    """A collective that has been started."""
+
+    __slots__ = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Of an all_gather that is done: the size along `dim` of what each rank put in."""
+        return None
+
+    @property
+    def sent_with(self) -> tuple[Any, ...]:
+        """Of a receive that is done: the parameters of the send that it met."""
+        return ()
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """What this rank gets from it, once it is there."""
+
+
+class Rank(ABC):
+    """One rank of a running program, wherever it runs: simulated in this process, or a process of its own."""
+
+    seed: int = 0  # of the run: with it ranks can draw the same numbers, each for itself
+
+    def __init__(self, rank: int, mesh: Mesh):
+        self.rank, self.mesh = rank, mesh
+        self.draws: dict[Any, Any] = {}  # those it makes as other ranks do, by axis
+        self.labels = Labels()  # of what it has received, and computed from that
+        self._places: dict[Axis, Place] = {}
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self.receipts: dict[Call, Any] = {}  # of each sender, what was last said to be taken
+
+    def place(self, axis: Axis) -> Place:
+        """This rank's place along `axis`. Raises MeshError for an axis that the mesh does not have."""
+        if axis.__class__ is list:
+            axis = tuple(axis)
+        found = self._places.get(axis) if isinstance(axis, str | tuple) else None
+        if found is None:
+            label = ",".join(self.mesh.names(axis))
+            found = Place(label, self.mesh.group(self.rank, axis), self.mesh.index(self.rank, axis))
+            self._places[axis] = found
+        return found
+
+    def call(self, op: str, axis: Axis, params: tuple[Any, ...] = (), peers: PeersOf | None = None) -> Call:
+        """The collective `op` along `axis` as this rank calls it; made once, as programs call it again and again."""
+        if axis.__class__ is list:
+            axis = tuple(axis)
+        key = (op, axis, params)
+        found = self._calls.get(key)
+        if found is None:
+            place = self.place(axis)
+            found = self._calls[key] = Call(op, axis, place, params, peers and peers(place, *params))
+        return found
+
+    def message(self, op: str, axis: Axis, other: int, params: tuple[Any, ...] = ()) -> Call:
+        """The send to, or the receive from, the rank at position `other` of `axis`. Between two ranks the k-th send
+        meets the k-th receive."""
+        if axis.__class__ is list:
+            axis = tuple(axis)
+        key = (op, axis, (other, *params))
+        found = self._calls.get(key)
+        if found is None:
+            place = self.place(axis)
+            here, there = self.rank, place.group[other]
+            pair, peers = (Pair((here, there)), (there, None)) if op == "send" else (Pair((there, here)), (None, there))
+            there_and_back = Place(place.label, pair, int(op == "receive"))
+            found = self._calls[key] = Call(op, axis, there_and_back, key[2], peers)
+        return found
+
+    @abstractmethod
+    def begin(self, call: Call, x: Tensor) -> Pending:
+        """Start a collective on `x`, outside of any graph; what the rank writes to `x` later does not travel."""
+
+    def do(self, call: Call, x: Tensor) -> Tensor:
+        """Run a collective on `x` to its end."""
+        return self.begin(call, x).wait()
+
+    def doing(self, about: Doing) -> AbstractContextManager[Any]:
+        """What the rank computes inside of this is one thing, and stands in the trace under its name."""
+        return nullcontext()
+
+    def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
+        """The label of data that is `piece` of what `origin_rank` began with."""
+        return Label(origin_rank + piece * self.mesh.size, contributors)
+
+    def added_to(self, op: str, x: Tensor, label: Label) -> None:  # noqa: B027  # not every rank notes it
+        """Say that with `x`, made by `op`, data of this rank's own has joined what it received."""
+
+    def starts_with(self, x: Tensor) -> None:  # noqa: B027
+        """Say that `x`, which has not been sent yet, is a new chunk, whatever it was computed from."""
+
+
+_thread = threading.local()
+
+
+def this_rank() -> Rank:
+    """The rank whose program this thread runs. Raises OutsideRunError where there is none."""
+    try:
+        return _thread.rank
+    except AttributeError:
+        raise OutsideRunError(
+            "there are no ranks here: collectives, axis_index and axis_size work only inside a function that "
+            "tplab.torch.run runs on a mesh; call run(function, Mesh(tp=4), ...)"
+        ) from None
+
+
+def current_rank_or_none() -> Rank | None:
+    return getattr(_thread, "rank", None)
+
+
+def enter(rank: Rank) -> None:
+    """From here on this thread runs the program of `rank`."""
+    _thread.rank = rank
+
+
+def leave() -> None:
+    """From here on this thread runs no rank."""
+    del _thread.rank
+
+
+_OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+_OTHERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALLED = (*_OURS, *_OTHERS, "<frozen")
+
+
+class _IsProgram(dict[str, bool]):
+    """Whether a file belongs to the program, and not to an installed package."""
+
+    def __missing__(self, filename: str) -> bool:
+        found = self[filename] = not filename.startswith(_INSTALLED)
+        return found
+
+
+class Lines:
+    """The line of the user's program that is being run, as text: "cell 3, line 4" or "file.py:12".
+
+    One run's: in a notebook the same line has another number when its cell is run again.
+    """
+
+    def __init__(self) -> None:
+        self._is_program = _IsProgram()
+        self._texts: dict[tuple[str, int], str] = {}
+
+    def frame(self, depth: int = 0) -> FrameType:
+        """The innermost frame that is the program's and not an installed package's; the first `depth` are not."""
+        is_program = self._is_program
+        frame: FrameType | None = sys._getframe(depth + 1)
+        while frame is not None:
+            if is_program[frame.f_code.co_filename]:
+                return frame
+            frame = frame.f_back
+        innermost = sys._getframe(depth + 1)
+        while innermost.f_back is not None and innermost.f_code.co_filename.startswith(_OURS):
+            innermost = innermost.f_back  # the program itself is an installed package
+        return innermost
+
+    def here(self) -> str:
+        """The line of the innermost frame that is the program's."""
+        return self.text(self.frame())
+
+    def text(self, frame: FrameType) -> str:
+        """The line that a frame is at."""
+        return self._text(frame.f_code.co_filename, frame.f_lineno)
+
+    def of(self, error: BaseException) -> str | None:
+        """The innermost line of the program through which `error` came; None where it came through none."""
+        found, step = None, error.__traceback__
+        while step is not None:
+            filename = step.tb_frame.f_code.co_filename
+            if self._is_program[filename]:
+                found = filename, step.tb_lineno
+            step = step.tb_next
+        return self._text(*found) if found else None
+
+    def _text(self, filename: str, line: int) -> str:
+        text = self._texts.get((filename, line))
+        if text is None:
+            text = self._texts[filename, line] = line_text(filename, line)
+        return text

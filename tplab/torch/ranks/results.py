@@ -1,0 +1,138 @@
+"""What comes out of a program: the whole of every result, and whether ranks hold the copies they were said to hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tplab.errors import ReplicationError, SpecError
+from tplab.mesh import Mesh
+from tplab.sharding import P, join, replicas
+from tplab.torch.ranks.arguments import spread
+from tplab.torch.ranks.outcomes import WITHOUT_KERNELS
+
+
+def without_graph(result: Any) -> Any:
+    """A rank's result, its tensors cut off from the graph of the run that is over."""
+    return pytree.tree_map_only(Tensor, torch.Tensor.detach, result)
+
+
+def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:
+    """Put the ranks' results together as `out_specs` says. Raises ReplicationError where copies differ."""
+    leaves, structure = pytree.tree_flatten(per_rank[0])
+    specs = spread(out_specs, per_rank[0], "out_specs")
+    columns = []
+    for rank, result in enumerate(per_rank):
+        column, other = pytree.tree_flatten(result)
+        if other != structure:
+            raise SpecError(
+                f"out_specs needs results of one structure, but rank 0 returned {_kind(per_rank[0])} and rank {rank} "
+                f"{_kind(result)}; return the same on every rank, or read .per_rank"
+            )
+        columns.append([_tensor(leaf, rank) for leaf in column])
+    joined = [_joined([column[place] for column in columns], specs[place], mesh) for place in range(len(leaves))]
+    return pytree.tree_unflatten(joined, structure)
+
+
+def _kind(result: Any) -> str:
+    names = pytree.tree_map(lambda leaf: type(leaf).__name__, result)
+    return str(names).replace("'", "")
+
+
+def _tensor(leaf: Any, rank: int) -> Tensor:
+    try:
+        return torch.as_tensor(leaf)
+    except (TypeError, ValueError, RuntimeError):
+        raise SpecError(
+            f"out_specs puts tensors together, but rank {rank} returned {leaf!r}, of type {type(leaf).__name__}; "
+            "return tensors or numbers, or leave out_specs away and read .per_rank"
+        ) from None
+
+
+def _joined(shards: list[Tensor], spec: P, mesh: Mesh) -> Tensor:
+    for ranks in replicas(spec, mesh):
+        _check_copies(shards, ranks, spec, mesh)
+    for rank, shard in enumerate(shards):
+        if shard.dtype != shards[0].dtype:
+            raise SpecError(
+                f"the pieces of {spec} must have one dtype, but rank 0 returned {shards[0].dtype} and rank {rank} "
+                f"{shard.dtype}; convert them before they are returned"
+            )
+    return join(shards, spec, mesh, empty=lambda shape: shards[0].new_empty(shape))
+
+
+def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: Mesh) -> None:
+    """Ranks that are said to hold copies hold the same tensor, up to rounding: sums may be in another order."""
+    first = shards[ranks[0]]
+    for rank in ranks[1:]:
+        other = shards[rank]
+        if first.shape != other.shape or first.dtype != other.dtype:
+            raise ReplicationError(
+                f"out_specs={spec} says that ranks {ranks[0]} and {rank} return copies, but one is {first.dtype} "
+                f"{list(first.shape)} and the other {other.dtype} {list(other.shape)};\nreturn the same tensor, or "
+                "name the axis along which they differ in out_specs"
+            )
+    gaps = {rank: gap for rank in ranks[1:] if (gap := _gap(first, shards[rank])) is not None}
+    if gaps:
+        others = f"rank{'s' * (len(gaps) > 1)} {', '.join(map(str, gaps))}"
+        how = f"by up to {max(gaps.values()):.3g}, where the largest value is {_largest(_exact(first)):.3g}"
+        if max(gaps.values()) == math.inf:
+            how = "where one is NaN or infinite and the other is not"
+        spare = [name for name in mesh.axis_names if name not in spec.axis_names]
+        raise ReplicationError(
+            f"out_specs={spec} says that ranks {', '.join(map(str, ranks))} return the same tensor, but that of rank "
+            f"{ranks[0]} differs from that of {others}, {how};\nall_reduce over {' or '.join(map(repr, spare))} makes "
+            "a partial result the same on every rank; if they are meant to differ, name the axis in out_specs"
+        )
+
+
+def _gap(a: Tensor, b: Tensor) -> float | None:
+    """How far two copies are apart, where that is more than rounding; infinite where only one is finite."""
+    if _have_same_bits(a, b):
+        return None
+    exact_a, exact_b = _exact(a), _exact(b)
+    differing = (exact_a != exact_b) & ~(exact_a.isnan() & exact_b.isnan())
+    if (differing & ~(exact_a.isfinite() & exact_b.isfinite())).any():
+        return math.inf
+    gap = _largest((exact_a - exact_b)[differing])
+    if a.is_floating_point() or a.is_complex():
+        return gap if gap > _rounding(a) else None
+    return max(gap, 1.0)  # float64 may not tell two large whole numbers apart
+
+
+def _have_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same; at once where they still share their memory."""
+    if a.layout is not torch.strided:
+        return False
+    address_of = torch._C._data_address  # type: ignore[attr-defined]  # reading it copies nothing, as data_ptr would
+    shared = address_of(a) == address_of(b) and a.stride() == b.stride()
+    return shared or bool((_bits(a) == _bits(b)).all())  # torch.equal compares one element after the other
+
+
+def _bits(x: Tensor) -> Tensor:
+    whole_numbers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return x.contiguous().reshape(-1).view(whole_numbers.get(x.itemsize, torch.int64))
+
+
+def _exact(x: Tensor) -> Tensor:
+    """x in a type that can be subtracted, and holds more than that of x."""
+    if x.dtype in WITHOUT_KERNELS:
+        x = _bits(x)
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _largest(x: Tensor) -> float:
+    finite = x[x.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _rounding(x: Tensor) -> float:
+    """How far two copies of `x` may be apart because their sums were in another order: a few roundings of the largest.
+    In types of 16 bits and fewer, in which nobody adds up long sums, very few."""
+    kind = torch.finfo(x.dtype)
+    return {8: 1, 16: 4}.get(kind.bits, 64) * kind.eps * _largest(_exact(x))

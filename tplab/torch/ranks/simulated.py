@@ -1,0 +1,338 @@
+"""Simulated ranks: how one of them does its collectives, and what its clock and its trace make of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tplab.torch.ranks.burst import Burst
+from tplab.torch.ranks.labels import UNKNOWN, Label
+from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent
+from tplab.torch.ranks.meter import Cost, Meter
+from tplab.torch.ranks.outcomes import own, results
+from tplab.torch.ranks.provenance import Provenance
+from tplab.torch.ranks.rank import Call, Doing, Pending, Rank
+from tplab.torch.ranks.values import dtype_name, values_of
+
+if TYPE_CHECKING:
+    from tplab.torch.ranks.turns import Turns
+
+
+class SimulatedRank(Rank):
+    """A rank that is a thread of this process and takes its turn.
+
+    `clock` is its own time: seconds of the modelled cluster, or hops without one. `hops` counts the rounds of
+    communication that lie behind it, and is the clock where there is no cluster.
+    """
+
+    def __init__(self, rank: int, turns: Turns):
+        super().__init__(rank, turns.mesh)
+        self.turns = turns
+        self.turn = Lock()  # held by others until it is this rank's turn
+        self.turn.acquire()
+        self.thread: Thread | None = None
+        self.random_state: Any = None
+        self.result: Any = None
+        self.is_in_program = self.finished = False
+        self.waits_in: tuple[Site, Meeting] | None = None
+        self.printed: list[str] = []
+        self.clock = 0.0
+        self.hops = 0.0
+        self._is_timed = turns.clock == "measured"
+        self._seen_at = 0.0
+        self._doing: Burst | None = None
+        self._sites: dict[tuple[Any, ...], Site] = {}
+        is_modelled = turns.cluster is not None and not self._is_timed
+        self._meter = Meter(rank, self._computed if is_modelled else None)
+        self._provenance = Provenance(
+            rank, self.labels, turns.recorder, self._meter, turns.num_left_to_keep, self._is_timed
+        )
+
+    # --- the program's own work ----------------------------------------------------------------------------------
+
+    def start_watching(self) -> None:
+        """Called in the rank's thread before its program."""
+        if self._meter.on_cost is not None:
+            self._meter.open()
+        self._seen_at = self._now()
+
+    def stop_watching(self) -> None:
+        """Called in the rank's thread after its program."""
+        if self._is_timed:
+            self._catch_up()
+        if self._meter.is_open:
+            self._meter.close()
+
+    def _computed(self, done: Cost) -> None:
+        """Advance the modelled clock by one tensor operation."""
+        cluster = self.turns.cluster
+        assert cluster is not None
+        dtype = dtype_name(done.output.dtype)
+        start = self.clock
+        self.clock = start + cluster.compute_seconds(done.flops, done.num_bytes, dtype)
+        if self._doing is not None:
+            self._doing.add(start, self.clock, done.flops, done.num_bytes)
+            return
+        self.turns.recorder.add(
+            self.rank, "compute", done.op, start, self.clock,
+            bytes=done.num_bytes, flops=done.flops, shape=tuple(done.output.shape), dtype=dtype,
+            **self._provenance.contents(done.output, self.labels.get(done.output)),
+        )  # fmt: skip
+
+    def added_to(self, op: str, x: Tensor, label: Label) -> None:
+        """Where computing takes no time of its own, an addition to what was received is an event of no length."""
+        if self._meter.on_cost is None and self._doing is None:
+            self.turns.recorder.add(
+                self.rank, "compute", op, self.clock, self.clock, shape=tuple(x.shape), dtype=dtype_name(x.dtype),
+                **self._provenance.contents(x, label),
+            )  # fmt: skip
+
+    def _now(self) -> float:
+        """Seconds of this machine. A GPU runs behind the program: what is on its way there counts as done by now."""
+        if self._is_timed and self.turns.device is not None and self.turns.device.type == "cuda":
+            torch.cuda.synchronize(self.turns.device)
+        return time.perf_counter()
+
+    def _catch_up(self) -> None:
+        """Advance the measured clock by what this rank did since it was last seen."""
+        start, self.clock = self.clock, self.clock + self._now() - self._seen_at
+        if self._doing is not None:
+            self._doing.add(start, self.clock)
+        else:
+            self.turns.recorder.add(self.rank, "compute", "compute", start, self.clock)
+
+    @contextmanager
+    def doing(self, about: Doing) -> Iterator[None]:
+        if self._is_timed:
+            self._catch_up()
+            self._seen_at = self._now()
+        self._doing = Burst(self.turns.recorder, self.rank, about, self.clock)
+        try:
+            yield
+            if self._is_timed:
+                self._catch_up()
+                self._seen_at = self._now()
+            elif self.turns.cluster is None:
+                self.clock += about.takes
+                self._doing.end = self.clock
+            self._doing.note()
+        finally:
+            self._doing = None
+
+    def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
+        return Label(self.turns.recorder.chunk(origin_rank, piece), contributors)
+
+    def starts_with(self, x: Tensor) -> None:
+        self._provenance.starts_with(x)
+
+    # --- collectives ---------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call, x: Tensor) -> Pending:
+        if _num_modes():
+            with _BelowModes():  # what follows is no operation of the program's
+                return self._begun(call, x)
+        return self._begun(call, x)
+
+    def do(self, call: Call, x: Tensor) -> Tensor:
+        if _num_modes():
+            with _BelowModes():
+                return self._done(call, x)
+        return self._done(call, x)
+
+    def finish(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
+        """Wait for what this rank gets from what it has begun, and take it."""
+        if self._is_timed:
+            self._catch_up()
+        with _BelowModes():
+            result = self._outcome(site, meeting) if site.call.peers is None else self._received(site, meeting, x)
+        if self._is_timed:
+            self._seen_at = self._now()
+        return result
+
+    def _begun(self, call: Call, x: Tensor) -> Pending:
+        if self._is_timed:
+            self._catch_up()
+        site = self._site(call, x)
+        meeting = self._arrive(site)
+        if call.peers is None:
+            self._put_in(site, own(x), meeting)
+        elif site.target is not None:
+            self._send(site, x, meeting)
+        if self._is_timed:
+            self._seen_at = self._now()
+        return _Pending(self, site, meeting, x)
+
+    def _done(self, call: Call, x: Tensor) -> Tensor:
+        """As begun, then waited for; what is put in a meeting needs no copy, as the program cannot write meanwhile."""
+        if self._is_timed:
+            self._catch_up()
+        site = self._site(call, x)
+        meeting = self._arrive(site)
+        if call.peers is None:
+            self._put_in(site, x if x.is_contiguous() else x.contiguous(), meeting)
+            result = self._outcome(site, meeting)
+        else:
+            if site.target is not None:
+                self._send(site, x, meeting)
+            result = self._received(site, meeting, x)
+        if self._is_timed:
+            self._seen_at = self._now()
+        return result
+
+    def _site(self, call: Call, x: Tensor) -> Site:
+        frame = self.turns.lines.frame(4)
+        code = frame.f_code
+        key = (call, x.shape, x.dtype, id(code), frame.f_lasti)
+        site = self._sites.get(key)
+        if site is None:
+            turns, ranks = self.turns, call.place.group
+            group = turns.groups.setdefault(ranks, Group(ranks))
+            where = turns.lines.text(frame)
+            site = self._sites[key] = Site(call, x, self.rank, group, where, code, turns.recorder)
+        return site
+
+    def _arrive(self, site: Site) -> Meeting:
+        """The meeting of the group to which this call belongs; this rank has come to it."""
+        if self.turns.failure is not None:
+            self.turns.release()
+        group, index = site.group, site.index
+        number = group.num_calls[index]
+        group.num_calls[index] = number + 1
+        meeting = group.open.get(number)
+        if meeting is None:
+            meeting = group.open[number] = Meeting(number, site.signature)
+        elif meeting.signature is not site.signature:
+            raise self.turns.mismatch(meeting, self.rank, site)
+        meeting.sites[index] = site
+        if len(meeting.sites) == group.size:
+            del group.open[number]
+        return meeting
+
+    def _send(self, site: Site, x: Tensor, meeting: Meeting) -> None:
+        """Put this rank's message where its receiver finds it. Sending never waits."""
+        turns, rank, payload, num_bytes = self.turns, self.rank, own(x), site.num_bytes
+        target: int = site.target  # type: ignore
+        if target == rank:
+            meeting.messages[target] = payload, self.clock, self.hops, self.labels.get(x) or UNKNOWN
+            return
+        start, end = turns.links.message(rank, target, num_bytes, self.clock)
+        hop, hop_end = start, end
+        if turns.cluster is not None:
+            hop, hop_end = turns.hop_links.message(rank, target, num_bytes, self.hops)
+        label, values = UNKNOWN, None
+        if turns.num_left_to_keep > 0:
+            turns.num_left_to_keep -= 1
+            label = self._provenance.of(x)
+            values = values_of(payload) if site.is_small else None
+        elif not self._provenance.has_lost_track:
+            self._provenance.stop()
+        meeting.messages[target] = payload, end, hop_end, label
+        turns.recorder.note_message(site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values)
+        waiting = meeting.waiting
+        if waiting and target in waiting:
+            waiting.remove(target)
+            turns.ready.append(target)
+
+    def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
+        """Give this rank's tensor to the meeting; the last one to come works out what everybody gets."""
+        meeting.inputs[site.index] = x.detach() if x.requires_grad else x
+        meeting.ready = max(meeting.ready, self.clock)
+        meeting.hops = max(meeting.hops, self.hops)
+        ranks, turns, call = site.group.ranks, self.turns, site.call
+        if len(meeting.inputs) < len(ranks):
+            return
+        inputs = [meeting.inputs[index] for index in range(len(ranks))]
+        meeting.outputs = dict(enumerate(results(call, inputs)))
+        if len(ranks) == 1:
+            meeting.end, meeting.hops_end = self.clock, self.hops
+            return
+        num_bytes = max([other.num_bytes for other in meeting.sites.values()])
+        span = turns.links.collective(call.op, num_bytes, ranks, meeting.ready)
+        hop = span if turns.cluster is None else turns.hop_links.collective(call.op, num_bytes, ranks, meeting.hops)
+        meeting.end, meeting.hops_end = span.end, hop.end
+        number = turns.recorder.next_message()
+        for index in range(len(ranks)):
+            other = meeting.sites[index]
+            num_sent = other.num_sent
+            if num_sent is None:
+                num_sent = bytes_sent(call, inputs, index)
+                if call.op != "all_gather":  # what others put in may have another size each time
+                    other.num_sent = num_sent
+            values = turns.values(meeting.outputs[index])
+            turns.recorder.note(other.form, *span, num_sent, number, int(hop.start), -1, ranks, values)
+        turns.ready.extend(meeting.waiting)
+        meeting.waiting.clear()
+
+    def _outcome(self, site: Site, meeting: Meeting) -> Tensor:
+        """What this rank gets from a meeting of all, once it is there."""
+        if meeting.outputs is None:
+            self._wait(site, meeting)
+        self._stand_still(site, meeting.end, meeting.hops_end)
+        return meeting.outputs.pop(site.index)  # type: ignore
+
+    def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
+        """The message to this rank, once it is there; zeros like `x` where nobody sends one."""
+        if site.source is None:
+            return _zeros_like(x)
+        message = meeting.messages.pop(self.rank, None)
+        if message is None:
+            self._wait(site, meeting)
+            message = meeting.messages.pop(self.rank)
+        result, end, hops, label = message
+        if label is not UNKNOWN or not self._provenance.has_lost_track:
+            self._provenance.received(result, label)
+        self._stand_still(site, end, hops)
+        return result
+
+    def _stand_still(self, site: Site, end: float, hops: float) -> None:
+        """What came is there at `end`, `hops` rounds from the start."""
+        if end > self.clock:
+            self.turns.recorder.note_wait(site.wait_form, self.clock, end)
+            self.clock = end
+        if hops > self.hops:
+            self.hops = hops
+
+    def _wait(self, site: Site, meeting: Meeting) -> None:
+        meeting.waiting.append(self.rank)
+        self.waits_in = site, meeting
+        self.turns.pass_on(self)
+        self.waits_in = None
+
+
+class _Pending(Pending):
+    __slots__ = ("meeting", "rank", "result", "site", "x")
+
+    def __init__(self, rank: SimulatedRank, site: Site, meeting: Meeting, x: Tensor):
+        self.rank, self.site, self.meeting = rank, site, meeting
+        self.x: Tensor | None = x  # says what zeros look like where nobody sends
+        self.result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.result is None:
+            assert self.x is not None
+            self.result, self.x = self.rank.finish(self.site, self.meeting, self.x), None
+        return self.result
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        call, inputs = self.site.call, self.meeting.inputs
+        if call.op != "all_gather" or self.result is None:
+            return None
+        return tuple(inputs[index].shape[call.params[0]] for index in range(len(inputs)))
+
+    @property
+    def sent_with(self) -> tuple[Any, ...]:
+        return self.meeting.sites[0].call.params
+
+
+_num_modes, _BelowModes = torch._C._len_torch_dispatch_stack, torch._C._DisableTorchDispatch
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, memory_format=torch.contiguous_format, requires_grad=False)

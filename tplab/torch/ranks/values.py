@@ -1,0 +1,37 @@
+"""What a trace keeps of a tensor: the name of its type, and its values where it is small."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tplab.torch.ranks.outcomes import BITS, WITHOUT_KERNELS
+
+VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
+
+
+def values_of(x: Tensor) -> np.ndarray | None:
+    """The values of a small tensor, for the trace: what NumPy has no type for as one that holds it. Meta tensors have
+    none."""
+    if x.is_meta:
+        return None
+    x = x.detach().cpu()
+    if x.dtype in WITHOUT_KERNELS:
+        x = x.view(BITS[x.itemsize])
+    elif x.dtype is torch.complex32:
+        x = x.to(torch.complex64)
+    elif x.dtype is torch.bfloat16 or (x.dtype.is_floating_point and x.dtype.itemsize == 1):
+        x = x.float()
+    return np.array(x.numpy())
+
+
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """"float32" for torch.float32."""
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name

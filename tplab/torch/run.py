@@ -1,0 +1,126 @@
+"""`run`: one rank's program, on every rank of a mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
+from tplab.errors import SpecError
+from tplab.mesh import Mesh
+from tplab.torch.ranks import results
+from tplab.torch.ranks.arguments import Arguments
+from tplab.torch.ranks.printing import print_by_rank
+from tplab.torch.ranks.rank import current_rank_or_none
+from tplab.torch.ranks.turns import Turns
+from tplab.trace.trace import Trace
+
+_TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""What torchrun sets in the environment of the processes it starts."""
+
+
+class Result:
+    """What a run gave.
+
+    per_rank   what each rank returned
+    value      the results put together as out_specs said; where ranks hold copies, one of them
+    trace      everything that was sent, by whom, to whom, how large, when
+    """
+
+    def __init__(self, per_rank: list[Any], trace: Callable[[], Trace], mesh: Mesh, out_specs: Any):
+        self.per_rank, self.mesh = per_rank, mesh
+        self._make_trace = trace
+        self._has_value = out_specs is not None
+        self._value = results.whole(per_rank, out_specs, mesh) if self._has_value else None
+
+    @cached_property
+    def trace(self) -> Trace:
+        return self._make_trace()  # out of what was taken down, when somebody looks
+
+    @property
+    def value(self) -> Any:
+        if not self._has_value:
+            raise SpecError(
+                "run was given no out_specs, so it does not know how the ranks' results make a whole; "
+                "give out_specs (P() where all ranks return the same), or read .per_rank"
+            )
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"Result of {self.trace.title or 'a program'} on {self.trace.mesh}: value, per_rank, trace"
+
+
+def run(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    *args: Any,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    on: str = "simulated",
+    cluster: str | Cluster | None = None,
+    clock: str = "modelled",
+    seed: int = 0,
+    record: int = 1000,
+    device: str | torch.device | None = None,
+) -> Result:
+    """Run `fn`, the program of one rank, on every rank of `mesh`.
+
+    args        what `fn` is called with. Each rank gets memory of its own: the piece that in_specs gives it, or all.
+                NumPy arrays become tensors; a tensor that requires grad is a leaf that requires grad on every rank
+    in_specs    one P an argument (or a structure of them, or one P for all); without, every rank gets everything
+    out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks is
+                checked: ReplicationError names the ranks that differ
+    on          "simulated": ranks in this process that take turns. "processes": a process each, through
+                torch.distributed. Under torchrun the processes that exist are the ranks, whatever `on` says
+    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes
+                one unit of time and computing none
+    clock       "modelled", or "measured": the ranks' own computing is timed on this machine, messages are modelled
+                (on `cluster`, or this laptop), unless they are real
+    seed        every rank draws from a generator of its own, derived from (seed, rank); the caller's is untouched
+    record      of how many messages the trace keeps the values (of at most 64 elements)
+    device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU; "meta" for
+                tensors without numbers, of which the modelled clock counts what real ones of any size would cost
+
+    The same program with the same seed gives the same bits, events and modelled times, however often it is run.
+    Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks.
+
+    Raises RankError (a rank raised; its own error is the cause), CollectiveMismatchError, DeadlockError,
+    ReplicationError, SpecError, ShapeError. Ctrl-C ends all ranks.
+    """
+    if not isinstance(mesh, Mesh) or not callable(fn):
+        raise TypeError(f"run takes a function and a mesh, as run(f, Mesh(tp=4), ...), not {fn!r} and {mesh!r}")
+    if clock not in ("modelled", "measured"):
+        raise ValueError(f"clock is {clock!r}; it must be 'modelled' or 'measured'")
+    known = find(cluster) if cluster is not None else THIS_LAPTOP if clock == "measured" else None
+    place = None if device is None else torch.empty(0, device=device).device
+    if on not in ("simulated", "processes"):
+        raise ValueError(f"on is {on!r}; it must be 'simulated' or 'processes'")
+    for name, given in (("seed", seed), ("record", record)):
+        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
+            raise ValueError(f"{name} is {given!r}; it must be a whole number, 0 or more")
+    title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
+    is_launched = os.environ.keys() >= _TORCHRUNS
+    if is_launched or on == "processes":
+        from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
+
+        run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
+        per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=record, device=place, title=title)
+        return Result(per_rank, make_trace, mesh, out_specs)
+    turns = Turns(mesh, title=title, cluster=known, clock=clock, seed=seed, record=record, device=place)
+    pieces = Arguments(args, in_specs, mesh, place)
+    programs = [partial(fn, *pieces.of(rank)) for rank in mesh.ranks]
+    del pieces
+    with print_by_rank([rank.printed for rank in turns.ranks], _sheet_of_writer):
+        per_rank = [results.without_graph(result) for result in turns.run(programs)]
+    unit, name = ("steps", None) if known is None else ("s", known.name)
+    recorder = turns.recorder
+    return Result(per_rank, lambda: recorder.trace(clock=clock, unit=unit, cluster=name), mesh, out_specs)
+
+
+def _sheet_of_writer() -> list[str] | None:
+    return getattr(current_rank_or_none(), "printed", None)

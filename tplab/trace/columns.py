@@ -1,0 +1,162 @@
+"""The columns of a trace: one array a field of `Event`; what is no number is kept once, in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tplab.errors import TraceError
+from tplab.mesh import Mesh
+from tplab.trace.event import COLUMNS, KINDS
+
+NUMBERS: dict[str, type[np.generic]] = {
+    "rank": np.int32,
+    "start": np.float64,
+    "end": np.float64,
+    "peer": np.int32,
+    "bytes": np.int64,
+    "flops": np.int64,
+    "message": np.int64,
+    "step": np.int32,
+    "chunk": np.int32,
+}
+"""Fields that are numbers, and how they are stored. No peer is -1."""
+
+STORED = tuple(name for name in COLUMNS if name != "values")
+"""Fields with a column; values are kept by row, for few events have them."""
+
+DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
+DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": ""}
+
+_TUPLES = ("group", "shape", "contributors")
+
+
+class Codes(dict[Any, int]):
+    """Value -> its place in a table that grows when it meets a new one."""
+
+    def __missing__(self, value: Any) -> int:
+        self[value] = code = len(self)
+        return code
+
+    def of(self, name: str, values: Sequence[Any]) -> np.ndarray:
+        """The places of `values`, which are of the field `name`."""
+        try:
+            return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
+        except TypeError:
+            raise TraceError(f"column {name!r} holds a value that cannot be a key, as a list; give tuples") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Words:
+    """A column of few distinct values: a table of them, and for each row its place in the table."""
+
+    table: list[Any]
+    codes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: np.ndarray) -> Words:
+        return Words(self.table, self.codes[rows])
+
+    def where(self, wanted: Any) -> np.ndarray:
+        """Which rows hold `wanted`."""
+        matches = np.array([value == wanted for value in self.table], bool)
+        return matches[self.codes] if len(self.table) else np.zeros(0, bool)
+
+    def expand(self) -> np.ndarray:
+        """The value of every row: an array of objects."""
+        table = np.empty(len(self.table), object)
+        for place, value in enumerate(self.table):  # one by one: NumPy would take tuples of one length for a matrix
+            table[place] = value
+        return table[self.codes]
+
+    def tolist(self) -> list[Any]:
+        return [self.table[code] for code in self.codes.tolist()]
+
+
+Column = np.ndarray | Words
+
+
+def column(name: str, given: Any, num_events: int) -> Column:
+    """The column of the field `name` from a sequence, one value for all rows, or a pair (table, array of places).
+
+    Raises TraceError where it has another length than `num_events`, or holds what the field cannot be.
+    """
+    made = number_column(name, given, num_events) if name in NUMBERS else _words(name, given, num_events)
+    if len(made) != num_events:
+        raise TraceError(f"column {name!r} has {len(made)} rows, and 'rank' has {num_events}; they must be as many")
+    return made
+
+
+def number_column(name: str, given: Any, num_events: int) -> np.ndarray:
+    """The column of a field in NUMBERS; one value stands for `num_events` rows. Raises TraceError."""
+    if name == "peer" and not isinstance(given, np.ndarray):
+        given = -1 if given is None else given
+        given = [-1 if peer is None else peer for peer in given] if isinstance(given, Iterable) else given
+    try:
+        array = np.asarray(given)
+        with np.errstate(invalid="ignore"):  # NaN where a whole number should be: refused below
+            made = array.astype(NUMBERS[name])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"column {name!r} must hold numbers: {error}") from None
+    if array.dtype.kind == "f" and made.dtype.kind == "i" and bool(np.any(made != array)):
+        raise TraceError(
+            f"column {name!r} holds {array[made != array].flat[0]}; it must hold {made.itemsize * 8}-bit whole numbers"
+        )
+    return made if made.ndim else np.full(num_events, made)
+
+
+def _words(name: str, given: Any, num_events: int) -> Words:
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], np.ndarray):
+        table, codes = list(given[0]), given[1].astype(np.int32)
+        if len(codes) and not 0 <= codes.min() <= codes.max() < len(table):
+            raise TraceError(f"column {name!r} has places up to {codes.max()} in a table of {len(table)}")
+    elif given is None or isinstance(given, str) or (name in _TUPLES and _is_row(given)):
+        table, codes = [given], np.zeros(num_events, np.int32)
+    else:
+        places = Codes()
+        codes = places.of(name, given.tolist() if isinstance(given, np.ndarray) else given)
+        table = list(places)
+    return Words([_plain(name, value) for value in table], codes)
+
+
+def _is_row(given: Any) -> bool:
+    """Whether a tuple is one row's value, and no column of them."""
+    return isinstance(given, tuple) and all(isinstance(item, int | np.integer) for item in given)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as JSON and `repr` should see it: no torch.Size, no NumPy scalars."""
+    if name in _TUPLES:
+        return tuple(int(item) for item in value)
+    if name == "axis" and value is not None and not isinstance(value, str):
+        return ",".join(value)
+    return None if value is None else str(value)
+
+
+def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int) -> None:
+    """Raise TraceError where an event is of no kind, of no rank, of no chunk, or at no time."""
+    rank, start, end = columns["rank"], columns["start"], columns["end"]
+
+    def refuse(wrong: np.ndarray, say: Callable[[int], str]) -> None:
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise TraceError(f"event {row} {say(row)}")
+
+    if unknown := [kind for kind in columns["kind"].table if kind not in KINDS]:
+        raise TraceError(f"an event's kind is one of {', '.join(KINDS)}, not {unknown[0]!r}")
+    ranks = f"{mesh} has ranks 0 to {mesh.size - 1}"
+    refuse((rank < 0) | (rank >= mesh.size), lambda row: f"is of rank {rank[row]}; {ranks}")
+    peer, chunk = columns["peer"], columns["chunk"]
+    refuse((peer < -1) | (peer >= mesh.size), lambda row: f"names rank {peer[row]} as its peer; {ranks}")
+    endless = ~np.isfinite(start) | ~np.isfinite(end)
+    refuse(endless, lambda row: f"lasts from {start[row]} to {end[row]}; give finite times")
+    refuse(end < start, lambda row: f"ends at {end[row]}, before it starts at {start[row]}")
+    refuse(
+        chunk >= num_chunks,
+        lambda row: f"carries chunk {chunk[row]} of {num_chunks}; give chunks=[(origin rank, piece), ...]",
+    )

@@ -1,0 +1,186 @@
+"""A recorder: takes down what happens while a program runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tplab.mesh import Mesh
+from tplab.trace.columns import NUMBERS, STORED, Codes, number_column
+
+if TYPE_CHECKING:
+    from tplab.trace.trace import Trace
+
+_BLOCK = 1 << 16
+"""Notes kept as they come before they are turned into arrays, which take a quarter of the memory."""
+
+_NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contributors")
+_WIDTH = len(_NOTED)
+_FULL = _BLOCK * _WIDTH
+_FORMS = tuple(name for name in STORED if name not in _NOTED)
+"""The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where."""
+
+
+class Recorder:
+    """Takes down events while a program runs, and makes the `Trace` of them at the end.
+
+    A program does the same things again and again. What their events share is given once, as a form; of each event
+    there is a note of the rest. So little is done while the program runs, and what is kept is numbers behind one
+    another, which the garbage collector has no need to follow.
+    """
+
+    def __init__(self, mesh: Mesh, title: str = "", framework: str = ""):
+        self.mesh, self.title, self.framework = mesh, title, framework
+        self._forms: dict[tuple[Any, ...], int] = {}  # the number of a message's form is negative: ~number, a send
+        self._rows: list[tuple[Any, ...]] = []  # of forms; that of a send is followed by that of its receive
+        self._notes: list[Any] = []  # behind one another
+        self._blocks: list[dict[str, np.ndarray]] = []
+        self._contributors = Codes()
+        self._values: dict[int, np.ndarray] = {}  # by note
+        self._chunks: dict[int, int] = {}
+        self._num_packed = 0
+        self._num_messages = 0
+
+    def __len__(self) -> int:
+        """How many events there are."""
+        packed = sum(len(block["form"]) + int((block["form"] < 0).sum()) for block in self._blocks)
+        return packed + len(self._notes) // _WIDTH + sum(form < 0 for form in self._notes[::_WIDTH])
+
+    def chunk(self, origin_rank: int, piece: int) -> int:
+        """The number of the chunk that is `piece` of what `origin_rank` held."""
+        return self._chunks.setdefault(origin_rank + piece * self.mesh.size, len(self._chunks))
+
+    def next_message(self) -> int:
+        """A number for the events of one message, or one collective."""
+        self._num_messages += 1
+        return self._num_messages - 1
+
+    # --- by form -------------------------------------------------------------------------------------------------
+
+    def form(
+        self, rank: int, kind: str, op: str, axis: str | None = None, group: tuple[int, ...] = (),
+        peer: int | None = None, flops: int = 0, shape: tuple[int, ...] = (), dtype: str = "", where: str = "",
+    ) -> int:  # fmt: skip
+        """The form of events of which these fields are the same, for `note`."""
+        row = rank, kind, op, axis, group, -1 if peer is None else peer, flops, shape, dtype, where
+        return self._form(row, row)
+
+    def message_form(
+        self, source: int, target: int, op: str, axis: str, group: tuple[int, ...], shape: tuple[int, ...], dtype: str,
+        where: str,
+    ) -> int:  # fmt: skip
+        """The form of messages: of two events each, the send on `source` and the receive on `target`."""
+        rest = 0, shape, dtype, where
+        send = source, "send", op, axis, group, target, *rest
+        return ~self._form(("message", *send), send, (target, "receive", op, axis, group, source, *rest))
+
+    def _form(self, key: tuple[Any, ...], *rows: tuple[Any, ...]) -> int:
+        number = self._forms.get(key)
+        if number is None:
+            number = self._forms[key] = len(self._rows)
+            self._rows += rows
+        return number
+
+    def note(
+        self, form: int, start: float, end: float, bytes: int = 0, message: int = -1, step: int = -1, chunk: int = -1,
+        contributors: tuple[int, ...] = (), values: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Take down an event, or a message, of this form. What is wrong with it, `trace` will say."""
+        notes = self._notes
+        if values is not None:
+            self._values[self._num_packed + len(notes) // _WIDTH] = values
+        notes += (form, start, end, bytes, message, step, chunk, contributors)
+        if len(notes) >= _FULL:
+            self._pack()
+
+    def note_wait(self, form: int, start: float, end: float) -> None:
+        """Take down a wait of this form."""
+        notes = self._notes
+        notes += (form, start, end, 0, -1, -1, -1, ())
+        if len(notes) >= _FULL:
+            self._pack()
+
+    def note_message(
+        self, form: int, start: float, end: float, num_bytes: int, step: int, chunk: int, contributors: tuple[int, ...],
+        values: np.ndarray | None,
+    ) -> None:  # fmt: skip
+        """Take down a message of this form, with a number of its own."""
+        notes, message = self._notes, self._num_messages
+        self._num_messages = message + 1
+        if values is not None:
+            self._values[self._num_packed + len(notes) // _WIDTH] = values
+        notes += (form, start, end, num_bytes, message, step, chunk, contributors)
+        if len(notes) >= _FULL:
+            self._pack()
+
+    # --- one by one ----------------------------------------------------------------------------------------------
+
+    def add(
+        self, rank: int, kind: str, op: str, start: float, end: float, *, axis: str | None = None,
+        group: tuple[int, ...] = (), peer: int | None = None, bytes: int = 0, flops: int = 0,
+        shape: tuple[int, ...] = (), dtype: str = "", message: int = -1, step: int = -1, chunk: int = -1,
+        contributors: tuple[int, ...] = (), values: np.ndarray | None = None, where: str = "",
+    ) -> None:  # fmt: skip
+        """Take down one event; the arguments are the fields of `Event`."""
+        form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where)
+        self.note(form, start, end, bytes, message, step, chunk, contributors, values)
+
+    def add_message(
+        self, source: int, target: int, op: str, span: tuple[float, float], axis: str, group: tuple[int, ...],
+        num_bytes: int, shape: tuple[int, ...], dtype: str, step: int, chunk: int, contributors: tuple[int, ...],
+        values: np.ndarray | None, where: str,
+    ) -> None:  # fmt: skip
+        """Take down a message: its send on `source` and its receive on `target`."""
+        form = self.message_form(source, target, op, axis, group, shape, dtype, where)
+        self.note_message(form, *span, num_bytes, step, chunk, contributors, values)
+
+    def add_wait(self, rank: int, op: str, start: float, end: float, axis: str, where: str) -> None:
+        """Take down that `rank` stood still from `start` to `end`."""
+        self.note_wait(self.form(rank, "wait", op, axis, where=where), start, end)
+
+    # --- the trace -----------------------------------------------------------------------------------------------
+
+    def trace(self, clock: str = "modelled", unit: str = "s", cluster: str | None = None) -> Trace:
+        """The trace of what was taken down so far."""
+        from tplab.trace.trace import Trace
+
+        blocks = [*self._blocks, self._packed()]
+        noted = {name: np.concatenate([block[name] for block in blocks]) for name in _NOTED}
+        form = noted.pop("form")
+        is_message = form < 0
+        note_of = np.repeat(np.arange(len(form)), is_message + 1)  # of each event; a message's come in twos
+        is_receive = np.zeros(len(note_of), bool)
+        is_receive[1:] = note_of[1:] == note_of[:-1]
+        form = np.where(is_message, ~form, form)[note_of] + is_receive
+        columns: dict[str, Any] = {name: given[note_of] for name, given in noted.items()}
+        columns["contributors"] = list(self._contributors), columns["contributors"]
+        for name, given in zip(_FORMS, zip(*self._rows) if self._rows else [()] * len(_FORMS)):
+            if name in NUMBERS:
+                columns[name] = number_column(name, list(given), len(given))[form]
+            else:
+                table = Codes()
+                codes = table.of(name, given)[form]
+                columns[name] = list(table), codes
+        first = np.flatnonzero(~is_receive)  # of each note, its first event
+        values = {}
+        for note, kept in self._values.items():
+            values.update(dict.fromkeys(range(first[note], first[note] + 1 + is_message[note]), kept))
+        about = {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
+        chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
+        return Trace.from_columns(self.mesh, values=values, chunks=chunks, **columns, **about)
+
+    def _pack(self) -> None:
+        self._blocks.append(self._packed())
+        self._num_packed += len(self._notes) // _WIDTH
+        self._notes.clear()
+
+    def _packed(self) -> dict[str, np.ndarray]:
+        """The notes as arrays; contributors by their place in the recorder's table."""
+        num_notes = len(self._notes) // _WIDTH
+        packed = {"form": np.fromiter(self._notes[::_WIDTH], np.int64, num_notes)}
+        for place, name in enumerate(_NOTED[1:], 1):
+            given = self._notes[place::_WIDTH]
+            is_number = name in NUMBERS
+            packed[name] = number_column(name, given, num_notes) if is_number else self._contributors.of(name, given)
+        return packed

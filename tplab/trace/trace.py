@@ -1,0 +1,309 @@
+"""A trace: everything that happened on every rank, as data. What is drawn, counted or exported is read from here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, overload
+
+import numpy as np
+
+from tplab.errors import TraceError
+from tplab.mesh import Axis, Mesh
+from tplab.trace.columns import DEFAULTS, STORED, Column, Words, check, column
+from tplab.trace.event import COLUMNS, KINDS, Event
+from tplab.trace.recorder import Recorder
+
+__all__ = ["COLUMNS", "KINDS", "Event", "Recorder", "Trace"]
+
+_ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks")
+
+
+class Trace:
+    """What happened on every rank of `mesh`: events in the order of their start, then of their rank.
+
+    mesh        the ranks
+    title       the program's name
+    framework   "torch", "jax" or "schedule"
+    clock       "modelled" (from a cluster's figures) or "measured" (on this machine)
+    unit        "s", or "steps": no cluster was given, a hop takes 1 and computing 0
+    cluster     the name of the modelled cluster, or None
+    chunks      what travelled: (the rank it came from, which piece of that rank's tensor)
+
+    Inside, one array a column: a million events are fine. A trace is never changed. Two are equal when all of the
+    above and every event are, bit for bit.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        columns: Mapping[str, Column],
+        *,
+        title: str = "",
+        framework: str = "",
+        clock: str = "modelled",
+        unit: str = "s",
+        cluster: str | None = None,
+        chunks: Sequence[tuple[int, int]] = (),
+        values: Mapping[int, np.ndarray] | None = None,
+    ):
+        if clock not in ("modelled", "measured"):
+            raise TraceError(f"a clock is 'modelled' or 'measured', not {clock!r}")
+        if unit not in ("s", "steps"):
+            raise TraceError(f"a trace counts its time in 's' or 'steps', not {unit!r}")
+        self.mesh, self.title, self.framework = mesh, title, framework
+        self.clock, self.unit, self.cluster = clock, unit, cluster
+        self.chunks = [(int(origin), int(piece)) for origin, piece in chunks]
+        # Stable: of events that start together, one rank's keep the order in which it recorded them.
+        numbers = {name: given for name, given in columns.items() if not isinstance(given, Words)}
+        order = np.lexsort((numbers["rank"], numbers["start"]))
+        self._numbers = {name: given[order] for name, given in numbers.items()}
+        self._words = {name: given[order] for name, given in columns.items() if isinstance(given, Words)}
+        for array in (*self._numbers.values(), *(words.codes for words in self._words.values())):
+            array.flags.writeable = False
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        self._values = {int(places[row]): array for row, array in (values or {}).items()}
+
+    @classmethod
+    def from_columns(cls, mesh: Mesh, *, values: Mapping[int, np.ndarray] | None = None, **given: Any) -> Trace:
+        """A trace from one sequence a column, named as the fields of `Event`; what is left out has its default.
+
+        `rank`, `kind`, `op`, `start` and `end` are needed. A column may also be one value for all rows, or a pair
+        (table, array of places in it). `values` is row -> array. The keywords of `Trace` (title, framework, clock,
+        ...) are passed on. Raises TraceError where an event cannot be.
+        """
+        missing = [name for name in STORED if name not in given and name not in DEFAULTS]
+        if missing:
+            raise TraceError(f"a trace needs the column {missing[0]!r}; only {', '.join(DEFAULTS)} may be left out")
+        if unknown := [name for name in given if name not in STORED and name not in _ABOUT]:
+            raise TraceError(f"a trace has no column {unknown[0]!r}; its columns are {', '.join(STORED)}")
+        num_events = len(given["rank"])
+        columns = {name: column(name, given.pop(name, DEFAULTS.get(name)), num_events) for name in STORED}
+        check(mesh, columns, len(given.get("chunks", ())))
+        return cls(mesh, columns, values={row: _plain_array(array) for row, array in (values or {}).items()}, **given)
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._numbers["rank"])
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events, made when they are asked for."""
+        return _Events(self)
+
+    def events_at(self, rows: np.ndarray) -> list[Event]:
+        """The events at these places, in the order given."""
+        lists = {name: stored[rows].tolist() for name, stored in (self._numbers | self._words).items()}
+        lists["peer"] = [None if peer < 0 else peer for peer in lists["peer"]]
+        lists["values"] = [self._values.get(row) for row in rows.tolist()]
+        return list(map(Event, *(lists[name] for name in COLUMNS)))
+
+    @property
+    def values(self) -> Mapping[int, np.ndarray]:
+        """The values that were kept: place of the event -> array."""
+        return MappingProxyType(self._values)
+
+    def column(self, name: str) -> np.ndarray:
+        """One field of every event: an array of numbers (no peer is -1), or of objects where it is no number."""
+        if name in self._numbers:
+            return self._numbers[name]
+        if name not in self._words:
+            raise TraceError(f"a trace has no column {name!r}; its columns are {', '.join(STORED)}")
+        return self._words[name].expand()
+
+    def codes(self, name: str) -> tuple[list[Any], np.ndarray]:
+        """A field that is not a number, as (its distinct values, for each event the place of its value)."""
+        if name not in self._words:
+            raise TraceError(f"column {name!r} has no table; those with one are {', '.join(self._words)}")
+        return list(self._words[name].table), self._words[name].codes
+
+    def select(
+        self, *, rank: int | None = None, kind: str | None = None, op: str | None = None, axis: Axis | None = None
+    ) -> Trace:
+        """The trace of those events only."""
+        rows = np.flatnonzero(self._rows(rank=rank, kind=kind, op=op, axis=axis))
+        places = {int(row): place for place, row in enumerate(rows)} if self._values else {}
+        return Trace(
+            self.mesh,
+            {name: stored[rows] for name, stored in (self._numbers | self._words).items()},
+            values={places[row]: array for row, array in self._values.items() if row in places},
+            **self.about(),
+        )
+
+    def _rows(
+        self, rank: int | None = None, kind: str | None = None, op: str | None = None, axis: Axis | None = None
+    ) -> np.ndarray:
+        """Which events are so: one truth value a row."""
+        rows = np.ones(len(self), bool)
+        if rank is not None:
+            self.mesh.check_rank(rank)
+            rows &= self._numbers["rank"] == rank
+        if kind is not None:
+            if kind not in KINDS:
+                raise TraceError(f"an event's kind is one of {', '.join(KINDS)}, not {kind!r}")
+            rows &= self._words["kind"].where(kind)
+        if op is not None:
+            rows &= self._words["op"].where(op)
+        if axis is not None:  # also as an event has it: "dp,tp"
+            names = self.mesh.names(tuple(axis.split(",")) if isinstance(axis, str) else axis)
+            rows &= self._words["axis"].where(",".join(names))
+        return rows
+
+    def about(self) -> dict[str, Any]:
+        """What a trace says besides its mesh and its events, by name."""
+        return {name: getattr(self, name) for name in _ABOUT}
+
+    # --- totals --------------------------------------------------------------------------------------------------
+
+    def bytes_sent(self, rank: int | None = None, axis: Axis | None = None, op: str | None = None) -> int:
+        """Bytes that left `rank` (all ranks together, where it is None), along `axis`, by `op`.
+
+        A collective that runs as one event counts what the ring algorithm makes each rank send.
+        """
+        kind = self._words["kind"]
+        rows = self._rows(rank=rank, axis=axis, op=op) & (kind.where("send") | kind.where("collective"))
+        return int(self._numbers["bytes"][rows].sum())
+
+    @property
+    def start(self) -> float:
+        return float(self._numbers["start"].min()) if len(self) else 0.0
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks."""
+        return float(self._numbers["end"].max()) - self.start if len(self) else 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """How many rounds of communication there were."""
+        return int(self._numbers["step"].max()) + 1 if len(self) else 0
+
+    def busy(self) -> np.ndarray:
+        """Time in which each rank computed: one figure a rank. What overlaps counts once."""
+        rows = np.flatnonzero(self._rows(kind="compute"))
+        rows = rows[np.argsort(self._numbers["rank"][rows], kind="stable")]  # by rank, then by start
+        bounds = np.searchsorted(self._numbers["rank"][rows], np.arange(self.mesh.size + 1))
+        starts, ends = self._numbers["start"][rows].copy(), self._numbers["end"][rows]
+        spent = np.zeros(self.mesh.size)
+        for rank, (first, last) in enumerate(pairwise(bounds)):
+            begin, end = starts[first:last], ends[first:last]
+            begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(end)[:-1])
+            spent[rank] = np.maximum(end - begin, 0.0).sum()
+        return spent
+
+    def idle_share(self) -> np.ndarray:
+        """1 - busy / makespan of each rank: between 0 and 1."""
+        if not self.makespan:
+            return np.zeros(self.mesh.size)
+        return np.clip(1 - self.busy() / self.makespan, 0.0, 1.0)  # rounding may leave -1e-16
+
+    def table(self) -> str:
+        """One line an operation: how often it ran, what it sent, how long it took, all ranks together."""
+        lines = [("kind", "op", "axis", "events", "bytes", f"time ({self.unit}, {self.clock})")]
+        words = [self._words[name] for name in ("kind", "op", "axis")]
+        key = np.zeros(len(self), np.int64)
+        for word in words:
+            key = key * len(word.table) + word.codes
+        _, first, operation = np.unique(key, return_index=True, return_inverse=True)
+        kinds, ops, axes = (word[first].tolist() for word in words)
+        num_events = np.bincount(operation, minlength=len(first))
+        spent = np.bincount(operation, self._numbers["end"] - self._numbers["start"], len(first))
+        num_bytes = np.zeros(len(first), np.int64)
+        np.add.at(num_bytes, operation, self._numbers["bytes"])
+        for place in sorted(range(len(first)), key=lambda place: (KINDS.index(kinds[place]), first[place])):
+            totals = f"{num_events[place]:,}", f"{num_bytes[place]:,}", f"{spent[place]:.6g}"
+            lines.append((kinds[place], ops[place], axes[place] or "", *totals))
+        widths = [max(len(line[cell]) for line in lines) for cell in range(6)]
+        sides = [str.ljust] * 3 + [str.rjust] * 3
+        texts = ("  ".join(pad(cell, width) for pad, cell, width in zip(sides, line, widths)) for line in lines)
+        return "\n".join(text.rstrip() for text in texts)
+
+    def critical_path(self) -> list[Event]:
+        """The chain of events that sets the makespan, first to last: each starts when the one before it ends."""
+        from tplab.trace.critical_path import critical_path
+
+        return critical_path(self)
+
+    # --- export --------------------------------------------------------------------------------------------------
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open. Returns the path."""
+        from tplab.trace.perfetto import chrome_trace
+
+        path = Path(path)
+        path.write_text(json.dumps(chrome_trace(self)), encoding="utf8")
+        return path
+
+    def to_json(self) -> str:
+        """All of it, as text that `from_json` reads back."""
+        from tplab.trace.as_json import dump
+
+        return dump(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The trace that `to_json` wrote."""
+        from tplab.trace.as_json import load
+
+        return load(text)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return (
+            self.mesh == other.mesh
+            and self.about() == other.about()
+            and all(np.array_equal(self.column(name), other.column(name)) for name in STORED)
+            and self._values.keys() == other._values.keys()
+            and all(_same_bits(array, other._values[row]) for row, array in self._values.items())
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.title, len(self)))
+
+    def __repr__(self) -> str:
+        about = f"{self.clock}" + (f" on {self.cluster}" if self.cluster else "")
+        return f"Trace of {self.title or 'a program'}: {self.mesh.size} ranks, {len(self):,} events, {about}"
+
+
+class _Events(Sequence[Event]):
+    """The rows of a trace as `Event` objects."""
+
+    def __init__(self, trace: Trace):
+        self._trace = trace
+
+    def __len__(self) -> int:
+        return len(self._trace)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        rows = range(len(self))[index]
+        if isinstance(rows, int):
+            return self._trace.events_at(np.array([rows]))[0]
+        return self._trace.events_at(np.arange(rows.start, rows.stop, rows.step))
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._trace.events_at(np.arange(len(self))))
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} events>"
+
+
+def _plain_array(array: Any) -> np.ndarray:
+    """A copy of `array` that NumPy alone can hold and JSON carry: bfloat16 and its like become float32."""
+    plain = np.array(array)
+    plain = plain if plain.dtype.kind in "biufc" else plain.astype(np.float32)
+    plain.flags.writeable = False
+    return plain
+
+
+def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -1,0 +1,70 @@
+"""Traffic: what one rank sends, by kind: how often, and how many bytes. Of a trace, of DTensor, of XLA's program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tplab.trace.trace import Trace
+
+
+class Sent(NamedTuple):
+    """One kind of collective: how often it ran, and the bytes that the rank sent by it, under the ring algorithm."""
+
+    count: int
+    bytes: int
+
+
+class Traffic(dict[str, Sent]):
+    """Collective -> Sent, of one rank; prints as one line each. Two are equal when all counts and bytes are."""
+
+    @classmethod
+    def of(cls, collectives: Iterable[tuple[str, int, int]]) -> Traffic:
+        """From (name, how often, bytes each time); of the same name they are added up."""
+        found = cls()
+        for op, count, nbytes in collectives:
+            before = found.get(op, Sent(0, 0))
+            found[op] = Sent(before.count + count, before.bytes + count * nbytes)
+        return found
+
+    @classmethod
+    def of_trace(cls, trace: Trace, rank: int = 0) -> Traffic:
+        """What `rank` sent by collectives, as the trace of a run has it."""
+        events = trace.select(kind="collective", rank=rank).events
+        return cls.of((event.op, 1, event.bytes) for event in events)
+
+    @classmethod
+    def of_compiled(cls, collectives: Iterable[Any]) -> Traffic:
+        """What a rank sends in a compiled program, from what `tplab.jax.collectives_in` lists of it.
+
+        Raises ValueError for a collective in a loop whose length is known only when it runs.
+        """
+        listed = list(collectives)
+        for one in listed:
+            if one.count is None:
+                raise ValueError(f"how often {one.op} {one.dtype}{list(one.shape)} runs is known only when it runs")
+        return cls.of((one.op, one.count, one.bytes) for one in listed)
+
+    @property
+    def total(self) -> Sent:
+        return Sent(sum(sent.count for sent in self.values()), sum(sent.bytes for sent in self.values()))
+
+    def __repr__(self) -> str:
+        lines = [f"{sent.count} x {op}, {sent.bytes:,} bytes" for op, sent in sorted(self.items())]
+        return "\n".join(lines) or "nothing is sent"
+
+
+def traffic_table(columns: Mapping[str, Traffic]) -> str:
+    """One line a kind and one column each: count and bytes. The last line adds up."""
+    ops = sorted({op for traffic in columns.values() for op in traffic})
+    lines = [["", *columns]]
+    for op in ops:
+        lines.append([op, *(_cell(traffic.get(op, Sent(0, 0))) for traffic in columns.values())])
+    lines.append(["together", *(_cell(traffic.total) for traffic in columns.values())])
+    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+    texts = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def _cell(sent: Sent) -> str:
+    return f"{sent.count} x, {sent.bytes:,} bytes" if sent.count else "-"

@@ -1,0 +1,100 @@
+"""Animated PNG. After the first frame, only pixels that change are stored: the others are transparent there.
+
+Pillow writes animated PNGs too, with everything inside of each frame's bounding box: five to ten times as large for
+pictures such as these, in which small things move far from each other. W3C, PNG specification, third edition.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from tplab.widgets.paper.palette import shades
+
+_SOURCE, _OVER = 0, 1  # how a frame is laid on what is there
+_COLOURS = 128
+_CLEAR = 255  # the palette's place for "as it was"
+
+
+def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: int = 1) -> bytes:
+    """RGB images of one size as one PNG, which moves if there are several; `plays` = 0 repeats it for ever."""
+    palette = _palette(frames)
+    nearest = _Nearest(palette)
+    flat = [nearest(image) for image in frames]
+    height, width = flat[0].shape
+    out = [b"\x89PNG\r\n\x1a\n", _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0))]
+    out.append(_chunk(b"PLTE", palette.astype(np.uint8).tobytes().ljust(3 * 256, b"\0")))
+    out.append(_chunk(b"tRNS", b"\xff" * _CLEAR + b"\0"))
+    changes = _changes(flat, milliseconds)
+    if len(changes) > 1:
+        out.append(_chunk(b"acTL", struct.pack(">II", len(changes), plays)))
+    number = 0
+    for place, (pixels, x, y, time) in enumerate(changes):
+        data = zlib.compress(np.pad(pixels, ((0, 0), (1, 0))).tobytes(), 7)  # each line begins with its filter: none
+        if len(changes) > 1:
+            rows, columns = pixels.shape
+            blend = _OVER if place else _SOURCE
+            control = struct.pack(">IIIIIHHBB", number, columns, rows, x, y, time, 1000, 0, blend)
+            out.append(_chunk(b"fcTL", control))
+            number += 1
+        if place == 0:
+            out.append(_chunk(b"IDAT", data))
+        else:
+            out.append(_chunk(b"fdAT", struct.pack(">I", number) + data))
+            number += 1
+    out.append(_chunk(b"IEND", b""))
+    return b"".join(out)
+
+
+def _palette(frames: Sequence[Image.Image]) -> np.ndarray:
+    """Our own colours, which may cover few pixels, and then those that cover most of a few of the frames."""
+    few = [frames[place * (len(frames) - 1) // 2].reduce(2) for place in range(3)]
+    sheet = Image.new("RGB", (few[0].width, few[0].height * len(few)))
+    for place, image in enumerate(few):
+        sheet.paste(image, (0, place * image.height))
+    own = shades()
+    common = sheet.quantize(_COLOURS - len(own), method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    others = np.array(common.getpalette() or [], int).reshape(-1, 3)
+    return np.concatenate([np.array(own, int), others])[:_COLOURS]
+
+
+class _Nearest:
+    """Pixels -> places in a palette of the colours nearest to them. Pillow's own search rounds, and greys the white."""
+
+    def __init__(self, palette: np.ndarray):
+        self._palette = palette
+        self._place = np.full(1 << 24, _CLEAR, np.uint8)  # by colour; found when it is first met
+
+    def __call__(self, image: Image.Image) -> np.ndarray:
+        pixels = np.asarray(image).astype(np.uint32)
+        code = pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]
+        new = np.unique(code[self._place[code] == _CLEAR]).astype(int)
+        colours = np.stack([new >> 16, new >> 8 & 255, new & 255], 1)
+        for part in np.array_split(np.arange(len(new)), len(new) // 4096 + 1):
+            distance = ((colours[part, None] - self._palette) ** 2).sum(2)
+            self._place[new[part]] = distance.argmin(1)
+        return self._place[code]
+
+
+def _changes(flat: Sequence[np.ndarray], milliseconds: Sequence[int]) -> list[tuple[np.ndarray, int, int, int]]:
+    """For each frame (pixels, x, y, how long it is shown). Where nothing changes, the frame before stays longer."""
+    changes = [(flat[0], 0, 0, milliseconds[0])]
+    for before, now, time in zip(flat, flat[1:], milliseconds[1:], strict=False):
+        changed = before != now
+        if not changed.any():
+            pixels, x, y, so_far = changes[-1]
+            changes[-1] = (pixels, x, y, so_far + time)
+            continue
+        rows, columns = np.flatnonzero(changed.any(1)), np.flatnonzero(changed.any(0))
+        part = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+        pixels = np.where(changed[part], now[part], _CLEAR).astype(np.uint8)
+        changes.append((pixels, int(columns[0]), int(rows[0]), time))
+    return changes
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

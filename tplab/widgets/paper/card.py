@@ -1,0 +1,66 @@
+"""What every widget shares on Python's side: its JavaScript put together, and what is shown where no kernel runs."""
+
+from __future__ import annotations
+
+import base64
+import re
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets
+
+_STATIC = Path(__file__).parents[1] / "static"
+
+
+@cache
+def script(*names: str) -> str:
+    """The ES modules static/{name}.js, in this order, as one module.
+
+    anywidget loads a widget's script from a blob, in which a relative import has nothing to be relative to. So imports
+    between these files and the word `export` are dropped (all names at the top level of the files are different), and
+    with them comments and indentation, for the script is sent with every widget.
+    """
+    lines = "\n".join((_STATIC / f"{name}.js").read_text(encoding="utf8") for name in names)
+    lines = re.sub(r"^import .*?;\n", "", lines, flags=re.MULTILINE | re.DOTALL)
+    lines = re.sub(r"^export (?!default)", "", lines, flags=re.MULTILINE)
+    lines = re.sub(r"^\s*//.*\n", "", lines, flags=re.MULTILINE)
+    return re.sub(r"^\s+", "", lines, flags=re.MULTILINE)
+
+
+@cache
+def style() -> str:
+    """The style sheet of all widgets. Every rule begins with .tplab: nothing else on the page is touched."""
+    return re.sub(r"\n\s*", "\n", (_STATIC / "tplab.css").read_text(encoding="utf8"))
+
+
+class Card(anywidget.AnyWidget):
+    """A widget that is also a picture and a sentence. Its repr is the sentence."""
+
+    sentence: str
+
+    def picture(self) -> bytes:
+        """PNG, or an animated PNG."""
+        raise NotImplementedError
+
+    @cached_property
+    def _picture(self) -> str:
+        return base64.b64encode(self.picture()).decode()
+
+    def __repr__(self) -> str:
+        return self.sentence
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        bundle = super()._repr_mimebundle_(**kwargs) or {}
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return {**data, "text/plain": self.sentence, "image/png": self._picture}, metadata
+
+    if hasattr(ipywidgets.DOMWidget, "_ipython_display_"):  # ipywidgets 7, as Colab has it, asks this one only
+
+        def _ipython_display_(self, **kwargs: Any) -> None:
+            from IPython.display import display
+
+            data, metadata = self._repr_mimebundle_()
+            display(data, metadata=metadata, raw=True)
+            getattr(self, "_handle_displayed")(**kwargs)  # noqa: B009  only ipywidgets 7 has it

@@ -1,0 +1,125 @@
+"""Drawing on a Pillow image as on a sheet of CSS pixels: what the still pictures are made with.
+
+Pillow does not smooth edges, so everything is drawn three times as large and made smaller at the end. The typeface is
+the one that matplotlib carries with it; matplotlib itself is not imported, which takes longer than all the drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from tplab.widgets.paper.palette import INK, PAPER
+
+_SCALE = 3
+Colour = str | tuple[int, int, int]
+
+
+@cache
+def _font(size: float, bold: bool, mono: bool) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    spec = find_spec("matplotlib")
+    name = f"DejaVuSans{'Mono' * mono}{'-Bold' * bold}.ttf"
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        file = Path(folder) / "mpl-data" / "fonts" / "ttf" / name
+        if file.exists():
+            return ImageFont.truetype(str(file), size * _SCALE)
+    return ImageFont.load_default(size * _SCALE)
+
+
+class Pen:
+    """A sheet of `width` x `height` pixels. Coordinates of shapes are their upper left corner, width and height."""
+
+    def __init__(self, width: float, height: float, image: Image.Image | None = None):
+        self.width, self.height = math.ceil(width), math.ceil(height)
+        self._image = image or Image.new("RGB", (self.width * _SCALE, self.height * _SCALE), PAPER)
+        self._draw = ImageDraw.Draw(self._image)
+        self._tiles: dict[Hashable, Image.Image] = {}
+
+    def copy(self) -> Pen:
+        pen = Pen(self.width, self.height, self._image.copy())
+        pen._tiles = self._tiles
+        return pen
+
+    def stamp(self, key: Hashable, x: float, y: float, width: float, height: float, ground: Colour,
+              draw: Callable[[Pen], None]) -> None:  # fmt: skip
+        """What `draw` draws from (1, 1) on, put at (x, y): drawn once for all with the same key, size and ground."""
+        key = (key, width, height, ground)
+        if key not in self._tiles:
+            size = round((width + 2) * _SCALE), round((height + 2) * _SCALE)
+            pen = Pen(width + 2, height + 2, Image.new("RGB", size, ground))
+            draw(pen)
+            self._tiles[key] = pen._image
+        self._image.paste(self._tiles[key], (round((x - 1) * _SCALE), round((y - 1) * _SCALE)))
+
+    def image(self) -> Image.Image:
+        return self._image.reduce(_SCALE)
+
+    def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
+            edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
+        corners = [x * _SCALE, y * _SCALE, (x + width) * _SCALE - 1, (y + height) * _SCALE - 1]
+        if corners[2] < corners[0] or corners[3] < corners[1]:
+            return
+        width_px = round(line * _SCALE) if edge else 0
+        self._draw.rounded_rectangle(corners, radius * _SCALE, fill=fill, outline=edge, width=width_px)
+
+    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None:
+        """The outline of a box, in dashes."""
+        for x0, y0, x1, y1 in ((x, y, x + width, y), (x, y + height, x + width, y + height),
+                               (x, y, x, y + height), (x + width, y, x + width, y + height)):  # fmt: skip
+            length = math.hypot(x1 - x0, y1 - y0)
+            count = max(2, round(length / 5))
+            for dash in range(count):
+                a, b = (dash + 0.22) / count, (dash + 0.78) / count
+                ends = [(x0 + (x1 - x0) * part, y0 + (y1 - y0) * part) for part in (a, b)]
+                self.line(ends, edge, line)
+
+    def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None:
+        scaled = [(x * _SCALE, y * _SCALE) for x, y in points]
+        self._draw.line(scaled, fill=colour, width=max(1, round(line * _SCALE)), joint="curve")
+
+    def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None:
+        """A filled shape with these corners."""
+        if len(points) > 2:
+            self._draw.polygon([(x * _SCALE, y * _SCALE) for x, y in points], fill=fill)
+
+    def disc(self, x: float, y: float, radius: float, fill: Colour, edge: Colour | None = None) -> None:
+        box = [(x - radius) * _SCALE, (y - radius) * _SCALE, (x + radius) * _SCALE, (y + radius) * _SCALE]
+        self._draw.ellipse(box, fill=fill, outline=edge, width=_SCALE if edge else 0)
+
+    def curve(self, curve: Sequence[float], colour: Colour, line: float = 1) -> None:
+        self.line([on_curve(curve, step / 16) for step in range(17)], colour, line)
+
+    def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
+        """Slanted lines: time in which nothing is done."""
+        offset = -height + (-x) % 6
+        while offset < width:
+            a, b = max(offset, 0), min(offset + height, width)
+            if a < b:
+                self.line([(x + a, y + height - (a - offset)), (x + b, y + height - (b - offset))], colour, 1)
+            offset += 6
+
+    def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
+             anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
+        """Write; anchor as in Pillow: l m r, then a m s (top, middle, baseline). Returns the text's width.
+
+        mono: in letters of one width, which tell I from 1.
+        """
+        font = _font(size, bold, mono)
+        self._draw.text((x * _SCALE, y * _SCALE), text, font=font, fill=fill, anchor=anchor)
+        return font.getlength(text) / _SCALE
+
+
+def text_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
+    return _font(size, bold, mono).getlength(text) / _SCALE
+
+
+def on_curve(curve: Sequence[float], u: float) -> tuple[float, float]:
+    """The point of a quadratic curve (x0, y0, cx, cy, x1, y1) at `u` between 0 and 1."""
+    x0, y0, cx, cy, x1, y1 = curve
+    a, b, c = (1 - u) ** 2, 2 * u * (1 - u), u**2
+    return a * x0 + b * cx + c * x1, a * y0 + b * cy + c * y1

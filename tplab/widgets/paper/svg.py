@@ -1,0 +1,77 @@
+"""Drawing as SVG text, by the same calls as on a `Pen`: what a picture that is exported is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from tplab.widgets.paper.palette import INK, PAPER
+from tplab.widgets.paper.pen import Colour, text_width
+
+_ANCHOR = {"l": "start", "m": "middle", "r": "end"}
+
+
+class SvgPen:
+    """A sheet of `width` x `height` pixels, as `Pen` is one. `text` at the end is the whole SVG document."""
+
+    def __init__(self, width: float, height: float):
+        self.width, self.height = width, height
+        self._parts: list[str] = []
+
+    def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
+            edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
+        outline = f' stroke="{_colour(edge)}" stroke-width="{line:g}"' if edge else ""
+        round_ = f' rx="{radius:g}"' if radius else ""
+        self._parts.append(
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"{round_} '
+            f'fill="{_colour(fill)}"{outline}/>'
+        )
+
+    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None:
+        self._parts.append(
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" rx="3" '
+            f'fill="none" stroke="{_colour(edge)}" stroke-width="{line:g}" stroke-dasharray="3 2"/>'
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None:
+        path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        stroke = f'stroke="{_colour(colour)}" stroke-width="{line:g}"'
+        self._parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
+
+    def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None:
+        path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        self._parts.append(f'<polygon points="{path}" fill="{_colour(fill)}"/>')
+
+    def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
+        if width > 0 and height > 0:
+            self._parts.append(
+                f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="url(#idle)" '
+                f'color="{_colour(colour)}"/>'
+            )
+
+    def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
+             anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
+        face = ' font-weight="600"' if bold else ""
+        face += ' font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"' if mono else ""
+        self._parts.append(
+            f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}"{face} fill="{_colour(fill)}" '
+            f'text-anchor="{_ANCHOR[anchor[0]]}" dominant-baseline="central">{escape(text)}</text>'
+        )
+        return text_width(text, size, bold, mono)
+
+    def document(self) -> str:
+        size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
+        hatch = (
+            '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><path d="M0 0V6" stroke="currentColor" stroke-width="1.6"/></pattern></defs>'
+        )
+        ground = f'<rect width="{self.width:g}" height="{self.height:g}" fill="{PAPER}"/>'
+        font = 'font-family="Inter, system-ui, DejaVu Sans, sans-serif"'
+        body = "\n".join(self._parts)
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>\n{hatch}\n{ground}\n{body}\n</svg>\n'
+
+
+def _colour(colour: Colour | None) -> str:
+    if colour is None:
+        return "none"
+    return colour if isinstance(colour, str) else f"rgb({','.join(map(str, colour))})"

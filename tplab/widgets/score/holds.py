@@ -1,0 +1,151 @@
+"""What each rank holds, and since when: read from what it sent, received and computed.
+
+A trace says what travelled. From that follows more: whoever sends a chunk had it before; a rank that sends on more
+than it was sent has added a part of its own, so it had that part from the beginning; and what was sent to be added
+to is no longer worth much where it came from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tplab.trace.trace import Trace
+
+OWN, HELD, PASSED = 1, 2, 3  # of a hold: the rank's own part; arrived or computed; given away, to be added to elsewhere
+
+_SEND, _RECEIVE, _COLLECTIVE, _COMPUTE = 1, -1, 2, 0
+_ADDING = {"add", "add_", "sub", "mul", "mul_", "maximum", "minimum", "max", "min", "add_any", "_foreach_add_"}
+
+
+class _Book:
+    """The rows that are written: who holds what since when, in the order it happened."""
+
+    def __init__(self, contents):
+        self.rows: list[tuple[float, int, int, int, int, int]] = []  # time, rank, item, set, state, value
+        self.sets: dict[tuple[int, ...], int] = {}
+        self.values: list[np.ndarray] = []
+        self.latest: dict[tuple[int, int], frozenset[int]] = {}
+        self._last: dict[tuple[int, int], int] = {}
+        self._contents = contents
+
+    def write(self, time: float, rank: int, item: int, members: frozenset[int], state: int, row: int = -1) -> None:
+        value = -1
+        if row in self._contents:
+            value = len(self.values)
+            self.values.append(self._contents[row])
+        code = self.sets.setdefault(tuple(sorted(members)), len(self.sets))
+        self.rows.append((time, rank, item, code, state, value))
+
+    def hold(self, time: float, rank: int, item: int, members: frozenset[int], state: int, row: int = -1) -> None:
+        self.write(time, rank, item, members, state, row)
+        self.latest[rank, item] = members
+        self._last[rank, item] = len(self.rows) - 1
+
+    def fill(self, rank: int, item: int, row: int) -> None:
+        """What `rank` sends on is what it holds: where its contents are not known yet, now they are."""
+        place = self._last[rank, item]
+        if self.rows[place][5] < 0 and row in self._contents:
+            self.rows[place] = (*self.rows[place][:5], len(self.values))
+            self.values.append(self._contents[row])
+
+
+def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, num_items: int):
+    """(distinct sets of contributors, columns time rank item set state value, the values) for a score's columns."""
+    book = _Book(trace.values)
+    who, who_codes = trace.codes("contributors")
+    groups, group_codes = trace.codes("group")
+    shapes = trace.codes("shape")[1]
+    rank_of, item_of, kind = (columns[name].tolist() for name in ("rank", "item", "kind"))
+    rows, when = _in_order(columns)
+    members_of = {row: frozenset(who[who_codes[row]]) for row in rows}
+    sums = _sums(rows, columns, members_of)
+    first = _first_rounds(columns, times, num_items)
+    came: dict[tuple[int, int], tuple[float, int, int]] = {}  # the last message: when, from whom, its row
+    own: set[tuple[int, int]] = set()
+
+    def added(rank: int, item: int) -> None:
+        """`rank` has added a part of its own to what came: it had that part; the sender's is passed on."""
+        time, sender, row = came[rank, item]
+        book.write(time, sender, item, members_of[row], PASSED)
+        if (rank, item) not in own:
+            own.add((rank, item))
+            book.write(float(times[first[item]]), rank, item, frozenset((rank,)), OWN)
+
+    for row in rows:
+        rank, item, members = rank_of[row], item_of[row], members_of[row]
+        before = book.latest.get((rank, item))
+        if kind[row] == _COLLECTIVE:
+            members = members or frozenset(groups[group_codes[row]])
+            book.write(float(columns["start"][row]), rank, item, frozenset((rank,)), OWN)
+            book.hold(when[row], rank, item, members, HELD, row)
+        elif kind[row] == _RECEIVE:
+            came[rank, item] = when[row], int(columns["peer"][row]), row
+            if before is None or not before > members:
+                book.hold(when[row], rank, item, members, HELD, row)
+        elif before is None:
+            if kind[row] == _SEND:  # the rank it comes from: there since the round began
+                own.add((rank, item))
+                begin = float(times[max(int(columns["step"][row]), 0)])
+                book.hold(begin, rank, item, members, OWN, row)
+        elif kind[row] == _SEND or (
+            item in sums
+            and (rank, item) in came
+            and shapes[row] == shapes[came[rank, item][2]]
+            and members == before | {rank}
+        ):
+            if members > before and rank in members and (rank, item) in came:
+                added(rank, item)
+            if members != before:
+                book.hold(when[row], rank, item, members, HELD, row)
+            elif kind[row] == _SEND:
+                book.fill(rank, item, row)
+    table = np.array(book.rows, float).reshape(-1, 6)
+    # In time. At one moment what is given away comes first, so that what arrives just then is what is seen.
+    table = table[np.lexsort((np.arange(len(table)), table[:, 4] != PASSED, table[:, 0]))]
+    names = ("time", "rank", "item", "set", "state", "value")
+    holds = {name: table[:, place].astype(float if name == "time" else np.int32) for place, name in enumerate(names)}
+    return list(book.sets), holds, book.values
+
+
+def _in_order(columns: dict[str, np.ndarray]) -> tuple[list[int], dict[int, float]]:
+    """The rows that are about an item, as they happen, and when. At one moment: what arrives, what is computed from
+    it, then what is sent on. A receive is done when its message is there."""
+    kind, end = columns["kind"], columns["end"]
+    rows = np.flatnonzero(columns["item"] >= 0)
+    sent = kind == _SEND
+    arrival = dict(zip(columns["message"][sent].tolist(), end[sent].tolist()))
+    when = np.where(sent, columns["start"], end)[rows]
+    for place in np.flatnonzero(kind[rows] == _RECEIVE).tolist():
+        when[place] = arrival.get(int(columns["message"][rows[place]]), when[place])
+    turn = np.select([kind[rows] == value for value in (_RECEIVE, _COMPUTE, _COLLECTIVE)], [0, 1, 2], 3)
+    order = np.lexsort((turn, when))
+    return rows[order].tolist(), dict(zip(rows[order].tolist(), when[order].tolist()))
+
+
+def _sums(rows: list[int], columns: dict[str, np.ndarray], members_of: dict[int, frozenset[int]]) -> set[int]:
+    """The items that are added to on their way, so that an addition on a rank makes a new version of them.
+
+    Where ranks pass an item on, what they pass on tells: more than came, or the same. An item that makes one hop
+    only is added to where the receiver adds to it a tensor of the same shape.
+    """
+    grown, passed, adding = set(), set(), set()
+    last: dict[tuple[int, int], frozenset[int]] = {}
+    ops = columns["op_name"]
+    for row in rows:
+        kind, item = int(columns["kind"][row]), int(columns["item"][row])
+        key = int(columns["rank"][row]), item
+        if kind == _RECEIVE:
+            last[key] = members_of[row]
+        elif kind == _SEND and key in last:
+            (grown if members_of[row] > last[key] else passed).add(item)
+        elif kind == _COMPUTE and key in last and ops[row] in _ADDING:
+            adding.add(item)
+    return grown | (adding - passed)
+
+
+def _first_rounds(columns: dict[str, np.ndarray], times: np.ndarray, num_items: int) -> np.ndarray:
+    """The round in which each item first travels."""
+    first = np.full(num_items, len(times) - 1)
+    rows = (columns["item"] >= 0) & (columns["step"] >= 0)
+    np.minimum.at(first, columns["item"][rows], columns["step"][rows])
+    return first

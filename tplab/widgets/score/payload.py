@@ -1,0 +1,140 @@
+"""A score as it is sent to the browser: everything that the widgets over a trace draw from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tplab.widgets import overlay as over
+from tplab.widgets.paper.wire import pack
+from tplab.widgets.score import words
+from tplab.widgets.score.layout import columns, layout
+from tplab.widgets.score.score import Score
+
+MAX_NUMBERS = 6000  # of contents: 24 KB
+
+
+def picture(score: Score) -> bytes:
+    """For `animate`: the picture's geometry, the words, what is held when, and the bars of the timeline."""
+    table, place = columns(score), layout(score)
+    header = {
+        **_about(score),
+        "sentences": words.sentences(score),
+        "items": [[item.name, item.origin, item.piece, item.op, item.pools] for item in score.items],
+        "layout": {
+            "width": place.width,
+            "height": place.height,
+            "boxes": place.boxes,
+            "size": place.size,
+            "centres": place.centres.tolist(),
+            "slots": [[[item, *place.slot(rank, n)] for n, item in enumerate(items)]
+                      for rank, items in enumerate(place.slots)],
+            "links": [[*pair, *curve] for pair, curve in place.links.items()],
+            "labels": place.labels,
+        },
+        "table": {"column": table.of_item, "names": table.names, "size": table.page_size, "first": table.first},
+    }  # fmt: skip
+    holds = {f"hold_{name}": column for name, column in score.holds.items()}
+    kept = _contents(score, holds)
+    return pack(header, {**_bars(score), **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)})
+
+
+def lanes(score: Score) -> bytes:
+    """For `timeline`: the bars with all that is known about them, and which of them make the critical path."""
+    trace, bars = score.trace, score.bars
+    items = [[item.name, item.origin, item.piece, item.op, []] for item in score.items]
+    header = {**_about(score), "items": items, "sentences": words.sentences(score)}
+    shapes, shape = trace.codes("shape")
+    dtypes, dtype = trace.codes("dtype")
+    texts: dict[str, int] = {}
+    written = [
+        texts.setdefault(f"{dtypes[d]} {list(shapes[s])}".strip() if shapes[s] else "", len(texts))
+        for s, d in zip(shape[bars["row"]].tolist(), dtype[bars["row"]].tolist())
+    ]
+    header["shapes"] = list(texts)
+    more = {"shape": np.array(written, np.int32)}
+    more["flops"] = trace.column("flops")[bars["row"]].astype(float)
+    return pack(header, {**_bars(score), **more, "critical": critical_rows(score)})
+
+
+def overlay(of: over.Overlay) -> bytes:
+    """For `timeline` over a prediction: what ran when, and when it was to; static/overlay.js reads it."""
+    schedule = of.predicted.schedule
+    header = {
+        "overlay": True,
+        "title": over.title(of),
+        "about": over.about(of),
+        "badge": words.clock(of.trace),
+        "unit": of.trace.unit,
+        "ranks": schedule.num_ranks,
+        "names": list(of.comparison.ranks),
+        "word": of.word,
+        "stages": schedule.num_stages,
+        "times": of.times.tolist(),
+        "ops": of.ops,
+        "makespan": of.comparison.makespan,
+        "facts": over.facts(of),
+        "computes": True,
+    }
+    others = {f"other_{name}": column for name, column in of.others.items()}
+    return pack(header, {**of.actions, **others})
+
+
+def critical_rows(score: Score) -> np.ndarray:
+    """The bars of the critical path, in its order."""
+    bars = score.bars
+    keys = zip(bars["rank"].tolist(), bars["start"].tolist(), bars["end"].tolist(), bars["op"].tolist())
+    row_of: dict[tuple[Any, ...], int] = {key: row for row, key in enumerate(keys)}
+    place = {op: code for code, op in enumerate(score.ops)}
+    path = []
+    for event in score.trace.critical_path():
+        sender = event.peer if event.kind == "receive" and event.peer is not None else event.rank
+        row = row_of.get((sender, event.start, event.end, place[event.op]))
+        if row is not None and row not in path[-1:]:
+            path.append(row)
+    return np.array(path, np.int32)
+
+
+def _about(score: Score) -> dict[str, Any]:
+    trace = score.trace
+    return {
+        "title": trace.title or "program",
+        "about": words.about(score),
+        "badge": words.badge(score),
+        "unit": trace.unit,
+        "ranks": trace.mesh.size,
+        "times": score.times.tolist(),
+        "ops": score.ops,
+        "groups": score.groups,
+        "where": trace.codes("where")[0],
+        "computes": score.computes,
+    }
+
+
+def _bars(score: Score) -> dict[str, np.ndarray]:
+    names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group")
+    return {name: score.bars[name] for name in names} | {"place": score.trace.codes("where")[1][score.bars["row"]]}
+
+
+def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The numbers that were kept, flat, with where each begins; the largest are left out where there are too many."""
+    sizes = np.array([array.size for array in score.values], int)
+    limit = next((limit for limit in (64, 16, 4, 1) if sizes[sizes <= limit].sum() <= MAX_NUMBERS), 0)
+    kept = [array for array in score.values if array.size <= limit]
+    place = np.append(np.where(sizes <= limit, np.cumsum(sizes <= limit) - 1, -1), -1)  # the last one is for "none"
+    holds["hold_value"] = place[holds["hold_value"]]
+    flat = [np.ravel(array).astype(np.float32) for array in kept]
+    return {
+        "value_numbers": np.concatenate([*flat, np.zeros(0, np.float32)]).astype(np.float32),
+        "value_start": np.cumsum([0, *(array.size for array in kept)]),
+        "value_width": np.array([array.shape[-1] if array.ndim else 1 for array in kept], int),
+    }
+
+
+def _bits(sets: list[tuple[int, ...]], num_ranks: int) -> np.ndarray:
+    """Each set of ranks as bits, the lowest first: ceil(ranks / 8) bytes a set."""
+    member = np.zeros((len(sets), -(-num_ranks // 8) * 8), bool)
+    for place, ranks in enumerate(sets):
+        member[place, list(ranks)] = True
+    return np.packbits(member, axis=1, bitorder="little").ravel()

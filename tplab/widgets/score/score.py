@@ -1,0 +1,185 @@
+"""The score of a trace: what there is to draw, and when. `frame(score, step)` is the picture at one moment of it.
+
+    rounds   times[k] is when round k of communication begins; the last one is the trace's end. The playhead is a
+             position in rounds: 1.5 is half of the time between times[1] and times[2]
+    bars     one row a thing that a rank did: kind, start, end, what it carried
+    items    what travels: the trace's chunks, then one item for each collective that ran as a single event
+    holds    one row a change of what a rank holds of an item: since when, whose data is in it, its values
+
+Both the widget (static/score.js) and the still picture read this and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tplab.trace.trace import Trace
+from tplab.widgets.paper.units import letter
+from tplab.widgets.score.holds import holdings
+
+COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
+_KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that travels: a column of the table.
+
+    name     "a", "b", ...: written beside every use of the colour
+    origin   the rank that it came from; -1: a collective's, every rank has a part of its own
+    piece    which piece of the origin's tensor
+    op       the collective, or ""
+    pools    every rank whose data could be in it, one tuple a group that it runs on
+    """
+
+    name: str
+    origin: int
+    piece: int
+    op: str
+    pools: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    trace: Trace
+    times: np.ndarray  # [rounds + 1]
+    bars: dict[str, np.ndarray]
+    items: list[Item]
+    holds: dict[str, np.ndarray]
+    sets: list[tuple[int, ...]]  # the distinct sets of contributors
+    values: list[np.ndarray]  # the distinct contents that were kept
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.times) - 1
+
+    @cached_property
+    def ops(self) -> list[str]:
+        return self.trace.codes("op")[0]
+
+    @cached_property
+    def groups(self) -> list[tuple[int, ...]]:
+        return self.trace.codes("group")[0]
+
+    @cached_property
+    def total_sent(self) -> np.ndarray:
+        """Bytes that each rank sends in all."""
+        return np.bincount(self.bars["rank"], weights=self.bars["bytes"], minlength=self.trace.mesh.size)
+
+    @cached_property
+    def computes(self) -> bool:
+        """Whether computing takes any time on this clock."""
+        bars = self.bars
+        return bool(np.any((bars["kind"] == COMPUTE) & (bars["end"] > bars["start"])))
+
+    def time(self, position: float) -> float:
+        """When the playhead at `position` is."""
+        position = min(max(float(position), 0.0), float(self.num_steps))
+        index = min(int(position), self.num_steps - 1)
+        begin, end = float(self.times[index]), float(self.times[index + 1])
+        return end if position == index + 1 else begin + (position - index) * (end - begin)
+
+    def members(self, hold: int) -> tuple[int, ...]:
+        return self.sets[self.holds["set"][hold]]
+
+    def pool(self, hold: int) -> tuple[int, ...]:
+        """Every rank whose data could be in what this hold is about."""
+        members = self.members(hold)
+        pools = self.items[self.holds["item"][hold]].pools
+        return next((pool for pool in pools if members and members[0] in pool), members)
+
+
+def score(trace: Trace) -> Score:
+    """Read a trace once."""
+    names = ("rank", "start", "end", "step", "chunk", "peer", "message", "bytes")
+    columns = {name: trace.column(name) for name in names}
+    kinds, kind_codes = trace.codes("kind")
+    columns["kind"] = np.array([_KIND[kind] for kind in kinds] or [0], np.int32)[kind_codes]
+    columns["op"] = trace.codes("op")[1]
+    columns["op_name"] = trace.column("op")
+    columns["group"] = trace.codes("group")[1]
+    columns["item"], items = _items(trace, columns)
+    if trace.clock == "measured":
+        columns["end"] = _arrivals(trace, columns)
+    times = _times(trace, columns)
+    sets, holds, values = holdings(trace, columns, times, len(items))
+    seen = list(zip(holds["item"].tolist(), (sets[code] for code in holds["set"].tolist())))
+    # What several ranks add to is meant to have a part of every rank of the group that it travels in.
+    added = {item for item, members in seen if len(members) > 1}
+    groups = trace.codes("group")[0]
+    rows = np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == SEND))
+    travels = {(int(columns["item"][row]), groups[columns["group"][row]]) for row in rows}
+    pools = _pools(len(items), [*seen, *((item, group) for item, group in travels if item in added and group)])
+    items = [Item(*item, pools=pool) for item, pool in zip(items, pools)]
+    # A receive is the other end of a send and has no bar of its own; a collective's bytes count as sent.
+    rows = np.flatnonzero(columns["kind"] >= 0)
+    bars = {name: column[rows] for name, column in columns.items() if name != "op_name"}
+    bars["row"] = rows
+    bars["bytes"] = np.where(np.isin(bars["kind"], (SEND, COLLECTIVE)), bars["bytes"], 0)
+    return Score(trace, times, bars, items, holds, sets, values)
+
+
+def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[str, int, int, str]]]:
+    """The item of each event, and all items as (name, origin, piece, op)."""
+    item = np.where(columns["chunk"] < len(trace.chunks), columns["chunk"], -1)
+    item = np.where(columns["kind"] == COLLECTIVE, -1, item)
+    # A chunk that no message carries would be an empty column. The others keep their order.
+    used = np.unique(item[(item >= 0) & np.isin(columns["kind"], (SEND, -1))])
+    place = np.full(len(trace.chunks) + 1, -1)
+    place[used] = np.arange(len(used))
+    item = place[item]
+    items: list[tuple[str, int, int, str]] = []
+    for chunk in used.tolist():
+        origin, piece = trace.chunks[chunk]
+        items.append((letter(len(items)), origin, piece, ""))
+    ops, axes = trace.codes("op")[0], trace.column("axis")
+    counts: dict[tuple, int] = {}
+    found: dict[tuple, int] = {}
+    for row in np.flatnonzero(columns["kind"] == COLLECTIVE).tolist():
+        if ops[columns["op"][row]] == "barrier":
+            continue
+        # The k-th all_reduce over tp is one item, on however many groups it runs.
+        rank_key = (int(columns["rank"][row]), int(columns["op"][row]), axes[row])
+        counts[rank_key] = counts.get(rank_key, -1) + 1
+        key = (*rank_key[1:], counts[rank_key])
+        if key not in found:
+            found[key] = len(items)
+            items.append((letter(len(items)), -1, 0, ops[columns["op"][row]]))
+        item[row] = found[key]
+    return item, items
+
+
+def _pools(num_items: int, sets: Iterable[tuple[int, tuple[int, ...]]]) -> list[tuple[tuple[int, ...], ...]]:
+    """For each item the unions of those sets of contributors that share a rank."""
+    pools: list[list[set[int]]] = [[] for _ in range(num_items)]
+    for item, members in dict.fromkeys(sets):
+        joined = set(members)
+        for pool in [pool for pool in pools[item] if not pool.isdisjoint(joined)]:
+            joined |= pool
+            pools[item].remove(pool)
+        pools[item].append(joined)
+    return [tuple(sorted(tuple(sorted(pool)) for pool in of_item)) for of_item in pools]
+
+
+def _arrivals(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
+    """On the measured clock a send ends when the call returns: the message is there when its receive ends."""
+    end = columns["end"].copy()
+    received = np.flatnonzero((columns["kind"] == -1) & (columns["message"] >= 0))
+    arrival = dict(zip(columns["message"][received].tolist(), end[received].tolist()))
+    for row in np.flatnonzero(columns["kind"] == SEND).tolist():
+        end[row] = max(end[row], arrival.get(int(columns["message"][row]), end[row]))
+    return end
+
+
+def _times(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
+    """When each round begins; a round ends with its last message, the last round with the trace."""
+    start, end = trace.start, float(columns["end"].max()) if len(trace) else 0.0
+    ends = np.full(max(trace.num_steps, 1), start)
+    rows = columns["step"] >= 0
+    np.maximum.at(ends, columns["step"][rows], columns["end"][rows])
+    ends[-1] = end
+    return np.concatenate([[start], np.maximum.accumulate(ends)])

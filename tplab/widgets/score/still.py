@@ -1,0 +1,200 @@
+"""The picture of a score where no kernel runs: PNG, or an animated PNG that plays once and rests on its end."""
+
+from __future__ import annotations
+
+import textwrap
+
+import numpy as np
+from PIL import Image
+
+from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WORK, hue, mix
+from tplab.widgets.paper.pen import Pen, on_curve, text_width
+from tplab.widgets.paper.units import plain, range_text, time_text
+from tplab.widgets.score import words
+from tplab.widgets.score.frame import Frame, frame
+from tplab.widgets.score.holds import PASSED
+from tplab.widgets.score.layout import SLOT, layout
+from tplab.widgets.score.score import Score
+from tplab.widgets.score.still_lanes import Lanes
+from tplab.widgets.score.still_table import Table, cell, share
+
+MAX_BYTES = 300_000
+SECONDS = 4.8  # nothing moves for more than five seconds without a way to stop it
+MARGIN = 18
+
+
+class Picture:
+    """Draws a score at any position. What does not change is drawn once."""
+
+    def __init__(self, score: Score):
+        self.score, self.layout, self.table = score, layout(score), Table(score)
+        self.sentences = words.sentences(score)
+        gap = 30
+        beside = self.layout.width + gap + self.table.width <= 930
+        inner = self.layout.width + gap + self.table.width if beside else max(self.layout.width, self.table.width)
+        self.width = max(inner + 2 * MARGIN, 640)
+        spare = self.width - 2 * MARGIN
+        top = 54
+        if beside:
+            body = max(self.layout.height, self.table.height)
+            free = (spare - self.layout.width - self.table.width) / 3
+            self.at = (MARGIN + free, top + (body - self.layout.height) / 2)
+            self.table.at = (self.width - MARGIN - free - self.table.width, top + (body - self.table.height) / 2)
+        else:
+            body = self.layout.height + 16 + self.table.height
+            self.at = ((self.width - self.layout.width) / 2, top)
+            self.table.at = ((self.width - self.table.width) / 2, top + self.layout.height + 16)
+        self.lanes = Lanes(score, MARGIN, top + body + 12, spare)
+        self.saying = self.lanes.top + self.lanes.height + 14
+        self.height = self.saying + (40 if self._fits() else 57)
+        self.base = self._base()
+
+    def _fits(self) -> bool:
+        """Whether every sentence is one line."""
+        return max(map(len, self.sentences)) + 20 <= (self.width - 2 * MARGIN) / 6.8
+
+    def _base(self) -> Pen:
+        pen, score = Pen(self.width, self.height), self.score
+        _head(pen, score)
+        if len(self.layout.links) <= 300:
+            for curve in self.layout.links.values():
+                self._link(pen, curve)
+        for x, y, text in self.layout.labels:
+            pen.text(x + self.at[0], y + self.at[1], text, size=10.5, fill=DIM)
+        self.table.draw_heads(pen)
+        self.lanes.draw(pen)
+        return pen
+
+    def _moved(self, curve: tuple[float, ...]) -> list[float]:
+        return [x + self.at[place % 2] for place, x in enumerate(curve)]
+
+    def _link(self, pen: Pen, curve: tuple[float, ...]) -> None:
+        moved = self._moved(curve)
+        pen.curve(moved, LINE, 2)
+        if self.layout.boxes:
+            (x0, y0), (x1, y1) = on_curve(moved, 0.9), on_curve(moved, 1)
+            along = np.array([x1 - x0, y1 - y0]) / max(float(np.hypot(x1 - x0, y1 - y0)), 1e-9)
+            side, tip = np.array([-along[1], along[0]]), np.array([x1, y1])
+            ends = [tip - 6 * along + 4 * side, tip, tip - 6 * along - 4 * side]
+            pen.line([(float(x), float(y)) for x, y in ends], DIM, 1.4)
+
+    def draw(self, position: float) -> Image.Image:
+        """The picture at one position."""
+        pen, now = self.base.copy(), frame(self.score, position)
+        self._groups(pen, now)
+        for rank in self.score.trace.mesh.ranks:
+            self._rank(pen, rank, now)
+        for row, u in now.flights:
+            self._chunk(pen, row, u)
+        self.table.draw(pen, now)
+        self.lanes.draw_playhead(pen, now.time)
+        self._say(pen, now)
+        return pen.image()
+
+    def _groups(self, pen: Pen, now: Frame) -> None:
+        """A band through the ranks that work together."""
+        bars = self.score.bars
+        for code in {int(bars["group"][row]) for row, _ in now.together}:
+            members = self.score.groups[code]
+            points = [tuple((self.layout.centres[rank] + self.at).tolist()) for rank in members]
+            pen.line(points + points[:1], mix(ACCENT, 0.22), 12)
+
+    def _rank(self, pen: Pen, rank: int, now: Frame) -> None:
+        layout, score = self.layout, self.score
+        x, y = (layout.centres[rank] + self.at).tolist()
+        width, height = layout.size
+        busy = any(score.bars["rank"][row] == rank for row, _ in now.together + now.computing)
+        edge = ACCENT if busy else LINE
+        if not layout.boxes:
+            pen.disc(x, y, width / 2, fill=mix(WORK, 0.1 + 0.45 * self._held(rank, now)), edge=edge)
+            pen.text(x, y, str(rank), size=9.5, fill=INK)
+            return
+        left, top = x - width / 2, y - height / 2
+        pen.box(left, top, width, height, fill=SOFT, edge=edge, radius=9, line=1.3)
+        working = [score.ops[score.bars["op"][row]] for row, _ in now.computing if score.bars["rank"][row] == rank]
+        name = f"{rank} {working[0]}" if working else f"rank {rank}"
+        few = layout.slots[rank]
+        if not few and score.items:
+            pen.box(left + 9, top + height - 10, width - 18, 3, fill=LINE)
+            pen.box(left + 9, top + height - 10, (width - 18) * self._held(rank, now), 3, fill=WORK)
+        pen.text(x, top + 13 if few else y - 3, name[: int(width / 6.2)], size=10.5, bold=True)
+        for place, item in enumerate(layout.slots[rank]):
+            left, top = layout.slot(rank, place)
+            cell(pen, score, left + self.at[0], top + self.at[1], SLOT, SLOT, item, now.cells.get((rank, item)),
+                 (rank, item) in now.arriving, score.items[item].name, ground=SOFT)  # fmt: skip
+
+    def _held(self, rank: int, now: Frame) -> float:
+        """How much of all items the rank holds, of 1."""
+        holds = [now.cells[rank, item] for item in range(len(self.score.items)) if (rank, item) in now.cells]
+        kept = [hold for hold in holds if self.score.holds["state"][hold] != PASSED]
+        return sum(share(self.score, hold) for hold in kept) / max(len(self.score.items), 1)
+
+    def _chunk(self, pen: Pen, row: int, u: float) -> None:
+        bars = self.score.bars
+        curve = self.layout.links.get((int(bars["rank"][row]), int(bars["peer"][row])))
+        if curve is None:
+            return
+        x, y = on_curve(self._moved(curve), u)
+        item = int(bars["item"][row])
+        if not self.layout.boxes:
+            pen.disc(x, y, 4.5, fill=hue(item), edge=PAPER)
+            return
+        pen.box(x - 11, y - 11, 22, 22, fill=hue(item), edge=PAPER, radius=5, line=1.5)
+        pen.text(x, y, self.score.items[item].name if item >= 0 else "", size=11.5, bold=True, fill=PAPER)
+
+    def _say(self, pen: Pen, now: Frame) -> None:
+        head = f"step {now.round} of {self.score.num_steps}" if now.round else "before the first step"
+        lines = textwrap.wrap(f"{head}  —  {self.sentences[now.round]}", int((self.width - 2 * MARGIN) / 6.8))
+        y = self.saying + 8
+        width = pen.text(MARGIN, y, head, size=11.5, bold=True, anchor="lm")
+        pen.text(MARGIN + width, y, lines[0][len(head) :], size=11.5, anchor="lm")
+        for line in lines[1:2]:
+            y += 17
+            pen.text(MARGIN, y, line, size=11.5, anchor="lm")
+        pen.text(MARGIN, y + 18, words.sent_text(self.score, now.sent), size=11, fill=DIM, anchor="lm")
+
+
+def still(score: Score, position: float) -> bytes:
+    """One picture, as PNG."""
+    return encode([Picture(score).draw(position)], [0])
+
+
+def timeline(score: Score) -> bytes:
+    """The timeline alone, as PNG."""
+    width = 760
+    lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN)
+    pen = Pen(width, 52 + lanes.height + 38)
+    _head(pen, score)
+    lanes.draw(pen)
+    span = score.trace.makespan
+    busy = score.trace.busy() / span if span else score.trace.busy()
+    facts = f"makespan {time_text(span, score.trace.unit)}" + " steps" * (score.trace.unit == "steps")
+    if score.computes:
+        facts += f" · each rank is busy {range_text((100 * busy).round().tolist(), plain)} % of it"
+    pen.text(MARGIN, 52 + lanes.height + 18, facts, size=11.5, anchor="lm")
+    return encode([pen.image()], [0])
+
+
+def _head(pen: Pen, score: Score) -> None:
+    """The card's edge, and its header: what ran, on what, and which clock."""
+    pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
+    x = MARGIN + pen.text(MARGIN, 26, score.trace.title or "program", size=14, bold=True, anchor="lm") + 10
+    note = words.badge(score)
+    width = text_width(note, 10.5) + 18
+    pen.text(x, 26.5, words.about(score), size=11, fill=DIM, anchor="lm")
+    pen.box(pen.width - MARGIN - width, 16, width, 21, fill=PAPER, edge=LINE, radius=10)
+    pen.text(pen.width - MARGIN - width / 2, 26.5, note, size=10.5, fill=DIM)
+
+
+def moving(score: Score, plays: int = 1, frames: int = 30) -> bytes:
+    """The whole of it as an animated PNG; one picture from its middle where it has too many steps or ranks for that."""
+    picture, steps = Picture(score), score.num_steps
+    if steps < frames and score.trace.mesh.size <= 16:
+        each = max(1, min(8, (frames - 2) // steps))
+        drawn = [picture.draw(place / each) for place in range(steps * each + 1)]
+        time = round(1000 * (SECONDS - 0.5) / len(drawn))
+        data = encode(drawn, [500 + time] + [time] * (len(drawn) - 1), plays)
+        if len(data) <= MAX_BYTES:
+            return data
+    return encode([picture.draw(steps / 2)], [0])

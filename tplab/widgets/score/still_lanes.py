@@ -1,0 +1,69 @@
+"""The timeline under the still picture: one lane a rank, and the playhead."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, SOFT, WORK, hue, mix
+from tplab.widgets.paper.pen import Pen, text_width
+from tplab.widgets.paper.units import ticks, time_text
+from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
+
+
+class Lanes:
+    """The timeline under the picture: one lane a rank."""
+
+    def __init__(self, score: Score, left: float, top: float, width: float):
+        self.score, self.top = score, top
+        ranks = score.trace.mesh.size
+        self.lane = 19.0 if ranks <= 4 else 15.0 if ranks <= 16 else max(2.5, 160 / ranks)
+        if score.computes and ranks <= 16:
+            self.lane *= 1.6
+        self.left, self.width = left + 56, width - 56
+        self.height = ranks * self.lane + 20
+        self.start, self.end = float(score.times[0]), float(score.times[-1])
+
+    def x(self, time: float) -> float:
+        span = self.end - self.start
+        return self.left + (self.width * (time - self.start) / span if span else 0)
+
+    def draw(self, pen: Pen) -> None:
+        score, bars = self.score, self.score.bars
+        gap = 2 if self.lane > 8 else 0.5
+        work = (self.lane - gap) / 2 if score.computes else 0.0
+        talk = self.lane - gap - work
+        ranks = score.trace.mesh.size
+        for rank in range(ranks):
+            y = self.top + rank * self.lane
+            pen.box(self.left, y, self.width, self.lane - gap, fill=SOFT)
+            if score.computes and self.lane > 8:
+                pen.hatch(self.left, y, self.width, work, HATCH)
+            if ranks <= 16 or rank % 8 == 0:
+                pen.text(self.left - 10, y + self.lane / 2 - 1, f"rank {rank}", size=10.5, fill=DIM, anchor="rm")
+        for row in np.argsort(bars["kind"], kind="stable").tolist():
+            kind, item, rank = int(bars["kind"][row]), int(bars["item"][row]), int(bars["rank"][row])
+            x, right = self.x(float(bars["start"][row])), self.x(float(bars["end"][row]))
+            if kind == WAIT or right - x < 0.2:
+                continue
+            y = self.top + rank * self.lane + (0 if kind == COMPUTE else work)
+            height = work if kind == COMPUTE else talk
+            colour = WORK if kind == COMPUTE else hue(item)
+            fill = mix(WORK, 0.42) if kind == COMPUTE else mix(colour, 0.24)
+            edge = colour if height > 6 else None
+            pen.box(x + 0.5, y, max(right - x - 1, 0.7), height, fill=fill, edge=edge, radius=2)
+            text = score.ops[bars["op"][row]]
+            if kind == SEND and item >= 0:
+                text = f"send {score.items[item].name}" if right - x > 50 else score.items[item].name
+            if height > 8 and text_width(text, 9.5) < right - x - 8:
+                pen.text(x + 6, y + height / 2, text, size=9.5, anchor="lm", fill=INK)
+        y = self.top + ranks * self.lane + 9
+        for time in ticks(0.0, self.end - self.start, 6, score.trace.unit):
+            text = time_text(time, score.trace.unit, self.end - self.start)
+            pen.text(min(self.x(self.start + time), self.left + self.width - 12), y, text, size=10, fill=DIM)
+
+    def draw_playhead(self, pen: Pen, time: float) -> None:
+        x, bottom = self.x(time), self.top + self.score.trace.mesh.size * self.lane
+        pen.line([(x, self.top - 4), (x, bottom)], ACCENT, 1.6)
+        pen.disc(x, self.top - 5, 3.2, fill=ACCENT)
+
+

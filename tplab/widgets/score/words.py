@@ -1,0 +1,215 @@
+"""What a trace does, in words: a title line, and one sentence a round, each from what the events of it are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from tplab.trace.trace import Trace
+from tplab.widgets.paper.units import bytes_text, range_text
+from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
+
+_TOGETHER = {
+    "all_reduce": "every rank of {group} ends with all their tensors combined into one",
+    "all_gather": "every rank of {group} ends with the pieces of all of them",
+    "reduce_scatter": "every rank of {group} ends with its own slice of their tensors combined",
+    "all_to_all": "every rank of {group} gives each of them a different piece",
+    "broadcast": "every rank of {group} ends with a copy of one rank's tensor",
+    "barrier": "the ranks of {group} wait for each other",
+}
+
+
+def about(score: Score) -> str:
+    """"8 ranks (data=2, model=4), over model, 4 KiB chunks": what follows the title."""
+    mesh, bars = score.trace.mesh, score.bars
+    parts = [f"{mesh.size} rank{'s' * (mesh.size > 1)}"]
+    if len(mesh.axis_names) > 1:
+        parts.append(" × ".join(f"{name} {size}" for name, size in mesh.shape.items()))
+    axes = [axis for axis in score.trace.codes("axis")[0] if axis]
+    if axes:
+        parts.append(("axis " if len(mesh.axis_names) == 1 else "over ") + ", ".join(axes))
+    sizes = bars["bytes"][bars["kind"] == SEND]
+    if len(sizes) and sizes.max() > 0:
+        parts.append(range_text(sizes.tolist()) + (" chunks" if sizes.min() == sizes.max() else " a message"))
+    return " · ".join(parts)
+
+
+def badge(score: Score) -> str:
+    return clock(score.trace)
+
+
+def clock(trace: Trace) -> str:
+    """Which clock: "modelled · h100", "modelled · unit times", "measured"."""
+    if trace.unit == "steps":
+        return f"{trace.clock} · unit times"
+    return f"{trace.clock} · {trace.cluster}" if trace.cluster else trace.clock
+
+
+def summary(score: Score, verb: str = "Animation") -> str:
+    """One plain sentence, the same for the same trace; measured times are no part of it."""
+    trace = score.trace
+    steps = f"{score.num_steps} step{'s' * (score.num_steps > 1)}"
+    total = score.total_sent.tolist()
+    sent = f"each rank sends {range_text(total)}" if max(total) > 0 else "nothing is sent"
+    clock = badge(score).replace(" · ", ", ")
+    return f"{verb} of {trace.title or 'a program'} on {trace.mesh}: {steps}, {sent} ({clock})."
+
+
+def sentences(score: Score) -> list[str]:
+    """For position 0 and for each round, what happens then."""
+    bars = score.bars
+    talk = np.flatnonzero(np.isin(bars["kind"], (SEND, COLLECTIVE)) & (bars["step"] >= 0))
+    by_round = np.argsort(bars["step"][talk], kind="stable")
+    bounds = np.searchsorted(bars["step"][talk][by_round], np.arange(score.num_steps + 1))
+    texts = [_before(score)]
+    news = _News(score)
+    for place in range(score.num_steps):
+        rows = talk[by_round[bounds[place] : bounds[place + 1]]]
+        begin, end = score.times[place], score.times[place + 1]
+        texts.append(news.sentence(rows) + _computing(score, rows, float(begin), float(end)))
+    return texts
+
+
+def _before(score: Score) -> str:
+    own = score.holds["state"] == 1
+    first = own & (score.holds["time"] <= score.times[0])
+    counts = set(np.bincount(score.holds["rank"][first], minlength=score.trace.mesh.size).tolist())
+    if not first.any():
+        return "nothing has been sent yet"
+    if counts == {1}:
+        return "every rank holds its own chunk"
+    if len(counts) == 1:
+        return f"every rank holds its own part of {counts.pop()} chunks"
+    return "each rank holds its own chunks"
+
+
+class _News:
+    """Tells rounds in their order, and remembers what each rank received in the round before."""
+
+    def __init__(self, score: Score):
+        self.score = score
+        self.received: dict[int, dict[int, frozenset[int]]] = {}  # rank -> item -> contributors
+        who, codes = score.trace.codes("contributors")
+        self.members = [frozenset(who[code]) for code in codes[score.bars["row"]]]
+        self.full = [max(map(len, item.pools), default=0) for item in score.items]
+
+    def sentence(self, rows: np.ndarray) -> str:
+        bars = self.score.bars
+        sends, joint = rows[bars["kind"][rows] == SEND], rows[bars["kind"][rows] == COLLECTIVE]
+        parts = [self._sends(sends.tolist())] if len(sends) else []
+        for op in dict.fromkeys(bars["op"][joint].tolist()):
+            parts.append(self._together(self.score.ops[op], joint[bars["op"][joint] == op]))
+        received: dict[int, dict[int, frozenset[int]]] = {}
+        for row in sends.tolist():
+            received.setdefault(int(bars["peer"][row]), {})[int(bars["item"][row])] = self.members[row]
+        self.received = received
+        return "; ".join(parts) or "nothing is sent"
+
+    def _sends(self, rows: list[int]) -> str:
+        bars, mesh = self.score.bars, self.score.trace.mesh
+        senders = Counter(bars["rank"][rows].tolist())
+        if len(rows) <= 2 and mesh.size > 2:
+            one = [f"rank {bars['rank'][row]} sends {self._name(row)} to rank {bars['peer'][row]}" for row in rows]
+            return " and ".join(one)
+        who = "every rank" if len(senders) == mesh.size else f"{len(senders)} ranks"
+        several = max(senders.values()) > 1
+        did = {self._did(row) for row in rows}
+        verbs, to = ("sends", "passes on", "adds") if len(did) == 1 else ("", "", ""), self._direction(rows)
+        what = did.pop() if verbs[0] else "other"
+        chunk = "chunks" if several else "chunk"
+        if who != "every rank" and len(senders) > 1:
+            verbs = ("send", "pass on", "add")
+        return {
+            "own": f"{who} {verbs[0]} {'its own' if verbs[0] == 'sends' else 'their own'} {chunk} to {to}",
+            "passed": f"{who} {verbs[1]} the {chunk} {'it has' if verbs[0] == 'sends' else 'they have'} just received",
+            "finished": f"{who} {verbs[1]} the finished sum{'s' * several} just received",
+            "added": f"{who} {verbs[2]} its own part to what it has just received, and sends the sum on",
+            "complete": f"{who} {verbs[2]} the last missing part, and sends the finished sum on",
+            "other": f"{len(rows)} messages, from {who} to {to}",
+        }[what]
+
+    def _did(self, row: int) -> str:
+        """What a send is, compared with what its rank received in the round before."""
+        bars = self.score.bars
+        rank, item, members = int(bars["rank"][row]), int(bars["item"][row]), self.members[row]
+        came = self.received.get(rank, {}).get(item)
+        if came is None:
+            return "own" if item >= 0 and members <= {rank} else "other"
+        whole = len(members) == self.full[item] > 1
+        if came == members:
+            return "finished" if whole else "passed"
+        return ("complete" if whole else "added") if came < members else "other"
+
+    def _name(self, row: int) -> str:
+        item = int(self.score.bars["item"][row])
+        return f"chunk {self.score.items[item].name}" if item >= 0 else bytes_text(int(self.score.bars["bytes"][row]))
+
+    def _direction(self, rows: list[int]) -> str:
+        """Where the messages of a round go, as shifts along their axis."""
+        bars, mesh = self.score.bars, self.score.trace.mesh
+        names_of, codes = self.score.trace.codes("axis")
+        shifts = set()
+        for row in rows:
+            axis = names_of[codes[bars["row"][row]]]
+            if not axis:
+                return "others"
+            names = tuple(axis.split(","))
+            size = mesh.axis_size(names)
+            shift = (mesh.index(int(bars["peer"][row]), names) - mesh.index(int(bars["rank"][row]), names)) % size
+            shifts.add((axis, shift - size if shift > size // 2 and size > 2 else shift))
+        over = {axis for axis, _ in shifts}
+        along = f" along {over.pop()}" if len(mesh.axis_names) > 1 and len(over) == 1 else ""
+        hops = {shift for _, shift in shifts}
+        known = {(1,): "the next rank", (-1,): "the rank before", (-1, 1): "both neighbours"}
+        if hops == {1} and all(mesh.axis_size(tuple(axis.split(","))) == 2 for axis, _ in shifts):
+            return "the other rank" + along
+        found = known.get(tuple(sorted(hops)))
+        return (found or (f"the rank {hops.pop()} further" if len(hops) == 1 else "others")) + along
+
+    def _together(self, op: str, rows: np.ndarray) -> str:
+        mesh, groups = self.score.trace.mesh, self.score.groups
+        distinct = {groups[code] for code in self.score.bars["group"][rows].tolist()}
+        size = max(map(len, distinct), default=0)
+        axis = self.score.trace.column("axis")[self.score.bars["row"][rows[0]]]
+        one = len(distinct) == 1
+        group = f"a group of {size}" if not one else f"the {size}" if size == mesh.size else f"one group of {size}"
+        text = _TOGETHER.get(op, "the ranks of {group} work together").format(group=group)
+        return f"{op}{f' over {axis}' if axis else ''}: {text}"
+
+
+def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:
+    """What is computed beside the messages, or before them."""
+    bars = score.bars
+    work = np.flatnonzero(
+        (bars["kind"] == COMPUTE) & (bars["end"] > bars["start"]) & (bars["start"] < end) & (bars["end"] > begin)
+    )
+    if not len(work):
+        return ""
+    spent = Counter()
+    for op, time in zip(bars["op"][work].tolist(), (bars["end"] - bars["start"])[work].tolist()):
+        spent[score.ops[op]] += time
+    names = ", ".join(name for name, _ in spent.most_common(2)) + (" ..." if len(spent) > 2 else "")
+    if not len(rows):
+        return f"; the ranks compute ({names})"
+    first, last = float(bars["start"][rows].min()), float(bars["end"][rows].max())
+    beside = bool(((bars["start"][work] < last) & (bars["end"][work] > first)).any())
+    before = bool((bars["end"][work] <= first).any())
+    workers, senders = set(bars["rank"][work].tolist()), set(bars["rank"][rows].tolist())
+    size = score.trace.mesh.size
+    count = len(workers)
+    verb = "compute" if 1 < count < size else "computes"
+    if workers != senders:
+        who = f"rank {min(workers)}" if count == 1 else "every rank" if count == size else f"{count} ranks"
+        return f"; {'meanwhile' if beside else 'before,' if before else 'then'} {who} {verb} ({names})"
+    if beside:
+        return f", and {verb} meanwhile ({names})"
+    return f", after computing ({names})" if before else f", and then {verb} ({names})"
+
+
+def sent_text(score: Score, sent: list[float]) -> str:
+    """"sent so far 8 KiB a rank of 12 KiB"."""
+    total = score.total_sent.tolist()
+    if max(total) == 0:
+        return ""
+    return f"sent so far {range_text(sent)} a rank of {range_text(total)}"
