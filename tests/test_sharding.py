@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from tplab import Mesh, P
 from tplab.errors import ShapeError, SpecError
 from tplab.sharding import (
-    check_divides,
+    Rule,
     check_spec,
+    cut,
     global_shape,
     join,
     local_shape,
     owners,
-    piece_sizes,
     replicas,
     shard_slices,
+    share,
     split,
 )
 
@@ -129,8 +130,41 @@ def test_owners_hold_everything_once_and_replicas_the_same(layout: tuple[tuple[i
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
-def test_uneven_pieces_are_numpys(size: int, num_ranks: int):
-    assert piece_sizes(size, num_ranks) == [len(piece) for piece in np.array_split(np.arange(size), num_ranks)]
+def test_even_pieces_are_those_of_numpy(size: int, parts: int):
+    assert [list(piece) for piece in cut(size, parts, "even")] == [
+        piece.tolist() for piece in np.array_split(np.arange(size), parts)
+    ]
+
+
+@given(st.integers(1, 50), st.integers(1, 9))
+def test_ceil_pieces_are_those_of_torch_and_then_empty_ones(size: int, parts: int):
+    torch = pytest.importorskip("torch")
+    pieces = [list(piece) for piece in cut(size, parts, "ceil")]
+    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(parts)]
+    assert pieces == chunks + [[]] * (parts - len(chunks))
+
+
+@given(st.integers(0, 9), st.integers(1, 9))
+def test_equal_pieces_are_all_of_one_size_and_follow_one_another(each: int, parts: int):
+    pieces = cut(each * parts, parts, "equal")
+    assert [len(piece) for piece in pieces] == [each] * parts == [share(each * parts, parts, "the size is")] * parts
+    assert list(itertools.chain(*pieces)) == list(range(each * parts))
+
+
+def test_the_table_of_rules_is_what_cut_does():
+    def drawn(size: int, parts: int, rule: Rule) -> str:
+        return " ".join(str(len(piece)) for piece in cut(size, parts, rule))
+
+    assert cut.__doc__ is not None
+    rows = (
+        "equal    ShapeError; 12: " + drawn(12, 4, "equal"),
+        f"ceil     {drawn(10, 4, 'ceil')}; 9: {drawn(9, 4, 'ceil')}",
+        f"even     {drawn(10, 4, 'even')}",
+    )
+    for row in rows:
+        assert row in cut.__doc__
+    with pytest.raises(ShapeError):
+        cut(10, 4, "equal")
 
 
 ORACLE = """
@@ -219,8 +253,17 @@ FAULTS = [
      "pad it to 12, or use a mesh whose 'tp' divides 10", lambda: split(np.ones((2, 10)), P(None, "tp"), MESH)),
     (ShapeError, "dim 0 has size 3, which the 8 ranks of axes 'dp' x 'tp' cannot share equally;\n"
      "pad it to 8, or use a mesh whose 'dp' x 'tp' divides 3", lambda: local_shape((3,), P(("dp", "tp")), MESH)),
-    (ShapeError, "dim 5 has size 7, which the 2 ranks of axis 'dp' cannot share equally;\n"
-     "pad it to 8, or use a mesh whose 'dp' divides 7", lambda: check_divides(7, 5, "dp", MESH)),
+    (ShapeError, "num_heads is 6, which 4 ranks cannot share equally: heads are sharded whole;\n"
+     "pad it to 8, or take a number of ranks that divides 6",
+     lambda: share(6, 4, "num_heads is", why="heads are sharded whole")),
+    (ShapeError, "the batch has size 7, which 0 microbatches cannot share equally;\n"
+     "pad it to 7, or take a number of microbatches that divides 7",
+     lambda: share(7, 0, "the batch has size", sharers="microbatches")),
+    (ShapeError, "hidden is 0, which the 4 ranks of axis 'tp' cannot share equally;\nmake it 4",
+     lambda: share(0, 4, "hidden is", axis="tp", least=1)),
+    (ShapeError, "the size is 10, which 4 parts cannot share equally;\n"
+     "pad it to 12, or take a number of parts that divides 10", lambda: cut(10, 4, "equal")),
+    (ValueError, "rule is 'odd'; it must be 'equal', 'ceil' or 'even'", lambda: cut(10, 4, "odd")),  # type: ignore
     (ShapeError, "Mesh(dp=2, tp=4) has 8 ranks, and there are 2 pieces; give one a rank",
      lambda: join([np.ones(2)] * 2, P(), MESH)),
     (ShapeError, "the pieces of P() must have one shape, and have: rank 0 (2,), rank 1 (3,)",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tplab.errors import ShapeError
 from tplab.mesh import Mesh
-from tplab.sharding import P
+from tplab.sharding import P, cut
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,9 +56,8 @@ def ranges(size: int, parts: Sequence[int], index: int, num_ranks: int) -> list[
         raise ShapeError(f"parts {tuple(parts)} add up to {sum(parts)}, and the dim has {size}; give all parts of it")
     found, first = [], 0
     for part in parts or (size,):
-        most = -(-part // num_ranks)
-        begin = min(index * most, part)
-        found.append(range(first + begin, first + min(begin + most, part)))
+        piece = cut(part, num_ranks, "ceil")[index]
+        found.append(range(first + piece.start, first + piece.stop))
         first += part
     return found
 
@@ -145,9 +144,9 @@ def _entries(size: int, local_sizes: Sequence[int], mesh: Mesh) -> Iterator[str 
     for count in range(1, len(wide) + 1):
         for names in combinations(wide, count):
             num_ranks = mesh.axis_size(names)
-            most = -(-size // num_ranks)
-            exact = [len(ranges(size, (), mesh.index(rank, names), num_ranks)[0]) for rank in mesh.ranks]
-            if list(local_sizes) in (exact, [most] * mesh.size):
+            pieces = cut(size, num_ranks, "ceil")
+            exact = [len(pieces[mesh.index(rank, names)]) for rank in mesh.ranks]
+            if list(local_sizes) in (exact, [len(pieces[0])] * mesh.size):
                 yield names if count > 1 else names[0]
 
 

@@ -1,11 +1,19 @@
 """The order in which a ring moves pieces: what each rank gets, or sends, hop by hop, in each direction.
 
 Framework-free: the rings of both frameworks read it, in JAX with an index that is known only when the program runs.
+The overlapped layers keep their weights in this order too: `async_weight` and `blocking_weight` convert them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tplab.errors import ShapeError
+from tplab.sharding import share
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DIRECTIONS = ("up", "down", "both", "split")
 
@@ -66,3 +74,78 @@ def scatter_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lane
         nearest = num_ranks - 1 - num_ranks // 2
         return Lanes(ordered[nearest:], ordered[:nearest][::-1], own)
     return Lanes(up, down, own)
+
+
+# --- weights of the overlapped layers, kept in the order in which a ring brings what they multiply -------------------
+
+
+def async_weight(weight: Any, num_ranks: int, mode: str, direction: str = "up") -> Any:
+    """The weight of a blocking layer as the overlapped layers of R ranks keep it: the same numbers in another order.
+
+    weight [F, D], whole, as nn.Linear has it   ->   stacked [R (rank), R (arrival), F/R, D/R]
+    "gather"    stacked[i, k] = rows of i, columns of (i-k) mod R: what multiplies the k-th piece of x that i gets
+    "scatter"   stacked[j, k] = rows of (j-1-k) mod R, columns of j: what makes the k-th part of y that j sends
+    direction   "up" and "both" as above; "down": (i+k) and (j+1+k). "split": each block's first half (of its columns
+                for "gather", of its rows for "scatter"; the larger one of an odd number) as "up", the second as "down"
+
+    NumPy, torch and JAX arrays alike. Raises ShapeError where R does not divide F and D.
+    """
+    rows, columns = _block_sizes(weight.shape, num_ranks, mode, direction)
+    blocks = weight.reshape(num_ranks, rows, num_ranks, columns)
+    owner = _owners(num_ranks, columns if mode == "gather" else rows, mode, direction)
+    rank, inner = _places(owner)
+    if mode == "gather":
+        return blocks[rank, :, owner, inner].swapaxes(-1, -2)  # dims of index arrays with a slice between come first
+    return blocks[owner, inner, rank, :]
+
+
+def blocking_weight(stacked: Any, mode: str, direction: str = "up") -> Any:
+    """The reverse of async_weight: stacked [R, R, F/R, D/R] -> weight [F, D], bit for bit."""
+    if len(stacked.shape) != 4 or stacked.shape[0] != stacked.shape[1]:
+        raise ShapeError(
+            f"blocking_weight takes [R, R, F/R, D/R], the pieces of each of R ranks, and got {list(stacked.shape)}; "
+            "stacked.reshape(R, R, ...) makes it from the pieces of all ranks joined along dim 0"
+        )
+    num_ranks, _, rows, columns = stacked.shape
+    _block_sizes((num_ranks * rows, num_ranks * columns), num_ranks, mode, direction)
+    owner = _owners(num_ranks, columns if mode == "gather" else rows, mode, direction)
+    arrival = owner.argsort(axis=1)  # for each owner, when its piece arrives
+    rank, inner = _places(owner)
+    if mode == "gather":  # [rank, owner, columns, rows]
+        blocks = stacked[rank, arrival, :, inner].swapaxes(-1, -2).swapaxes(1, 2)
+    else:  # [rank, owner, rows, columns]
+        blocks = stacked[rank, arrival, inner, :].swapaxes(0, 1).swapaxes(1, 2)
+    return blocks.reshape(num_ranks * rows, num_ranks * columns)
+
+
+def _owners(num_ranks: int, size: int, mode: str, direction: str) -> np.ndarray:
+    """[rank, arrival, element of the piece] -> the rank whose piece it is. "scatter": its own comes last."""
+    import numpy as np  # here, so that `import tplab` stays quick
+
+    owners = np.empty((num_ranks, num_ranks, size), int)
+    for rank in range(num_ranks):
+        up, down, own = gather_lanes(rank, num_ranks, size, direction)
+        for piece in (*up, *down, own):
+            arrival = (piece.distance - (mode == "scatter")) % num_ranks
+            owners[rank, arrival, piece.begin : piece.begin + piece.size] = piece.owner
+    return owners
+
+
+def _places(owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each element of `owner`, the rank, and the element's place in the piece; to index with."""
+    import numpy as np
+
+    rank, _, inner = np.ogrid[tuple(map(slice, owner.shape))]
+    return rank, inner
+
+
+def _block_sizes(shape: Sequence[int], num_ranks: int, mode: str, direction: str) -> tuple[int, int]:
+    """Rows and columns of one of R x R blocks."""
+    if mode not in ("gather", "scatter"):
+        raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter': only these have a blocking form")
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
+    if len(shape) != 2:
+        raise ShapeError(f"a weight is a matrix [F, D], as nn.Linear has it, not {list(shape)}")
+    rows, columns = (share(size, num_ranks, f"dim {dim} of the weight has size") for dim, size in enumerate(shape))
+    return rows, columns

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 from tplab.errors import ShapeError, SpecError
-from tplab.mesh import Mesh
+from tplab.mesh import Axis, Mesh
+
+Rule = Literal["equal", "ceil", "even"]
 
 
 class P(tuple):
@@ -51,13 +54,70 @@ class P(tuple):
         return f"P({', '.join(map(repr, self))})"
 
 
+@lru_cache(maxsize=4096)  # collectives ask at every call
+def cut(size: int, parts: int, rule: Rule) -> tuple[range, ...]:
+    """Which of `size` elements each of `parts` holds. Nothing else in tplab decides this.
+
+    rule     10 over 4                   who uses it, and why
+    equal    ShapeError; 12: 3 3 3 3     `P`, collectives, heads and features of layers, microbatches: every rank runs
+                                         one program on one shape, as under `jax.shard_map`
+    ceil     3 3 3 1; 9: 3 3 3 0         vocabularies, `Layout`, states: row v is on rank v // ceil(size / parts), and
+                                         the last ranks hold less, or nothing. These are torch.chunk's pieces (which
+                                         leaves the empty ones out) and DTensor's; XLA pads them to one size
+    even     3 3 2 2                     the hops of a ring, groups of microbatches: no part is more than one larger
+                                         than another, so that no hop is slow. These are np.array_split's pieces
+
+    Raises ShapeError where the rule is "equal" and the size does not divide.
+    """
+    if rule == "equal":
+        most = share(size, parts, "the size is", sharers="parts")
+    elif rule == "ceil":
+        most = -(-size // parts)
+    elif rule == "even":
+        least, more = divmod(size, parts)
+        return tuple(range(i * least + min(i, more), (i + 1) * least + min(i + 1, more)) for i in range(parts))
+    else:
+        raise ValueError(f"rule is {rule!r}; it must be 'equal', 'ceil' or 'even'")
+    return tuple(range(min(i * most, size), min((i + 1) * most, size)) for i in range(parts))
+
+
+def share(
+    size: int, parts: int, what: str, *, axis: Axis | None = None, sharers: str = "ranks", least: int = 0, why: str = ""
+) -> int:  # fmt: skip
+    """How many of `size` elements each of `parts` holds, where all hold equally many.
+
+    what      how the sentence begins: "dim 1 has size", "num_heads is"
+    axis      of the mesh, whose ranks share; or, without one, `sharers` says what does: "microbatches"
+    least     the smallest size that is accepted
+    why       a reason to add, such as "heads are sharded whole"
+    Raises ShapeError where the size does not divide:
+
+        dim 1 has size 10, which the 4 ranks of axis 'tp' cannot share equally;
+        pad it to 12, or use a mesh whose 'tp' divides 10
+    """
+    if parts > 0 and size % parts == 0 and size >= least:
+        return size // parts
+    if axis is None:
+        who, other = f"{parts} {sharers}", f"take a number of {sharers} that divides {size}"
+    else:
+        names = axis.split(",") if isinstance(axis, str) else axis
+        label = " x ".join(map(repr, names))
+        who = f"the {parts} {sharers} of {'axis' if len(names) == 1 else 'axes'} {label}"
+        other = f"use a mesh whose {label} divides {size}"
+    multiple = max(1, parts)
+    padded = max(1, -(-size // multiple)) * multiple
+    reason = f": {why}" if why else ""
+    way_out = f"pad it to {padded}, or {other}" if size > 0 else f"make it {padded}"
+    raise ShapeError(f"{what} {size}, which {who} cannot share equally{reason};\n{way_out}")
+
+
 def check_spec(shape: Sequence[int], spec: P, mesh: Mesh) -> None:
     """Raise SpecError or ShapeError where a tensor of `shape` cannot lie on `mesh` as `spec` says."""
     _check_names(spec, mesh)
     _check_dims(spec, shape, "the tensor")
     for dim, entry in enumerate(spec):
         if names := _names(entry):
-            check_divides(shape[dim], dim, names, mesh)
+            share(shape[dim], mesh.axis_size(names), f"dim {dim} has size", axis=names)
 
 
 def _check_names(spec: P, mesh: Mesh) -> None:
@@ -80,19 +140,6 @@ def _check_dims(spec: P, shape: Sequence[int], whose: str) -> None:
         )
 
 
-def check_divides(size: int, dim: int, axis: str | tuple[str, ...], mesh: Mesh) -> None:
-    """Raise ShapeError where the ranks of `axis` cannot share `size` equally."""
-    num_ranks = mesh.axis_size(axis)
-    if size % num_ranks:
-        names = (axis,) if isinstance(axis, str) else axis
-        one = len(names) == 1
-        label = repr(names[0]) if one else " x ".join(map(repr, names))
-        raise ShapeError(
-            f"dim {dim} has size {size}, which the {num_ranks} ranks of {'axis' if one else 'axes'} {label} cannot "
-            f"share equally;\npad it to {-(-size // num_ranks) * num_ranks}, or use a mesh whose {label} divides {size}"
-        )
-
-
 def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the piece each rank holds of a tensor of global `shape`."""
     check_spec(shape, spec, mesh)
@@ -110,13 +157,13 @@ def global_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 def shard_slices(shape: Sequence[int], spec: P, mesh: Mesh, rank: int) -> tuple[slice, ...]:
     """Where the piece of `rank` lies in the whole: one slice a dim."""
-    sizes = local_shape(shape, spec, mesh)
+    check_spec(shape, spec, mesh)
     mesh.check_rank(rank)
-    slices = []
-    for dim, size in enumerate(sizes):
-        names = _names(spec[dim]) if dim < len(spec) else ()
-        position = mesh.index(rank, names) if names else 0
-        slices.append(slice(position * size, (position + 1) * size))
+    slices = [slice(0, size) for size in shape]
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            piece = cut(shape[dim], mesh.axis_size(entry), "equal")[mesh.index(rank, entry)]
+            slices[dim] = slice(piece.start, piece.stop)
     return tuple(slices)
 
 
@@ -161,90 +208,6 @@ def replicas(spec: P, mesh: Mesh) -> list[tuple[int, ...]]:
     _check_names(spec, mesh)
     spare = tuple(name for name in mesh.axis_names if name not in spec.axis_names)
     return mesh.groups(spare) if spare else [(rank,) for rank in mesh.ranks]
-
-
-def piece_sizes(size: int, num_ranks: int) -> list[int]:
-    """`size` elements shared over ranks as evenly as it goes, the first ones larger: 10 over 4 is [3, 3, 2, 2]."""
-    return [size // num_ranks + (index < size % num_ranks) for index in range(num_ranks)]
-
-
-# --- weights of the overlapped layers, kept in the order in which a ring brings what they multiply -------------------
-
-
-def async_weight(weight: Any, num_ranks: int, mode: str, direction: str = "up") -> Any:
-    """The weight of a blocking layer as the overlapped layers of R ranks keep it: the same numbers in another order.
-
-    weight [F, D], whole, as nn.Linear has it   ->   stacked [R (rank), R (arrival), F/R, D/R]
-    "gather"    stacked[i, k] = rows of i, columns of (i-k) mod R: what multiplies the k-th piece of x that i gets
-    "scatter"   stacked[j, k] = rows of (j-1-k) mod R, columns of j: what makes the k-th part of y that j sends
-    direction   "up" and "both" as above; "down": (i+k) and (j+1+k). "split": each block's first half (of its columns
-                for "gather", of its rows for "scatter"; the larger one of an odd number) as "up", the second as "down"
-
-    NumPy, torch and JAX arrays alike. Raises ShapeError where R does not divide F and D.
-    """
-    rows, columns = _block_sizes(weight.shape, num_ranks, mode, direction)
-    blocks = weight.reshape(num_ranks, rows, num_ranks, columns)
-    size = columns if mode == "gather" else rows
-    rank, place, inner = _grid(num_ranks, num_ranks, size)
-    other = _partner(rank, place, inner >= size - size // 2, num_ranks, mode, direction)
-    if mode == "gather":
-        return blocks[rank, :, other, inner].swapaxes(-1, -2)  # dims of index arrays with a slice between come first
-    return blocks[other, inner, rank, :]
-
-
-def blocking_weight(stacked: Any, mode: str, direction: str = "up") -> Any:
-    """The reverse of async_weight: stacked [R, R, F/R, D/R] -> weight [F, D], bit for bit."""
-    if len(stacked.shape) != 4 or stacked.shape[0] != stacked.shape[1]:
-        raise ShapeError(
-            f"blocking_weight takes [R, R, F/R, D/R], the pieces of each of R ranks, and got {list(stacked.shape)}; "
-            "weight.reshape(R, R, ...) makes it of the pieces of all ranks behind one another"
-        )
-    num_ranks, _, rows, columns = stacked.shape
-    _block_sizes((num_ranks * rows, num_ranks * columns), num_ranks, mode, direction)
-    size = columns if mode == "gather" else rows
-    rank, other, inner = _grid(num_ranks, num_ranks, size)
-    place = _partner(rank, other, inner >= size - size // 2, num_ranks, mode, direction, back=True)
-    if mode == "gather":  # [rank, owner, columns, rows]
-        blocks = stacked[rank, place, :, inner].swapaxes(-1, -2).swapaxes(1, 2)
-    else:  # [rank, owner, rows, columns]
-        blocks = stacked[rank, place, inner, :].swapaxes(0, 1).swapaxes(1, 2)
-    return blocks.reshape(num_ranks * rows, num_ranks * columns)
-
-
-def _partner(
-    rank: Any, given: Any, is_second: Any, num_ranks: int, mode: str, direction: str, back: bool = False
-) -> Any:  # fmt: skip
-    """Of each place, the rank whose piece it is; `back`: of each rank, the place.
-
-    up    gather i - k, scatter j - 1 - k: its own reverse
-    down  gather i + k, scatter j + 1 + k, of which the reverse is owner - i, owner - 1 - j
-    """
-    first = 0 if mode == "gather" else 1
-    up = (rank - first - given) % num_ranks
-    down = (given - first - rank) % num_ranks if back else (rank + first + given) % num_ranks
-    if direction == "split":
-        return up * ~is_second + down * is_second
-    return (down if direction == "down" else up) + 0 * is_second
-
-
-def _grid(*sizes: int) -> tuple[Any, ...]:
-    import numpy as np  # here, so that `import tplab` stays quick
-
-    return np.ogrid[tuple(slice(size) for size in sizes)]
-
-
-def _block_sizes(shape: Sequence[int], num_ranks: int, mode: str, direction: str) -> tuple[int, int]:
-    """Rows and columns of one of R x R blocks."""
-    if mode not in ("gather", "scatter"):
-        raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter': only these have a blocking form")
-    if direction not in ("up", "down", "both", "split"):
-        raise ValueError(f"direction is {direction!r}; it must be one of up, down, both, split")
-    if len(shape) != 2 or shape[0] % num_ranks or shape[1] % num_ranks:
-        raise ShapeError(
-            f"a weight [F, D] of shape {list(shape)} cannot be cut into {num_ranks} x {num_ranks} equal blocks; "
-            f"make F and D multiples of {num_ranks}"
-        )
-    return shape[0] // num_ranks, shape[1] // num_ranks
 
 
 def _plain(entry: str | Sequence[str] | None) -> str | tuple[str, ...] | None:

@@ -242,7 +242,7 @@ assert np.isclose(predicted.blocking, blocking.trace.makespan, rtol=1e-9)
 # `async_weight` and `blocking_weight` apply:
 
 # %%
-from tplab.sharding import async_weight, blocking_weight
+from tplab.rings import async_weight, blocking_weight
 
 whole = torch.arange(16).reshape(4, 4)  # [F, D]; four ranks, one row and one column each
 stacked = async_weight(whole, 4, "gather")  # [rank i, place k, F/R, D/R]

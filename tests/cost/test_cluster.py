@@ -214,7 +214,7 @@ def test_impossible_clusters_are_refused():
     for node_size in (0, -8, 2.5, True):
         with pytest.raises(ClusterError, match="it must be a whole number, 1 or more"):
             replace(c.H100_NODE, node_size=node_size)
-    with pytest.raises(ClusterError, match=r"chip is 'h100'; give a tplab\.cluster\.Chip"):
+    with pytest.raises(ClusterError, match=r"chip is 'h100'; give a tplab\.cost\.Chip"):
         Cluster("mine", "h100", c.NVLINK_4)  # type: ignore
     with pytest.raises(ClusterError, match=r"inner_link is 450000000000\.0; give a"):
         Cluster("mine", c.H100, 450e9)  # type: ignore[arg-type]

@@ -358,10 +358,10 @@ def called(fw, layer, x):
 WRONG = {
     "features": (
         lambda lab: lab.ColumnParallelLinear(4, 10, "tp"), ShapeError,
-        r"out_features is 10, which the 4 ranks of axis 'tp' cannot share equally;\nmake it 12, or use a mesh",
+        r"out_features is 10, which the 4 ranks of axis 'tp' cannot share equally;\npad it to 12, or use a mesh",
     ),
     "row features": (lambda lab: lab.RowParallelLinear(10, 4, "tp"), ShapeError, r"in_features is 10, which the 4"),
-    "hidden": (lambda lab: lab.ParallelMLP(4, 6, "tp"), ShapeError, r"hidden is 6, .*\nmake it 8"),
+    "hidden": (lambda lab: lab.ParallelMLP(4, 6, "tp"), ShapeError, r"hidden is 6, .*\npad it to 8"),
     "axis": (lambda lab: lab.ColumnParallelLinear(4, 8, "pp"), MeshError, r"no axis 'pp'; its axes are 'tp'"),
     "x": (lambda lab: lab.ColumnParallelLinear(5, 8, "tp"), ShapeError, r"x \[..., 5\], and got \[2, 8, 4\]"),
     "whole x": (lambda lab: lab.RowParallelLinear(4, 8, "tp"), ShapeError, r"all of x: give input_is_parallel=False"),

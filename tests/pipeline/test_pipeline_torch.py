@@ -527,7 +527,7 @@ def test_batches_that_cannot_be_split():
     assert [a.shape[0] for a, _ in split_batch(x, x, 3)] == [2, 2, 2]
     (a, b), y = split_batch((x, x + 1), x, 2)[1]
     assert torch.equal(b, a + 1) and y.shape == (3, 2)
-    with pytest.raises(ShapeError, match="a batch of 6 cannot be shared equally by 4 microbatches; make it 8"):
+    with pytest.raises(ShapeError, match="the batch has size 6, which 4 microbatches cannot share equally;\npad it to 8"):
         split_batch(x, x, 4)
     with pytest.raises(ShapeError, match="batches of 2, 6; they must agree"):
         split_batch(x, x[:2], 2)

@@ -130,7 +130,7 @@ def test_where_overlap_stops_paying():
         assert (overlapped < blocking) == is_quicker
     with pytest.raises(ValueError, match="mode is 'none'; it must be 'gather' or 'scatter'"):
         pays_from(8, 8, 2, "h100", mode="none")
-    with pytest.raises(ShapeError, match="10 -> 8 features cannot be shared equally by 4 ranks; make both multiples"):
+    with pytest.raises(ShapeError, match="in_features is 10, which 4 ranks cannot share equally;\npad it to 12"):
         gather_seconds(4, 10, 8, 4, "h100")
     with pytest.raises(ValueError, match="dtype is 'int7'; it must be one of float64, float32"):
         gather_seconds(4, 8, 8, 4, "h100", "int7")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tplab.errors import ShapeError
+from tplab.sharding import share
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def activation_tensors(
     what is small beside these (a norm's mean and deviation, 2 numbers a token), the embedding and the head.
     Korthikanti et al. 2022, equations 1, 2 and 4.
     """
-    _check(sequence, num_heads, num_ranks, sequence_parallel)
+    share(num_heads, num_ranks, "num_heads is", why="heads are sharded whole")
+    if sequence_parallel:
+        share(sequence, num_ranks, "the sequence has length")
     token = sequence * batch * width
     square = num_heads * sequence * sequence * batch
     outside = num_ranks if sequence_parallel else 1
@@ -106,16 +108,3 @@ def activation_bytes(
 def _sum(values: Iterable[float]) -> float:
     total = sum(values)
     return int(total) if total == int(total) else total
-
-
-def _check(sequence: int, num_heads: int, num_ranks: int, sequence_parallel: bool) -> None:
-    if num_ranks < 1 or num_heads % num_ranks:
-        raise ShapeError(
-            f"{num_heads} heads cannot be shared by {num_ranks} ranks: heads are sharded whole; "
-            f"take a number of ranks that divides {num_heads}"
-        )
-    if sequence_parallel and sequence % num_ranks:
-        raise ShapeError(
-            f"a sequence of {sequence} cannot be shared equally by {num_ranks} ranks; "
-            f"pad it to {-(-sequence // num_ranks) * num_ranks}"
-        )

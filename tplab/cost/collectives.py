@@ -46,6 +46,7 @@ from dataclasses import dataclass
 
 from tplab.cost.cluster import Link
 from tplab.errors import ClusterError
+from tplab.sharding import cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +192,6 @@ def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring"
 # ------------------------------------------------------------------------------------------------------ exact bytes
 
 
-def piece_sizes(num_elements: int, num_ranks: int) -> tuple[int, ...]:
-    """Elements in each of `num_ranks` pieces, as np.array_split makes them: 10 over 4 gives (3, 3, 2, 2)."""
-    size, more = divmod(num_elements, num_ranks)
-    return (size + 1,) * more + (size,) * (num_ranks - more)
-
-
 def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ranks: int, index: int) -> int:
     """Exactly what the rank at `index` of the axis sends under the ring algorithm, uneven pieces included.
 
@@ -219,13 +214,13 @@ def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ra
     if num_ranks == 1 or op == "barrier":
         return 0
     following = (index + 1) % num_ranks
-    size, more = divmod(elements, num_ranks)  # the first `more` pieces have one element more
+    pieces = cut(elements, num_ranks, "even")
     if op == "all_reduce":
-        sent = 2 * (elements - size) - (index < more) - (following < more)
+        sent = 2 * elements - len(pieces[index]) - len(pieces[following])
     elif op == "all_gather":
         sent = (num_ranks - 1) * elements if alike else sum(num_elements) - num_elements[following]
     elif op in ("reduce_scatter", "all_to_all"):
-        sent = elements - size - (index < more)
+        sent = elements - len(pieces[index])
     elif op == "broadcast":
         sent = elements if index < num_ranks - 1 else 0
     else:  # ppermute, ring_shift: one message

@@ -41,7 +41,7 @@ from tplab.models.classifier import async_state, blocking_state, classifier_spec
 from tplab.models.gpt import GPTConfig, gpt_specs
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 from tplab.pipeline.microbatches import split_batch
-from tplab.sharding import async_weight, blocking_weight
+from tplab.rings import async_weight, blocking_weight
 
 __all__ = [
     "GPT",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tplab.mesh import Axis
-from tplab.sharding import P, async_weight, blocking_weight
+from tplab.rings import async_weight, blocking_weight
+from tplab.sharding import P
 
 State = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tplab.errors import ShapeError, SpecError
 from tplab.mesh import Mesh
-from tplab.sharding import P
+from tplab.sharding import P, cut
 
 State = Mapping[str, Any]
 Join = Callable[[list[Any], int], Any]
@@ -79,9 +79,8 @@ def _piece(whole: Any, spec: P, mesh: Mesh, rank: int) -> Any:
         if entry is None:
             slices.append(slice(None))
         else:
-            size = -(-whole.shape[dim] // mesh.axis_size(entry))
-            begin = min(mesh.index(rank, entry) * size, whole.shape[dim])
-            slices.append(slice(begin, min(begin + size, whole.shape[dim])))
+            piece = cut(whole.shape[dim], mesh.axis_size(entry), "ceil")[mesh.index(rank, entry)]
+            slices.append(slice(piece.start, piece.stop))
     return whole[(*slices, ...)]
 
 

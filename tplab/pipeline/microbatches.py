@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tplab.errors import ScheduleError, ShapeError
+from tplab.sharding import cut, share
 
 
 def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[Any, Any]]:
@@ -19,21 +20,14 @@ def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[
     if len(sizes) != 1:
         raise ShapeError(f"inputs and targets have batches of {', '.join(map(str, sorted(sizes)))}; they must agree")
     (size,) = sizes
-    if num_microbatches < 1 or size % num_microbatches:
-        raise ShapeError(
-            f"a batch of {size} cannot be shared equally by {num_microbatches} microbatches; make it "
-            f"{max(1, -(-size // max(1, num_microbatches))) * max(1, num_microbatches)}, or take a number that "
-            f"divides {size}"
-        )
-    each = size // num_microbatches
+    share(size, num_microbatches, "the batch has size", sharers="microbatches")
 
-    def part(given: Any, begin: int) -> Any:
+    def part(given: Any, piece: range) -> Any:
         if isinstance(given, tuple):
-            return tuple(x[begin : begin + each] for x in given)
-        return given[begin : begin + each]
+            return tuple(x[piece.start : piece.stop] for x in given)
+        return given[piece.start : piece.stop]
 
-    begins = [number * each for number in range(num_microbatches)]
-    return [(part(inputs, begin), part(targets, begin)) for begin in begins]
+    return [(part(inputs, piece), part(targets, piece)) for piece in cut(size, num_microbatches, "equal")]
 
 
 def check_microbatches(microbatches: Sequence[Any], expected: int) -> Sequence[tuple[Any, Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tplab.cost import collectives as cost
 from tplab.cost.cluster import Cluster, find
-from tplab.errors import ShapeError
+from tplab.sharding import share
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,15 +177,11 @@ class _Layer:
     """A linear layer whose features are sharded over ranks 0 to R-1 of a cluster."""
 
     def __init__(self, tokens: int, in_features: int, out_features: int, num_ranks: int, cluster: Cluster, dtype: str):
-        if in_features % num_ranks or out_features % num_ranks:
-            raise ShapeError(
-                f"a layer of {in_features} -> {out_features} features cannot be shared equally by {num_ranks} ranks; "
-                f"make both multiples of {num_ranks}"
-            )
         if dtype not in ITEMSIZE:
             raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
         self.tokens, self.cluster, self.dtype, self.itemsize = tokens, cluster, dtype, ITEMSIZE[dtype]
-        self.inputs, self.outputs = in_features // num_ranks, out_features // num_ranks
+        self.inputs = share(in_features, num_ranks, "in_features is")
+        self.outputs = share(out_features, num_ranks, "out_features is")
         self.link = cluster.group_link(range(num_ranks))
 
     def product(self, inputs: int, outputs: int, adds: bool = False) -> float:

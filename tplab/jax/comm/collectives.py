@@ -34,6 +34,7 @@ from jax import Array, lax
 from tplab.errors import MeshError, ShapeError
 from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
+from tplab.sharding import share
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -254,13 +255,7 @@ def _dim(x: Array, dim: int, op: str) -> int:
 
 
 def _check_divides(op: str, x: Array, dim: int, place: _Place) -> None:
-    num_ranks, size = place.num_ranks, x.shape[dim]
-    if size % num_ranks:
-        raise ShapeError(
-            f"{op}: dim {dim} has size {size}, which the {num_ranks} ranks of axis {place.label!r} cannot share "
-            f"equally;\npad it to {-(-size // num_ranks) * num_ranks}, "
-            f"or use a mesh whose {place.label!r} divides {size}"
-        )
+    share(x.shape[dim], place.num_ranks, f"{op}: dim {dim} has size", axis=place.label)
 
 
 def _check_pairs(pairs: Sequence[tuple[int, int]], place: _Place) -> None:

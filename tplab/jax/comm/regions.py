@@ -30,6 +30,7 @@ from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import all_reduce
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
+from tplab.sharding import share
 
 Names = tuple[str, ...]
 
@@ -66,13 +67,7 @@ def scatter_to(x: Any, axis: Axis, dim: int = -1) -> Array:
     """
     mesh, x = this_mesh(), jnp.asarray(x)
     names, dim = mesh.names(axis), _dim(x, dim, "scatter_to")
-    num_ranks, size = mesh.axis_size(names), x.shape[dim]
-    if size % num_ranks:
-        label = ",".join(names)
-        raise ShapeError(
-            f"scatter_to: dim {dim} has size {size}, which the {num_ranks} ranks of axis {label!r} cannot share "
-            f"equally;\npad it to {-(-size // num_ranks) * num_ranks}, or use a mesh whose {label!r} divides {size}"
-        )
+    share(x.shape[dim], mesh.axis_size(names), f"scatter_to: dim {dim} has size", axis=names)
     if len({name in varying_axes(x) for name in names}) == 1:
         return _scattered(x, names, dim)
     for name in names:  # of several axes, of which the types know only in part that x is the same along them

@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tplab import sharding
 from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import all_gather, all_reduce, axis_size, reduce_scatter
 from tplab.jax.comm.regions import copy_to, gather_from, scatter_to
 from tplab.jax.layers.parameters import Params, here, uniform
-from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
 from tplab.sharding import P
 
@@ -246,13 +246,7 @@ def shared(parameter: Array, axis: Axis, sequence_dim: int | None) -> Array:
 
 def share(size: int, axis: Axis, what: str) -> int:
     """How many of `size` things each rank has. Raises ShapeError where they cannot be shared equally."""
-    num_ranks, label = axis_size(axis), ",".join(this_mesh().names(axis))
-    if size % num_ranks or size <= 0:
-        raise ShapeError(
-            f"{what} is {size}, which the {num_ranks} ranks of axis {label!r} cannot share equally;\n"
-            f"make it {max(1, -(-size // num_ranks)) * num_ranks}, or use a mesh whose {label!r} divides {size}"
-        )
-    return size // num_ranks
+    return sharding.share(size, axis_size(axis), f"{what} is", axis=axis, least=1)
 
 
 def check_share(size: int, axis: Axis, what: str) -> None:

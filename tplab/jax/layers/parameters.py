@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tplab.jax.comm.collectives import axis_index, axis_size
-from tplab.sharding import P
+from tplab.sharding import P, cut
 
 Params = dict[str, Any]
 """Names -> arrays or Params, named as in torch's state_dict, weights [out, in] as there."""
@@ -40,7 +40,7 @@ def here(whole: Array, spec: P) -> Array:
 
 
 def _piece(whole: Array, axis: str | tuple[str, ...], dim: int) -> Array:
-    size = -(-whole.shape[dim] // axis_size(axis))
+    size = len(cut(whole.shape[dim], axis_size(axis), "ceil")[0])
     missing = size * axis_size(axis) - whole.shape[dim]
     padded = jnp.pad(whole, [(0, missing if place == dim else 0) for place in range(whole.ndim)])
     return lax.dynamic_slice_in_dim(padded, axis_index(axis) * size, size, dim)

@@ -18,7 +18,7 @@ from tplab.jax.comm.collectives import all_reduce, axis_index, axis_size
 from tplab.jax.layers.linear import check_weight, enter, leave, linear
 from tplab.jax.layers.parameters import Params, normal
 from tplab.mesh import Axis
-from tplab.sharding import P
+from tplab.sharding import P, cut
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -72,7 +72,7 @@ class VocabParallelEmbedding:
         return linear(enter(x, self.axis, self.sequence_dim), params["weight"])
 
     def _check(self, params: Params) -> None:
-        num_words = -(-self.vocab_size // axis_size(self.axis))
+        num_words = len(cut(self.vocab_size, axis_size(self.axis), "ceil")[0])
         check_weight("VocabParallelEmbedding", params["weight"], (num_words, self.width), self.axis)
 
 
@@ -132,7 +132,7 @@ def pad_vocabulary(weight: Any, num_ranks: int) -> Array:
 
 def _words_here(vocab_size: int, axis: Axis) -> tuple[Array, int, Array]:
     """The first word of this rank, how many words a rank has, and this rank's position."""
-    num_words, index = -(-vocab_size // axis_size(axis)), axis_index(axis)
+    num_words, index = len(cut(vocab_size, axis_size(axis), "ceil")[0]), axis_index(axis)
     return index * num_words, num_words, index
 
 
@@ -160,7 +160,7 @@ def _check_loss(
             "the last dim of the logits is that of the words"
         )
     num_ranks = axis_size(axis)
-    num_words = -(-vocab_size // num_ranks)
+    num_words = len(cut(vocab_size, num_ranks, "ceil")[0])
     if logits.shape[-1] != num_words:
         way_out = f"scatter_to(logits, {axis!r}) gives each rank its words" if logits.shape[-1] == vocab_size else (
             "each rank computes those of its own words, as VocabParallelEmbedding.logits does"

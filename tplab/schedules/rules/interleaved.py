@@ -7,6 +7,7 @@ import numpy as np
 from tplab.schedules.placement import check_counts, wrapped
 from tplab.schedules.rules.row import Row, backwards, chain, forwards, riffle
 from tplab.schedules.schedule import Schedule
+from tplab.sharding import cut
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
@@ -49,7 +50,7 @@ def in_groups(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> 
     microbatch to come round all ranks. Where m is not a multiple of p the m // p groups are made as equal as can be
     (torch asks that they be equal, Megatron-LM that m be a multiple).
     """
-    groups = np.array_split(np.arange(microbatches), max(1, microbatches // ranks))
+    groups = cut(microbatches, max(1, microbatches // ranks), "even")
     stage = np.concatenate([np.arange(virtual_stages).repeat(len(group)) for group in groups]) * ranks + rank
     last = (virtual_stages - 1) * ranks + 2 * rank
     microbatch = np.concatenate([np.tile(group, virtual_stages) for group in groups])

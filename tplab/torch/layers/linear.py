@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tplab import sharding
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.sharding import P
@@ -187,13 +188,7 @@ def shared(parameter: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
 def share(size: int, axis: Axis, what: str) -> int:
     """How many of `size` things each rank has. Raises ShapeError where they cannot be shared equally."""
     place = this_rank().place(axis)
-    num_ranks = len(place.group)
-    if size % num_ranks or size <= 0:
-        raise ShapeError(
-            f"{what} is {size}, which the {num_ranks} ranks of axis {place.label!r} cannot share equally;\n"
-            f"make it {max(1, -(-size // num_ranks)) * num_ranks}, or use a mesh whose {place.label!r} divides {size}"
-        )
-    return size // num_ranks
+    return sharding.share(size, len(place.group), f"{what} is", axis=place.label, least=1)
 
 
 def check_row_modes(

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
-from tplab.sharding import P, async_weight
+from tplab.rings import async_weight
+from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, axis_index, axis_size, reduce_scatter
 from tplab.torch.comm.rings import Direction, checked_direction
 from tplab.torch.layers.linear import share

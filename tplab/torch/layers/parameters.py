@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tplab.sharding import P
+from tplab.sharding import P, cut
 from tplab.torch.layers.draws import next_generator
 from tplab.torch.ranks.rank import this_rank
 
@@ -47,7 +47,6 @@ def piece_of(whole: Tensor, spec: P) -> Tensor:
     for dim, entry in enumerate(spec):
         if entry is not None:
             place = rank.place(entry)
-            size = -(-whole.shape[dim] // len(place.group))
-            begin = min(place.index * size, whole.shape[dim])
-            piece = piece.narrow(dim, begin, min(size, whole.shape[dim] - begin))
+            rows = cut(whole.shape[dim], len(place.group), "ceil")[place.index]
+            piece = piece.narrow(dim, rows.start, len(rows))
     return piece.clone(memory_format=torch.contiguous_format)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.rings import Piece, gather_lanes, scatter_lanes
+from tplab.sharding import share
 from tplab.torch.comm.collectives import Handle, axis_index, axis_size, ring_shift, start
 from tplab.torch.comm.rings import checked_direction
 from tplab.torch.ranks.meter import mark_sum
@@ -232,14 +233,8 @@ def ring_of(mode: str, x: Tensor, weight: Tensor, axis: Axis, dim: int, directio
     if by_tokens:
         check_divides(op, x, dim, place)
         return Ring(mode, axis, direction, x.numel() // max(1, x.shape[-1]) // num_ranks, by_tokens)
-    if weight.shape[0] % num_ranks:
-        more = -weight.shape[0] % num_ranks
-        raise ShapeError(
-            f"{op}: the weight {list(weight.shape)} gives {weight.shape[0]} features, which the {num_ranks} ranks of "
-            f"axis {place.label!r} cannot share equally;\npad it to {weight.shape[0] + more} rows, or use a mesh whose "
-            f"{place.label!r} divides {weight.shape[0]}"
-        )
-    return Ring(mode, axis, direction, weight.shape[0] // num_ranks, by_tokens)
+    size = share(weight.shape[0], num_ranks, f"{op}: dim 0 of the weight has size", axis=place.label)
+    return Ring(mode, axis, direction, size, by_tokens)
 
 
 def _check_arrived(arrived: Tensor, mine: Tensor, ring: Ring) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
-from tplab.sharding import P
+from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.layers.linear import enter, leave
 from tplab.torch.layers.parameters import drawn_normal
@@ -108,9 +108,8 @@ def vocab_parallel_cross_entropy(
 def words_here(vocab_size: int, axis: Axis) -> tuple[int, int]:
     """The first word that this rank has, and how many: ceil(V / R), fewer on the last ranks."""
     place = this_rank().place(axis)
-    most = -(-vocab_size // len(place.group))
-    begin = min(place.index * most, vocab_size)
-    return begin, min(most, vocab_size - begin)
+    words = cut(vocab_size, len(place.group), "ceil")[place.index]
+    return words.start, len(words)
 
 
 def _check_whole(ids: Tensor) -> None:
@@ -148,7 +147,7 @@ def _check_loss(
         )
     place = this_rank().place(axis)
     _, num_words = words_here(vocab_size, axis)
-    most = -(-vocab_size // len(place.group))
+    most = len(cut(vocab_size, len(place.group), "ceil")[0])
     if logits.shape[-1] not in (num_words, most):
         way_out = f"scatter_to(logits, {axis!r}) gives each rank its words" if logits.shape[-1] == vocab_size else (
             "each rank computes those of its own words, as VocabParallelEmbedding.logits does"

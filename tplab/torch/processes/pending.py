@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tplab.sharding import piece_sizes
+from tplab.sharding import cut
 from tplab.torch.processes.exchange import Arrived, Flight
 from tplab.torch.processes.frames import INLINE_UP_TO, Header, Side, bytes_of
 from tplab.torch.processes.journal import Group, Met, Sent
@@ -227,7 +227,7 @@ class Together(ProcessPending):
         """What the rank at each position needs of this rank's tensor."""
         op, params, x, indices = self.call.op, self.call.params, self.x, range(len(self.group))
         if op == "all_reduce" and x.nbytes > INLINE_UP_TO:
-            return dict(enumerate(x.reshape(-1).split(piece_sizes(x.numel(), len(self.group)))))
+            return dict(enumerate(x.reshape(-1).split([*map(len, cut(x.numel(), len(self.group), "even"))])))
         if op == "reduce_scatter":
             return dict(enumerate(x.split(list(params[2]), params[0])))
         if op == "all_to_all":
@@ -273,7 +273,7 @@ class Together(ProcessPending):
         """The second round of a large all_reduce: every position's piece of the sum, put together."""
         index, num_ranks = self.call.place.index, len(self.group)
         result = torch.empty(self.side.shape, dtype=total.dtype, device="cpu")
-        rows = result.view(-1).split(piece_sizes(result.numel(), num_ranks))
+        rows = result.view(-1).split([*map(len, cut(result.numel(), num_ranks, "even"))])
         rows[index].copy_(total)
         exchange, others = self.rank.exchange, [place for place in range(num_ranks) if place != index]
         coming = [exchange.receive(self.group[place], self.tag, bytes_of(rows[place])) for place in others]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tplab.errors import ShapeError
+from tplab.sharding import share
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -132,12 +133,7 @@ def check_reduction(op: str, reduction: str, dtype: torch.dtype) -> None:
 
 def check_divides(op: str, x: Tensor, dim: int, place: Place) -> None:
     """Raise ShapeError where dim `dim` of `x` cannot be cut into one equal piece a rank."""
-    num_ranks, size = len(place.group), x.shape[dim]
-    if size % num_ranks:
-        raise ShapeError(
-            f"{op}: dim {dim} has size {size}, which the {num_ranks} ranks of axis {place.label!r} cannot share "
-            f"equally;\npad it to {size + -size % num_ranks}, or use a mesh whose {place.label!r} divides {size}"
-        )
+    share(x.shape[dim], len(place.group), f"{op}: dim {dim} has size", axis=place.label)
 
 
 def dim_of(x: Tensor, dim: int, op: str) -> int:
