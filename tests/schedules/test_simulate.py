@@ -18,7 +18,6 @@ from tplab.schedules import (
     interleaved_1f1b,
     interleaved_zb,
     looped_bfs,
-    lower_bounds,
     one_f_one_b,
     period,
     simulate,
@@ -221,22 +220,6 @@ def test_overlapped_pairs():
     assert half.start[2] == half.start[3]
     assert half.end[2] == half.end[3] == half.start[2] + 2
     assert half.busy.tolist() == [10]
-
-
-def test_bounds_say_why():
-    assert str(lower_bounds(gpipe(4, 8))) == (
-        "makespan >= 33, span >= 26: rank 3 has 3 before its first input, 24 of work, 6 behind its last backward"
-    )
-    assert lower_bounds(zb_h1(4, 8)).makespan == 27
-    assert lower_bounds(zb_v(4, 8)).makespan == 25.5
-    limited = lower_bounds(zb_h1(4, 8), memory_limit=3)
-    assert limited.makespan == 28  # rank 0: pF + (p-1)I - MF = 4
-    assert "4 in which only forwards could run" in limited.reason
-    assert lower_bounds(interleaved_1f1b(4, 1, 2)).reason == "one microbatch takes 4 forward and 8 backward"
-    assert str(lower_bounds(zb_v(4, 1))) == (
-        "makespan >= 8.5, span >= 6: one microbatch takes 4 forward and 4 backward, and then the first stage's W 0.5"
-    )
-    assert simulate(v_half(4, 8)).gap == pytest.approx(1 / 25.5)
 
 
 def test_the_trace_of_a_run():

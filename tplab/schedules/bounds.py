@@ -15,7 +15,8 @@ from tplab.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of one schedule's shape: its placement, its microbatches, whether it splits the backward.
+    """Lower bounds of one schedule's shape: its placement, its microbatches, whether it splits the backward, and
+    whether it overlaps only forwards with backwards, or computations of any kinds.
 
     makespan, span    of any schedule of that shape
     reason            what the makespan's bound says, in words and numbers
@@ -34,7 +35,8 @@ class Bounds:
 def lower_bounds(
     schedule: Schedule, costs: Costs | None = None, memory_limit: float | Sequence[float] | None = None
 ) -> Bounds:
-    """What no schedule with this placement, number of microbatches and kind of backward can beat under `costs`.
+    """What no schedule with this placement, number of microbatches, kind of backward and kind of overlap can beat under
+    `costs`.
 
     memory_limit    the most microbatches a rank may hold; left out, memory is no limit
 
@@ -111,13 +113,25 @@ def _fastest(schedule: Schedule, duration: np.ndarray, kinds: tuple[int, ...]) -
 
 
 def _hidden(schedule: Schedule, costs: Costs, duration: np.ndarray) -> np.ndarray:
-    """The most work that overlapping could hide [ranks]: a pair hides a part of its shorter one."""
-    if not costs.overlap or not schedule.joined.any():
-        return np.zeros(schedule.num_ranks)
-    forward = np.where(schedule.kind == F, duration, 0.0)
-    backward = np.where((schedule.kind != F) & (schedule.kind <= W), duration, 0.0)
-    both = [np.bincount(schedule.rank, amount, schedule.num_ranks) for amount in (forward, backward)]
-    return costs.overlap * np.minimum(*both)
+    """The most work that pairs could hide [ranks], which is `overlap` times the shorter action of each pair.
+
+    Where the schedule pairs forwards with backwards only, that is no more than all its forwards, or all its backwards.
+    Where it pairs computations of any kinds, no pairing hides more than that of the longest with the second longest,
+    the third with the fourth, and so on.
+    """
+    hidden = np.zeros(schedule.num_ranks)
+    second = np.flatnonzero(schedule.joined)
+    if not costs.overlap or not second.size:
+        return hidden
+    forward, duration = schedule.kind == F, np.where(schedule.kind <= W, duration, 0.0)
+    only_opposite = bool(np.all(forward[second] != forward[second - 1]))
+    for rank, (a, b) in enumerate(pairwise(schedule.offsets)):
+        amounts, ahead = duration[a:b], forward[a:b]
+        if only_opposite:
+            hidden[rank] = min(amounts[ahead].sum(), amounts[~ahead].sum())
+        else:
+            hidden[rank] = np.sort(amounts)[::-1][1::2].sum()
+    return costs.overlap * hidden
 
 
 def _gap(schedule: Schedule, duration: np.ndarray, way: _Way, rank: int, limit: float) -> float:
