@@ -12,18 +12,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tplab import Mesh, P
-from tplab.errors import CollectiveMismatchError, DeadlockError, RankError
+from tplab.errors import CollectiveMismatchError, DeadlockError
 from tplab.torch import (
+    AsyncLinear,
     all_gather,
+    all_gather_matmul,
     all_reduce,
     all_to_all,
     axis_index,
     axis_size,
+    blocking_weight,
     broadcast,
     copy_to,
+    matmul_reduce_scatter,
     ppermute,
     reduce_from,
     reduce_scatter,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
     ring_shift,
     run,
     start,
@@ -130,16 +137,17 @@ def test_gradients_are_those_of_the_whole(R: int, mode: str, name: str):
         assert close(dx, wanted[rank]), rank
 
 
-@pytest.mark.parametrize("R", RANKS)
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*varying(2), *(name for name in replicated(2) if name != "broadcast")])
-def test_second_derivatives_of_blocking_collectives(R: int, name: str):
+def test_second_derivatives_are_those_of_the_whole(R: int, mode: str, name: str):
     is_varying = name in varying(R)
     collective, args, dense = (varying(R) | replicated(R))[name]
 
     def program() -> Tensor | None:
         rank = axis_index("tp") if is_varying else 0
         x = inputs(R)[axis_index("tp")].requires_grad_()
-        loss = weighted(collective(x.exp(), "tp", *args), rank)
+        loss = weighted(MODES[mode](collective, args, x.exp()), rank)
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
         if not is_varying:  # a loss that all ranks share, of gradients that they do not
             dx = all_reduce(dx, "tp")
@@ -220,9 +228,6 @@ def test_uneven_pieces(mode: str):
         rank = axis_index("tp")
         x = numbers(2, sizes[rank], seed=rank).requires_grad_()
         y = MODES[mode](all_gather, (1,), x)
-        if mode == "asynchronous":
-            weighted(y, rank).backward()
-            return x.grad, None
         (dx,) = torch.autograd.grad(weighted(y, rank), x, create_graph=True)
         weighted(dx, rank).backward()
         return dx, x.grad
@@ -233,8 +238,7 @@ def test_uneven_pieces(mode: str):
     torch.stack([weighted(dx, rank) for rank, dx in enumerate(dxs)]).sum().backward()
     for rank, (dx, second) in enumerate(run(program, Mesh(tp=3)).per_rank):
         assert close(dx, dxs[rank].detach())
-        if mode == "blocking":
-            assert close(second, xs[rank].grad)  # type: ignore
+        assert close(second, xs[rank].grad)  # type: ignore
 
 
 def test_messages_of_different_shapes():
@@ -445,15 +449,106 @@ def test_results_carry_no_graph_and_can_be_used_outside():
     assert out.per_rank[0]["n"] == 3
 
 
-def test_double_backward_through_a_started_collective_says_that_there_is_none():
-    def program() -> None:
-        x = torch.ones(2, requires_grad=True)
-        y = start(all_gather, x, "tp").wait().square().sum()
-        (dx,) = torch.autograd.grad(y, x, create_graph=True)
-        dx.sum().backward()
+def rings(x: Tensor, direction: Any) -> list[Tensor]:
+    """Of x [3, n, m] on 3 ranks, by rings: every rank's x, this rank's part of the sum, the whole sum."""
+    gathered = ring_all_gather(x, "tp", direction)
+    if direction == "split":
+        gathered = [torch.cat(halves, -1) for halves in zip(gathered[:3], gathered[3:], strict=True)]
+    return [*gathered, ring_reduce_scatter(list(x), "tp", direction), ring_all_reduce(x, "tp", direction)]
 
-    with pytest.raises(RankError, match="differentiate twice"):
-        run(program, Mesh(tp=2))
+
+def rings_by_collectives(x: Tensor, direction: Any) -> list[Tensor]:
+    i, k, half = axis_index("tp"), torch.arange(3), 2 if direction == "split" else 3
+    whole = all_gather(x[None], "tp")
+    gathered = torch.cat([whole[(i - k) % 3][..., :half], whole[(i + k) % 3][..., half:]], -1)
+    parts = torch.cat([x[(i - 1 - k) % 3][..., :half], x[(k - i - 1) % 3][..., half:]], -1)
+    return [*gathered, reduce_scatter(parts, "tp")[0], all_gather(reduce_scatter(x, "tp"), "tp")]
+
+
+@pytest.mark.parametrize("direction", ["both", "split"])
+def test_second_derivatives_of_rings(direction: str):
+    def program(results: Any) -> Tensor:
+        rank = axis_index("tp")
+        x = numbers(3, 2, 3, seed=rank).requires_grad_()
+        loss = torch.stack([weighted(y, rank + k) for k, y in enumerate(results(x.exp(), direction))]).sum()
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(weighted(dx, rank), x)[0]
+
+    want = run(program, Mesh(tp=3), rings_by_collectives).per_rank
+    for got, expected in zip(run(program, Mesh(tp=3), rings).per_rank, want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)  # sums of some hundred products of size 1 to 100
+
+
+GATHERED = lambda x, w, dim: all_gather(x, "tp", dim) @ w.T  # noqa: E731
+SCATTERED = lambda x, w, dim: reduce_scatter(x @ w.T, "tp", dim)  # noqa: E731
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+@pytest.mark.parametrize(
+    "overlapped, blocking, dim, direction",
+    [
+        (all_gather_matmul, GATHERED, -1, "split"),
+        (all_gather_matmul, GATHERED, 0, "up"),
+        (matmul_reduce_scatter, SCATTERED, -1, "both"),
+        (matmul_reduce_scatter, SCATTERED, 1, "down"),
+    ],
+)
+def test_second_derivatives_of_overlapped_products(overlapped: Any, blocking: Any, dim: int, direction: str, is_linear):
+    """As those of one collective and one product. Of a loss that is linear in y, dy needs no gradient, and dx does."""
+    inputs = 2 if overlapped is all_gather_matmul and dim == -1 else 6
+
+    def program(is_overlapped: bool) -> tuple:
+        rank = axis_index("tp")
+        x = numbers(3, 6, inputs, seed=rank).requires_grad_()
+        w = numbers(6, 6, seed=9 + rank).requires_grad_()
+        y = overlapped(x.exp(), w, "tp", dim=dim, direction=direction) if is_overlapped else blocking(x.exp(), w, dim)
+        loss = y.sum() if is_linear else weighted(y, rank)
+        dx, dw = torch.autograd.grad(loss, (x, w), create_graph=True)
+        (weighted(dx, rank) + weighted(dw, rank)).backward()
+        return x.grad, w.grad
+
+    want = run(program, Mesh(tp=3), False).per_rank
+    for got, expected in zip(run(program, Mesh(tp=3), True).per_rank, want, strict=True):
+        # sums of some hundred products of size 10 to 1000
+        assert all(torch.allclose(a, b, rtol=1e-11, atol=1e-11) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("mode, direction", [("gather", "split"), ("scatter", "both")])
+def test_second_derivatives_of_an_overlapped_layer(mode: Any, direction: Any):
+    def program(is_overlapped: bool) -> tuple:
+        rank, num_ranks = axis_index("tp"), axis_size("tp")
+        layer = AsyncLinear(9, 6, "tp", mode=mode, direction=direction).double()
+        x = numbers(4, 3, seed=rank).requires_grad_()
+        if is_overlapped:
+            y = layer(x)
+        else:
+            stacked = all_gather(layer.weight, "tp").reshape(num_ranks, num_ranks, 2, 3)
+            dim = 0 if mode == "gather" else 1
+            w = blocking_weight(stacked, mode, direction).chunk(num_ranks, dim)[rank]
+            y = (GATHERED if mode == "gather" else SCATTERED)(x, w, -1) + layer.bias  # type: ignore
+        dx, dw = torch.autograd.grad(weighted(y, rank), (x, layer.weight), create_graph=True)
+        (weighted(dx, rank) + weighted(dw, rank)).backward()
+        return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore
+
+    want = run(program, Mesh(tp=3), False).per_rank
+    for got, expected in zip(run(program, Mesh(tp=3), True).per_rank, want, strict=True):
+        # sums of some hundred products of size 10 to 1000
+        assert all(torch.allclose(a, b, rtol=1e-11, atol=1e-11) for a, b in zip(got, expected, strict=True))
+
+
+def test_third_derivatives_through_a_started_collective():
+    """x enters in two ways, as itself and through the collective: (12 x^2 + 1)' = 24 x."""
+
+    def program() -> Tensor:
+        x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)  # the same on both ranks
+        y = start(ring_shift, x**2, "tp").wait()
+        loss = (y**2 + x**2 / 2).sum()
+        for _ in range(2):
+            (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = dx.sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    assert [d.tolist() for d in run(program, Mesh(tp=2)).per_rank] == [[24, 48]] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -467,7 +562,7 @@ def test_a_backward_pass_on_some_ranks_only_is_named(mode: str):
     with pytest.raises(DeadlockError) as caught:
         run(program, Mesh(tp=3))
     line = program.__code__.co_firstlineno + 4
-    assert f"rank 0 waits in reduce_scatter(x, 'tp', 0, 'sum') at test_torch_gradients.py:{line} for rank 1" in str(
+    assert f"rank 0 waits in reduce_scatter(x, 'tp', 0, 'sum') at test_gradients.py:{line} for rank 1" in str(
         caught.value
     )
     assert "rank 1 has returned" in str(caught.value)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tplab.mesh import Axis
 from tplab.torch.ranks.outcomes import own
@@ -111,7 +110,8 @@ class _Flight(Pending):
 
     In the graph these are two nodes, joined by a token. The backward pass meets them in reverse order: at `wait` the
     gradient arrives and its collective begins, at `start` it is waited for, and whatever the backward pass computes
-    between the two overlaps with it, as the forward pass did.
+    between the two overlaps with it, as the forward pass did. The gradient travels from one node to the other beside
+    the graph, in the exchange; under create_graph it has a graph of its own, with two nodes of the same kind in it.
     """
 
     def __init__(self, call: Call, x: Tensor):
@@ -136,7 +136,6 @@ class _Start(torch.autograd.Function):
         return _token(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> Any:
         exchange = ctx.exchange
         gradient, exchange.gradient = exchange.gradient, None
@@ -155,11 +154,10 @@ class _Wait(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         exchange, (y,) = ctx.exchange, ctx.saved_tensors or (None,)
         dx = _TRANSPOSED[exchange.call.op](exchange.call, grads[0], Forward(exchange.sent, y, exchange.sizes))
-        exchange.gradient = this_rank().begin(*dx) if isinstance(dx, Plan) else dx
+        exchange.gradient = start_on(*dx) if isinstance(dx, Plan) else dx
         return _token(grads[0]), None
 
 

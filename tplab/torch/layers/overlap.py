@@ -42,7 +42,7 @@ def all_gather_matmul(
     backward    dx = matmul_reduce_scatter(dy, weight.T); for dweight x goes around once more: (R-1) hops of each,
                 beside 2R products
     memory      what arrives is let go after its product: x and weight are kept for the backward pass, not the whole x
-    Raises ShapeError where the sizes do not fit. Differentiable once.
+    Raises ShapeError where the sizes do not fit. Its second derivatives are exact, but not overlapped.
     """
     ring = ring_of("gather", x, weight, axis, dim, direction)
     return applied(AllGatherMatmul, x, weight, None, ring, dim)
@@ -58,7 +58,7 @@ def matmul_reduce_scatter(
     forward     R-1 hops of y beside R products; the last one is this rank's own part
     backward    dx = all_gather_matmul(dy, weight.T), and dweight of the same pieces: R-1 hops of dy beside 2R products
     memory      x and weight are kept for the backward pass
-    Raises ShapeError where R does not divide F, or the tokens. Differentiable once.
+    Raises ShapeError where R does not divide F, or the tokens. Its second derivatives are exact, but not overlapped.
     """
     ring = ring_of("scatter", x, weight, axis, dim, direction)
     return applied(MatmulReduceScatter, x, weight, None, ring, dim)

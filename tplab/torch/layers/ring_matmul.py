@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.rings import Piece, gather_lanes, scatter_lanes
 from tplab.sharding import share
-from tplab.torch.comm.collectives import Handle, axis_index, axis_size, ring_shift, start
+from tplab.torch.comm.collectives import Handle, all_gather, axis_index, axis_size, reduce_scatter, ring_shift, start
 from tplab.torch.comm.rings import checked_direction
 from tplab.torch.ranks.meter import mark_sum
 from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of
@@ -47,6 +46,29 @@ class Ring(NamedTuple):
             place = piece.distance if self.mode == "gather" else piece.distance - 1  # the own part leaves last: -1
             return weight[place].narrow(dim, piece.begin, piece.size)
         return weight.narrow(dim, piece.owner * self.size + piece.begin, piece.size)
+
+    def unstacked(self, weight: Tensor) -> Tensor:
+        """The weight as a blocking layer has it, put together from its pieces."""
+        if not self.is_stacked:
+            return weight
+        pieces = sorted(self._pieces(), key=lambda piece: (piece.owner, piece.begin))
+        return torch.cat([self.weight_of(weight, piece) for piece in pieces], 1 if self.mode == "gather" else 0)
+
+    def restacked(self, whole: Tensor) -> Tensor:
+        """The reverse of `unstacked`."""
+        if not self.is_stacked:
+            return whole
+        num_ranks, plain = axis_size(self.axis), self._replace(is_stacked=False)
+        last = num_ranks if self.mode == "scatter" else 0  # where the own part is
+        pieces = sorted(self._pieces(), key=lambda piece: (piece.distance or last, piece.begin))
+        parts = [plain.weight_of(whole, piece) for piece in pieces]
+        if self.mode == "scatter":
+            return torch.cat(parts).unflatten(0, (num_ranks, self.size))
+        return torch.cat(parts, 1).unflatten(1, (num_ranks, self.size)).transpose(0, 1)
+
+    def _pieces(self) -> list[Piece]:
+        lanes = gather_lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
+        return [lanes.own, *lanes.up, *lanes.down]
 
     def tokens_of(self, whole: Tensor, piece: Piece) -> Tensor:
         """The tokens of `whole`, which has those of all ranks, that a piece is of."""
@@ -122,7 +144,11 @@ def _product(a: Tensor, b: Tensor, into: Tensor, add: bool, bias: Tensor | None 
 
 
 class _RingProduct(torch.autograd.Function):
-    """What both keep for their backward passes."""
+    """What both keep for their backward passes.
+
+    Under create_graph these are made of one collective and one product each, which autograd differentiates again:
+    a second derivative overlaps with nothing.
+    """
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -142,10 +168,13 @@ class AllGatherMatmul(_RingProduct):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), ring, dy = ctx.saved_tensors, ctx.ring, grads[0].contiguous()
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # under create_graph
+            dx = reduce_scatter(dy @ ring.unstacked(weight), ring.axis, ring.dim) if needs_dx else None
+            dweight = ring.restacked(dy.T @ all_gather(x, ring.axis, ring.dim)) if needs_dweight else None
+            return dx, dweight, dy.sum(0) if needs_dbias else None, None
         dweight = torch.empty_like(weight) if needs_dweight else None
         beside = _weight_gradient(x, dy, dweight, ring)
         dx = None
@@ -178,10 +207,13 @@ class MatmulReduceScatter(_RingProduct):
         return _sums(part, ring, iter(()))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), ring, dy = ctx.saved_tensors, ctx.ring, grads[0].contiguous()
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled() and (needs_dx or needs_dweight):  # under create_graph
+            whole = all_gather(dy, ring.axis, ring.dim)
+            dweight = ring.restacked(whole.T @ x) if needs_dweight else None
+            return whole @ ring.unstacked(weight), dweight, dy.sum(0) if needs_dbias else None, None
         dx = torch.empty_like(x) if needs_dx else None
         dweight = torch.empty_like(weight) if needs_dweight else None
         for piece, arrived in _arrivals(dy, ring) if needs_dx or needs_dweight else ():
