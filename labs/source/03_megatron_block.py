@@ -760,7 +760,7 @@ matrices({name: array[:6] for name, array in first.items()}, "y of the first tok
 
 # %% [markdown]
 # Can a test see it in a new layer? Yes, if it first gives other values to parameters that are all zeros or all ones.
-# `check_parallel` does. It runs inside the ranks' program, and holds a parallel module's output and gradients against
+# `check_parallel` does. It makes the parallel module on every rank, and compares its output and gradients with those of
 # the whole one:
 
 # %%
@@ -776,13 +776,11 @@ class Down(nn.Module):
     def forward(self, hidden):
         return down(hidden, self.weight.T, self.bias)
 
-def held_against(whole, hidden):
-    return check_parallel(Down(whole), whole, hidden, in_specs=(P(None, None, "tp"),))
-
 torch.manual_seed(0)
 new = nn.Linear(48, 12).double()
 nn.init.zeros_(new.bias)
-print(run(held_against, Mesh(tp=4), new, torch.tensor(hidden)).per_rank[0])
+features = P(None, None, "tp")  # how the hidden activation is split
+print(check_parallel(Down, new, inputs=(torch.tensor(hidden),), in_specs=features, mesh=Mesh(tp=4)))
 
 # %% [markdown]
 # Mend `down`, run its cell, and those below it. The exercise's check looks at the gradients, too. Two repairs often

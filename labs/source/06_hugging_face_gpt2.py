@@ -106,20 +106,20 @@ for layers in (1, 2, 3):
 # ## Is it right?
 #
 # Losses that look alike prove nothing: with a wrong gradient a model trains too, for a while. (People ask whether their
-# gap is small enough: [Megatron-LM 1736](https://github.com/NVIDIA/Megatron-LM/issues/1736).) `check_parallel` holds
-# everything against the whole model: outputs, loss, each gradient, and the parameters after a step, up to the rounding
+# gap is small enough: [Megatron-LM 1736](https://github.com/NVIDIA/Megatron-LM/issues/1736).) `check_parallel` compares
+# everything with the whole model: outputs, loss, each gradient, and the parameters after a step, up to the rounding
 # that dtype and sizes explain.
 
 # %%
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
-def check(model, whole, ids):
-    parallelize(model, gpt2_plan(model))
-    return check_parallel(model, whole, ids, labels=ids, optimizer=adamw)
+def sharded(whole):
+    return parallelize(whole, gpt2_plan(whole))
 
 for ranks in (1, 2, 4):
-    report = run(check, Mesh(tp=ranks), gpt2(), gpt2(), ids).per_rank[0]
+    both = {"inputs": (ids,), "kwargs": {"labels": ids}}
+    report = check_parallel(sharded, gpt2(), **both, mesh=Mesh(tp=ranks), optimizer=adamw)
     print(f"tp = {ranks}: {len(report.rows)} tensors, {len(report.wrong)} wrong")
     assert report.ok
 
@@ -276,7 +276,7 @@ from tplab.jax.models.plain import plain_loss
 from tplab.torch import GPT, gpt2_state
 from tplab.torch.models.dtensor import shard_with_dtensor, whole, with_dtensor
 from tplab.torch.models.plain import PlainGPT
-from tplab.trace.traffic import Traffic, traffic_table
+from tplab.trace import Traffic, traffic_table
 
 model = gpt2(words=96)
 config = tj.gpt2_config(model.config)

@@ -19,7 +19,7 @@ from tplab.checking.report import ParallelReport, Row
 from tplab.checking.verdict import EPSILON, Rounding, Verdict, judge
 from tplab.errors import ParallelError, SpecError
 from tplab.layout import Layout, layouts_for, local_shape_of, take
-from tplab.torch import check_parallel, run
+from tplab.torch import check_parallel
 from tplab.torch.ranks.rank import this_rank
 
 WHOLE = Layout()
@@ -183,13 +183,10 @@ def checked(mistake="", mesh=None, whole=None, **options) -> ParallelReport:
     whole = whole or whole_model()
     options = {"loss": loss_of, **options}
 
-    def program(whole, ids):
-        model = Hand(whole, mistake).to(whole.qkv.weight.dtype).train(whole.training)
-        return check_parallel(model, whole, ids, **options)
+    def model(whole):
+        return Hand(whole, mistake).to(whole.qkv.weight.dtype).train(whole.training)
 
-    reports = run(program, mesh or Mesh(tp=4), whole, IDS).per_rank
-    assert all(str(report) == str(reports[0]) for report in reports)
-    return reports[0]
+    return check_parallel(model, whole, inputs=(IDS,), mesh=mesh or Mesh(tp=4), **options)
 
 
 # --- what is right passes ---------------------------------------------------------------------------------------------
@@ -215,6 +212,14 @@ def test_without_a_loss_outputs_are_weighted():
     assert not wrong.ok and "no loss" in wrong.summary()
 
 
+def sharded_gpt(whole, config, **options):
+    """This rank's GPT, with its piece of the values of the whole one."""
+    model = lab.GPT(config, "tp", **options).double()
+    state = lab.split_state(whole.state_dict(), lab.gpt_specs(config), this_rank().mesh)
+    model.load_state_dict(state[this_rank().rank])
+    return model
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_our_own_gpt_passes(num_ranks, sequence_parallel):
@@ -226,19 +231,13 @@ def test_our_own_gpt_passes(num_ranks, sequence_parallel):
     targets = targets.repeat(1, 2)
     config = lab.GPTConfig(**{**config.__dict__, "context": 12})
 
-    def program():
-        whole = lab.GPT(config, "whole").double()
-        model = lab.GPT(config, "tp", sequence_parallel=sequence_parallel).double()
-        state = lab.split_state(whole.state_dict(), lab.gpt_specs(config), this_rank().mesh)
-        model.load_state_dict(state[this_rank().rank])
-        sharded_loss = lambda z: lab.vocab_parallel_cross_entropy(z, targets, "tp", VOCABULARY)  # noqa: E731
-        return check_parallel(
-            model, whole, ids, loss=sharded_loss,
-            reference_loss=lambda z: F.cross_entropy(z.flatten(0, 1), targets.flatten()),
-            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
-        )  # fmt: skip
-
-    report = run(program, Mesh(whole=1, tp=num_ranks)).per_rank[0]
+    report = check_parallel(
+        lambda whole: sharded_gpt(whole, config, sequence_parallel=sequence_parallel),
+        lambda: lab.GPT(config, "tp").double(), inputs=(ids,), mesh=Mesh(tp=num_ranks),
+        loss=lambda z: lab.vocab_parallel_cross_entropy(z, targets, "tp", VOCABULARY),
+        reference_loss=lambda z: F.cross_entropy(z.flatten(0, 1), targets.flatten()),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
+    )  # fmt: skip
     assert report.ok, report
     assert sum(row.kind == "dropout" for row in report.rows) == 5
 
@@ -318,17 +317,16 @@ def test_the_input_s_gradient_is_compared():
         def forward(self, x):
             return lab.all_reduce(F.linear(self.up(x).tanh(), self.down.weight), "tp")
 
-    def program(x):
-        torch.manual_seed(0)
-        whole, model = Plain().double(), Sharded().double()
-        i = lab.axis_index("tp")
+    def shard(whole):
+        model, i = Sharded().double(), lab.axis_index("tp")
         model.up.weight, model.up.bias, model.down.weight = (
             nn.Parameter(p.detach().chunk(3, d)[i].clone())
             for p, d in ((whole.up.weight, 0), (whole.up.bias, 0), (whole.down.weight, 1))
         )
-        return check_parallel(model, whole, x)
+        return model
 
-    report = run(program, Mesh(tp=3), torch.randn(4, 6, dtype=torch.float64)).per_rank[0]
+    x = torch.randn(4, 6, dtype=torch.float64)
+    report = check_parallel(shard, Plain().double(), inputs=(x,), mesh=Mesh(tp=3))
     (wrong,) = report.wrong
     assert (wrong.title, wrong.mistake) == ("gradient of input 0", "partial")
     assert "copy_to" in wrong.words
@@ -338,17 +336,12 @@ def test_norm_gradients_that_are_not_summed_under_sequence_parallelism_are_named
     config = lab.GPTConfig(VOCABULARY, WIDTH, 1, HEADS, 12)
     ids = torch.randint(0, VOCABULARY, (BATCH, 12), generator=torch.Generator().manual_seed(0))
 
-    def program(forgets):
-        whole, model = lab.GPT(config, "whole").double(), lab.GPT(config, "tp", sequence_parallel=True).double()
-        model.load_state_dict(
-            lab.split_state(whole.state_dict(), lab.gpt_specs(config), this_rank().mesh)[this_rank().rank]
-        )
-        if forgets:
-            model.blocks[0].norm_2.sequence_axis = None  # type: ignore[union-attr]
-        return check_parallel(model, whole, ids)
+    def forgetful(whole):
+        model = sharded_gpt(whole, config, sequence_parallel=True)
+        model.blocks[0].norm_2.sequence_axis = None  # type: ignore[union-attr]
+        return model
 
-    assert run(program, Mesh(whole=1, tp=4), False).per_rank[0].ok
-    report = run(program, Mesh(whole=1, tp=4), True).per_rank[0]
+    report = check_parallel(forgetful, lambda: lab.GPT(config, "tp").double(), inputs=(ids,), mesh=Mesh(tp=4))
     assert {row.name for row in report.wrong} == {"blocks.0.norm_2.weight", "blocks.0.norm_2.bias"}
     assert all("an all_reduce over 'tp' is missing" in row.words for row in report.wrong)
 
@@ -377,13 +370,12 @@ def test_data_parallel_gradients(what):
         for parameter in model.parameters():
             parameter.grad = reduce(parameter.grad)
 
-    def program(x):
-        torch.manual_seed(0)
-        whole = Linear().double()
-        return check_parallel(copy.deepcopy(whole), whole, x, in_specs=P("dp"), after_backward=finish)
-
+    torch.manual_seed(0)
     x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    report = run(program, Mesh(dp=2, tp=2), x).per_rank[0]
+    report = check_parallel(
+        lambda whole: whole, Linear().double(), inputs=(x,), mesh=Mesh(dp=2, tp=2), in_specs=P("dp"),
+        after_backward=finish,
+    )  # fmt: skip
     for name in ("layer.weight", "layer.bias"):
         row = report.of(name, "gradient")
         assert row.ok == (not words) and words in row.words, row.words
@@ -402,22 +394,17 @@ def test_dropout_is_compared():
         assert wrong.kind == "dropout" and words in wrong.words
 
 
-def test_model_and_reference_are_left_as_they_were():
-    def program(whole, ids):
-        model = Hand(whole).double().train()
-        whole.train()
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        before = copy.deepcopy(model.state_dict()), copy.deepcopy(whole.state_dict()), torch.get_rng_state()
-        check_parallel(model, whole, ids, loss=loss_of, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
-        for module, state in ((model, before[0]), (whole, before[1])):
-            for name, value in module.state_dict().items():
-                assert torch.equal(value, state[name]), name
-        assert all(bool((p.grad == 1).all()) for p in model.parameters())
-        assert all(p.grad is None for p in whole.parameters())
-        assert model.training and whole.training and torch.equal(torch.get_rng_state(), before[2])
-
-    run(program, Mesh(tp=2), whole_model(), IDS)
+def test_the_reference_and_the_inputs_are_left_as_they_were():
+    whole, ids = whole_model(0.1).train(), IDS.clone()
+    for p in whole.parameters():
+        p.grad = torch.ones_like(p)
+    before, state = copy.deepcopy(whole.state_dict()), torch.get_rng_state()
+    model = lambda whole: Hand(whole).double().train()  # noqa: E731
+    sgd = lambda p: torch.optim.SGD(p, lr=1.0)  # noqa: E731
+    check_parallel(model, whole, inputs=(ids,), mesh=Mesh(tp=2), loss=loss_of, optimizer=sgd)
+    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+    assert all(bool((p.grad == 1).all()) for p in whole.parameters())
+    assert whole.training and torch.equal(torch.get_rng_state(), state) and torch.equal(ids, IDS)
 
 
 def test_a_bias_of_zeros_hides_its_mistake_unless_it_is_given_values():
@@ -431,30 +418,27 @@ def test_a_bias_of_zeros_hides_its_mistake_unless_it_is_given_values():
 def test_other_values_and_other_names():
     whole = whole_model()
 
-    def program(whole, ids, what):
+    @torch.no_grad()
+    def other_values(whole):
         model = Hand(whole).double()
-        with torch.no_grad():
-            if what == "values":
-                model.norm.weight += lab.axis_index("tp")
-        names = {"norm.weight": "last.weight"} if what == "names" else None
-        return check_parallel(model, whole, ids, loss=loss_of, names=names).of("norm.weight", "value")
+        model.norm.weight += lab.axis_index("tp")
+        return model
 
-    rows = {what: run(program, Mesh(tp=2), whole, IDS, what).per_rank[0] for what in ("values", "names")}
-    assert rows["values"].words.startswith("not the reference's values to begin with: a multiple")
-    assert "names= says if it is called otherwise" in rows["names"].words
+    options = {"inputs": (IDS,), "mesh": Mesh(tp=2), "loss": loss_of}
+    row = check_parallel(other_values, whole, **options).of("norm.weight", "value")
+    assert row.words.startswith("not the reference's values to begin with: a multiple")
+    report = check_parallel(Hand, whole, **options, names={"norm.weight": "last.weight"})
+    assert "names= says if it is called otherwise" in report.of("norm.weight", "value").words
 
 
-def test_specs_of_nobody():
+def test_specs_of_a_parameter_that_the_model_does_not_have():
     with pytest.raises(SpecError, match="specs name 'qkw"):
         checked(specs={"qkw.weight": P("tp")})
 
 
 @pytest.mark.timeout(120)
 def test_on_processes():
-    def program(whole, ids):
-        return check_parallel(Hand(whole, "no f before mlp").double(), whole, ids, loss=loss_of)
-
-    report = run(program, Mesh(tp=2), whole_model(), IDS, on="processes").per_rank[1]
+    report = checked("no f before mlp", mesh=Mesh(tp=2), on="processes")
     assert str(report) == str(checked("no f before mlp", mesh=Mesh(tp=2)))
 
 
@@ -548,25 +532,31 @@ def test_a_report_is_data():
 
 
 def test_a_model_of_another_shape_is_told_so():
-    def program(x):
-        torch.manual_seed(0)
-        whole = nn.Linear(4, 6).double()
-        return check_parallel(nn.Linear(4, 5).double(), whole, x, loss=lambda y: y.square().sum())
-
-    report = run(program, Mesh(tp=2), torch.randn(3, 4, dtype=torch.float64)).per_rank[0]
+    whole, x = nn.Linear(4, 6).double(), torch.randn(3, 4, dtype=torch.float64)
+    options = {"inputs": (x,), "mesh": Mesh(tp=2)}
+    model = lambda whole: nn.Linear(4, 5).double()  # noqa: E731
+    report = check_parallel(model, whole, **options, loss=lambda y: y.square().sum())
     assert report.of("weight", "value").words.endswith("rank 0 holds [5, 4]; copies of [6, 4] would be [6, 4]")
     assert report.of("output").mistake == "shape" and not report.of("loss").ok
-
-    def without_a_loss(x):
-        return check_parallel(nn.Linear(4, 5).double(), nn.Linear(4, 6).double(), x)
-
-    report = run(without_a_loss, Mesh(tp=2), torch.randn(3, 4, dtype=torch.float64)).per_rank[0]
+    report = check_parallel(model, whole, **options)
     assert "gradients are not compared" in report.notes[-1]
 
 
-def test_model_and_reference_are_two_objects():
-    def program(whole, ids):
-        check_parallel(whole, whole, ids)
+def test_keyword_arguments_reach_both_models():
+    class Scaled(nn.Linear):
+        def forward(self, x, *, scale):
+            return super().forward(x) * scale
 
-    with pytest.raises((RuntimeError, ValueError), match=r"share parameters.*copy\.deepcopy"):
-        run(program, Mesh(tp=2), whole_model(), IDS)
+    options = {"inputs": (torch.randn(2, 3),), "mesh": Mesh(tp=2)}
+    assert check_parallel(lambda whole: whole, Scaled(3, 3), **options, kwargs={"scale": 2.0}).ok
+    with pytest.raises(TypeError, match="scael"):
+        check_parallel(lambda whole: whole, Scaled(3, 3), **options, scael=2.0)  # type: ignore[call-arg]
+
+
+def test_what_makes_the_model_must_be_a_function_that_returns_one():
+    with pytest.raises(TypeError, match="model is Linear; give a function that makes each rank's model"):
+        check_parallel(nn.Linear(2, 2), nn.Linear(2, 2), mesh=Mesh(tp=2))  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="returned NoneType; return the module"):
+        check_parallel(lambda whole: None, nn.Linear(2, 2), mesh=Mesh(tp=2))  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match="the reference is dict"):
+        check_parallel(lambda whole: whole, dict, mesh=Mesh(tp=2))  # type: ignore[arg-type]

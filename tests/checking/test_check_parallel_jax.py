@@ -39,7 +39,7 @@ def right(params, x):
 
 def checked(model, reference=whole, *inputs, num_ranks=3, params=None, specs=SPECS, **options):
     inputs, params, mesh = inputs or (X,), params or mlp_params(), Mesh(tp=num_ranks)
-    return check_parallel(model, reference, *inputs, params=params, mesh=mesh, specs=specs, **options)
+    return check_parallel(model, reference, inputs=inputs, params=params, mesh=mesh, specs=specs, **options)
 
 
 def found(report):
@@ -65,7 +65,7 @@ def test_a_gpt_passes():
     ids = np.random.default_rng(0).integers(0, 11, (2, 8))
     loss = lambda params, ids: model.loss(params, ids, ids)  # noqa: E731
     report = check_parallel(
-        loss, loss, ids, params=model.init(jax.random.key(0)), mesh=Mesh(tp=4), specs=model.specs
+        loss, loss, inputs=(ids,), params=model.init(jax.random.key(0)), mesh=Mesh(tp=4), specs=model.specs
     )
     assert report.ok, str(report)
     assert report.of("loss").error < 1e-14
@@ -92,7 +92,7 @@ def test_gradients_of_two_axes():
 
     reference, mesh = lambda params, x: (whole(params, x) ** 2).mean(), Mesh(dp=2, tp=3)
     report = check_parallel(
-        loss, reference, X, params=mlp_params(), mesh=mesh, specs=SPECS, in_specs=(P("dp"),)
+        loss, reference, inputs=(X,), params=mlp_params(), mesh=mesh, specs=SPECS, in_specs=(P("dp"),)
     )
     assert report.ok, str(report)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,18 +52,18 @@ def _ids() -> Any:
 def check_row(layer: Callable[..., Any]) -> Verdict:
     """Whether `layer(given, axis)` is the row-parallel form of a GPT-2's Conv1D `given`: in every block of a sharded
     GPT-2 it takes the place of mlp.c_proj, and check_parallel holds that against the whole model."""
-    from tplab.torch import check_parallel, gpt2_plan, parallelize, run
+    from tplab.torch import check_parallel, gpt2_plan, parallelize
 
-    def program(model: Any, whole: Any, ids: Any) -> Any:
-        parallelize(model, gpt2_plan(model))
-        for mine, theirs in zip(model.transformer.h, whole.transformer.h):
-            mine.mlp.c_proj = layer(theirs.mlp.c_proj, "tp")
-        return check_parallel(model, whole, ids, labels=ids)
+    def model(whole: Any) -> Any:
+        given = [block.mlp.c_proj for block in whole.transformer.h]
+        parallelize(whole, gpt2_plan(whole))
+        for block, theirs in zip(whole.transformer.h, given):
+            block.mlp.c_proj = layer(theirs, "tp")
+        return whole
 
     for mesh in MESHES:
-        model = small_gpt2()
         try:
-            report = run(program, mesh, model, copy.deepcopy(model), _ids()).per_rank[0]
+            report = check_parallel(model, small_gpt2(), inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
         except Exception as error:
             return Verdict(False, raised(error, layer.__init__, "Row", mesh))
         if not report.ok:
@@ -85,20 +84,21 @@ def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict
     if not_started(plan_of):
         return untouched(name)
 
-    def program(model: Any, whole: Any, ids: Any) -> Any:
+    def sharded(whole: Any) -> Any:
         plan = plan_of()
         if not isinstance(plan, Mapping):
             raise TypeError(f"a plan is a dict, module name -> what becomes of it; it returned {plan!r}")
-        size = sum(parameter.numel() for parameter in model.parameters())
-        parallelize(model, plan)
-        here = sum(parameter.numel() for parameter in model.parameters())
-        return check_parallel(model, whole, ids, labels=ids), here, size
+        return parallelize(whole, plan)
+
+    def size(model: Any) -> int:
+        return sum(parameter.numel() for parameter in model.parameters())
 
     share = 1.0
     for mesh in MESHES:
         model = small_llama()
         try:
-            report, here, size = run(program, mesh, model, copy.deepcopy(model), _ids()).per_rank[0]
+            report = check_parallel(sharded, model, inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
+            here = run(lambda whole: size(sharded(whole)), mesh, model).per_rank[0]
         except Exception as error:
             cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
             if isinstance(cause, PlanError):
@@ -108,7 +108,7 @@ def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict
             first = next((row for row in report.wrong if row.kind == "activation"), report.wrong[0])
             text = f"{name}: on {mesh} {len(report.wrong)} of {len(report.rows)} tensors are not the whole model's."
             return Verdict(False, f"{text}\n{first.title} is the first.")
-        share = min(share, here / size)
+        share = min(share, here / size(model))
     if share > 0.3:  # on four ranks
         return Verdict(
             False,

@@ -4,88 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.comparison import Comparison
 from tplab.checking.report import Row
-from tplab.checking.verdict import Rounding, Verdict, axis_sets, judge
-from tplab.layout import Layout, layout_of, take
-from tplab.torch.checking.witness import as_numpy, floats_in, is_judge, pieces_of, shape_of, tell
-from tplab.torch.ranks.rank import this_rank
+from tplab.checking.verdict import Verdict, axis_sets
+from tplab.layout import Layout, take
+from tplab.mesh import Mesh
+from tplab.torch.checking.side import Side, floats_in, to_numpy
 
 
-@torch.no_grad()
-def first_wrong_module(
-    model: nn.Module, reference: nn.Module, local_inputs: Sequence[Any], inputs: Sequence[Any],
-    named: Mapping[str, Any], rounding: Rounding,
-) -> Row | None:  # fmt: skip
+def first_wrong_module(ours: Side, theirs: Side, comparison: Comparison) -> Row | None:
     """From the outside in: of the modules inside a wrong one, the first that is wrong, and so on. None where no module
-    of the reference is called inside. Only the judge gets the row.
+    of the reference is called inside.
 
     A part of a sum, which a module's parent adds up rightly, is so never taken for a mistake.
     """
-    wanted = _outputs_inside(reference, inputs, named) if is_judge() else {}
-    with _RowSums() as sums:
-        mine = _outputs_inside(model, local_inputs, named)
-    names = [name for name in tell(list(wanted))[0] if name]
-    shapes = tell({name: shape_of(mine.get(name)) for name in names})
+    wanted = theirs.ask(_look_inside)[0].outputs
+    told = ours.ask(_look_inside)
+    names = [name for name in wanted if name]
     parent, row = "", None
     while True:
         inside = [name for name in names if name.startswith(f"{parent}." if parent else "") and name != parent]
         children = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
-        found = next(
-            (one for name in children if (one := _judged(name, mine, wanted, shapes, model, rounding)) is not None),
-            None,
-        )
+        judged = ((name, _judged(name, wanted[name], told, comparison)) for name in children)
+        found = next(((name, one) for name, one in judged if one is not None), None)
         if found is None:
             break
         parent, row = found
-    if row is None or not sums.found:
+    row_sum = next((rank.row_sum for rank in told if rank.row_sum), 0)
+    if row is None or not row_sum:
         return row
     words = (
-        f"{row.words}; the rows of attention weights inside of the model add up to {sums.found}: softmax was taken of "
+        f"{row.words}; the rows of attention weights inside of the model add up to {row_sum}: softmax was taken of "
         "each rank's part of the scores, and the results added up; heads must be sharded whole"
     )
     return replace(row, words=words, mistake="softmax")
 
 
-def _judged(
-    name: str, mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor], shapes: Sequence[Mapping[str, Any]],
-    model: nn.Module, rounding: Rounding,
-) -> tuple[str, Row | None] | None:  # fmt: skip
-    """The name and, on the judge, its row, where a module's output is wrong."""
-    mesh, sizes = this_rank().mesh, [told[name] for told in shapes]
-    if any(size is None for size in sizes):
+class _Inside(NamedTuple):
+    """Of each module that is called: its first output, and its bias. What rows of weights add up to, if not to 1."""
+
+    outputs: dict[str, np.ndarray]
+    biases: dict[str, np.ndarray]
+    row_sum: int
+
+
+@torch.no_grad()
+def _look_inside(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> _Inside:
+    with _RowSums() as sums:
+        outputs = _outputs_inside(model, inputs, kwargs)
+    biases = {name: getattr(module, "bias", None) for name, module in model.named_modules()}
+    known = {name: to_numpy(bias) for name, bias in biases.items() if isinstance(bias, Tensor)}
+    return _Inside({name: to_numpy(x) for name, x in outputs.items()}, known, sums.found)
+
+
+def _judged(name: str, whole: np.ndarray, told: Sequence[_Inside], comparison: Comparison) -> Row | None:
+    """A row where a module's output is wrong."""
+    pieces = [rank.outputs.get(name) for rank in told]
+    found = None if any(piece is None for piece in pieces) else comparison.judge_output(whole, pieces)
+    if found is None or found[1].ok:
         return None
-    pieces = pieces_of(mine[name], sizes)
-    row = None
-    if is_judge():
-        whole = as_numpy(wanted[name])
-        assert whole is not None
-        layout = layout_of(whole, pieces, sizes, mesh, 100 * rounding.tolerance)
-        if layout is not None:
-            verdict = judge(pieces, whole, layout, mesh, rounding, what="output")
-            if not verdict.ok:
-                verdict = _of_bias(model.get_submodule(name), pieces, whole, layout, verdict)
-                verdict = verdict._replace(words=f"the first that is wrong: {verdict.words}")
-                row = Row.of("activation", name, whole.shape, layout, verdict)
-    return (name, row) if tell(row is not None)[0] else None
+    layout, verdict = found
+    verdict = _of_bias(told[0].biases.get(name), pieces, whole, layout, verdict, comparison.mesh)
+    verdict = verdict._replace(words=f"the first that is wrong: {verdict.words}")
+    return Row.of("activation", name, whole.shape, layout, verdict)
 
 
 def _of_bias(
-    module: nn.Module, pieces: Sequence[np.ndarray | None], whole: np.ndarray, layout: Layout, verdict: Verdict
-) -> Verdict:
+    values: np.ndarray | None, pieces: Sequence[np.ndarray | None], whole: np.ndarray, layout: Layout,
+    verdict: Verdict, mesh: Mesh,
+) -> Verdict:  # fmt: skip
     """Whether all that is wrong is a bias that is added more than once, or not at all."""
-    bias = getattr(module, "bias", None)
-    if layout.split_dims or not isinstance(bias, Tensor) or bias.shape != whole.shape[-1:]:
+    if layout.split_dims or values is None or values.shape != whole.shape[-1:]:
         return verdict
-    values = as_numpy(bias)
-    assert values is not None
-    size, mesh = float(np.abs(whole).max(initial=0)), this_rank().mesh
+    size = float(np.abs(whole).max(initial=0))
     excess = [np.asarray(piece) - take(whole, layout, mesh, rank) for rank, piece in enumerate(pieces)]
     times = [float((e * values).sum() / max((np.broadcast_to(values, e.shape) ** 2).sum(), 1e-300)) for e in excess]
     slack = 10 * verdict.tolerance * size
@@ -130,7 +128,7 @@ class _RowSums(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _outputs_inside(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Tensor]:
+def _outputs_inside(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The output of each module that is called, the first time that it is, in the order in which they return."""
     found: dict[str, Tensor] = {}
 
@@ -144,7 +142,7 @@ def _outputs_inside(model: nn.Module, inputs: Sequence[Any], named: Mapping[str,
         for name, module in model.named_modules()
     ]
     try:
-        model(*inputs, **named)
+        model(*inputs, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()

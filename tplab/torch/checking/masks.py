@@ -97,7 +97,7 @@ def mask_rows(per_rank: list[Seen], mesh: Mesh) -> list[Row]:
             elif x != other_x and mask == other_mask and count >= FEWEST:
                 wrong = (
                     f"the same mask inside: ranks {one} and {other} hold different activations and drop the same "
-                    "places, as with one generator; tplab.torch.dropout(x, p, axis=...) draws one a rank"
+                    "places, as with one generator; tplab.torch.dropout(x, p, axis=...) draws one mask per rank"
                 )
             if wrong:
                 return [*rows, _row(name, wrong)]

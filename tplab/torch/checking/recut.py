@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations, product
+from itertools import combinations, islice, product
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from tplab.layout import MOST_PARTS, Layout, take
+from tplab.layout import MOST_PARTS, Layout
 from tplab.mesh import Mesh
-from tplab.torch.ranks.rank import this_rank
 
 MOST_TRIES = 24  # forward passes
 
 Cuts = dict[str, int]
 """Module pattern -> into how many parts its weight is cut: {"h.*.attn.c_attn": 3}."""
 
+Pieces = Mapping[str, tuple[Layout, np.ndarray]]
+"""A parameter's name -> how it is laid out, and the whole of it."""
 
-@torch.no_grad()
+
 def better_cuts(
-    mine: Mapping[str, Tensor], whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], is_right: Callable[[], bool]
+    whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh, is_right: Callable[[Pieces], bool]
 ) -> Cuts | None:
     """The cuts with which all outputs are right, found by trying; None where none of the first few helps.
 
-    mine, whole   this rank's parameters, and the whole ones, by the reference's names; mine are put back afterwards
-    is_right      whether the model's outputs are right, asked of all ranks together
+    whole      the parameters, by the reference's names
+    is_right   whether the model's outputs are right once these parameters are laid out so
     """
-    mesh, rank = this_rank().mesh, this_rank().rank
     groups = _fusable(whole, layouts, mesh)
-    for tries, cuts in enumerate(_choices(groups)):
-        if tries == MOST_TRIES:
-            break
-        names = [name for pattern in cuts for name in groups[pattern]]
-        kept = {name: mine[name].clone() for name in names}
-        for pattern, count in cuts.items():
-            for name in groups[pattern]:
-                mine[name].copy_(take(whole[name], _in_parts(whole[name], layouts[name], count), mesh, rank))
-        found = is_right()
-        for name, value in kept.items():
-            mine[name].copy_(value)
-        if found:
+    for cuts in islice(_choices(groups), MOST_TRIES):
+        if is_right(
+            {
+                name: (_in_parts(whole[name], layouts[name], count, mesh), whole[name])
+                for pattern, count in cuts.items()
+                for name in groups[pattern]
+            }
+        ):
             return cuts
     return None
 
@@ -51,7 +46,7 @@ def modules_like(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name.rpartition(".")[0])
 
 
-def _fusable(whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[str]]:
+def _fusable(whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[str]]:
     """Parameters that are cut along one dim in one piece, and might hold parts, by the modules that are alike."""
     found: dict[str, list[str]] = {}
     for name, layout in layouts.items():
@@ -68,16 +63,15 @@ def _choices(groups: Mapping[str, list[str]]) -> Iterator[Cuts]:
                 yield dict(zip(patterns, counts))
 
 
-def _counts(whole: Tensor, layout: Layout, mesh: Mesh) -> list[int]:
+def _counts(whole: np.ndarray, layout: Layout, mesh: Mesh) -> list[int]:
     (dim,) = layout.split_dims
     num_ranks = mesh.axis_size(layout.spec[dim])
     return [count for count in range(2, MOST_PARTS + 1) if whole.shape[dim] % (count * num_ranks) == 0]
 
 
-def _in_parts(whole: Tensor, layout: Layout, count: int) -> Layout:
+def _in_parts(whole: np.ndarray, layout: Layout, count: int, mesh: Mesh) -> Layout:
     (dim,) = layout.split_dims
     size = whole.shape[dim]
-    mesh = this_rank().mesh
     if size % (count * mesh.axis_size(layout.spec[dim])):
         return layout
     return Layout(layout.spec, (size // count,) * count)

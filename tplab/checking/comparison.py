@@ -1,0 +1,169 @@
+"""The comparison behind `check_parallel`: what all ranks computed beside what the unsharded reference did, row by row.
+
+Both frameworks run their models and hand over NumPy arrays; everything here is ordinary code over those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from tplab.checking.report import Row
+from tplab.checking.verdict import EPSILON, Rounding, Verdict, judge, slack_of_step
+from tplab.errors import SpecError
+from tplab.layout import Layout, layout_of, take
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+Answer = Mapping[str, Mapping[str, Any]]
+"""What one rank computed, as arrays by name: "output", "loss", "gradient" (of each parameter), "input" (the gradient of
+each input) and "parameter" (after an optimizer's step)."""
+
+OTHER_DTYPE = {"float64": "float32"}
+"""In which dtype the reference runs once more, to see how much rounding does to it; from the others it is float64."""
+
+NOT_COMPARED = "gradients are not compared: no output has the shape of a piece of the reference's"
+
+
+class Comparison:
+    """The rows of a report, as far as they have been found.
+
+    layouts    how each parameter is laid out on the mesh
+    again      the reference's answer in another dtype (`OTHER_DTYPE`), where it has one: a sum in which terms cancel is
+               less exact than others, and this shows it
+    is_split   whether ranks were given pieces of the inputs, so that each may have its part of the loss
+    largest    the largest element of any gradient of the reference
+    """
+
+    def __init__(self, mesh: Mesh, rounding: Rounding, layouts: Mapping[str, Layout], is_split: bool):
+        self.mesh, self.rounding, self.layouts, self.is_split = mesh, rounding, layouts, is_split
+        self.rows: list[Row] = []
+        self.largest = 0.0
+        self.again: Answer | None = None
+
+    def weigh(
+        self, wanted: Mapping[str, np.ndarray], told: Sequence[Mapping[str, np.ndarray]], share_copies: bool
+    ) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
+        """Numbers to weight each output with where there is no loss: for the reference, and for each rank.
+
+        share_copies   whether copies of an output share its weight: where gradients of all ranks are added up, as
+                       jax.grad does, each of n copies counts 1/n
+        """
+        found = {}
+        for name in wanted:
+            pieces = [rank.get(name) for rank in told]
+            layout = self._layout_of(wanted[name], pieces)
+            if layout is None:
+                continue
+            whole = np.random.default_rng(crc32(name.encode())).standard_normal(wanted[name].shape)
+            count = self._num_copies(layout, pieces) if share_copies else 1
+            stacked = [np.zeros(piece.shape) for piece in pieces if piece is not None]
+            for rank, weights in enumerate(stacked):
+                cut = take(whole, layout, self.mesh, rank)
+                weights[tuple(map(slice, cut.shape))] = cut / count
+            found[name] = whole, stacked
+        return found
+
+    def _num_copies(self, layout: Layout, pieces: Sequence[Any]) -> int:
+        """How many ranks hold the same piece of an output; 1 where they hold parts of a sum."""
+        spare = tuple(name for name in self.mesh.axis_names if name not in layout.spec.axis_names)
+        groups = self.mesh.groups(spare) if spare else []
+        slack = 100 * self.rounding.tolerance
+
+        def agree(one: np.ndarray, other: np.ndarray) -> bool:
+            return np.allclose(one, other, rtol=0, atol=slack * float(np.abs(one).max(initial=0)))
+
+        is_copied = groups and all(agree(pieces[first], pieces[other]) for first, *rest in groups for other in rest)
+        return self.mesh.axis_size(spare) if is_copied else 1
+
+    def compare_outputs(self, told: Sequence[Answer], want: Answer) -> None:
+        for name, whole in want["output"].items():
+            self._add("output", name, whole, self._pieces(told, "output", name), None)
+        for name, whole in want["loss"].items():
+            self._add("loss", name, whole, self._pieces(told, "loss", name), Layout())
+
+    def compare_gradients(self, told: Sequence[Answer], want: Answer) -> None:
+        known = [g for g in want["gradient"].values() if g is not None]
+        self.largest = max((float(np.abs(g).max(initial=0)) for g in known), default=0.0)
+        for name, layout in self.layouts.items():
+            self._add(
+                "gradient", name, want["gradient"].get(name), self._pieces(told, "gradient", name), layout
+            )
+        for name, whole in want["input"].items():
+            self._add("gradient", name, whole, self._pieces(told, "input", name), None, among="input")
+
+    def compare_step(self, told: Sequence[Answer], want: Answer, before: Mapping[str, np.ndarray]) -> None:
+        """The parameters after a step of the optimizer from `before`, up to what rounding of gradients explains."""
+        for name, layout in self.layouts.items():
+            whole, pieces = want["parameter"][name], self._pieces(told, "parameter", name)
+            slack = slack_of_step(before[name], whole, want["gradient"].get(name), self.rounding, self.largest)
+            for rank, piece in enumerate(pieces):
+                cut, free = take(whole, layout, self.mesh, rank), take(slack, layout, self.mesh, rank)
+                here = tuple(map(slice, cut.shape))
+                if piece is not None and piece.ndim == cut.ndim and piece[here].shape == cut.shape:
+                    pieces[rank] = piece = np.array(piece, np.float64)
+                    piece[here] = np.where(np.abs(piece[here] - cut) <= free, cut, piece[here])
+            self._add("parameter", name, whole, pieces, layout)
+
+    def judge_output(self, whole: np.ndarray, pieces: Sequence[np.ndarray | None]) -> tuple[Layout, Verdict] | None:
+        """The layout and the verdict of one output; None where the ranks' shapes are those of no layout."""
+        layout = self._layout_of(whole, pieces)
+        if layout is None:
+            return None
+        return layout, judge(pieces, whole, layout, self.mesh, self.rounding, what="output")
+
+    def _add(
+        self, kind: str, name: str, whole: np.ndarray | None, pieces: list[np.ndarray | None], layout: Layout | None,
+        *, among: str = "",
+    ) -> None:  # fmt: skip
+        if layout is None:
+            layout = (None if whole is None else self._layout_of(whole, pieces)) or Layout()
+        own = self._own_rounding(whole, among or kind, name)
+        largest = self.largest if kind == "gradient" else 0.0
+        verdict = judge(pieces, whole, layout, self.mesh, self.rounding, what=kind, largest=largest, own=own)
+        if kind == "loss" and self.is_split and verdict.mistake == "partial":
+            words = "each rank's part of it, as it has its part of the inputs"
+            verdict = verdict._replace(ok=True, words=words, mistake="")
+        shape = next((x.shape for x in (whole, *pieces) if x is not None), ())
+        self.rows.append(Row.of(kind, name, shape, layout, verdict))
+
+    def _own_rounding(self, whole: np.ndarray | None, kind: str, name: str) -> float | None:
+        """How far rounding takes the reference itself from the exact answer, relative to its largest element.
+
+        float32 and less are compared with float64; from float64 the error in float32 is scaled down to its eps.
+        """
+        again = None if self.again is None else self.again.get(kind, {}).get(name)
+        if again is None or whole is None or again.shape != whole.shape or not np.any(whole):
+            return None
+        gap = np.abs(np.asarray(whole, np.float64) - again).max() / np.abs(np.asarray(whole, np.float64)).max()
+        other = OTHER_DTYPE.get(self.rounding.dtype)
+        return float(gap) * (EPSILON[self.rounding.dtype] / EPSILON[other] if other else 1.0)
+
+    def _pieces(self, told: Sequence[Answer], kind: str, name: str) -> list[np.ndarray | None]:
+        return [rank[kind].get(name) for rank in told]
+
+    def _layout_of(self, whole: np.ndarray, pieces: Sequence[np.ndarray | None]) -> Layout | None:
+        shapes = [None if piece is None else piece.shape for piece in pieces]
+        return layout_of(whole, pieces, shapes, self.mesh, 100 * self.rounding.tolerance)
+
+
+def each_input(in_specs: Any, num_inputs: int) -> list[P]:
+    """A P for each input. Raises SpecError where their number is another one."""
+    if in_specs is None or isinstance(in_specs, P):
+        return [in_specs or P()] * num_inputs
+    if len(in_specs) != num_inputs:
+        raise SpecError(
+            f"in_specs has {len(in_specs)} entries, and there are {num_inputs} inputs; give one for each input"
+        )
+    return [spec or P() for spec in in_specs]
+
+
+def noise_for(name: str, values: np.ndarray) -> np.ndarray | None:
+    """Noise for a parameter that is constant, as biases and norms begin: a bias of zeros may be added as often as one
+    likes, and nobody sees it. None where it is not constant."""
+    if values.size < 2 or not (values == values.flat[0]).all():
+        return None
+    return 0.1 * np.random.default_rng(crc32(name.encode())).standard_normal(values.shape)

@@ -1,0 +1,204 @@
+"""`check_parallel`: somebody's parallel model compared with the unsharded one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tplab.checking.comparison import NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
+from tplab.checking.report import ParallelReport, perturbed
+from tplab.checking.verdict import Rounding
+from tplab.errors import SpecError
+from tplab.jax.models.huggingface import shard_params
+from tplab.jax.ranks.context import varying_axes
+from tplab.jax.ranks.specs import spread
+from tplab.jax.run import run
+from tplab.layout import Layout
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+Model = Callable[..., Any]
+Loss = Callable[[Any], Any]
+Arrays = dict[str, np.ndarray]
+
+
+def check_parallel(
+    model: Model, reference: Model, *, params: Any, mesh: Mesh, inputs: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, loss: Loss | None = None, reference_loss: Loss | None = None,
+    specs: Any = None, in_specs: Sequence[P | None] | P | None = None, optimizer: Any = None,
+    after_backward: Callable[[Any], Any] | None = None, perturb: bool = True,
+) -> ParallelReport:  # fmt: skip
+    """Compare the outputs, the loss and every gradient of a parallel model with those of the unsharded `reference`.
+
+    Called where `run` is called. It runs model(params, *inputs, **kwargs) on every rank of the mesh, each with its
+    piece of the parameters, and reference(params, *inputs, **kwargs) on one, with all of them; jax.grad differentiates
+    both.
+
+    params          whole, nested as the model takes them
+    inputs, kwargs  what both are called with, whole
+    reference       any function in plain JAX; also a model of this package, which is whole on one rank
+    loss            of the model's output; without one: itself if it is a scalar, or a weighted sum of all of it
+    reference_loss  of the reference's output, where it must be another, as for logits that stay sharded
+    specs           how parameters are laid out on the mesh: a structure of P; without it, `model.specs`
+    in_specs        one per input, or one for all: the model gets this rank's piece, as under sequence parallelism
+    optimizer       one of optax's: the parameters after one step are compared too
+    after_backward  gradients -> gradients, on each rank: where they are reduced by hand
+    perturb         parameters that are all zeros or ones, as biases and norms begin, get other values for the check: a
+                    bias of zeros may be added as often as one likes
+
+    A difference is called rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or what the
+    reference's own answers in two dtypes do.
+    """
+    spec_of_each = each_input(in_specs, len(inputs))
+    specs = getattr(model, "specs", None) if specs is None else specs
+    if specs is None:
+        raise SpecError("how parameters lie on the mesh is not known: give specs, a structure of P like that of params")
+    inputs = tuple(jnp.asarray(x) for x in inputs)
+    params, changed = _perturbed(params) if perturb else (params, [])
+    alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
+    theirs = _Side(reference, params, inputs, kwargs or {}, alone, reference_loss or loss)
+    ours = _Side(model, shard_params(params, specs, mesh), inputs, kwargs or {}, mesh, loss, specs, spec_of_each)
+    layouts = {name: Layout(spec) for name, spec in zip(_names(params), spread(specs, params, "specs"))}
+    is_split = any(spec.axis_names for spec in spec_of_each)
+    comparison = Comparison(mesh, _rounding(params, inputs), layouts, is_split)
+    notes = [perturbed(changed)] if changed else []
+    outputs = theirs.outputs()[0] if loss is None else {}
+    has_loss = not any(x.ndim for x in outputs.values())
+    weights = {} if has_loss else comparison.weigh(outputs, ours.outputs(), share_copies=True)
+    if weights or has_loss:
+        on_one = {name: [whole] for name, (whole, _) in weights.items()}
+        want = theirs.answer(on_one, optimizer)[0]
+        comparison.again = _answer_again(theirs, on_one)
+        told = ours.answer({name: each for name, (_, each) in weights.items()}, optimizer, after_backward)
+        comparison.compare_outputs(told, want)
+        comparison.compare_gradients(told, want)
+        if optimizer is not None:
+            comparison.compare_step(told, want, {n: np.asarray(x) for n, x in _named(params).items()})
+    else:
+        told = [{"output": x, "loss": {}} for x in ours.outputs()]
+        comparison.compare_outputs(told, {"output": outputs, "loss": {}})
+        notes.append(NOT_COMPARED)
+    if counted := [name for name in ours.loss_varies if mesh.axis_size(name) > 1 and not is_split]:
+        axes = " and ".join(map(repr, counted))
+        notes.append(
+            f"the loss may differ along {axes} as far as JAX's types know, and jax.grad adds up those of all ranks: "
+            "where they are one loss, all_reduce(loss, axis, 'mean') says so"
+        )
+    return ParallelReport(comparison.rows, mesh=str(mesh), notes=notes)
+
+
+class _Side:
+    """One of the two models, with its parameters and inputs on its mesh.
+
+    loss_varies   the axes along which the loss may differ, after `answer`
+    """
+
+    def __init__(
+        self, model: Model, params: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
+        loss: Loss | None, specs: Any = None, in_specs: Sequence[P] | None = None,
+    ):  # fmt: skip
+        self.model, self.params, self.inputs, self.kwargs = model, params, inputs, kwargs
+        self.mesh, self.loss, self.specs = mesh, loss, P() if specs is None else specs
+        self.in_specs = tuple(in_specs or [P()] * len(inputs))
+        self.loss_varies: frozenset[str] = frozenset()
+
+    def outputs(self) -> list[Arrays]:
+        """The floating-point outputs of each rank."""
+
+        def program(params: Any, inputs: tuple[Any, ...]) -> Any:
+            return _floats_in(self.model(params, *inputs, **self.kwargs))
+
+        return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
+
+    def answer(
+        self, weights: Mapping[str, Sequence[np.ndarray]], optimizer: Any = None,
+        after_backward: Callable[[Any], Any] | None = None,
+    ) -> list[dict[str, Arrays]]:  # fmt: skip
+        """What each rank has: "output", "loss", "gradient", "input" (its gradient), "parameter" (after a step)."""
+        indices = [index for index, x in enumerate(self.inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def program(params: Any, inputs: tuple[Any, ...], weights: dict[str, Any]) -> Any:
+            def total(params: Any, floats: list[Any]) -> Any:
+                given = list(inputs)
+                for index, x in zip(indices, floats, strict=True):
+                    given[index] = x
+                output = self.model(params, *given, **self.kwargs)
+                outputs = _floats_in(output)
+                loss = self.loss or ((lambda x: x) if getattr(output, "ndim", None) == 0 else None)
+                if loss is None:
+                    parts = [(x * weights[name][0].astype(x.dtype)).sum() for name, x in outputs.items()]
+                    return jnp.stack(parts).sum() if parts else jnp.zeros(()), ({}, outputs)
+                value = loss(output)
+                self.loss_varies = varying_axes(value)
+                return value, ({"loss": value}, outputs if getattr(output, "ndim", None) != 0 else {})
+
+            floats = [inputs[index] for index in indices]
+            grads, (loss, outputs) = jax.grad(total, (0, 1), has_aux=True)(params, floats)
+            by_params = grads[0] if after_backward is None else after_backward(grads[0])
+            told = {"output": outputs, "loss": loss, "gradient": _named(by_params)}
+            told["input"] = {f"input {index}": grad for index, grad in zip(indices, grads[1], strict=True)}
+            if optimizer is not None:
+                updates, _ = optimizer.update(by_params, optimizer.init(params), params)
+                told["parameter"] = _named(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates))
+            return told
+
+        in_specs = (self.specs, self.in_specs, P(self.mesh.axis_names))
+        stacked = {name: np.stack(each) for name, each in weights.items()}
+        return self._run(program, (self.params, self.inputs, stacked), in_specs)
+
+    def _run(self, program: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> list[Any]:
+        results = run(program, self.mesh, *args, in_specs=in_specs).per_rank
+        return [jax.tree.map(np.asarray, result) for result in results]
+
+
+def _answer_again(theirs: _Side, weights: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Arrays] | None:
+    """The reference's answer in another dtype, where it can be computed so."""
+    dtype = OTHER_DTYPE.get(_rounding(theirs.params, theirs.inputs).dtype, "float64")
+
+    def other(x: Any) -> Any:
+        return np.asarray(x, dtype) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else np.asarray(x)
+
+    with jax.enable_x64(True):
+        params, inputs = jax.tree.map(other, theirs.params), tuple(map(other, theirs.inputs))
+        try:
+            return _Side(theirs.model, params, inputs, theirs.kwargs, theirs.mesh, theirs.loss).answer(weights)[0]
+        except TypeError:  # it computes with types of its own, which do not go with this one
+            return None
+
+
+def _perturbed(params: Any) -> tuple[Any, list[str]]:
+    """The parameters, those that are constant with other values; and which these are."""
+    leaves, structure = jax.tree.flatten(params)
+    changed = []
+    for index, (name, leaf) in enumerate(zip(_names(params), leaves)):
+        values = np.asarray(leaf)
+        noise = noise_for(name, values)
+        if noise is not None:
+            leaves[index] = jnp.asarray(values + noise.astype(values.dtype))
+            changed.append(name)
+    return structure.unflatten(leaves), changed
+
+
+def _rounding(params: Any, inputs: Sequence[Any]) -> Rounding:
+    leaves = [(str(jnp.result_type(leaf)), np.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    return Rounding.of(leaves, [(x.shape, jnp.issubdtype(x.dtype, jnp.inexact)) for x in inputs])
+
+
+def _names(tree: Any) -> list[str]:
+    """A name for each leaf: its path, joined by dots, as in torch's state_dict."""
+    paths, _ = jax.tree.flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return dict(zip(_names(tree), jax.tree.leaves(tree)))
+
+
+def _floats_in(output: Any) -> dict[str, Any]:
+    """The floating-point arrays of an output, by name."""
+    found = {"output" + (f".{name}" if name else ""): jnp.asarray(x) for name, x in _named(output).items()}
+    return {name: x for name, x in found.items() if jnp.issubdtype(x.dtype, jnp.inexact)}

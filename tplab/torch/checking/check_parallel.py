@@ -1,0 +1,277 @@
+"""`check_parallel`: somebody's parallel model compared with the unsharded one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tplab.checking.comparison import NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
+from tplab.checking.report import ParallelReport, Row, perturbed
+from tplab.checking.verdict import Rounding, Verdict, judge
+from tplab.errors import RankError, SpecError
+from tplab.layout import Layout, layout_of
+from tplab.mesh import Mesh
+from tplab.sharding import P
+from tplab.torch.checking.culprit import first_wrong_module
+from tplab.torch.checking.masks import mask_rows
+from tplab.torch.checking.recut import better_cuts, modules_like
+from tplab.torch.checking.side import Loss, Side, own_loss, to_numpy
+from tplab.torch.run import run
+
+
+def check_parallel(
+    model: Callable[[Any], nn.Module], reference: nn.Module | Callable[[], nn.Module], *, mesh: Mesh,
+    inputs: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, loss: Loss | None = None,
+    reference_loss: Loss | None = None, specs: Mapping[str, P | Layout] | None = None,
+    in_specs: Sequence[P | None] | P | None = None, optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    after_backward: Callable[[nn.Module], Any] | None = None, perturb: bool = True,
+    names: Mapping[str, str] | Callable[[str], str] | None = None, on: str | None = None,
+) -> ParallelReport:  # fmt: skip
+    """Compare the outputs, the loss and every gradient of a parallel model with those of the unsharded `reference`.
+
+    Called where `run` is called. On every rank of the mesh it makes the model and runs it; the reference runs on one.
+
+    model           makes a rank's model of a copy of the reference: lambda whole: parallelize(whole, plan)
+    reference       the whole model; or a function that makes it, for layers that ask for their place on a mesh: it runs
+                    on a mesh of the same axes with one rank
+    inputs, kwargs  what both are called with, whole
+    loss            of the model's output; without one: its `.loss`, itself if it is a scalar, or a weighted sum of it
+    reference_loss  of the reference's output, where it must be another, as for logits that stay sharded
+    specs           how parameters are laid out on the mesh, by name: P, or Layout for fused parts. For a parameter that
+                    is not named, `parallelize` knows it, or it is worked out from shapes and values
+    in_specs        one per input, or one for all: the model gets this rank's piece, as under sequence parallelism
+    optimizer       parameters -> an optimizer: the parameters after one step are compared too
+    after_backward  called with the model after its backward pass: where gradients are reduced by hand
+    perturb         parameters that are all zeros or ones, as biases and norms begin, get other values for the check: a
+                    bias of zeros may be added as often as one likes
+    names           the model's name of a parameter -> the reference's, a dict or a function
+    on              where the ranks are, as in `run`
+
+    Without dropout; if the model is in training mode, masks are compared in a pass of their own. A difference is called
+    rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or what the reference's own answers in
+    two dtypes do. Neither the reference nor the inputs are changed.
+    cost    four passes or so, more where something is wrong; every rank's gradients are in memory at once
+    """
+    if isinstance(model, nn.Module) or not callable(model):
+        raise TypeError(
+            f"model is {type(model).__name__}; give a function that makes each rank's model of the whole one, as "
+            "check_parallel(lambda whole: parallelize(whole, plan), whole, inputs=(ids,), mesh=Mesh(tp=2))"
+        )
+    alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
+    whole = reference if isinstance(reference, nn.Module) else run(reference, alone).per_rank[0]
+    if not isinstance(whole, nn.Module):
+        raise TypeError(f"the reference is {type(whole).__name__}; give the whole model, or a function that makes it")
+    check = _Check(model, whole, mesh, inputs, kwargs or {}, each_input(in_specs, len(inputs)), specs or {}, names, on)
+    check.compare_values()
+    if perturb:
+        check.perturb()
+    check.compare_passes(loss, reference_loss or loss, optimizer, after_backward)
+    check.look_for_the_cause()
+    if check.is_training:
+        check.rows += mask_rows(check.ours.masks(), mesh)
+    return ParallelReport(check.rows, mesh=str(mesh), notes=check.notes)
+
+
+class _Check:
+    """The two sides, and what has been found so far."""
+
+    def __init__(
+        self, model: Callable[[Any], nn.Module], whole: nn.Module, mesh: Mesh, inputs: Sequence[Any],
+        kwargs: Mapping[str, Any], in_specs: list[P], specs: Mapping[str, P | Layout],
+        names: Mapping[str, str] | Callable[[str], str] | None, on: str | None,
+    ):  # fmt: skip
+        rename = names if callable(names) else (lambda name: names.get(name, name)) if names else lambda name: name
+        alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
+        self.mesh, self.specs, self.rename = mesh, specs, rename
+        self.ours = Side(model, whole, mesh, inputs, kwargs, in_specs=in_specs, rename=rename, on=on)
+        self.theirs = Side(lambda whole: whole, whole, alone, inputs, kwargs)
+        self.whole = dict(whole.named_parameters(remove_duplicate=False))
+        everything = [x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor)]
+        rounding = Rounding.of(
+            [(_dtype(p), p.shape) for p in whole.parameters()], [(x.shape, x.is_floating_point()) for x in everything]
+        )
+        self.is_split = any(spec.axis_names for spec in in_specs)
+        self.comparison = Comparison(mesh, rounding, {}, self.is_split)
+        self.rows, self.notes, self.is_wrong, self.is_training = self.comparison.rows, list[str](), set[str](), False
+        self.order: list[str] = []
+
+    # --- before -------------------------------------------------------------------------------------------------------
+
+    def compare_values(self) -> None:
+        """Find out how each parameter is laid out on the mesh, and whether its values are the reference's."""
+        told = self.ours.parameters()
+        first = told[0]
+        if unknown := [name for name in self.specs if name not in first.values]:
+            near = ", ".join(list(first.values)[:5])
+            raise SpecError(f"specs name {unknown[0]!r}, which the model does not have; its parameters are {near}, ...")
+        layouts = {self.rename(n): layout for n, layout in first.layouts.items()}
+        layouts |= {self.rename(n): s if isinstance(s, Layout) else Layout(s) for n, s in self.specs.items()}
+        held = [{self.rename(name): x for name, x in rank.values.items()} for rank in told]
+        self.same = {self.rename(name): self.rename(other) for name, other in first.same.items()}
+        self.is_training = any(rank.is_training for rank in told)
+        for name, parameter in self.whole.items():
+            pieces, values = [rank.get(name) for rank in held], to_numpy(parameter)
+            if any(piece is None for piece in pieces):
+                self._add_value(name, values.shape, Layout(), _absent(pieces))
+                continue
+            shapes = [None if piece is None else piece.shape for piece in pieces]
+            layout = layouts.get(name) or layout_of(values, pieces, shapes, self.mesh, 1e-6) or Layout()
+            verdict = judge(pieces, values, layout, self.mesh, Rounding(_dtype(parameter)), what="value")
+            if not verdict.ok:
+                words = f"not the reference's values to begin with: {verdict.words}"
+                self._add_value(name, values.shape, layout, verdict._replace(words=words))
+            self.comparison.layouts = {**self.comparison.layouts, name: layout}
+        for name in sorted(set(held[0]) - set(self.whole)):
+            words = "the reference has no such parameter; names= says what it is called there"
+            self._add_value(name, held[0][name].shape, Layout(), Verdict(False, np.inf, 0.0, words, "missing"))
+
+    def _add_value(self, name: str, shape: Sequence[int], layout: Layout, verdict: Verdict) -> None:
+        self.is_wrong.add(name)
+        self.rows.append(Row.of("value", name, shape, layout, verdict))
+
+    def perturb(self) -> None:
+        """Give parameters that are constant other values, the same on both sides."""
+        done: set[int] = set()
+        for name, parameter in self.whole.items():
+            if name in self.is_wrong or id(parameter) in done:
+                continue
+            done.add(id(parameter))
+            noise = noise_for(name, to_numpy(parameter))
+            if noise is not None:
+                self.theirs.changes[name] = Layout(), noise
+                self.ours.changes[name] = self.comparison.layouts[name], noise
+        if self.theirs.changes:
+            self.notes.append(perturbed(list(self.theirs.changes)))
+
+    # --- one pass of each, and a step -------------------------------------------------------------------------------
+
+    def compare_passes(
+        self, loss: Loss | None, reference_loss: Loss | None, optimizer: Any, after_backward: Any
+    ) -> None:
+        """Rows of outputs, loss, gradients, and parameters after a step."""
+        weights: dict[str, Any] = {}
+        self.has_gradients = True
+        if loss is None and not self.theirs.ask(_brings_a_loss)[0]:
+            weights = self.comparison.weigh(self.theirs.outputs()[0], self.ours.outputs(), share_copies=False)
+            self.has_gradients = bool(weights)
+        on_one = {name: whole[None] for name, (whole, _) in weights.items()}
+        if not self.has_gradients:
+            self.notes.append(NOT_COMPARED)
+            want, told = ([{"output": x, "loss": {}} for x in side.outputs()] for side in (self.theirs, self.ours))
+            self.comparison.compare_outputs(told, want[0])
+            return
+        want = self.theirs.answer(reference_loss, on_one, optimizer)[0]
+        self.comparison.again = self._answer_again(reference_loss, on_one)
+        told = self.ours.answer(loss, {name: each for name, (_, each) in weights.items()}, optimizer, after_backward)
+        self.order = want["order"]
+        self.comparison.compare_outputs(told, want)
+        self.comparison.compare_gradients(told, want)
+        for index, row in enumerate(self.rows):
+            if row.kind == "gradient" and not row.ok and row.name in self.comparison.layouts:
+                self.rows[index] = self._tied(row, told, want["gradient"])
+        if optimizer is not None:
+            before = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items()}
+            self.comparison.compare_step(told, want, before)
+
+    def _answer_again(self, loss: Loss | None, weights: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The reference's answer in another dtype, where it can be computed so."""
+        dtype = getattr(torch, OTHER_DTYPE.get(self.comparison.rounding.dtype, "float64"))
+
+        def other(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        theirs = self.theirs
+        kwargs = {name: other(x) for name, x in theirs.kwargs.items()}
+        whole = copy.deepcopy(theirs.reference).to(dtype)
+        side = Side(theirs.build, whole, theirs.mesh, [other(x) for x in theirs.inputs], kwargs)
+        side.changes = theirs.changes
+        try:
+            return side.answer(loss, weights, None)[0]
+        except RankError:  # it computes with tensors of a type of its own, which do not go with this one
+            return None
+
+    def _noise(self, name: str) -> Any:
+        return self.theirs.changes[name][1] if name in self.theirs.changes else 0.0
+
+    def _tied(self, row: Row, told: Sequence[Mapping[str, Any]], want: Mapping[str, Any]) -> Row:
+        """Whether a wrong gradient is that of one use alone, of a weight that the reference uses twice."""
+        name, layouts = row.name, self.comparison.layouts
+        others = [n for n in layouts if n != name and self.whole[n] is self.whole[name]]
+        apart = [n for n in others if self.same[n] != self.same[name]]
+        if not apart:
+            return row
+        words = f"one weight with {apart[0]} in the reference ('tied'), and two in the model"
+        parts = [[rank["gradient"].get(n) for n in (name, *apart)] for rank in told]
+        if all(x is not None and x.shape == rank[0].shape for rank in parts for x in rank):
+            both = [np.sum(rank, axis=0) for rank in parts]
+            if judge(both, want[name], layouts[name], self.mesh, self.comparison.rounding).ok:
+                words += ": this is the gradient of one use, and those of both add up to the reference's"
+        return replace(row, words=words, mistake="tied")
+
+    # --- where it leads -----------------------------------------------------------------------------------------------
+
+    def look_for_the_cause(self) -> None:
+        """Where outputs are wrong, find the innermost module whose output is, and try whether a fused weight is cut in
+        one piece; where only gradients are wrong, note the first of them."""
+        if all(row.ok or row.kind not in ("output", "loss") for row in self.rows):
+            self._look_behind()
+            return
+        row = first_wrong_module(self.ours, self.theirs, self.comparison)
+        if row is not None:
+            index = next((index for index, one in enumerate(self.rows) if one.kind == "gradient"), len(self.rows))
+            self.rows.insert(index, row)
+        if self.is_wrong or self.is_split:
+            return
+        whole = {name: to_numpy(self.whole[name]) + self._noise(name) for name in self.comparison.layouts}
+        for pattern, count in (better_cuts(whole, self.comparison.layouts, self.mesh, self._is_right) or {}).items():
+            words = f"cut in one piece, and it holds {count} parts side by side: with each cut by itself all is right"
+            for index, one in enumerate(self.rows):
+                if one.kind == "gradient" and modules_like(one.name) == pattern:
+                    self.rows[index] = replace(one, ok=False, words=words, mistake="fused")
+
+    def _is_right(self, replaced: Mapping[str, tuple[Layout, np.ndarray]]) -> bool:
+        """Whether the model's outputs are the reference's, with other pieces of some parameters."""
+        told = self.ours.outputs(replaced)
+        found = [
+            self.comparison.judge_output(x, [rank.get(name) for rank in told])
+            for name, x in self.theirs.outputs()[0].items()
+            if x.ndim
+        ]
+        return all(one is not None and one[1].ok for one in found)
+
+    def _look_behind(self) -> None:
+        """Note where, in the order of the backward pass, gradients begin to be wrong."""
+        rows = {row.name: row for row in self.rows if row.kind == "gradient"}
+        order = [rows[name] for name in self.order if name in rows]
+        first = next((index for index, row in enumerate(order) if not row.ok and row.mistake != "tied"), 0)
+        if first > 0 and order[first].mistake not in ("scaled", "missing"):
+            self.notes.append(
+                "all outputs are right; in the order of the backward pass gradients are right down to "
+                f"{order[first - 1].name} and wrong from {order[first].name} on: look at what is between the two"
+            )
+
+
+def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any]) -> bool:
+    with torch.no_grad():
+        return own_loss(model(*inputs, **kwargs)) is not None
+
+
+def _dtype(x: Tensor) -> str:
+    """float32"""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _absent(pieces: Sequence[Any]) -> Verdict:
+    ranks = [str(rank) for rank, piece in enumerate(pieces) if piece is None]
+    where = "" if len(ranks) == len(pieces) else f" on ranks {', '.join(ranks)}"
+    words = (
+        f"the model has no such parameter{where}: it is neither counted nor trained there; names= says if it is called "
+        "otherwise"
+    )
+    return Verdict(False, float("inf"), 0.0, words, "missing")

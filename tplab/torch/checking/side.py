@@ -1,0 +1,198 @@
+"""A side of the comparison: a model on its mesh, run as often as there are questions, and what its ranks answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tplab.errors import SpecError
+from tplab.layout import Layout, take
+from tplab.mesh import Mesh
+from tplab.sharding import P
+from tplab.torch.checking.masks import MaskWatch, Seen
+from tplab.torch.models.huggingface import known_layouts
+from tplab.torch.ranks.rank import this_rank
+from tplab.torch.run import run
+
+Loss = Callable[[Any], Tensor]
+Question = Callable[[nn.Module, list[Any], dict[str, Any]], Any]
+
+
+class Parameters(NamedTuple):
+    """What a rank's model consists of, by the names of its parameters.
+
+    values    as float64 arrays
+    layouts   those that its layers know
+    same      the first name of the same parameter, for those that are tied
+    """
+
+    values: dict[str, np.ndarray]
+    layouts: dict[str, Layout]
+    same: dict[str, str]
+    is_training: bool
+
+
+class Side:
+    """One of the two models, the parallel one or the reference, with its inputs on its mesh.
+
+    build      makes a rank's model of the reference, of which every rank has a copy
+    rename     the model's name of a parameter -> the reference's
+    in_specs   a P for each input: a rank's model gets the piece
+    on         where the ranks are, as in `run`
+    changes    name -> layout and array: what is added to parameters before the model runs (in the reference's names)
+    """
+
+    def __init__(
+        self, build: Callable[[nn.Module], nn.Module], reference: nn.Module, mesh: Mesh, inputs: Sequence[Any],
+        kwargs: Mapping[str, Any], *, in_specs: Sequence[P] | None = None,
+        rename: Callable[[str], str] = lambda name: name, on: str | None = None,
+    ):  # fmt: skip
+        self.build, self.reference, self.mesh, self.inputs, self.kwargs = build, reference, mesh, inputs, kwargs
+        self.in_specs, self.rename, self.on = in_specs or [P()] * len(inputs), rename, on
+        self.changes: dict[str, tuple[Layout, np.ndarray]] = {}
+
+    def parameters(self) -> list[Parameters]:
+        """What each rank's model consists of, before anything is changed."""
+
+        def look(model: nn.Module) -> Parameters:
+            first: dict[int, str] = {}
+            named = dict(model.named_parameters(remove_duplicate=False))
+            same = {name: first.setdefault(id(p), name) for name, p in named.items()}
+            values = {name: to_numpy(p) for name, p in named.items()}
+            return Parameters(values, known_layouts(model), same, model.training)
+
+        return self._ask(lambda model, *_: look(model), as_built=True)
+
+    def outputs(self, replaced: Mapping[str, tuple[Layout, np.ndarray]] | None = None) -> list[dict[str, np.ndarray]]:
+        """The floating-point outputs of each rank, without dropout; with other values of some parameters."""
+
+        @torch.no_grad()
+        def forward(model: nn.Module, inputs: list[Any], kwargs: Any) -> dict[str, np.ndarray]:
+            named = self._named(model)
+            for name, (layout, whole) in (replaced or {}).items():
+                named[name].copy_(torch.from_numpy(_piece(whole, layout)))
+            return {name: to_numpy(x) for name, x in floats_in(model(*inputs, **kwargs)).items()}
+
+        return self._ask(forward)
+
+    def answer(
+        self, loss: Loss | None, weights: Mapping[str, Any], optimizer: Callable[..., torch.optim.Optimizer] | None,
+        after_backward: Callable[[nn.Module], Any] | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """An `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Under "order" it has
+        the parameters in the order in which their gradients arrive.
+
+        loss      of the output; without one it is the output's own, or the outputs weighted by `weights`, which has an
+                  array for each rank
+        """
+
+        def pass_through(model: nn.Module, inputs: list[Any], kwargs: Any) -> dict[str, Any]:
+            named, order = self._named(model), list[str]()
+            output = model(*inputs, **kwargs)
+            outputs = floats_in(output)
+            own = loss or own_loss(output)
+            told: dict[str, Any] = {"output": {n: to_numpy(x) for n, x in outputs.items()}, "loss": {}, "order": order}
+            if own is not None:
+                value = own(output)
+                told["loss"]["loss"] = to_numpy(value)
+                told["output"] = {n: x for n, x in told["output"].items() if x.ndim or n not in ("loss", "output")}
+            else:
+                here = {name: torch.as_tensor(of[this_rank().rank]) for name, of in weights.items()}
+                value = torch.stack([(outputs[name] * w.to(outputs[name])).sum() for name, w in here.items()]).sum()
+            for name, parameter in named.items():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+            value.backward()
+            if after_backward is not None:
+                after_backward(model)
+            told["gradient"] = {n: None if p.grad is None else to_numpy(p.grad) for n, p in named.items()}
+            leaves = {f"input {number}": x for number, x in enumerate(inputs) if isinstance(x, Tensor)}
+            told["input"] = {
+                n: None if x.grad is None else to_numpy(x.grad) for n, x in leaves.items() if x.requires_grad
+            }
+            if optimizer is not None:
+                optimizer(model.parameters()).step()
+                told["parameter"] = {name: to_numpy(p) for name, p in named.items()}
+            return told
+
+        return self._ask(pass_through)
+
+    def masks(self) -> list[Seen]:
+        """The dropout masks of one forward pass of each rank, in the mode in which the model was built."""
+
+        def forward(model: nn.Module, inputs: list[Any], kwargs: Any) -> Seen:
+            with torch.no_grad(), MaskWatch(model) as watch:
+                model(*inputs, **kwargs)
+            return watch.seen
+
+        return self._ask(forward, as_built=True)
+
+    def ask(self, question: Question) -> list[Any]:
+        """What `question(model, inputs, kwargs)` returns on each rank, without dropout."""
+        return self._ask(question)
+
+    def _ask(self, question: Question, as_built: bool = False) -> list[Any]:
+        def program(reference: nn.Module, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+            rank = this_rank()
+            with torch.enable_grad():
+                model = self.build(reference)
+                if not isinstance(model, nn.Module):
+                    raise SpecError(
+                        f"the function that makes a rank's model returned {type(model).__name__}; return the module"
+                    )
+                if not as_built:
+                    model.eval()
+                for name, (layout, noise) in self.changes.items():
+                    mine = self._named(model)[name]
+                    piece = torch.from_numpy(_piece(noise, layout))
+                    with torch.no_grad():
+                        mine[tuple(map(slice, piece.shape))] += piece.to(mine)
+                here = [
+                    _leaf(take(x, Layout(spec), rank.mesh, rank.rank) if spec.axis_names else x)
+                    for x, spec in zip(inputs, self.in_specs, strict=True)
+                ]
+                return question(model, here, kwargs)
+
+        where: dict[str, Any] = {} if self.on is None else {"on": self.on}
+        return run(program, self.mesh, self.reference, list(self.inputs), dict(self.kwargs), **where).per_rank
+
+    def _named(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        return {self.rename(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def own_loss(output: Any) -> Loss | None:
+    """The loss that an output brings along, or is."""
+    if isinstance(getattr(output, "loss", None), Tensor):
+        return lambda output: output.loss
+    return (lambda output: output) if isinstance(output, Tensor) and output.dim() == 0 else None
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """In a type that NumPy has, and in which nothing is lost."""
+    return x.detach().to("cpu", torch.float64, copy=True).numpy()
+
+
+def floats_in(output: Any, name: str = "output") -> dict[str, Tensor]:
+    """The floating-point tensors of an output, by name: the keys of a dict or a dataclass, the index in a tuple."""
+    if isinstance(output, Tensor):
+        return {name: output} if output.is_floating_point() else {}
+    if isinstance(output, Mapping):
+        pairs = [(str(key), value) for key, value in output.items()]
+    elif isinstance(output, tuple | list):
+        pairs = [(f"{name}[{index}]", value) for index, value in enumerate(output)]
+    else:
+        return {}
+    return {key: x for path, value in pairs for key, x in floats_in(value, path).items()}
+
+
+def _piece(whole: np.ndarray, layout: Layout) -> np.ndarray:
+    return np.ascontiguousarray(take(whole, layout, this_rank().mesh, this_rank().rank))
+
+
+def _leaf(x: Any) -> Any:
+    """A copy of an input whose gradient can be asked for; what is no floating-point tensor stays what it is."""
+    return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
