@@ -508,6 +508,7 @@ def test_the_devices_of_several_processes():
         import sys
         import tplab.jax as lab
         from tplab import Mesh, P
+        from tplab.errors import MeshError
         import jax, numpy as np
         jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
         x = np.arange(8, dtype=np.float32)
@@ -517,7 +518,7 @@ def test_the_devices_of_several_processes():
         print(pieces, out.trace.bytes_sent(), out.value.shape)
         try:
             lab.run(lambda: 1, Mesh(tp=3))
-        except lab.devices.MeshError as error:
+        except MeshError as error:
             print("2 processes, which cannot share them equally" in str(error))
     """
     with socket.socket() as free:

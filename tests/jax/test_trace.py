@@ -30,7 +30,7 @@ def events(trace, **wanted) -> list[Any]:
 
 def line_here(offset):
     """This file and the line `offset` lines below the caller's, as a trace names it."""
-    return f"test_jax_trace.py:{inspect.stack()[1].lineno + offset}"
+    return f"test_trace.py:{inspect.stack()[1].lineno + offset}"
 
 
 # ------------------------------------------------------------------------------------------------------ what is there
@@ -221,7 +221,7 @@ def test_a_loop_that_does_not_end_is_an_error_of_the_trace():
     def program(x):
         return jax.lax.while_loop(lambda c: c[0] < 20_000, lambda c: (c[0] + 1, c[1]), (0, x))[1]
 
-    with pytest.raises(TraceError, match=r"while_loop at test_jax_trace.py:\d+ has run 10,000 times"):
+    with pytest.raises(TraceError, match=r"while_loop at test_trace.py:\d+ has run 10,000 times"):
         _ = run(program, TP2, np.ones(2)).trace
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tplab import Mesh, P
-from tplab.cost.cluster import Chip, Cluster, Link
+from tplab.cost import Chip, Cluster, Link
 from tplab.torch import (
     Result,
     all_gather,
@@ -24,6 +24,7 @@ from tplab.torch import (
     run,
     start,
 )
+from tplab.trace import critical_path
 
 # Figures that floating point holds exactly. An operation takes 1/4 + max(flops / 64, bytes / 32) s, in float64
 # 1/4 + max(flops / 16, bytes / 32); a message 2 + bytes / 16 s, between nodes of two ranks 8 + bytes / 4 s.
@@ -360,7 +361,7 @@ def test_the_slowest_rank_sets_the_pace_of_a_ring():
     assert ends[1] == 3 * 6.25 + 6.0  # what it gets is there before it has computed
     assert ends[2] == 2 * 6.25 + 6.0 + 6.0  # waits for rank 1's second message
     assert out.trace.makespan == max(ends)
-    assert out.trace.critical_path()[-1].end == out.trace.makespan
+    assert critical_path(out.trace)[-1].end == out.trace.makespan
 
 
 def layer(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -428,7 +429,7 @@ def test_lines_are_each_ranks_own():
 
     first = program.__code__.co_firstlineno
     events = run(program, TWO).trace.select(kind="collective").events
-    assert [e.where for e in events] == [f"test_torch_clock.py:{first + 2}", f"test_torch_clock.py:{first + 4}"]
+    assert [e.where for e in events] == [f"test_clock.py:{first + 2}", f"test_clock.py:{first + 4}"]
 
 
 def test_a_group_of_one_sends_nothing_and_takes_no_time():

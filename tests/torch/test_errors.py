@@ -61,10 +61,10 @@ def failure(program: Callable, error: type[Exception], mesh: Mesh = FOUR, **opti
 
 
 def line(program: Callable, text: str) -> str:
-    """Where in this file the line of `program` is that holds `text`: "test_torch_errors.py:12"."""
+    """Where in this file the line of `program` is that holds `text`: "test_errors.py:12"."""
     lines, first = inspect.getsourcelines(program)
     (place,) = (place for place, code in enumerate(lines) if text in code)
-    return f"test_torch_errors.py:{first + place}"
+    return f"test_errors.py:{first + place}"
 
 
 # --- a rank that raises -----------------------------------------------------------------------------------------------

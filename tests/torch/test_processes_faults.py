@@ -50,7 +50,7 @@ def test_a_rank_that_raises(capsys):
             raise KeyError("lost my shard")
         all_reduce(torch.ones(3), "tp")
 
-    error = fails(program, Mesh(tp=3), RankError, r"rank 2 raised KeyError at test_torch_\S+.py:\d+: 'lost my shard'")
+    error = fails(program, Mesh(tp=3), RankError, r"rank 2 raised KeyError at test_\S+.py:\d+: 'lost my shard'")
     assert error.rank == 2 and isinstance(error.__cause__, KeyError)
     (note,) = error.__cause__.__notes__
     assert "Traceback of rank 2" in note and 'raise KeyError("lost my shard")' in note and "in program" in note
@@ -74,7 +74,7 @@ def test_an_error_of_ours_comes_as_itself():
     error = fails(lambda: all_reduce(torch.ones(1), "tp") and all_gather(torch.ones(()), "tp"), Mesh(tp=2), ShapeError)
     same = fails(lambda: all_gather(torch.ones(()), "tp"), Mesh(tp=2), ShapeError, on="simulated")
     assert str(error) == str(same)
-    assert any(note.startswith("on rank 0 {'tp': 0} at test_torch_processes_faults.py:") for note in error.__notes__)
+    assert any(note.startswith("on rank 0 {'tp': 0} at test_processes_faults.py:") for note in error.__notes__)
 
 
 def test_arguments_and_results_that_do_not_fit():
@@ -118,7 +118,7 @@ def test_collectives_that_do_not_match(program):
     lines = str(error).splitlines()
     assert len([line for line in lines if line.startswith("  rank ")]) == 2
     assert lines[0] == str(same).splitlines()[0] and lines[-1] == str(same).splitlines()[-1]
-    assert "test_torch_processes_faults.py:" in str(error)
+    assert "test_processes_faults.py:" in str(error)
 
 
 def early():
@@ -149,7 +149,7 @@ SQUARE = Mesh(dp=2, tp=2)
 def test_deadlocks(program, mesh):
     error = fails(by_value(program), mesh, DeadlockError, "no rank can go on")
     assert str(error) == str(fails(program, mesh, DeadlockError, on="simulated"))
-    assert "at test_torch_processes_faults.py:" in str(error)
+    assert "at test_processes_faults.py:" in str(error)
 
 
 def test_a_message_that_nobody_takes():

@@ -21,7 +21,7 @@ def places(trace: Trace, kind: str) -> set[str]:
 
 
 def here(program: Callable, offset: int) -> str:
-    return f"test_torch_where.py:{program.__code__.co_firstlineno + offset}"
+    return f"test_where.py:{program.__code__.co_firstlineno + offset}"
 
 
 def test_the_programs_own_line_whatever_calls_lie_between():
