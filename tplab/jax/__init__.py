@@ -4,7 +4,7 @@ Importing it settles how many CPU devices JAX will simulate (16; `prepare` for m
 """
 
 from tplab.jax.ranks.devices import prepare  # first: it settles what JAX cannot change later  # isort: skip
-from tplab.jax.checking.comparison import check_parallel
+from tplab.jax.checking.check_parallel import check_parallel
 from tplab.jax.comm.collectives import (
     Handle,
     all_gather,

@@ -5,7 +5,7 @@ from tplab.models.gpt import GPTConfig, gpt_specs
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 from tplab.pipeline.microbatches import split_batch
 from tplab.rings import async_weight, blocking_weight
-from tplab.torch.checking.comparison import check_parallel
+from tplab.torch.checking.check_parallel import check_parallel
 from tplab.torch.comm.collectives import (
     Handle,
     all_gather,
