@@ -175,6 +175,8 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
     if len(group) != schedule.num_ranks:
         raise ScheduleError(f"the trace has {len(group)} ranks along {axis!r}, and the schedule {schedule.num_ranks}")
     start, end, busy = (np.zeros(len(schedule)) for _ in range(3))
+    if not len(schedule):
+        raise ScheduleError("the schedule has no actions, so there are no times to compare")
     num_batches = 0
     for rank, row in enumerate(schedule.by_rank()):
         runs = list(_batches(row, trace, group[rank]))

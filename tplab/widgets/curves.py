@@ -13,6 +13,7 @@ from PIL import Image
 
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT
+from tplab.widgets.paper.pen import Pen, one_line
 from tplab.widgets.paper.units import bytes_text, time_text
 
 Numbers = Sequence[float] | np.ndarray
@@ -38,8 +39,6 @@ class Curves(Card):
 
     def picture(self) -> bytes:
         """The card as PNG, a dot a pixel."""
-        from tplab.widgets.paper.pen import Pen
-
         pen = Pen(WIDTH + 2 * MARGIN, HEIGHT + 92)
         pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
         x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
@@ -73,9 +72,12 @@ def curves(
     dots        panel title -> (bytes, seconds) of runs
     crossings   panel title -> a size in bytes to mark on the first curve
     """
+    if not len(nbytes):
+        raise ValueError("there are no sizes to draw over; give at least one in nbytes")
     figure, axes = figure_of(panels, "bytes of the tensor")
+    drawn = [value for lines in (*panels.values(), floor or {}) for seconds in lines.values() for value in seconds]
     for ax, (name, lines) in zip(axes, panels.items()):
-        _dress(ax, nbytes)
+        _dress(ax, nbytes, drawn)
         if floor:
             ax.fill_between(nbytes, floor[name], 1e-9, color=SOFT, lw=0, zorder=1)
             ax.plot(nbytes, floor[name], color=LINE, lw=1, zorder=1)
@@ -86,8 +88,6 @@ def curves(
             ax.plot(*zip(*dots[name]), "o", ms=5.5, mfc=PAPER, mec=INK, mew=1.3, label="runs", zorder=4)
         if crossings:
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
-    drawn = [value for lines in (*panels.values(), floor or {}) for seconds in lines.values() for value in seconds]
-    axes[0].set_ylim(min(drawn) / 1.6, max(drawn) * 1.6)
     explain(figure, axes[0])
     return Curves(title, about, sentence, figure)
 
@@ -97,11 +97,13 @@ def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # slow to import, and not pyplot: nothing to close, no backend to choose
 
     titles = list(panels)
+    if not titles:
+        raise ValueError("there are no panels to draw; give at least one, as {'a title': {'a line': ...}}")
     figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), layout="constrained")
     axes = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     for ax, title in zip(axes, titles):
-        ax.set_title(title, loc="left", fontsize=9.5, fontweight="bold", color=INK)
-        ax.set_xlabel(along, color=DIM, fontsize=9)
+        ax.set_title(one_line(title), loc="left", fontsize=9.5, fontweight="bold", color=INK, parse_math=False)
+        ax.set_xlabel(one_line(along), color=DIM, fontsize=9, parse_math=False)
         ax.set(facecolor="none")
         ax.tick_params(which="both", colors=DIM, labelsize=9, length=0, pad=6)
         ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
@@ -110,19 +112,28 @@ def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
 
 def explain(figure: Any, ax: Any) -> None:
     """The legend, below: what the lines of one panel are, each name once."""
-    handles = dict(zip(*reversed(ax.get_legend_handles_labels())))
-    figure.legend(
+    handles = {one_line(name): handle for handle, name in zip(*ax.get_legend_handles_labels())}
+    legend = figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK, fontsize=9
     )
+    for text in legend.get_texts():  # a name is no formula, whatever dollars are in it
+        text.set_parse_math(False)
 
 
-def _dress(ax: Any, nbytes: Numbers) -> None:
+def _dress(ax: Any, nbytes: Numbers, seconds: Sequence[float]) -> None:
     ax.set_xscale("log", base=2)
-    ax.set(yscale="log", xlim=(nbytes[0], nbytes[-1]))
+    xlim = (nbytes[0], nbytes[-1]) if 0 < nbytes[0] < nbytes[-1] else _around(nbytes)
+    ax.set(yscale="log", xlim=xlim, ylim=_around(seconds))
     ax.set_xticks([2.0**power for power in range(5, 60, 5) if nbytes[0] <= 2.0**power <= nbytes[-1]])
     ax.xaxis.set_major_formatter(lambda value, place: bytes_text(value))
     ax.yaxis.set_major_formatter(lambda value, place: time_text(value, "s"))
     ax.grid(which="major", color=LINE, lw=0.6, zorder=0)
+
+
+def _around(amounts: Iterable[float]) -> tuple[float, float]:
+    """A little less than the least and a little more than the most; a logarithmic axis has no place for 0."""
+    positive = [amount for amount in amounts if amount > 0]
+    return min(positive, default=1e-6) / 1.6, max(positive, default=1e-6) * 1.6
 
 
 def _mark(ax: Any, size: float, nbytes: Numbers, seconds: Numbers) -> None:

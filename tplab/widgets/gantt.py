@@ -71,10 +71,11 @@ def moments(runs: Sequence[Run]) -> np.ndarray:
     too many, so many at equal distances."""
     ends = np.concatenate([run.end - run.start.min(initial=0.0) for run in runs])
     rounded = np.unique(np.round(ends, 9))
-    last = float(rounded[-1]) if len(rounded) else 1.0
+    last = float(rounded[-1]) if len(rounded) else 0.0
     if len(rounded) > MAX_STEPS:
         return np.linspace(0.0, last, MAX_STEPS + 1)
-    return np.concatenate([[0.0], rounded[rounded > 0]])
+    rounded = rounded[rounded > 0]
+    return np.concatenate([[0.0], rounded if len(rounded) else [last]])
 
 
 def board(runs: Sequence[Run], limit: float | None) -> bytes:

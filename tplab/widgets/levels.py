@@ -42,7 +42,7 @@ def levels(
         _dress(ax, step)
         for index, (label, (x, y)) in enumerate(lines.items()):
             looks = {"color": HUES[index % 8], "lw": 2, "ms": 6, "mfc": PAPER, "mew": 1.6, "label": label}
-            if stairs:  # a mark where it is first at its highest
+            if stairs and len(y):  # a mark where it is first at its highest
                 top = int(np.argmax(y))
                 ax.plot(x, y, color=HUES[index % 8], lw=2, ds="steps-post", zorder=3)
                 ax.plot(x[top], y[top], marker=MARKS[index % 4], zorder=5, **looks)

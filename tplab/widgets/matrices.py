@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Matrices(Card):
         self.grids = [_grid(panel) for panel in panels]
         sizes = [grid.numbers[np.isfinite(grid.numbers)] for grid in self.grids]
         self.largest = max((float(np.abs(size).max(initial=0)) for size in sizes), default=0.0)
-        shapes = ", ".join(f"{panel.title} {list(np.shape(panel.array))}" for panel in panels)
+        shapes = ", ".join(f"{panel.title} {list(np.shape(panel.array))}" for panel in panels) or "no matrices"
         self.sentence = "\n".join(filter(None, (title, text))) if text else ": ".join(filter(None, (title, shapes)))
         super().__init__(content={"title": title, "text": text, "panels": [self._panel(grid) for grid in self.grids]})
 
@@ -131,7 +132,7 @@ def number_text(number: float) -> str:
 
 def _grid(panel: Panel) -> _Grid:
     array = np.asarray(panel.array, float)
-    flat = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+    flat = array.reshape(math.prod(array.shape[:-1]), array.shape[-1] if array.ndim else 1)
     wrong = np.zeros(flat.shape, bool) if panel.wrong is None else np.asarray(panel.wrong, bool).reshape(flat.shape)
     cut = (slice(MAX_ROWS), slice(MAX_COLUMNS))
     numbers = flat[cut]

@@ -83,10 +83,8 @@ def drawing(tensor: Tensor, mesh: Mesh, x: float, y: float, pixels: tuple[float,
         face = tuple(key[dim] for dim in (down, across) if dim is not None and key)
         places.setdefault(face, []).append(key)
     for face, keys in places.items():
-        size = tensor.shape
-        y0, y1 = ((part / max(size[down], 1)) for part in face[0]) if across is not None else (0.0, 1.0)
-        wide = face[-1] if face else (0, 1)
-        x0, x1 = (part / max(size[across if across is not None else down] if size else 1, 1) for part in wide)
+        y0, y1 = _share(face[0], tensor.shape[down]) if across is not None else (0.0, 1.0)
+        x0, x1 = _share(face[-1], tensor.shape[down if across is None else across]) if face else (0.0, 1.0)
         for place, key in enumerate(keys):
             strip = (y1 - y0) / len(keys)
             box = (x0 * width, (y0 + place * strip) * height, (x1 - x0) * width, strip * height)
@@ -95,12 +93,18 @@ def drawing(tensor: Tensor, mesh: Mesh, x: float, y: float, pixels: tuple[float,
     lines = (1, 1)
     if tensor.shape:
         lines = (1, tensor.shape[down]) if across is None else (tensor.shape[down], tensor.shape[across])
+        lines = max(lines[0], 1), max(lines[1], 1)
     few = max(lines) <= 16 and min(width / lines[1], height / lines[0]) >= 7
     captions = [_caption(tensor, dim, mesh) for dim in range(len(tensor.shape))]
     top = captions[across if across is not None else down] if above and captions else ""
     left = captions[down] if beside and across is not None else ""
     name = f"{tensor.name} {list(tensor.shape)}"
     return Drawing(name, x, y, width, height, top, left, pieces, bool(summed), lines if few else (1, 1))
+
+
+def _share(part: tuple[int, int], size: int) -> tuple[float, float]:
+    """Where a slice of a dim begins and ends, 0 to 1. A dim of size 0 is drawn like one of size 1."""
+    return (part[0] / size, part[1] / size) if size else (0.0, 1.0)
 
 
 def _caption(tensor: Tensor, dim: int, mesh: Mesh) -> str:

@@ -89,7 +89,7 @@ def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit
     begin = float(run.start.min(initial=0.0))
 
     def at(time: float) -> float:
-        return left + width * (time - begin) / end
+        return left + (width * (time - begin) / end if end else 0.0)
 
     slots = max(1, int(schedule.slot.max(initial=0)))
     for rank in range(schedule.num_ranks):

@@ -7,6 +7,7 @@ the one that matplotlib carries with it; matplotlib itself is not imported, whic
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -109,13 +110,18 @@ class Pen:
 
         mono: in letters of one width, which tell I from 1.
         """
-        font = _font(size, bold, mono)
+        font, text = _font(size, bold, mono), one_line(text)
         self._draw.text((x * _SCALE, y * _SCALE), text, font=font, fill=fill, anchor=anchor)
         return font.getlength(text) / _SCALE
 
 
 def text_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
-    return _font(size, bold, mono).getlength(text) / _SCALE
+    return _font(size, bold, mono).getlength(one_line(text)) / _SCALE
+
+
+def one_line(text: str) -> str:
+    """The text with a blank for each line end, tab and other character that no font draws; XML does not allow some."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text)
 
 
 def on_curve(curve: Sequence[float], u: float) -> tuple[float, float]:

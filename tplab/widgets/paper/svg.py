@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tplab.widgets.paper.palette import INK, PAPER
-from tplab.widgets.paper.pen import Colour, text_width
+from tplab.widgets.paper.pen import Colour, one_line, text_width
 
 _ANCHOR = {"l": "start", "m": "middle", "r": "end"}
 
@@ -55,7 +55,7 @@ class SvgPen:
         face += ' font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"' if mono else ""
         self._parts.append(
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}"{face} fill="{_colour(fill)}" '
-            f'text-anchor="{_ANCHOR[anchor[0]]}" dominant-baseline="central">{escape(text)}</text>'
+            f'text-anchor="{_ANCHOR[anchor[0]]}" dominant-baseline="central">{escape(one_line(text))}</text>'
         )
         return text_width(text, size, bold, mono)
 

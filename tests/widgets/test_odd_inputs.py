@@ -1,0 +1,89 @@
+"""Every widget has a picture, whatever its title and names hold, and also where there is no time, no size, nothing."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from tplab import Mesh, P
+from tplab.errors import ScheduleError
+from tplab.schedules import Costs, Schedule, gpipe, simulate
+from tplab.trace import Recorder
+from tplab.widgets import Bars, Row, animate, curves, gantt, knob, levels, matrices, shards, timeline
+
+ONCE = simulate(gpipe(2, 2))
+NO_TIME = simulate(gpipe(2, 2), Costs(0, 0, 0))
+NOTHING = simulate(Schedule([[], []]))
+
+WITHOUT_TIME_OR_SIZE = {
+    "gantt of no time": lambda: gantt(NO_TIME),
+    "gantt of nothing": lambda: gantt(NOTHING, memory_limit=1),
+    "gantt of nothing beside something": lambda: gantt(NOTHING, ONCE),
+    "animate no time": lambda: animate(NO_TIME.trace),
+    "animate nothing": lambda: animate(NOTHING.trace),
+    "timeline of no time": lambda: timeline(NO_TIME.trace),
+    "timeline of nothing": lambda: timeline(NOTHING.trace),
+    "timeline of no time over a prediction of none": lambda: timeline(NO_TIME.trace, NO_TIME),
+    "timeline of some time over a prediction of none": lambda: timeline(ONCE.trace, NO_TIME),
+    "shards of no rows": lambda: shards(Mesh(tp=2), (0, 4), P("tp")),
+    "shards of no columns": lambda: shards(Mesh(tp=2), (4, 0), P("tp")),
+    "shards of an empty vector": lambda: shards(Mesh(tp=2), (0,), P("tp")),
+    "shards of an empty dim that is not drawn": lambda: shards(Mesh(tp=2), (0, 4, 4), P(None, "tp")),
+    "shards of a product of nothing": lambda: shards(Mesh(tp=2), x=((2, 0), P(None, "tp")), w=((0, 4), P("tp"))),
+    "matrices, none": lambda: matrices({}),
+    "matrices without rows": lambda: matrices({"a": np.zeros((0, 3))}),
+    "matrices without columns": lambda: matrices({"a": np.zeros((3, 0))}),
+    "an empty vector": lambda: matrices({"a": np.zeros(0)}),
+    "knob at zero": lambda: knob("t", "c", {1: Bars([Row("a", {"x": 0.0})], "s")}),
+    "knob without parts": lambda: knob("t", "c", {1: Bars([Row("a", {})], "s")}),
+    "levels of nothing held": lambda: levels({"p": {"l": ([0, 1], [0, 0])}}, title="t", sentence="s", along="x"),
+    "levels without points": lambda: levels({"p": {"l": ([], [])}}, title="t", sentence="s", along="x", stairs=True),
+    "curves at zero": lambda: curves([1, 2], {"p": {"l": [0, 0]}}, title="t", sentence="s"),
+    "curves of one size, zero": lambda: curves([0], {"p": {"l": [1e-6]}}, title="t", sentence="s"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TIME_OR_SIZE)
+def test_there_is_a_picture_without_time_or_size(name: str):
+    card = WITHOUT_TIME_OR_SIZE[name]()
+    assert card.picture().startswith(b"\x89PNG")
+    assert card.sentence
+
+
+def titled(text: str) -> dict:
+    """Every widget, with this text wherever it takes one."""
+    run = simulate(gpipe(2, 2).named(text))
+    recorder = Recorder(Mesh(tp=2), text, "torch")
+    recorder.add(0, "compute", text, 0, 1, where=text)
+    trace = recorder.trace(unit="steps")
+    return {
+        "matrices": matrices({text: np.eye(2)}, title=text),
+        "knob": knob(text, text, {text: Bars([Row(text, {text: 1.0}, text)], text)}, about=text, unit=text),
+        "levels": levels({text: {text: ([0, 1], [1, 2])}}, title=text, about=text, sentence=text, along=text),
+        "curves": curves([1, 2], {text: {text: [1e-6, 2e-6]}}, title=text, about=text, sentence=text),
+        "gantt": gantt(run, run),
+        "shards": shards(Mesh(tp=2), (4, 4), P("tp"), name=text),
+        "animate": animate(trace),
+        "timeline": timeline(trace),
+        "overlay": timeline(run.trace, run, step=2),
+    }
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "a\ttab", "a\0zero, a\x85line", "$x^$"])
+def test_titles_and_names_may_hold_anything(text: str):
+    for name, card in titled(text).items():
+        assert card.picture().startswith(b"\x89PNG"), name
+    ElementTree.fromstring(gantt(gpipe(2, 2).named(text)).to_svg())
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ScheduleError, match="the schedule has no actions"):
+        timeline(NOTHING.trace, NOTHING)
+    for draw in (lambda panels: levels(panels, title="t", sentence="s", along="x"),
+                 lambda panels: curves([1, 2], panels, title="t", sentence="s")):  # fmt: skip
+        with pytest.raises(ValueError, match="there are no panels to draw"):
+            draw({})
+    with pytest.raises(ValueError, match="there are no sizes to draw over"):
+        curves([], {"p": {}}, title="t", sentence="s")
