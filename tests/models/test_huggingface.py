@@ -176,10 +176,8 @@ def test_logits_loss_gradients_and_three_steps_are_those_of_the_unsharded_model(
 def test_check_parallel_passes_it_and_knows_its_layouts(name):
     make, plan_of = MODELS[name]
 
-    def program(model, whole, ids):
-        return check_parallel(parallelize(model, plan_of(model)), whole, ids, labels=ids)
-
-    report = run(program, Mesh(tp=4), make(), make(), IDS).per_rank[0]
+    model = lambda whole: parallelize(whole, plan_of(whole))  # noqa: E731
+    report = check_parallel(model, make(), inputs=(IDS,), kwargs={"labels": IDS}, mesh=Mesh(tp=4))
     assert report.ok, report
     if "gpt2" in name:
         assert report.of("transformer.h.0.attn.c_attn.weight").layout == "P(None, 'tp') in 3 parts"
@@ -237,23 +235,21 @@ def test_dropout_outside_of_the_attention_is_the_same_on_any_mesh():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_dropout_masks_agree_outside_and_differ_inside(attention):
-    def program(model, whole, ids):
-        return check_parallel(parallelize(model, gpt2_plan(model)).train(), whole, ids, labels=ids)
-
-    model = gpt2(dropout=0.3, attention=attention)
-    report = run(program, Mesh(tp=4), model, copy.deepcopy(model), IDS).per_rank[0]
+    model, options = gpt2(dropout=0.3, attention=attention), {"inputs": (IDS,), "kwargs": {"labels": IDS}}
+    right = lambda whole: parallelize(whole, gpt2_plan(whole)).train()  # noqa: E731
+    report = check_parallel(right, model, **options, mesh=Mesh(tp=4))
     assert report.ok, report
     assert (
         sum(row.kind == "dropout" for row in report.rows) == 1 + 2 * 3
     )  # of the embedding; attention, and after it, MLP
 
-    def without(model, whole, ids):
+    def without(model):
         parallelize(model, gpt2_plan(model))
         for block in model.transformer.h:
             block.mlp.dropout = nn.Dropout(0.3)
-        return check_parallel(model.train(), whole, ids, labels=ids)
+        return model.train()
 
-    (wrong,) = run(without, Mesh(tp=2), model, copy.deepcopy(model), IDS).per_rank[0].wrong
+    (wrong,) = check_parallel(without, model, **options, mesh=Mesh(tp=2)).wrong
     assert wrong.name == "transformer.h.0.mlp.dropout" and "different dropout" in wrong.words
 
 
@@ -265,6 +261,24 @@ def test_data_parallel_ranks_drop_other_elements():
     model = gpt2(dropout=0.3, attn_pdrop=0.0)
     a, b, c, d = run(program, Mesh(dp=2, tp=2), model, IDS).per_rank
     assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_in_eval_mode_stays_so_and_drops_nothing(attention):
+    """Each module keeps its own mode: here the first block alone trains, as in fine-tuning with frozen blocks."""
+    model = gpt2(dropout=0.3, attention=attention).eval()
+    want = model(IDS).logits.detach()
+
+    def program(model, ids):
+        parallelize(model, gpt2_plan(model))
+        return model(ids).logits, {name: module.training for name, module in model.named_modules()}
+
+    for logits, training in run(program, Mesh(tp=2), model, IDS).per_rank:
+        close(logits, want, "logits")
+        assert not any(training.values())
+    model.transformer.h[0].train()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert run(program, Mesh(tp=2), model, IDS).per_rank[0][1] == modes
 
 
 # --- generation, and where it runs ------------------------------------------------------------------------------------
@@ -393,6 +407,22 @@ def test_the_whole_state_comes_back_bit_for_bit(name):
         assert all(torch.equal(value, state[n]) for n, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_whole_state_is_a_snapshot(num_ranks):
+    """Of every parameter, sharded or held by all: what an optimizer writes afterwards is not in it."""
+    model = llama("Qwen3")
+
+    def program(model):
+        before = whole_state(parallelize(model, llama_plan(model)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        return before
+
+    for state in run(program, Mesh(tp=num_ranks), model).per_rank:
+        assert all(torch.equal(value, state[n]) for n, value in model.state_dict().items())
+
+
 # --- a plan that cannot be right is refused ---------------------------------------------------------------------------
 
 BLOCK = "transformer.h.*."
@@ -413,6 +443,18 @@ REFUSED = {
     "tied and planned in two ways": ({"lm_head": "replicate"}, "have one weight.*'vocab' and as 'replicate'"),
     "words of a norm": ({"transformer.ln_f": "vocab"}, "for an nn.Embedding or a head .* it is LayerNorm"),
     "columns of an embedding": ({"transformer.wpe": "column"}, "for a linear layer; it is Embedding"),
+    "no parts": ({f"{BLOCK}attn.c_attn": FusedColumn(0)}, r"FusedColumn\(parts=0\) has no such parts"),
+    "a part below nothing": ({f"{BLOCK}attn.c_attn": FusedColumn((96, -24))}, "has no such parts: give how many"),
+    "a list as kind": ({"transformer.wpe": ["row"]}, r"planned as \['row'\]; it must be one of"),
+    "query, key and value of other sizes": (
+        {f"{BLOCK}attn.c_attn": FusedColumn((24, 12, 36))}, "c_attn gives 3 parts of 24, 12, 36 features.* takes 24",
+    ),
+    "the query last": (
+        {f"{BLOCK}attn.c_attn": FusedColumn((12, 36, 24))}, "c_attn gives 3 parts of 12, 36, 24 features.* takes 24",
+    ),
+    "another mask on each rank where all hold the same": (
+        {"transformer.drop": "local"}, "transformer.drop is planned as 'local', but there are no columns around it",
+    ),
 }  # fmt: skip
 
 
@@ -425,6 +467,125 @@ def test_a_wrong_plan_is_refused_with_the_reason(what):
 
     with pytest.raises(PlanError, match=f"(?s){reason}"):
         run(program, Mesh(tp=2), gpt2())
+
+
+MLP, ATTENTION = "model.layers.*.mlp.", "model.layers.*.self_attn."
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {f"{MLP}up_proj": FusedColumn(2)},
+        {f"{MLP}gate_proj": FusedColumn(2)},
+        {f"{MLP}up_proj": FusedColumn((12, 24))},
+        {f"{MLP}gate_proj": FusedColumn(2), f"{MLP}up_proj": FusedColumn(2)},
+        {f"{ATTENTION}q_proj": FusedColumn(2)},
+        {f"{ATTENTION}k_proj": FusedColumn(2)},
+        {f"{ATTENTION}v_proj": FusedColumn(4)},
+        {f"{ATTENTION}{name}_proj": FusedColumn(2) for name in "kv"},
+        {f"{ATTENTION}{name}_proj": FusedColumn(2) for name in "qkv"},
+    ],
+    ids=lambda change: ", ".join(f"{name.rpartition('.')[2]} {kind.parts}" for name, kind in change.items()),
+)
+@pytest.mark.parametrize("kv_heads", [12, 4])
+def test_layers_whose_outputs_meet_must_be_cut_alike(change, kv_heads):
+    """Up in two halves and gate in one piece would multiply features of different numbers."""
+    def program(model):
+        parallelize(model, {**llama_plan(model), **change})
+
+    with pytest.raises(PlanError, match=r"gives [24] parts of .* must be cut alike, in parts of (24|36) features"):
+        run(program, Mesh(tp=2), llama(kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_part_is_a_column(num_ranks):
+    def program(model, ids):
+        one = {f"{MLP}up_proj": FusedColumn(1), f"{ATTENTION}k_proj": FusedColumn((8,))}
+        return parallelize(model, {**llama_plan(model), **one})(ids).logits
+
+    model = llama(kv_heads=4)
+    for logits in run(program, Mesh(tp=num_ranks), model, IDS).per_rank:
+        close(logits, model(IDS).logits.detach(), "logits")
+
+
+class Fused(nn.Module):
+    """An attention of 6 query heads and 2 key and value heads in one weight, in this order."""
+
+    def __init__(self, scale=None, core=None):
+        super().__init__()
+        self.head_dim, self.num_heads = 2, 6
+        self.qkv, self.out = nn.Linear(12, 20), nn.Linear(12, 12)
+        self.scale, self.core = None if scale is None else nn.Parameter(torch.ones(scale)), core
+
+    def forward(self, x):
+        width = self.num_heads * self.head_dim
+        kv = (self.qkv(x).shape[-1] - width) // 2
+        parts = self.qkv(x).split([width, kv, kv], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_grouped_heads_in_one_weight():
+    plan, model, x = {"qkv": FusedColumn((12, 4, 4)), "out": "row"}, Fused(), torch.randn(2, 3, 12)
+    for y in run(lambda m: parallelize(m, plan)(x), Mesh(tp=2), model).per_rank:
+        close(y, model(x).detach(), tolerance=1e-5)  # float32
+    with pytest.raises(PlanError, match="qkv gives 3 parts of 4, 4, 12 features, and out takes 12"):
+        run(lambda m: parallelize(m, {**plan, "qkv": FusedColumn((4, 4, 12))}), Mesh(tp=2), model)
+
+
+@pytest.mark.parametrize(
+    "model, name",
+    [(Fused(()), ""), (Fused(1), ""), (Fused(2), ""), (Fused(core=nn.Sequential(nn.LayerNorm(2))), "core.0")],
+    ids=["a number", "one number", "one head", "a norm deeper in it"],
+)
+def test_a_weight_among_sharded_heads_that_is_not_named_as_a_norm_is_refused(model, name):
+    """Its gradient would be of this rank's heads only."""
+    plan = {"attention.qkv": FusedColumn((12, 4, 4)), "attention.out": "row"}
+    plan[f"attention.{name}" if name else "attention"] = "replicate"
+    whole = nn.ModuleDict({"attention": model})
+    with pytest.raises(PlanError, match=r"is among sharded activations.*only a norm of single heads"):
+        run(lambda m: parallelize(m, plan), Mesh(tp=2), whole)
+
+
+def test_a_weight_of_the_whole_width_beside_sharded_heads_is_a_copy():
+    """It can only meet what the row gives: it does not fit a rank's share of the heads."""
+    plan = {"attention.qkv": FusedColumn((12, 4, 4)), "attention.out": "row", "attention": "replicate"}
+    run(lambda m: parallelize(m, plan), Mesh(tp=2), nn.ModuleDict({"attention": Fused(12)}))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_row_before_its_column_is_refused_when_it_runs(num_ranks):
+    """Which of two layers comes first only their module's forward knows."""
+
+    def program(model, ids):
+        model = parallelize(model, {**gpt2_plan(model), f"{BLOCK}mlp.c_fc": "row", f"{BLOCK}mlp.c_proj": "column"})
+        return model(ids)
+
+    share = 24 // num_ranks
+    with pytest.raises(PlanError, match=rf"h\.0\.mlp\.c_fc is planned as a row, which takes this rank's {share} of 24"):
+        run(program, Mesh(tp=num_ranks), gpt2(), IDS)
+
+    def two_columns(model, x):
+        return parallelize(model, {"0": "column", "1": "column", "2": "row"})(x)
+
+    layers = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3)))
+    with pytest.raises(PlanError, match="1 is planned as a column, which takes all 12 features, and was given"):
+        run(two_columns, Mesh(tp=num_ranks), layers, torch.ones(1, 12))
+
+
+def test_a_plan_that_is_none():
+    for plan in ("column", None, [("lm_head", "vocab")]):
+        with pytest.raises(PlanError, match=f"the plan is of type {type(plan).__name__}; it must be a dict"):
+            run(lambda model, plan=plan: parallelize(model, plan), Mesh(tp=1), gpt2())
+    model = nn.ModuleDict({"words": nn.Embedding(6, 4, max_norm=1.0)})
+    with pytest.raises(PlanError, match="words is an embedding with max_norm or scale_grad_by_freq"):
+        run(lambda model: parallelize(model, {"words": "vocab"}), Mesh(tp=2), model)
+    two = nn.ModuleDict({"a": nn.Linear(4, 6), "b": nn.Linear(4, 6)})
+    for b, reason in ("vocab", "a, b are 2"), ("replicate", "has no loss"):
+        heads = {"a": "vocab", "b": b}
+        with pytest.raises(PlanError, match=f"gather_logits=False .*{reason}.*leave gather_logits=True"):
+            run(lambda model, heads=heads: parallelize(model, heads, gather_logits=False), Mesh(tp=2), two)
 
 
 def test_what_is_left_out_or_does_not_divide_is_refused():
@@ -460,25 +621,21 @@ def test_what_is_left_out_or_does_not_divide_is_refused():
 
 
 def test_a_plan_applied_wrongly_is_found():
-    def program(model, whole, ids):
-        parallelize(model, gpt2_plan(model))
-        mlp = model.transformer.h[1].mlp
-        mlp.c_fc.entrance = lambda x: x  # no copy_to
-        return check_parallel(model, whole, ids, labels=ids)
+    def model(whole):
+        parallelize(whole, gpt2_plan(whole))
+        whole.transformer.h[1].mlp.c_fc.entrance = lambda x: x  # no copy_to
+        return whole
 
-    report = run(program, Mesh(tp=2), gpt2(), gpt2(), IDS).per_rank[0]
+    report = check_parallel(model, gpt2(), inputs=(IDS,), kwargs={"labels": IDS}, mesh=Mesh(tp=2))
     assert report.of("loss").ok and report.of("transformer.h.1.ln_2.weight").mistake == "partial"
     assert "right down to transformer.h.1.mlp.c_fc" in report.notes[-1]
 
 
 def test_sharded_logits_can_be_checked_with_ones_own_loss():
-    def program(model, whole, ids):
-        parallelize(model, gpt2_plan(model), gather_logits=False)
-        return check_parallel(
-            model, whole, ids, loss=lambda out: vocab_parallel_cross_entropy(out.logits, ids, "tp", VOCABULARY),
-            reference_loss=lambda out: F.cross_entropy(out.logits.flatten(0, 1), ids.flatten()),
-            specs={"transformer.wte.weight": P("tp")},
-        )  # fmt: skip
-
-    report = run(program, Mesh(tp=3), gpt2(), gpt2(), IDS).per_rank[0]
+    report = check_parallel(
+        lambda whole: parallelize(whole, gpt2_plan(whole), gather_logits=False), gpt2(), inputs=(IDS,),
+        mesh=Mesh(tp=3), loss=lambda out: vocab_parallel_cross_entropy(out.logits, IDS, "tp", VOCABULARY),
+        reference_loss=lambda out: F.cross_entropy(out.logits.flatten(0, 1), IDS.flatten()),
+        specs={"transformer.wte.weight": P("tp")},
+    )  # fmt: skip
     assert report.ok and report.of("logits").layout == "P(None, None, 'tp')"

@@ -147,6 +147,56 @@ def test_torch_pieces_have_memory_of_their_own():
     assert not whole.any()
 
 
+def test_tied_weights_are_saved_under_both_names(fw, tmp_path):
+    whole = numbers(4, 3).astype(np.float32)
+    embedding = fw.array(whole)
+    tied = {"embedding": embedding, "half": embedding[2:], "turned": embedding.T, "head": embedding}
+    fw.lab.save_state(tied, tmp_path / "tied")
+    loaded = fw.lab.load_state(tmp_path / "tied")
+    want = {"embedding": whole, "half": whole[2:], "turned": whole.T, "head": whole}
+    assert loaded.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_array_equal(fw.numpy(loaded[name]), x)
+
+
+def test_pieces_that_cannot_be_joined_and_values_that_are_no_arrays(fw, tmp_path):
+    lab, mesh, specs = fw.lab, Mesh(tp=2), {"w": P("tp")}
+    a, b, c = (fw.array(np.ones(shape, np.float32)) for shape in ((4, 2), (4,), (3, 2)))
+    with pytest.raises(ShapeError, match=r"w is .*float32 \(4, 2\) on rank 0 and .*float32 \(4,\) on rank 1; pieces"):
+        lab.merge_state([{"w": a}, {"w": b}], specs, mesh)
+    with pytest.raises(ShapeError, match=r"P\(None, 'tp'\) joins along dim 1 may differ in the size of this dim only"):
+        lab.merge_state([{"w": a}, {"w": c}], {"w": P(None, "tp")}, mesh)
+    with pytest.raises(ShapeError, match=r"on rank 0 and .*int32 \(4, 2\) on rank 1"):
+        lab.merge_state([{"w": a}, {"w": fw.array(np.ones((4, 2), np.int32))}], specs, mesh)
+    with pytest.raises(SpecError, match=r"has 2 entries, and w, of shape \(4,\), has 1 dims"):
+        lab.merge_state([{"w": b}, {"w": b}], {"w": P(None, "tp")}, mesh)
+    assert lab.merge_state([{"w": a}, {"w": c}], specs, mesh)["w"].shape == (7, 2)
+    wrong = {"int": 3, "list": [a], "NoneType": None} | ({"dict": {"v": a}} if fw.name == "torch" else {})
+    for kind, value in wrong.items():
+        for call in (
+            lambda: lab.save_state({"w": value}, tmp_path / "no"),  # noqa: B023
+            lambda: lab.split_state({"w": value}, specs, mesh),  # noqa: B023
+            lambda: lab.merge_state([{"w": a}, {"w": value}], specs, mesh),  # noqa: B023
+        ):
+            with pytest.raises(SpecError, match=f"the state has a {kind} under 'w'; a state holds arrays"):
+                call()
+    assert not (tmp_path / "no").exists()
+
+
+def test_jax_names_are_those_of_one_array_each(tmp_path):
+    import jax.numpy as jnp
+
+    from tplab.jax import save_state, split_state
+
+    x = jnp.ones(2)
+    with pytest.raises(SpecError, match=r"two arrays named 'a\.b', one of them nested"):
+        save_state({"a": {"b": x}, "a.b": x}, tmp_path / "no")
+    with pytest.raises(SpecError, match="specs have a dict under 'a', where a state has none"):
+        split_state({"a": x}, {"a": {"b": P()}}, Mesh(tp=2))
+    with pytest.raises(SpecError, match="the state has a dict under 'a'"):
+        split_state({"a": {"b": x}}, {"a": P()}, Mesh(tp=2))
+
+
 def test_what_is_wrong_is_said(fw, tmp_path):
     lab, w = fw.lab, fw.array(np.ones((4, 2), np.float32))
     mesh, specs = Mesh(tp=2), {"w": P("tp")}
@@ -154,11 +204,11 @@ def test_what_is_wrong_is_said(fw, tmp_path):
         lab.split_state({"v": w}, specs, mesh)
     with pytest.raises(SpecError, match=r"only in specs: w"):
         lab.merge_state([{"w": w}, {}], specs, mesh)
-    with pytest.raises(ShapeError, match=r"Mesh\(tp=2\) has 2 ranks, and there are 1 states; give one a rank"):
+    with pytest.raises(ShapeError, match=r"Mesh\(tp=2\) has 2 ranks, and there are 1 states; give one per rank"):
         lab.merge_state([{"w": w}], specs, mesh)
     with pytest.raises(ShapeError, match=r"there are 3 states"):
         lab.save_shards([{"w": w}] * 3, mesh, tmp_path)
-    with pytest.raises(SpecError, match=r"has 3 entries, and the array \(4, 2\) has 2 dims"):
+    with pytest.raises(SpecError, match=r"has 3 entries, and w, of shape \(4, 2\), has 2 dims"):
         lab.split_state({"w": w}, {"w": P(None, None, "tp")}, mesh)
     with pytest.raises(ValueError, match="no axis 'pp'"):
         lab.split_state({"w": w}, {"w": P("pp")}, mesh)

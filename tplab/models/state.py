@@ -6,6 +6,7 @@ Splitting and joining move bits and change none, so a state that was split for o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def split_state(state: State, specs: State, mesh: Mesh) -> list[dict[str, Any]]:
     A dim that does not divide is cut into pieces of ceil(n / R), the last ones smaller, as a vocabulary is. NumPy's and
     torch's pieces are views of the whole. Raises SpecError where the names of state and specs differ.
     """
-    return [_each(state, specs, lambda whole, spec, rank=rank: _piece(whole, spec, mesh, rank)) for rank in mesh.ranks]
+    return [_each([state], specs, partial(_piece, mesh=mesh, rank=rank)) for rank in mesh.ranks]
 
 
 def merge_state(states: Sequence[State], specs: State, mesh: Mesh, join: Join) -> dict[str, Any]:
@@ -31,14 +32,23 @@ def merge_state(states: Sequence[State], specs: State, mesh: Mesh, join: Join) -
 
     join   puts pieces behind one another along a dim, as torch.cat and jnp.concatenate do
     """
-    check_one_a_rank(states, mesh)
-    return _merged(states, specs, mesh, join)
+    check_one_per_rank(states, mesh)
+    return _each(states, specs, partial(_whole, mesh=mesh, join=join))
 
 
-def check_one_a_rank(states: Sequence[State], mesh: Mesh) -> None:
+def check_one_per_rank(states: Sequence[State], mesh: Mesh) -> None:
     """Raise ShapeError where there are not as many states as ranks."""
     if len(states) != mesh.size:
-        raise ShapeError(f"{mesh} has {mesh.size} ranks, and there are {len(states)} states; give one a rank")
+        raise ShapeError(f"{mesh} has {mesh.size} ranks, and there are {len(states)} states; give one per rank")
+
+
+def check_array(name: str, value: Any) -> None:
+    """Raise SpecError where what a state has under a name is a number, a dict or the like."""
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise SpecError(
+            f"the state has a {type(value).__name__} under {name!r}; a state holds arrays: make an array of a number, "
+            "and join the names of nested dicts by dots"
+        )
 
 
 def shard_paths(folder: str | Path, num_ranks: int, must_exist: bool = False) -> list[Path]:
@@ -50,30 +60,64 @@ def shard_paths(folder: str | Path, num_ranks: int, must_exist: bool = False) ->
     return paths
 
 
-def _merged(states: Sequence[State], specs: State, mesh: Mesh, join: Join) -> dict[str, Any]:
+def _each(
+    states: Sequence[State], specs: State, change: Callable[[str, list[Any], P], Any], path: str = ""
+) -> dict[str, Any]:
+    """`change(name, values, spec)` of what the states have under each name, also in dicts within them."""
     for state in states:
         _check_names(state, specs)
-    return {
-        name: _merged([state[name] for state in states], spec, mesh, join) if isinstance(spec, Mapping)
-        else _whole([state[name] for state in states], spec, mesh, join)
-        for name, spec in specs.items()
-    }  # fmt: skip
+    made = {}
+    for key in states[0]:
+        name, spec, values = path + key, specs[key], [state[key] for state in states]
+        if isinstance(spec, Mapping) and all(isinstance(value, Mapping) for value in values):
+            made[key] = _each(values, spec, change, f"{name}.")
+        elif isinstance(spec, Mapping):
+            raise SpecError(f"specs have a dict under {name!r}, where a state has none; give a P")
+        else:
+            for value in values:
+                check_array(name, value)
+            made[key] = change(name, values, spec)
+    return made
 
 
-def _whole(pieces: list[Any], spec: P, mesh: Mesh, join: Join) -> Any:
+def _whole(name: str, pieces: list[Any], spec: P, mesh: Mesh, join: Join) -> Any:
     """Joined along one dim after the other, the pieces of the ranks at position 0 of the other axes."""
     held = dict(enumerate(pieces))
     for dim, entry in enumerate(spec):
         if entry is not None:
             firsts = [rank for rank in held if mesh.index(rank, entry) == 0]
-            held = {first: join([held[rank] for rank in mesh.group(first, entry)], dim) for first in firsts}
+            groups = {first: mesh.group(first, entry) for first in firsts}
+            for group in groups.values():
+                _check_joinable(name, {rank: held[rank] for rank in group}, spec, dim)
+            held = {first: join([held[rank] for rank in group], dim) for first, group in groups.items()}
     return held[0]
 
 
-def _piece(whole: Any, spec: P, mesh: Mesh, rank: int) -> Any:
-    if len(spec) > len(whole.shape):
-        shape = tuple(whole.shape)
-        raise SpecError(f"{spec} has {len(spec)} entries, and the array {shape} has {len(shape)} dims; give one a dim")
+def _check_joinable(name: str, pieces: Mapping[int, Any], spec: P, dim: int) -> None:
+    """Pieces that are joined along a dim have the same number of dims, dtype, and size of every other dim."""
+    (first, piece), *others = pieces.items()
+    _check_dims(name, piece, spec)
+    for rank, other in others:
+        shapes = [tuple(x.shape) for x in (piece, other)]
+        rest = [(len(shape), shape[:dim] + shape[dim + 1 :]) for shape in shapes]
+        if rest[0] != rest[1] or piece.dtype != other.dtype:
+            raise ShapeError(
+                f"{name} is {piece.dtype} {shapes[0]} on rank {first} and {other.dtype} {shapes[1]} on rank {rank}; "
+                f"pieces that {spec} joins along dim {dim} may differ in the size of this dim only"
+            )
+
+
+def _check_dims(name: str, array: Any, spec: P) -> None:
+    if len(spec) > len(array.shape):
+        raise SpecError(
+            f"{spec} has {len(spec)} entries, and {name}, of shape {tuple(array.shape)}, has {len(array.shape)} dims; "
+            "give at most one entry per dim"
+        )
+
+
+def _piece(name: str, values: list[Any], spec: P, mesh: Mesh, rank: int) -> Any:
+    (whole,) = values
+    _check_dims(name, whole, spec)
     slices = []
     for dim, entry in enumerate(spec):
         if entry is None:
@@ -82,14 +126,6 @@ def _piece(whole: Any, spec: P, mesh: Mesh, rank: int) -> Any:
             piece = cut(whole.shape[dim], mesh.axis_size(entry), "ceil")[mesh.index(rank, entry)]
             slices.append(slice(piece.start, piece.stop))
     return whole[(*slices, ...)]
-
-
-def _each(state: State, specs: State, change: Callable[[Any, P], Any]) -> dict[str, Any]:
-    _check_names(state, specs)
-    return {
-        name: _each(value, specs[name], change) if isinstance(value, Mapping) else change(value, specs[name])
-        for name, value in state.items()
-    }
 
 
 def _check_names(state: State, specs: State) -> None:

@@ -1,8 +1,8 @@
-"""The state of a model, whole and one piece a rank; written to files and read from them, for any mesh.
+"""The state of a model, whole and one piece per rank; written to files and read from them, for any mesh.
 
-The files are safetensors: the whole state in one, or one file a rank. These can be read for another mesh: what 4 ranks
-have saved goes on on 2. Bits are moved, and none is changed. Names in files are joined by dots, as torch's are, so that
-either framework reads what the other has written.
+The files are safetensors: the whole state in one, or one file per rank. Files can be read for another mesh: what 4
+ranks have saved, 2 ranks can load. Bits are moved, and none is changed. Names in files are joined by dots, as torch's
+are, so that either framework reads what the other has written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tplab.errors import SpecError
 from tplab.jax.layers.parameters import Params, nested
 from tplab.mesh import Mesh
 from tplab.models import state as pure
@@ -33,14 +34,14 @@ def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
 def merge_state(states: Sequence[State], specs: State, mesh: Mesh) -> Params:
     """The whole parameters of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
 
-    states   one a rank, as run(...).per_rank gives them. Of copies the lowest rank's is taken
+    states   one per rank, as run(...).per_rank gives them. Of copies the lowest rank's is taken
     Raises ShapeError where there are not as many states as ranks, SpecError where names differ.
     """
     return pure.merge_state(states, specs, mesh, jnp.concatenate)
 
 
 def save_state(state: State, path: str | Path) -> None:
-    """Write a state to one safetensors file."""
+    """Write a state to one safetensors file. Raises SpecError for what is not an array."""
     from safetensors.flax import save_file
 
     save_file({name: jnp.asarray(x) for name, x in _flat(state).items()}, str(path))
@@ -55,7 +56,7 @@ def load_state(path: str | Path) -> Params:
 
 def save_shards(states: Sequence[State], mesh: Mesh, folder: str | Path) -> None:
     """Write the states of the ranks of `mesh` to one file each: rank-0-of-4.safetensors, ..."""
-    pure.check_one_a_rank(states, mesh)
+    pure.check_one_per_rank(states, mesh)
     Path(folder).mkdir(parents=True, exist_ok=True)
     for path, state in zip(pure.shard_paths(folder, mesh.size), states, strict=True):
         save_state(state, path)
@@ -71,5 +72,12 @@ def _flat(state: State, prefix: str = "") -> dict[str, Any]:
     """{"norm": {"weight": w}} -> {"norm.weight": w}"""
     found: dict[str, Any] = {}
     for name, value in state.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        if isinstance(value, Mapping):
+            inner = _flat(value, f"{prefix}{name}.")
+        else:
+            pure.check_array(prefix + name, value)
+            inner = {prefix + name: value}
+        if twice := found.keys() & inner.keys():
+            raise SpecError(f"the state has two arrays named {min(twice)!r}, one of them nested; rename one")
+        found |= inner
     return found

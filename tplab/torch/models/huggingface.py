@@ -53,6 +53,8 @@ def parallelize(
     """
     place = this_rank().place(axis)
     planned = bind(model, plan, len(place.group), place.label)
+    if not gather_logits:
+        _check_one_loss(model, [one.name for one in planned if one.kind == "vocab" and features_of(one.module)])
     shards: dict[int, nn.Parameter] = {}
 
     def cut(whole: Tensor, layout: Layout) -> nn.Parameter:
@@ -68,8 +70,9 @@ def parallelize(
         inside = [one for one in planned if one.parent == parent]
         _shard_children(model.get_submodule(parent), inside, axis, cut, gather_logits, heads)
     _share_dropout(model, {one.name for one in planned if one.kind == "local"}, data_axis)
-    if heads and not gather_logits:
-        _compute_loss_on_shards(model, heads, axis)
+    if not gather_logits:
+        for head in heads:
+            _compute_loss_on_shards(model, head, axis)
     del keep
     return model
 
@@ -77,17 +80,19 @@ def parallelize(
 @torch.no_grad()
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """The unsharded state of a model that `parallelize` has sharded, on every rank: names and values as before, bit for
-    bit. Called by all ranks; each piece is gathered, (R-1)/R of every sharded parameter is received."""
+    bit. It is a snapshot: a later optimizer step does not change it. Called by all ranks; (R-1)/R of every sharded
+    parameter is received."""
     rank = this_rank()
     layouts = known_layouts(model)
-    state = {name: value.detach() for name, value in model.state_dict().items()}
-    for name, piece in state.items():
-        layout = layouts.get(name, Layout())
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        layout, whole = layouts.get(name, Layout()), value.detach()
         for dim in layout.split_dims:
             group = rank.place(layout.spec[dim]).group
-            pieces = all_gather(piece.movedim(dim, 0), layout.spec[dim]).movedim(0, dim)
+            pieces = all_gather(whole.movedim(dim, 0), layout.spec[dim]).movedim(0, dim)
             order = [row for other in group for rows in _rows(layout, dim, pieces.shape[dim], other) for row in rows]
-            state[name] = torch.empty_like(pieces).index_copy_(dim, torch.tensor(order, device=pieces.device), pieces)
+            whole = torch.empty_like(pieces).index_copy_(dim, torch.tensor(order, device=pieces.device), pieces)
+        state[name] = whole if layout.split_dims else whole.clone()
     return state
 
 
@@ -107,8 +112,11 @@ class Column(nn.Module):
     x [..., D], the same on every rank   ->   y [..., F/R]: this rank's features, of each part
     """
 
-    def __init__(self, given: nn.Module, axis: Axis, parts: tuple[int, ...], cut: Cut, entrance: Entrance):
+    def __init__(
+        self, given: nn.Module, name: str, axis: Axis, parts: tuple[int, ...], cut: Cut, entrance: Entrance
+    ):
         super().__init__()
+        self.name = name
         self.in_features, self.out_features = features_of(given)  # type: ignore[misc]
         self.axis, self.parts, self.is_transposed, self.entrance = axis, parts, is_conv1d(given), entrance
         self.weight = cut(given.weight, self.layouts()["weight"])  # type: ignore[arg-type]
@@ -120,6 +128,11 @@ class Column(nn.Module):
         return {"weight": Layout(spec, self.parts), "bias": Layout(P(self.axis), self.parts)}
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise PlanError(
+                f"{self.name} is planned as a column, which takes all {self.in_features} features, and was given "
+                f"{x.shape[-1]}; plan the layer before it, whose output it takes, so that it gives them all"
+            )
         return F.linear(self.entrance(x), self.weight.T if self.is_transposed else self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -134,8 +147,9 @@ class Row(nn.Module):
     x [..., F/R], this rank's features   ->   y [..., D], the same on every rank; the bias is added once, after the sum
     """
 
-    def __init__(self, given: nn.Module, axis: Axis, cut: Cut):
+    def __init__(self, given: nn.Module, name: str, axis: Axis, cut: Cut):
         super().__init__()
+        self.name = name
         self.in_features, self.out_features = features_of(given)  # type: ignore[misc]
         self.axis, self.is_transposed = axis, is_conv1d(given)
         self.weight = cut(given.weight, self.layouts()["weight"])  # type: ignore[arg-type]
@@ -146,6 +160,12 @@ class Row(nn.Module):
         return {"weight": Layout(P(self.axis) if self.is_transposed else P(None, self.axis)), "bias": Layout()}
 
     def forward(self, x: Tensor) -> Tensor:
+        taken = self.weight.shape[0 if self.is_transposed else 1]
+        if x.shape[-1] != taken:
+            raise PlanError(
+                f"{self.name} is planned as a row, which takes this rank's {taken} of {self.in_features} features, and "
+                f"was given {x.shape[-1]}; a row takes what columns give: plan the layers before it as 'column'"
+            )
         y = all_reduce(F.linear(x, self.weight.T if self.is_transposed else self.weight), self.axis)
         return y if self.bias is None else y + self.bias
 
@@ -254,15 +274,14 @@ def _shard_children(
     for one in inside:
         child = one.name.rpartition(".")[2]
         if one.kind == "column":
-            setattr(parent, child, Column(one.module, axis, one.parts, cut, entrance))
+            _replace(parent, child, Column(one.module, one.name, axis, one.parts, cut, entrance))
         elif one.kind == "row":
-            setattr(parent, child, Row(one.module, axis, cut))
+            _replace(parent, child, Row(one.module, one.name, axis, cut))
         elif one.kind == "vocab" and isinstance(one.module, nn.Embedding):
-            setattr(parent, child, VocabEmbedding(one.module, axis, cut))
+            _replace(parent, child, VocabEmbedding(one.module, axis, cut))
         elif one.kind == "vocab":
-            head = VocabHead(one.module, axis, cut, gather)  # type: ignore[arg-type]
-            setattr(parent, child, head)
-            heads.append(head)
+            heads.append(VocabHead(one.module, axis, cut, gather))  # type: ignore[arg-type]
+            _replace(parent, child, heads[-1])
         elif columns and one.kind == "replicate":  # a norm of single heads: each rank uses it for its own
             for parameter in one.module.parameters():
                 parameter.register_hook(lambda gradient: all_reduce(gradient, axis))
@@ -278,12 +297,31 @@ def _share_dropout(model: nn.Module, local: set[str], data_axis: Axis | None) ->
     for name, module in list(model.named_modules()):
         if type(module) is nn.Dropout and name not in local:
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, SharedDropout(module.p, data_axis))
+            _replace(model.get_submodule(parent), child, SharedDropout(module.p, data_axis))
 
 
-def _compute_loss_on_shards(model: nn.Module, heads: list[VocabHead], axis: Axis) -> None:
+def _replace(parent: nn.Module, child: str, module: nn.Module) -> None:
+    """Put `module` in the place of a child, in the child's mode: new modules begin in training mode, where dropout
+    drops."""
+    module.train(getattr(parent, child).training)
+    setattr(parent, child, module)
+
+
+def _check_one_loss(model: nn.Module, heads: list[str]) -> None:
+    if len(heads) > 1:
+        raise PlanError(
+            f"gather_logits=False leaves the logits of one head sharded, and {', '.join(heads)} are {len(heads)}; "
+            "leave gather_logits=True"
+        )
+    if heads and not hasattr(model, "loss_function"):
+        raise PlanError(
+            f"gather_logits=False replaces the model's loss, and {type(model).__name__} has no loss_function; leave "
+            "gather_logits=True"
+        )
+
+
+def _compute_loss_on_shards(model: nn.Module, head: VocabHead, axis: Axis) -> None:
     """The model's loss of logits that stay sharded; and generate, which gathers them."""
-    (head,) = heads
 
     def loss_function(
         logits: Tensor, labels: Tensor | None, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
@@ -299,11 +337,6 @@ def _compute_loss_on_shards(model: nn.Module, heads: list[VocabHead], axis: Axis
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    if not hasattr(model, "loss_function"):
-        raise PlanError(
-            f"gather_logits=False replaces the model's loss, and {type(model).__name__} has no loss_function; leave "
-            "gather_logits=True"
-        )
     model.loss_function = loss_function  # type: ignore[assignment]
     generate = model.generate
 

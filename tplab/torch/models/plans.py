@@ -35,6 +35,9 @@ class FusedColumn:
 
     def sizes(self, num_features: int) -> tuple[int, ...]:
         """The features of each part. Raises PlanError where they are not those of the layer."""
+        given = (self.parts,) if isinstance(self.parts, int) else self.parts
+        if not given or not all(isinstance(size, int) and size > 0 for size in given):
+            raise PlanError(f"{self} has no such parts: give how many there are, or the size of each, all above 0")
         sizes = (num_features // self.parts,) * self.parts if isinstance(self.parts, int) else tuple(self.parts)
         if sum(sizes) != num_features:
             raise PlanError(f"{self} of {num_features} output features: the parts {sizes} have {sum(sizes)}")
@@ -118,13 +121,18 @@ def bind(model: nn.Module, plan: Plan, num_ranks: int, label: str) -> list[Plann
 
     `*` in a name stands for anything between two dots. Every module that holds parameters must be named once.
     """
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"the plan is of type {type(plan).__name__}; it must be a dict of module names and what becomes of them, "
+            "as gpt2_plan(model) gives it"
+        )
     modules = dict(model.named_modules())
     found: dict[str, tuple[str, Kind]] = {}
     for pattern, kind in plan.items():
         matching = [name for name in modules if _matches(pattern, name)]
         if not matching:
             raise PlanError(_nothing_matches(model, pattern, modules))
-        if not isinstance(kind, FusedColumn) and kind not in KINDS:
+        if not isinstance(kind, FusedColumn) and not (isinstance(kind, str) and kind in KINDS):
             listed = ", ".join(map(repr, KINDS))
             raise PlanError(f"{pattern!r} is planned as {kind!r}; it must be one of {listed}, or a FusedColumn")
         for name in matching:
@@ -140,6 +148,7 @@ def bind(model: nn.Module, plan: Plan, num_ranks: int, label: str) -> list[Plann
         inside = [one for one in planned if one.parent == parent]
         _check_region(parent, modules[parent], inside)
         _check_division(modules[parent], inside, num_ranks, label)
+    _check_copies(planned, modules)
     return planned
 
 
@@ -184,6 +193,11 @@ def _planned(name: str, module: nn.Module, kind: Kind) -> Planned:
         kinds = {"column": "a linear layer", "row": "a linear layer", "vocab": "an nn.Embedding or a head (nn.Linear)",
                  "local": "an nn.Dropout"}  # fmt: skip
         raise PlanError(f"{name} is planned as {kind!r}, which is for {kinds[kind]}; it is {type(module).__name__}")
+    if isinstance(module, nn.Embedding) and kind == "vocab" and (module.max_norm or module.scale_grad_by_freq):
+        raise PlanError(
+            f"{name} is an embedding with max_norm or scale_grad_by_freq, which are not computed on sharded words; "
+            "plan it as 'replicate'"
+        )
     return Planned(name, module, kind)
 
 
@@ -241,31 +255,76 @@ def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None
         )
     for row in rows:
         _check_joint(module, columns, row)
-    width = heads_in(module)
-    for one in inside:
-        spare = [p for p in one.module.parameters() if columns and one.kind == "replicate" and p.numel() != width]
-        if spare:
-            raise PlanError(
-                f"{one.name} is among sharded activations, of which each rank holds some, and its parameter of "
-                f"{list(spare[0].shape)} is for all of them; only a norm of single heads can be a copy"
-            )
 
 
 def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> None:
-    """The features that the columns give are those which the row takes."""
+    """The features that the columns give are those which the row takes, each strand of them cut alike.
+
+    The outputs of the columns of one parent meet: gate and up are multiplied, each query head asks its key head. A
+    rank must hold the same features of each, so each part is as large as what the row takes. Only the keys and values
+    of an attention may be narrower, both alike: grouped queries.
+    """
     taken = features_of(row.module)[0]  # type: ignore[index]
-    first = features_of(columns[0].module)[1]  # type: ignore[index]
-    given = columns[0].parts[0] if columns[0].parts else first
+    parts: dict[str, tuple[int, ...]] = {
+        one.name: one.parts or (features_of(one.module)[1],) for one in columns  # type: ignore[index]
+    }
+    strands = [size for sizes in parts.values() for size in sizes]
+    narrow = [size for size in strands if size != taken]
+    if not narrow:
+        return
     is_attention = heads_in(parent) is not None
-    if given != taken:
-        more = ""
-        if is_attention and columns[0].parts == () and first == 3 * taken:
-            more = (
-                "; it holds query, key and value side by side: plan it as FusedColumn(3), so that each is cut by itself"
+    is_grouped = len(strands) == 3 and len(narrow) == 2 and narrow[0] == narrow[1] < taken
+    is_in_order = is_attention and all(sizes[0] == max(sizes) for sizes in parts.values())  # queries, keys, values
+    if is_grouped and (is_in_order or len(columns) == 3):
+        return
+    misfits = [(name, sizes) for name, sizes in parts.items() if any(size != taken for size in sizes)]
+    wrong, sizes = max(misfits, key=lambda one: len(one[1]))
+    if len(sizes) != 1:
+        raise PlanError(
+            f"{wrong} gives {len(sizes)} parts of {', '.join(map(str, sizes))} features, and {row.name} takes {taken}; "
+            "layers whose outputs meet, as gate and up, or query, key and value, must be cut alike, in parts of "
+            f"{taken} features"
+        )
+    given = sizes[0]
+    more = ""
+    if is_attention and given == 3 * taken:
+        more = "; it holds query, key and value side by side: plan it as FusedColumn(3), so that each is cut by itself"
+    elif given % taken == 0 and given > taken:
+        more = f"; it may hold {given // taken} parts side by side: plan it as FusedColumn({given // taken})"
+    raise PlanError(f"{wrong} gives {given} features, and {row.name} takes {taken}{more}")
+
+
+def _check_copies(planned: list[Planned], modules: Mapping[str, nn.Module]) -> None:
+    """A parameter that meets sharded activations cannot be a copy; and only among them may each rank drop its own.
+
+    The children of a module with columns are taken to meet them. So are the parameters that an attention holds itself,
+    or that stand deeper in it, where they fit one head or one number: others would not fit what a rank holds.
+    """
+    regions = {one.parent for one in planned if one.kind == "column"}
+    for one in planned:
+        names = one.name.split(".")
+        above = (".".join(names[:end]) for end in range(len(names), -1, -1))
+        region = next((name for name in above if name in regions), None)
+        if one.kind == "local" and region is None:
+            raise PlanError(
+                f"{one.name} is planned as 'local', but there are no columns around it: every rank holds the same "
+                "activations there, and each would drop other elements; leave it out of the plan, and all ranks draw "
+                "one mask"
             )
-        elif columns[0].parts == () and first % taken == 0 and first > taken:
-            more = f"; it may hold {first // taken} parts side by side: plan it as FusedColumn({first // taken})"
-        raise PlanError(f"{columns[0].name} gives {given} features, and {row.name} takes {taken}{more}")
+        if one.kind != "replicate" or region is None:
+            continue
+        width = heads_in(modules[region])
+        if region == one.parent:
+            spare = [p for p in one.module.parameters() if p.numel() != width]
+        else:
+            own = one.module.parameters(recurse=False) if width is not None else ()
+            spare = [p for p in own if p.dim() == 0 or p.shape[-1] in (1, width)]
+        if spare:
+            raise PlanError(
+                f"{one.name} is among sharded activations, of which each rank holds some, and its parameter of "
+                f"{list(spare[0].shape)} is for all of them; only a norm of single heads, planned by its name, can "
+                "be a copy"
+            )
 
 
 def _check_division(parent: nn.Module, inside: list[Planned], num_ranks: int, label: str) -> None:

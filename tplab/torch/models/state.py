@@ -1,7 +1,7 @@
-"""The state of a model, whole and one piece a rank; written to files and read from them, for any mesh.
+"""The state of a model, whole and one piece per rank; written to files and read from them, for any mesh.
 
-The files are safetensors: the whole state in one, or one file a rank. These can be read for another mesh: what 4 ranks
-have saved goes on on 2. Bits are moved, and none is changed.
+The files are safetensors: the whole state in one, or one file per rank. Files can be read for another mesh: what 4
+ranks have saved, 2 ranks can load. Bits are moved, and none is changed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,34 @@ def split_state(state: State, specs: Mapping[str, P], mesh: Mesh) -> list[dict[s
     A dim that does not divide is cut into pieces of ceil(n / R), the last ones smaller: a vocabulary. The pieces have
     memory of their own. Raises SpecError where the names of state and specs differ.
     """
-    pieces = pure.split_state(state, specs, mesh)
-    return [{n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in piece.items()} for piece in pieces]
+    pieces = pure.split_state(_detached(state), specs, mesh)
+    return [{n: x.clone(memory_format=torch.contiguous_format) for n, x in piece.items()} for piece in pieces]
 
 
 def merge_state(states: Sequence[State], specs: Mapping[str, P], mesh: Mesh) -> dict[str, Tensor]:
     """The whole state of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
 
-    states   one a rank, as run(...).per_rank gives them. Of copies the lowest rank's is taken
+    states   one per rank, as run(...).per_rank gives them. Of copies the lowest rank's is taken
     Raises ShapeError where there are not as many states as ranks, SpecError where names differ.
     """
-    return pure.merge_state([{n: x.detach() for n, x in state.items()} for state in states], specs, mesh, torch.cat)
+    return pure.merge_state([_detached(state) for state in states], specs, mesh, torch.cat)
 
 
 def save_state(state: State, path: str | Path) -> None:
-    """Write a state to one safetensors file."""
+    """Write a state to one safetensors file.
+
+    Of tied weights each name is written, with values of its own. Raises SpecError for what is not a tensor.
+    """
     from safetensors.torch import save_file
 
-    save_file({name: x.detach().contiguous() for name, x in state.items()}, str(path))
+    written: dict[str, Tensor] = {}
+    met: set[int] = set()
+    for name, x in _detached(state).items():
+        x = x.contiguous()
+        memory = x.untyped_storage().data_ptr()
+        written[name] = x.clone() if memory in met else x  # safetensors refuses two names for one piece of memory
+        met.add(memory)
+    save_file(written, str(path))
 
 
 def load_state(path: str | Path) -> dict[str, Tensor]:
@@ -55,7 +65,7 @@ def load_state(path: str | Path) -> dict[str, Tensor]:
 
 def save_shards(states: Sequence[State], mesh: Mesh, folder: str | Path) -> None:
     """Write the states of the ranks of `mesh` to one file each: rank-0-of-4.safetensors, ..."""
-    pure.check_one_a_rank(states, mesh)
+    pure.check_one_per_rank(states, mesh)
     Path(folder).mkdir(parents=True, exist_ok=True)
     for path, state in zip(pure.shard_paths(folder, mesh.size), states, strict=True):
         save_state(state, path)
@@ -65,3 +75,9 @@ def load_shards(folder: str | Path, specs: Mapping[str, P], saved_on: Mesh, mesh
     """Read the files that ranks of the mesh `saved_on` have written, as the states of the ranks of `mesh`."""
     states = [load_state(path) for path in pure.shard_paths(folder, saved_on.size, must_exist=True)]
     return states if mesh == saved_on else split_state(merge_state(states, specs, saved_on), specs, mesh)
+
+
+def _detached(state: State) -> dict[str, Tensor]:
+    for name, value in state.items():
+        pure.check_array(name, value)
+    return {name: torch.as_tensor(value).detach() for name, value in state.items()}
