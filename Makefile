@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 LABS ?=
+UPGRADE ?=
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -11,9 +12,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # On Linux the registry's torch is a CUDA build of several GB. With TORCH_INDEX set, torch alone comes from there.
-# $(1): pip   $(2): torch and its version
-torch_first = $(if $(TORCH_INDEX),$(1) install --no-deps --index-url $(TORCH_INDEX) $(2))
-torch_pin = $(shell grep '^torch==' requirements.lock)
+from_torch_index = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+colab_torch = $(shell grep '^torch==' requirements/colab.txt)
+locked_torch = $(shell grep '^torch==' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help lab test lint unit labs-test browser test-oldest labs bench lock clean
@@ -24,60 +25,95 @@ help: ## list what there is
 	@echo 'TORCH_INDEX=https://download.pytorch.org/whl/cpu   take the CPU build of torch (on Linux: 0.2 GB, not 4)'
 	@echo 'PYTHON=python3.12                                  make the environment with another Python'
 	@echo 'LABS="00_first_look"                               the labs that `make labs` executes'
+	@echo 'UPGRADE=--upgrade                                  let `make lock` take the newest versions'
 
-lab: .venv/.installed ## set up on the first run, then open JupyterLab on the first lab
-	$(BIN)/jupyter lab $(LAB_FLAGS) labs/00_first_look.ipynb
+lab: .venv/lab ## set up on the first run, then open JupyterLab on your own copies of the labs
+	$(BIN)/python labs/open_labs.py $(LAB_FLAGS)
 
 test: lint unit labs-test browser ## everything: ruff, types, unit and property tests, labs, browser
 
-lint: .venv/.installed ## ruff and pyright
+lint: .venv/test ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-unit: .venv/.installed ## unit and property tests
-	$(BIN)/python -m pytest tests --ignore tests/browser --numprocesses auto --dist loadfile
+unit: .venv/test ## unit and property tests
+	$(BIN)/python -m pytest tests --ignore tests/browser --numprocesses auto --dist worksteal
 
-labs-test: .venv/.installed ## re-run every lab and compare every output with the committed one
+labs-test: .venv/test ## re-run every lab and compare every output with the committed one
 	$(BIN)/python -m pytest labs --nbval --nbval-cell-timeout 120 --numprocesses auto --dist loadfile
 
-browser: .venv/.installed ## the widgets in a real JupyterLab in a real browser
+browser: .venv/test ## the widgets in a real JupyterLab in a real browser
 	$(BIN)/python -m pytest tests/browser
 
-test-oldest: .venv-oldest/.installed ## unit tests and labs on the oldest versions supported, which are Colab's
-	$(OLDEST)/python -m pytest tests --ignore tests/browser --ignore tests/test_project.py \
-	  --ignore tests/test_notebooks.py -W default
-	$(OLDEST)/python -m pytest labs --nbval-lax --nbval-cell-timeout 120 -W default
+test-oldest: .venv-oldest/test ## unit tests and labs on the oldest versions supported, which are Colab's
+	$(OLDEST)/python -m pytest tests --ignore tests/browser --ignore tests/test_project.py -W default \
+	  --numprocesses auto --dist worksteal
+	$(OLDEST)/python -m pytest labs --nbval-lax --nbval-cell-timeout 120 -W default \
+	  --numprocesses auto --dist loadfile
 
-labs: .venv/.installed ## execute the labs from labs/source and rewrite their outputs
+labs: .venv/test ## execute the labs from labs/source and rewrite their outputs
 	$(BIN)/python labs/source/build.py $(LABS)
 
-bench: .venv/.installed ## print the table of figures
+bench: .venv/bench ## print the table of figures
 	$(BIN)/python -m benchmarks
 
-lock: .venv/.installed ## write what is installed into requirements.lock
-	@{ grep '^#' requirements.lock; $(BIN)/pip freeze --exclude-editable | sed -E 's/\+cpu|\+cu[0-9]+//' | grep -v '^nvidia-\|^triton=='; } > .venv/lock
-	mv .venv/lock requirements.lock
+# Each lock file holds what the one before it lacks. A pin stays until pyproject.toml or UPGRADE moves it.
+lock: .venv/test ## work the lock files out anew from pyproject.toml
+	$(call lock_file,lab,,--extra all --extra build)
+	$(call lock_file,test,lab,--extra dev)
+	$(call lock_file,bench,lab test,--extra dev --extra bench)
+
+# $(1): its name   $(2): the lock files before it   $(3): what to lock
+locks = $(patsubst %,requirements/%.lock,$(1))
+define lock_file
+	$(BIN)/uv pip compile --quiet pyproject.toml $(3) $(UPGRADE) --universal --python-version 3.11 --generate-hashes \
+	  --no-annotate --custom-compile-command 'make lock' --output-file requirements/$(1).lock \
+	  $(patsubst %,--constraint %,requirements/torch.txt $(call locks,$(2))) --no-emit-package torch \
+	  $(if $(2),$$(sed -nE 's/^([a-z0-9.-]+)==.*/--no-emit-package \1/p' $(call locks,$(2)) | sort -u))
+endef
 
 clean: ## remove the environments and caches
 	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build dist test-results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: requirements.lock pyproject.toml
+# An environment is made once. A PYTHON that is named later must be the one it was made with.
+.PHONY: python.venv python.venv-oldest
+python.venv python.venv-oldest: python%:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "tplab needs Python 3.11 or later; name one, as in: make lab PYTHON=python3.12"; exit 1; }
+ifneq ($(origin PYTHON),file)
+	@test ! -x $*/bin/python || test "$$($*/bin/python --version)" = "$$($(PYTHON) --version)" || \
+	  { echo "$* has $$($*/bin/python --version), and $(PYTHON) is $$($(PYTHON) --version)." \
+	    "To make it again with that: rm -r $*"; exit 1; }
+endif
+
+install = $(BIN)/pip install --require-hashes --no-deps --requirement
+
+.venv/lab: requirements/lab.lock requirements/torch.txt pyproject.toml | python.venv
 	@echo "Setting up .venv: minutes the first time, nothing after that."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(call torch_first,$(BIN)/pip,$(torch_pin))
-	$(BIN)/pip install --requirement requirements.lock
+	$(install) requirements/lab.lock
+	$(BIN)/pip install $(from_torch_index) --requirement requirements/torch.txt
 	$(BIN)/pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# As on Colab: first what is there, then tplab over it; the last lines prove that this replaced nothing.
-.venv-oldest/.installed: requirements-colab.txt requirements.lock pyproject.toml
+.venv/test: requirements/test.lock .venv/lab
+	$(install) requirements/test.lock
+	@touch $@
+
+.venv/bench: requirements/bench.lock .venv/test
+	$(install) requirements/bench.lock
+	@touch $@
+
+# As on Colab: first what is there, then tplab over it; the last lines prove that this replaced nothing. Colab's torch
+# where an index has its CPU build, otherwise the one that .venv has.
+.venv-oldest/test: oldest_torch = $(if $(TORCH_INDEX),$(colab_torch),$(locked_torch))
+.venv-oldest/test: requirements/colab.txt requirements/torch.txt pyproject.toml | python.venv-oldest
 	test -x $(OLDEST)/python || $(PYTHON) -m venv .venv-oldest
-	$(call torch_first,$(OLDEST)/pip,$(torch_pin))
-	$(OLDEST)/pip install --requirement requirements-colab.txt $(torch_pin) cloudpickle optax \
-	  hatchling hypothesis nbval pytest pytest-timeout
+	$(if $(TORCH_INDEX),$(OLDEST)/pip install --no-deps $(from_torch_index) $(oldest_torch))
+	grep -v '^torch==' requirements/colab.txt > .venv-oldest/colab.txt
+	$(OLDEST)/pip install --requirement .venv-oldest/colab.txt $(oldest_torch) cloudpickle optax safetensors \
+	  editables hatchling hypothesis jupytext nbval pytest pytest-timeout pytest-xdist
 	$(OLDEST)/pip freeze --exclude-editable > .venv-oldest/before
 	$(OLDEST)/pip install --editable .
 	$(OLDEST)/pip freeze --exclude-editable | diff .venv-oldest/before -

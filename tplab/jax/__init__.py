@@ -3,6 +3,13 @@
 Importing it settles how many CPU devices JAX will simulate (16; `prepare` for more), so import it before JAX is used.
 """
 
+from importlib.util import find_spec
+
+from tplab.errors import MissingPackageError
+
+if find_spec("jax") is None:
+    raise MissingPackageError("tplab.jax", "jax", extra="jax")
+
 from tplab.jax.ranks.devices import prepare  # first: it settles what JAX cannot change later  # isort: skip
 from tplab.jax.checking.check_parallel import check_parallel
 from tplab.jax.comm.collectives import (

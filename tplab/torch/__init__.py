@@ -1,5 +1,12 @@
 """tplab on torch: one rank's program, run on every rank of a mesh."""
 
+from importlib.util import find_spec
+
+from tplab.errors import MissingPackageError
+
+if find_spec("torch") is None:
+    raise MissingPackageError("tplab.torch", "torch", extra="torch")
+
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, gpt_specs
 from tplab.models.gpt2 import gpt2_config, gpt2_state

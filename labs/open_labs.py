@@ -1,0 +1,54 @@
+"""Open the labs in JupyterLab, as copies of your own: a pull then never meets a lab that you have run.
+
+    python labs/open_labs.py [option of JupyterLab ...]
+
+The copies are in my_labs/, beside labs/, so that links and pictures lead to the same places. A lab that is newer than
+your copy replaces it as long as you have changed nothing; otherwise yours stays, and a line says so.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST = "00_first_look.ipynb"
+RECORD = ".as_copied.json"
+
+
+def copy_labs(labs: Path, mine: Path) -> list[str]:
+    """Bring `mine` up to date without losing a change; return the names of the copies that stay behind their lab."""
+    record = mine / RECORD
+    mine.mkdir(exist_ok=True)
+    copied: dict[str, str] = json.loads(record.read_text(encoding="utf8")) if record.exists() else {}
+    behind = []
+    for lab in sorted(labs.glob("*.ipynb")):
+        copy, newest = mine / lab.name, _digest(lab)
+        if copy.exists() and _digest(copy) not in (copied.get(lab.name), newest):
+            if copied.get(lab.name) != newest:
+                behind.append(lab.name)
+            continue
+        shutil.copyfile(lab, copy)
+        copied[lab.name] = newest
+    shutil.copytree(labs / "images", mine / "images", dirs_exist_ok=True)
+    record.write_text(json.dumps(copied, indent=1), encoding="utf8")
+    return behind
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def main(options: list[str]) -> None:
+    from jupyterlab.labapp import LabApp
+
+    os.chdir(ROOT)
+    for name in copy_labs(Path("labs"), Path("my_labs")):
+        print(f"my_labs/{name} has your changes and stays as it is; rename it to get the newer labs/{name} beside it")
+    LabApp.launch_instance([*options, f"my_labs/{FIRST}"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
