@@ -11,7 +11,7 @@ import traitlets
 from PIL import Image
 
 from tplab import Mesh, P
-from tplab.errors import ShapeError, SpecError
+from tplab.errors import MeshError, ShapeError, SpecError
 from tplab.sharding import join, shard_slices, split
 from tplab.widgets import shards
 from tplab.widgets.product import Tensor, product
@@ -90,6 +90,11 @@ def computable(x: Tensor, w: Tensor, mesh: Mesh) -> bool:
 def test_what_cannot_be_is_refused_with_the_way_out(x, w, message: str):
     with pytest.raises((ShapeError, SpecError), match=message):
         shards(Mesh(dp=2, tp=4), x=x, w=w)
+
+
+def test_more_ranks_than_can_be_drawn_are_refused_at_once():
+    with pytest.raises(MeshError, match="at most 1,024 ranks, and Mesh\\(tp=1048576\\) has 1,048,576"):
+        shards(Mesh(tp=2**20), (2**20,), P("tp"))
 
 
 def test_one_two_or_no_tensors():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tplab.errors import ScheduleError
 
@@ -25,6 +27,9 @@ F, B, I, W = range(4)
 COMPUTE = (F, B, I, W)
 MESSAGES = tuple(CODE[kind] for kind in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
 
+LARGEST = 2**31 - 1
+"""The largest number of a stage or a microbatch: columns have 32 bits."""
+
 _TEXT = re.compile(rf"(\d*)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d*)")
 
 
@@ -44,6 +49,14 @@ class Action:
     def __post_init__(self):
         if self.kind not in CODE:
             raise ScheduleError(f"an action's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
+        for name, number in (("stage", self.stage), ("microbatch", self.microbatch)):
+            if type(number) is not int or not -1 <= number <= LARGEST:
+                whole = whole_number(number)
+                if whole is None or not -1 <= whole <= LARGEST:
+                    raise ScheduleError(
+                        f"an action has {name} {number!r}; it must be a whole number from 0 to {LARGEST:,} (-1: none)"
+                    )
+                object.__setattr__(self, name, whole)
 
     def __str__(self) -> str:
         """Torch's text: "2F0" is the forward of microbatch 0 through stage 2."""
@@ -70,6 +83,14 @@ class Action:
             raise ScheduleError(f"{text!r} is no action; write stage, kind, microbatch, for example 2F0 or 3SEND_F1")
         stage, kind, microbatch = match.groups()
         return cls(kind, int(stage) if stage else -1, int(microbatch) if microbatch else -1)
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as a plain int, also from NumPy; None where it is no whole number. A bool is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def in_words(action: Action) -> str:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from tplab.schedules.action import B, F, I, W
-from tplab.schedules.costs import Costs
+from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.schedule import Schedule
 
 
@@ -64,7 +64,7 @@ def lower_bounds(
     ranks = range(schedule.num_ranks)
     work = np.bincount(schedule.rank[computes], duration[computes], len(ranks)) - _hidden(schedule, costs, duration)
     step = np.bincount(schedule.rank[~computes], duration[~computes], len(ranks))
-    limits = np.broadcast_to(np.inf if memory_limit is None else np.asarray(memory_limit, float), len(ranks))
+    limits = memory_limits(memory_limit, len(ranks))
     gap = np.array([_gap(schedule, duration, way, rank, limits[rank]) for rank in ranks])
     head = np.array([min((way.before_f[s] for s in held), default=0.0) for held in schedule.placement])
     tail = np.array([min((way.before_b[s] for s in held), default=0.0) for held in schedule.placement])

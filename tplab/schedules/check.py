@@ -10,6 +10,7 @@ import numpy as np
 from tplab.errors import ScheduleError
 from tplab.schedules.action import CODE, B, F, I, W, in_words
 from tplab.schedules.communication import transfers
+from tplab.schedules.costs import memory_limits
 from tplab.schedules.deadlock import deadlocks
 from tplab.schedules.fault import Fault, fault_at, place_of, words
 from tplab.schedules.needs import MISSING
@@ -109,11 +110,7 @@ def _miscounted(schedule: Schedule) -> Iterator[Fault]:
 
 def _misplaced(schedule: Schedule) -> Iterator[Fault]:
     """Actions on a rank that does not hold their stage, and backwards away from their forward."""
-    holds = np.zeros((schedule.num_ranks, schedule.num_stages + 1), bool)
-    holds[:, -1] = True  # stage -1: an optimizer step is at home everywhere
-    for rank, stages in enumerate(schedule.placement):
-        holds[rank, list(stages)] = True
-    for index in np.flatnonzero(~holds[schedule.rank, schedule.stage]).tolist():
+    for index in np.flatnonzero((schedule.slot < 0) & (schedule.stage >= 0)).tolist():
         held = ", ".join(map(str, schedule.placement[schedule.rank[index]])) or "none"
         yield fault_at(schedule, index, "misplaced", f"runs {words(schedule, index)}, a stage that it does not hold; "
                        f"it holds {held}")  # fmt: skip
@@ -204,7 +201,7 @@ def _last_things(schedule: Schedule) -> Iterator[Fault]:
 
 def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Fault]:
     """Ranks that hold more activations than they may."""
-    limits = np.broadcast_to(np.asarray(limit, float), schedule.num_ranks)
+    limits = memory_limits(limit, schedule.num_ranks)
     peaks = peak_activations(schedule)
     for rank in np.flatnonzero(peaks > limits + 1e-9).tolist():
         rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])

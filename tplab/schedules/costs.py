@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,17 +60,24 @@ class Costs:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or isinstance(value, str):
+            name, value = field.name, getattr(self, field.name)
+            if name in ("links", "unit") or (name == "full_backward" and value is None):
                 continue
-            amounts = np.asarray(value, float)
-            may_be_negative = field.name == "input_grad_frees"
-            if bool(np.any(np.isnan(amounts) | ((amounts < 0) & (not may_be_negative)))) or (
-                field.name != "bandwidth" and np.isinf(amounts).any()
+            amounts = _numbers(value)
+            if (
+                amounts is None
+                or amounts.ndim > _DIMS.get(name, 0)
+                or bool(np.any(np.isnan(amounts) | ((amounts < 0) & (name != "input_grad_frees"))))
+                or (name != "bandwidth" and bool(np.isinf(amounts).any()))
             ):
-                raise ScheduleError(f"the cost {field.name} is {value!r}; it must be a finite number, 0 or more")
+                more = ("", ", or one for each stage", ", or one for each stage, or for each stage and microbatch")
+                raise ScheduleError(
+                    f"the cost {name} is {value!r}; it must be a finite number, 0 or more{more[_DIMS.get(name, 0)]}"
+                )
         if self.links not in ("free", "queue"):
             raise ScheduleError(f"links are 'free' or 'queue', not {self.links!r}")
+        if self.unit not in ("steps", "s"):
+            raise ScheduleError(f"the cost unit is {self.unit!r}; it must be 'steps' or 's'")
         if self.bandwidth == 0:
             raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
         for name in ("overlap", "input_grad_frees"):
@@ -118,6 +125,33 @@ class Costs:
         if part.ndim and len(part) < schedule.num_stages:
             raise ScheduleError(f"input_grad_frees has {len(part)} figures; there are {schedule.num_stages} stages")
         return part[np.maximum(schedule.stage, 0)] if part.ndim else np.full(len(schedule), float(part))
+
+
+_DIMS = {"message_bytes": 1, "input_grad_frees": 1} | dict.fromkeys(
+    ("forward", "input_grad", "weight_grad", "full_backward", "activation"), 2
+)
+"""How many dims a cost may have; the others are one number."""
+
+
+def memory_limits(limit: float | Sequence[float] | None, num_ranks: int) -> np.ndarray:
+    """The most microbatches that each rank may hold [ranks], infinite for None. Raises ScheduleError."""
+    limits = _numbers(np.inf if limit is None else limit)
+    if limits is None:
+        raise ScheduleError(f"memory_limit is {limit!r}; it must be a number of microbatches, or one for each rank")
+    if limits.shape not in ((), (num_ranks,)):
+        raise ScheduleError(
+            f"memory_limit has shape {limits.shape}; give one number, or one for each of the {num_ranks} ranks"
+        )
+    return np.broadcast_to(limits, num_ranks)
+
+
+def _numbers(value: Any) -> np.ndarray | None:
+    """Real numbers as an array of floats; None for what holds anything else."""
+    try:
+        found = np.asarray(value)
+    except ValueError:  # rows of different lengths
+        return None
+    return found.astype(float) if found.dtype.kind in "biuf" else None
 
 
 def _of(amount: Amount, schedule: Schedule, rows: np.ndarray, name: str) -> np.ndarray:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from tplab.errors import ScheduleError
+from tplab.schedules.action import whole_number
 
 Placement = tuple[tuple[int, ...], ...]
+
+MOST_RANKS, MOST_CELLS = 10_000, 4_000_000
+"""Of a schedule that a rule makes: ranks, and stages times microbatches. So many take a gigabyte."""
 
 
 def linear(ranks: int) -> Placement:
@@ -23,7 +29,7 @@ def wrapped(ranks: int, virtual_stages: int) -> Placement:
     stages   0  1  2  3
              4  5  6  7
     """
-    check_counts(ranks=ranks, virtual_stages=virtual_stages)
+    ranks, virtual_stages = counts(ranks=ranks, virtual_stages=virtual_stages)
     return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
 
 
@@ -35,7 +41,7 @@ def wave(ranks: int, virtual_stages: int) -> Placement:
              7  6  5  4
              8  9 10 11
     """
-    check_counts(ranks=ranks, virtual_stages=virtual_stages)
+    ranks, virtual_stages = counts(ranks=ranks, virtual_stages=virtual_stages)
     return tuple(
         tuple(turn * ranks + (ranks - 1 - rank if turn % 2 else rank) for turn in range(virtual_stages))
         for rank in range(ranks)
@@ -64,7 +70,7 @@ def two_way(ranks: int) -> Placement:
     down     0  1  2  3
     up       3  2  1  0
     """
-    check_counts(ranks=ranks)
+    (ranks,) = counts(ranks=ranks)
     return tuple((rank, ranks - 1 - rank) for rank in range(ranks))
 
 
@@ -83,8 +89,17 @@ def name_of(placement: Placement) -> str:
     return "custom"
 
 
-def check_counts(**counts: int) -> None:
-    """Raise ScheduleError unless each is a whole number, 1 or more."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+def counts(**given: int) -> tuple[int, ...]:
+    """The sizes as plain ints. Raises ScheduleError unless each is a whole number, 1 or more, and not too large."""
+    found: dict[str, int] = {}
+    for name, count in given.items():
+        number = whole_number(count)
+        if number is None or number < 1:
             raise ScheduleError(f"{name} is {count!r}; it must be a whole number, 1 or more")
+        found[name] = number
+    total, asked = math.prod(found.values()), " x ".join(f"{number:,} {name}" for name, number in found.items())
+    if found["ranks"] > MOST_RANKS:
+        raise ScheduleError(f"{asked} are too many: a schedule has at most {MOST_RANKS:,} ranks; take fewer")
+    if total > MOST_CELLS:
+        raise ScheduleError(f"{asked} are {total:,}: a schedule has at most {MOST_CELLS:,}; take fewer")
+    return tuple(found.values())

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tplab.schedules.needs import Needs
 
 
+_FEW = 1_000_000
+"""Cells of a table that are no waste, however few are filled."""
+
+
 class Schedule:
     """A pipeline schedule: ranks x time.
 
@@ -55,6 +59,7 @@ class Schedule:
         self.given_ticks = None if ticks is None else np.asarray(ticks, np.int64)
         if self.given_ticks is not None and self.given_ticks.shape != self.kind.shape:
             raise ScheduleError(f"{len(self.given_ticks)} ticks for {len(self)} actions; each action needs one")
+        self._refuse_gaps()
         for column in (self.offsets, self.kind, self.stage, self.microbatch, self.joined, self.rank):
             column.flags.writeable = False
 
@@ -129,10 +134,12 @@ class Schedule:
     @cached_property
     def slot(self) -> np.ndarray:
         """Which of its rank's stages each action is of, counted from 0; -1 where it is of none [actions]."""
-        slot = np.full((self.num_ranks, self.num_stages + 1), -1, np.int32)
+        slot = np.full(len(self), -1, np.int32)
         for rank, held in enumerate(self.placement):
-            slot[rank, list(held)] = np.arange(len(held))
-        return slot[self.rank, self.stage]
+            row = slice(self.offsets[rank], self.offsets[rank + 1])
+            for index, stage in enumerate(held):
+                slot[row][self.stage[row] == stage] = index
+        return slot
 
     @cached_property
     def needs(self) -> Needs:
@@ -269,6 +276,19 @@ class Schedule:
 
     def _array(self) -> np.ndarray:
         return np.stack([self.kind, self.stage, self.microbatch, self.joined], axis=1).astype(np.int32)
+
+    def _refuse_gaps(self) -> None:
+        """Raise where a number is so far from the others that tables over stages, microbatches or ticks would be empty
+        but for it."""
+        room, actions = max(_FEW, 4 * len(self)), _count(len(self), "action")
+        if self.num_stages * self.num_microbatches > room:
+            raise ScheduleError(
+                f"the schedule names stage {self.num_stages - 1:,} and microbatch {self.num_microbatches - 1:,}, and "
+                f"has {actions}; the numbers of stages and microbatches begin at 0 and leave none out"
+            )
+        last = 0 if self.given_ticks is None else int(self.given_ticks.max(initial=0))
+        if last > room:
+            raise ScheduleError(f"the schedule names tick {last:,}, and has {actions}; ticks begin at 0")
 
     def _placed(self) -> Placement:
         """The stages of each row, in the order in which they appear."""

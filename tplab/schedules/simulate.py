@@ -142,7 +142,7 @@ def _links(schedule: Schedule, carrying: np.ndarray) -> Links:
     producer = message[consumer]
     goes_to = schedule.rank.astype(np.int64).copy()
     goes_to[producer] = schedule.rank[consumer]
-    link = schedule.rank * schedule.num_ranks + goes_to
+    _, link = np.unique(schedule.rank * schedule.num_ranks + goes_to, return_inverse=True)
     return Links(link, np.where(goes_to == schedule.rank, 0.0, carrying))
 
 

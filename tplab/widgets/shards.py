@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from tplab.errors import SpecError
+from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
 from tplab.widgets import scene, still_shards
@@ -17,6 +17,8 @@ from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.units import count_text
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.product import Product, Tensor, product
+
+MOST_RANKS = 1024  # which can be drawn, and told from each other
 
 
 class Shards(Card):
@@ -120,8 +122,14 @@ def shards(
 
         shards(mesh, x=((8, 16), P("dp", None)), w=((16, 12), P(None, "tp")))
 
-    Raises SpecError and ShapeError where a `P` does not fit, or the pieces cannot be multiplied where they lie.
+    Raises SpecError and ShapeError where a `P` does not fit, or the pieces cannot be multiplied where they lie, and
+    MeshError for more ranks than can be drawn.
     """
+    if mesh.size > MOST_RANKS:
+        raise MeshError(
+            f"shards draws at most {MOST_RANKS:,} ranks, and {mesh} has {mesh.size:,}; a smaller mesh with the same "
+            "axes shows the same pattern"
+        )
     if shape is not None and not tensors:
         tensors = {name: (shape, P() if spec is None else spec)}
     elif shape is not None or spec is not None or len(tensors) not in (1, 2):

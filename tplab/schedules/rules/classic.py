@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tplab.schedules.placement import check_counts, linear
+from tplab.schedules.placement import counts, linear
 from tplab.schedules.rules.row import backwards, chain, forwards, riffle
 from tplab.schedules.schedule import Schedule
 
@@ -15,7 +15,7 @@ def naive(ranks: int, microbatches: int = 1) -> Schedule:
     F0 .. .. B0
     .. F0 B0 ..
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     k = np.arange(microbatches)
     rows = [riffle(forwards(rank, k), backwards(rank, k), lead=0) for rank in range(ranks)]
     return Schedule(rows, linear(ranks), "naive")
@@ -27,7 +27,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     F0 F1 F2 .. .. B0 B1 B2
     .. F0 F1 F2 B0 B1 B2 ..
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     k = np.arange(microbatches)
     rows = [chain(forwards(rank, k), backwards(rank, k)) for rank in range(ranks)]
     return Schedule(rows, linear(ranks), "gpipe")
@@ -42,7 +42,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     F0 F1 .. B0 F2 B1 .. B2
     .. F0 B0 F1 B1 F2 B2 ..
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     k = np.arange(microbatches)
     rows = [riffle(forwards(rank, k), backwards(rank, k), lead=ranks - 1 - rank) for rank in range(ranks)]
     return Schedule(rows, linear(ranks), "one_f_one_b")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tplab.errors import ScheduleError
-from tplab.schedules.placement import check_counts, two_way, v_shape
+from tplab.schedules.placement import counts, two_way, v_shape
 from tplab.schedules.rules.row import spelled
 from tplab.schedules.schedule import Schedule
 
@@ -17,7 +17,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     0F0 1F2 0F1 1B2 1F3+0B0 1B3 0I1 0W1
     0F2 1F0 0F3 1B0 1F1+0B2 1B1 0I3 0W3
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     if ranks % 2 or microbatches % 2 or microbatches < 2 * ranks:
         raise ScheduleError(
             f"dualpipe needs an even number of ranks, and an even number of microbatches, at least two a rank; it has "
@@ -39,7 +39,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3+3B1 3F2+0B0 3B2 ... 3F3+0B1 3B3 0I2 0W2 0I3 0W3
     ... 1F0 2F0 1F1 2F1 1F2 2B0 2F2+1B0 1F3+2B1 2F3+1B1 2B2 1B2 ... 2I3 1I3 2W3 1W3
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:
         raise ScheduleError(
             f"dualpipe_v on {ranks} ranks needs at least {2 * ranks} microbatches, as many as stages, and has "

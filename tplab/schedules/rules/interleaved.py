@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tplab.schedules.placement import check_counts, wrapped
+from tplab.schedules.placement import counts, wrapped
 from tplab.schedules.rules.row import Row, backwards, chain, forwards, riffle
 from tplab.schedules.schedule import Schedule
 from tplab.sharding import cut
@@ -18,7 +18,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, virtual_stages: int = 2) -> 
     0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
     ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 ...
     """
-    check_counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    ranks, microbatches, virtual_stages = counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
     rows = []
     for rank in range(ranks):
         F, B, group = in_groups(rank, ranks, microbatches, virtual_stages)
@@ -35,7 +35,7 @@ def looped_bfs(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedu
     0F0 0F1 2F0 2F1 ... ... 2B0 2B1 0B0 0B1
     ... 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ...
     """
-    check_counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    ranks, microbatches, virtual_stages = counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
     k, rows = np.arange(microbatches), []
     for rank in range(ranks):
         held = range(rank, ranks * virtual_stages, ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tplab.schedules.placement import check_counts, v_shape
+from tplab.schedules.placement import counts, v_shape
 from tplab.schedules.rules.stamp import Block
 from tplab.schedules.schedule import Schedule
 
@@ -14,7 +14,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     0F0 0F1 ... 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
     ... 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     return v_half_block(ranks).schedule(microbatches, name="v_half")
 
 
@@ -25,7 +25,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     0F0 0F1 ... 3F0 3I0 3F1 3W0 0I0 3I1 0W0 3W1 0I1 0W1
     ... 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 2I1 1I1 2W1 1W1
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     return v_min_block(ranks).schedule(microbatches, name="v_min")
 
 

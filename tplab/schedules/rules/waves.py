@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tplab.errors import ScheduleError
-from tplab.schedules.placement import check_counts, two_way, wave
+from tplab.schedules.placement import counts, two_way, wave
 from tplab.schedules.rules.row import Row, backwards, chain, forwards
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.search.greedy import Durations, list_schedule
@@ -22,7 +22,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     0F0 1F1 1B1 0B0
     0F1 1F0 1B0 0B1
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     if ranks % 2:
         raise ScheduleError(
             f"chimera has {ranks} ranks and needs an even number, so that its two pipes never meet; take {ranks + 1}"
@@ -52,7 +52,7 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     0F0 0F1 ... 3F0 3B0 3F1 3B1 0B0 ... 0B1
     ... 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 ...
     """
-    check_counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    ranks, microbatches, virtual_stages = counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
     if virtual_stages % 2:
         raise ScheduleError(
             f"hanayo has {virtual_stages} stages a rank and needs an even number, since a wave goes down and up again; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tplab.schedules.action import I, W
-from tplab.schedules.placement import check_counts, linear, v_shape, wrapped
+from tplab.schedules.placement import counts, linear, v_shape, wrapped
 from tplab.schedules.rules.interleaved import in_groups
 from tplab.schedules.rules.row import Row, forwards, input_grads, riffle, spelled
 from tplab.schedules.schedule import Schedule
@@ -20,7 +20,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     F0 F1 .. I0 W0 F2 I1 W1 I2 W2
     .. F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     k = np.arange(microbatches)
     rows = [
         with_weight_grads(riffle(forwards(rank, k), input_grads(rank, k), lead=ranks - 1 - rank), late=rank)
@@ -38,7 +38,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     F0 F1 F2 I0 W0 I1 W1 I2 W2 ..
     .. F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     k = np.arange(microbatches)
     rows = [
         with_weight_grads(riffle(forwards(rank, k), input_grads(rank, k), lead=2 * (ranks - 1 - rank)), late=2 * rank)
@@ -56,7 +56,7 @@ def interleaved_zb(ranks: int, microbatches: int, virtual_stages: int = 2) -> Sc
     0F0 0F1 2F0 2F1 ... 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     ... 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    check_counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    ranks, microbatches, virtual_stages = counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
     rows = []
     for rank in range(ranks):
         F, B, group = in_groups(rank, ranks, microbatches, virtual_stages)
@@ -77,7 +77,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     0F0 0F1 ... 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 ... 0I1 0W1
     ... 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 ...
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     p, m = ranks, max(microbatches, 2 * ranks - 1)
     rows = []
     for r in range(p):

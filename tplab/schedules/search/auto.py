@@ -9,8 +9,8 @@ import numpy as np
 
 from tplab.errors import ScheduleError
 from tplab.schedules.action import B, F, I, W
-from tplab.schedules.costs import Costs
-from tplab.schedules.placement import Placement, check_counts, name_of, v_shape, wrapped
+from tplab.schedules.costs import Costs, memory_limits
+from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
 from tplab.schedules.rules.blocks import blocks
 from tplab.schedules.rules.classic import gpipe, one_f_one_b
 from tplab.schedules.rules.interleaved import interleaved_1f1b, looped_bfs
@@ -56,7 +56,7 @@ def auto_schedule(
     few per cent of the proven best, and mostly is the best.
     Raises ScheduleError where no schedule fits.
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     costs = costs or Costs()
     held = _placement(placement, ranks, virtual_stages)
     if objective not in ("makespan", "span"):
@@ -64,7 +64,7 @@ def auto_schedule(
     if solver not in ("heuristic", "quick", "exact"):
         raise ScheduleError(f"the solver is 'heuristic', 'quick' or 'exact', not {solver!r}")
     virtual = sum(map(len, held)) / ranks
-    limits = np.broadcast_to(np.inf if memory_limit is None else np.asarray(memory_limit, float), ranks)
+    limits = memory_limits(memory_limit, ranks)
     slots = [len(stages) * microbatches if np.isinf(limit) else int(limit * virtual + 1e-9)
              for stages, limit in zip(held, limits)]  # fmt: skip
     for rank, (stages, slot) in enumerate(zip(held, slots)):

@@ -1,0 +1,85 @@
+"""What is too large, or no number, is refused at once and in words; NumPy's whole numbers are whole numbers."""
+
+import numpy as np
+import pytest
+
+from tplab.errors import ScheduleError
+from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, check, gpipe, linear, wave
+
+
+@pytest.mark.parametrize("text", ["0F0,0B0,0F2000000000", "0F0,0B0,2000000000F0"])
+def test_a_number_far_from_the_others_is_refused_before_tables_are_made_for_it(text):
+    with pytest.raises(ScheduleError, match=r"2,000,000,000.*has 3 actions.*leave none out"):
+        Schedule.from_csv(text)
+
+
+def test_so_is_a_tick():
+    with pytest.raises(ScheduleError, match=r"tick 1,000,000,000,000.*1 action"):
+        Schedule([[Action("F", 0, 0)]], ticks=[10**12])
+
+
+def test_a_number_with_gaps_before_it_is_a_fault_like_others():
+    with pytest.raises(ScheduleError, match="no rank runs F0 of stage 1"):
+        check(Schedule.from_csv("0F0,0B0\n90F0,90B0\n"))
+
+
+@pytest.mark.parametrize(
+    "action, message",
+    [
+        (lambda: Action("F", 1.5, 0), "stage 1.5"),
+        (lambda: Action("F", 0, "2"), "microbatch '2'"),
+        (lambda: Action("F", True, 0), "stage True"),
+        (lambda: Action("F", -2, 0), "stage -2"),
+        (lambda: Action.parse("99999999999999999999F0"), "stage 99999999999999999999"),
+    ],
+)
+def test_stages_and_microbatches_are_whole_numbers(action, message):
+    with pytest.raises(ScheduleError, match=f"{message}; it must be a whole number from 0 to 2,147,483,647"):
+        action()
+
+
+def test_numpys_whole_numbers():
+    assert repr(Action("F", np.int64(3), np.int32(4))) == repr(Action("F", 3, 4))
+    for name, rule in RULES.items():
+        made = rule(np.int64(4), np.int16(8))
+        assert made == rule(4, 8)
+        assert repr(made.placement) == repr(rule(4, 8).placement), name
+    assert auto_schedule(np.int64(2), np.int64(3)) == auto_schedule(2, 3)
+    assert repr(wave(np.int64(2), np.uint8(2))) == repr(wave(2, 2))
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_a_rule_makes_no_schedule_of_a_million_ranks_and_a_million_microbatches(name):
+    with pytest.raises(ScheduleError, match=r"1,000,000 ranks.*at most 10,000"):
+        RULES[name](10**6, 10**6)
+    with pytest.raises(ScheduleError, match=r"4 ranks x 1,000,000,000 microbatches.*at most 4,000,000"):
+        RULES[name](4, 10**9)
+
+
+def test_nor_a_placement_of_them():
+    with pytest.raises(ScheduleError, match="1,000,000,000 ranks"):
+        linear(10**9)
+    with pytest.raises(ScheduleError, match="10 ranks x 1,000,000,000 virtual_stages"):
+        wave(10, 10**9)
+
+
+def test_a_memory_limit_for_each_rank_is_one_figure_a_rank():
+    for limited in (lambda limit: check(gpipe(2, 4), limit), lambda limit: auto_schedule(2, 4, memory_limit=limit)):
+        for limit in ([4, 4, 4], [[4, 4]]):
+            with pytest.raises(ScheduleError, match=r"has shape .*; give one number, or one for each of the 2 ranks"):
+                limited(limit)
+        limited([4, 4])
+        for limit in (["a", "b"], "many"):
+            with pytest.raises(ScheduleError, match=r"memory_limit is .*; it must be a number"):
+                limited(limit)
+
+
+NO_COSTS = [{"forward": "a"}, {"transfer": None}, {"bandwidth": [1, 2]}, {"forward": [[1], [1, 2]]},
+            {"overlap": [0.5, 0.5]}, {"unit": 3}, {"input_grad": 1j}]  # fmt: skip
+
+
+@pytest.mark.parametrize("cost", NO_COSTS, ids=str)
+def test_costs_are_numbers(cost):
+    (name,) = cost
+    with pytest.raises(ScheduleError, match=f"the cost {name} is "):
+        Costs(**cost)
