@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tplab import Mesh, Trace
-from tplab.trace.trace import Recorder
+from tplab.trace import Recorder
 
 
 def ring_all_gather(mesh: Mesh, axis: str, nbytes: int = 4096, hop: float = 1.0, cluster: str | None = None) -> Trace:

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tplab import Mesh, Trace
-from tplab.trace.trace import KINDS, Recorder
+from tplab.trace import Recorder
+from tplab.trace.event import KINDS
 
 
 @dataclass

@@ -128,11 +128,18 @@ def test_a_large_axis_is_no_trouble():
     mesh = Mesh(dp=2, tp=4096)
     assert mesh.group(5000, "tp") is mesh.group(4999, "tp")  # shared: 8,192 tuples of 4,096 would not fit
     assert mesh.index(5000, "tp") == 5000 - 4096
+    largest = Mesh(dp=1 << 18, tp=4)
+    assert largest.group(largest.size - 1, "tp") == tuple(range(largest.size - 4, largest.size))
 
 
 MESH = Mesh(dp=2, tp=4)
 FAULTS = {
     "a mesh needs at least one axis, for example Mesh(tp=4)": lambda: Mesh(),
+    "every axis of a mesh has a name: write Mesh(tp=4), not Mesh(4)": lambda: Mesh(4),  # type: ignore
+    "every axis of a mesh has a name: write Mesh(dp=2, tp=4), not Mesh(2, 4)": lambda: Mesh(2, 4),  # type: ignore
+    "every axis of a mesh has a name: write Mesh(tp=4), not Mesh({'tp': 2})": lambda: Mesh({"tp": 2}),  # type: ignore
+    "Mesh(dp=10, tp=1000000) has 10,000,000 ranks, and a mesh has at most 1,048,576; make an axis smaller":
+        lambda: Mesh(dp=10, tp=10**6),
     "axis 'tp' has size 0; it must be a whole number of ranks, 1 or more": lambda: Mesh(tp=0),
     "axis 'tp' has size 2.0; it must be a whole number of ranks, 1 or more": lambda: Mesh(tp=2.0),  # type: ignore
     "axis 'tp' has size True; it must be a whole number of ranks, 1 or more": lambda: Mesh(tp=True),
@@ -146,7 +153,7 @@ FAULTS = {
     "Mesh(dp=2, tp=4) has ranks 0 to 7, not 1.5": lambda: MESH.index(1.5, "tp"),  # type: ignore
     "axis 'tp' of Mesh(dp=2, tp=4) has positions 0 to 3, not 4": lambda: MESH.rank(dp=1, tp=4),
     "axis 'dp' of Mesh(dp=2, tp=4) has positions 0 to 1, not -1": lambda: MESH.rank(dp=-1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", FAULTS)

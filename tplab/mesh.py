@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 from tplab.errors import MeshError
 
@@ -15,11 +15,16 @@ Axis = str | tuple[str, ...]
 """One axis by name, or several taken together, the first the slowest."""
 
 
+MOST_RANKS = 1 << 20
+"""More than any cluster has. A mesh keeps tables with a row per rank, and a mistyped size could fill the memory."""
+
+
 class _Places(NamedTuple):
-    """Along one axis: the position of each rank, and the group it is in."""
+    """Along one axis: the position of each rank, the group it is in, and each group once."""
 
     indices: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    each: tuple[tuple[int, ...], ...]
 
 
 class Mesh:
@@ -37,7 +42,12 @@ class Mesh:
 
     __slots__ = ("_places", "_shape", "_strides")
 
-    def __init__(self, /, **axes: int):
+    def __init__(self, /, *unnamed: Never, **axes: int):
+        if unnamed:
+            given = ", ".join(map(repr, unnamed))
+            named = zip(("pp", "dp", "tp")[-len(unnamed) :], unnamed)
+            sizes = ", ".join(f"{name}={size}" for name, size in named if _whole_number(size))
+            raise MeshError(f"every axis of a mesh has a name: write Mesh({sizes or 'tp=4'}), not Mesh({given})")
         if not axes:
             raise MeshError("a mesh needs at least one axis, for example Mesh(tp=4)")
         shape: dict[str, int] = {}
@@ -54,6 +64,8 @@ class Mesh:
             stride *= shape[name]
         self._shape: Mapping[str, int] = MappingProxyType(shape)
         self._strides = strides
+        if stride > MOST_RANKS:
+            raise MeshError(f"{self} has {stride:,} ranks, and a mesh has at most {MOST_RANKS:,}; make an axis smaller")
         self._places: dict[Axis, _Places] = {}
 
     @property
@@ -123,7 +135,7 @@ class Mesh:
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Every group along `axis`: together they hold each rank once."""
-        return list(dict.fromkeys(self._along(axis).groups))
+        return list(self._along(axis).each)
 
     def neighbor(self, rank: int, axis: Axis, shift: int = 1) -> int:
         """The rank `shift` positions further along the ring of `axis`."""
@@ -142,12 +154,14 @@ class Mesh:
             ]
             indices = [-1] * self.size
             groups: list[tuple[int, ...]] = [()] * self.size
+            each = []
             for first in self.ranks:
                 if indices[first] < 0:  # the lowest rank of a group that has not been met: where all its axes are 0
                     group = tuple(first + offset for offset in offsets)
+                    each.append(group)
                     for index, rank in enumerate(group):
                         indices[rank], groups[rank] = index, group
-            found = self._places[key] = _Places(tuple(indices), tuple(groups))
+            found = self._places[key] = _Places(tuple(indices), tuple(groups), tuple(each))
         return found
 
     def __eq__(self, other: object) -> bool:

@@ -13,7 +13,7 @@ from benchmarks.table import Row
 from tplab import Mesh, P
 from tplab.torch import AsyncLinear, ParallelMLPBlock, run
 from tplab.torch.layers.overlap import BlockingLinear
-from tplab.trace.overlap import Overlap, overlap
+from tplab.trace import Overlap, overlap
 
 WIDTH, TOKENS, NUM_RANKS = 8192, 8192, 8
 FEATURES = P(None, "tp")

@@ -16,8 +16,10 @@
 import subprocess
 import sys
 
-if "google.colab" in sys.modules:  # tplab joins Colab's own torch, jax and ipywidgets
-    subprocess.run(["pip", "install", "-q", "git+https://github.com/tplab/tplab"], check=True)
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
 
 # %%
 from functools import partial
@@ -25,7 +27,8 @@ from functools import partial
 import numpy as np
 import torch
 from tplab import Mesh, P
-from tplab.trace.overlap import gather_seconds, overlap, pays_from
+from tplab.cost import gather_seconds, pays_from
+from tplab.trace import overlap
 from tplab.torch import AsyncLinear, all_gather, all_gather_matmul, axis_index, axis_size, matmul_reduce_scatter
 from tplab.torch import reduce_scatter, ring_all_gather, ring_reduce_scatter, ring_shift, run, start
 from tplab.widgets import Bars, Row, knob, timeline
@@ -399,3 +402,6 @@ check_product_scatter(product_scatter)
 # (`async_gather`, `async_scatter`, `TPAsyncDense`, `TPNorm`; it says that a split gather gives 2N - 1 pieces: there are 2N).
 #
 # Next: [06 A Hugging Face GPT-2](06_hugging_face_gpt2.ipynb).
+#
+# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -16,8 +16,10 @@
 import subprocess
 import sys
 
-if "google.colab" in sys.modules:  # tplab joins Colab's own torch, jax and ipywidgets
-    subprocess.run(["pip", "install", "-q", "git+https://github.com/tplab/tplab"], check=True)
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
 
 # %%
 import numpy as np
@@ -384,3 +386,6 @@ check_llama_plan(my_plan)
 # would be perfect"). Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Radford et al. 2019, GPT-2.
 #
 # Next: [07 Pipeline schedules](07_pipeline_schedules.ipynb), for when one layer is not what is too large.
+#
+# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

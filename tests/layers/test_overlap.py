@@ -15,7 +15,7 @@ from tests.frameworks import FRAMEWORKS, Framework, in_both
 from tests.sharded import check, close, double, numbers
 from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError
-from tplab.trace.overlap import overlap
+from tplab.trace import overlap
 
 RANKS = [1, 2, 3, 4, 8]
 DIRECTIONS = ["up", "down", "both", "split"]

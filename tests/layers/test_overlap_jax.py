@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from tests.frameworks import FRAMEWORKS
 from tplab import Mesh, P, Trace
+from tplab.cost import gather_seconds, scatter_seconds
 from tplab.jax.layers.overlap import BlockingLinear
-from tplab.trace.overlap import gather_seconds, overlap, scatter_seconds
+from tplab.trace import overlap
 
 COLUMNS = P(None, "tp")
 DIRECTIONS = ["up", "down", "both", "split"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tests.simulated_traces import Simulation, arbitrary_traces, simulate, simulations
 from tplab import Event, Mesh, Trace
-from tplab.trace.trace import Recorder
+from tplab.trace import Recorder, critical_path
 
 
 def stretches(path: list[Event]) -> list[tuple[int, str, float, float]]:
@@ -21,7 +21,7 @@ def stretches(path: list[Event]) -> list[tuple[int, str, float, float]]:
 @given(simulations())
 def test_it_is_the_path_the_program_took(simulation: Simulation):
     trace = simulation.trace()
-    path = trace.critical_path()
+    path = critical_path(trace)
     if not len(trace):
         assert path == []
         return
@@ -32,7 +32,7 @@ def test_it_is_the_path_the_program_took(simulation: Simulation):
 
 @given(simulations())
 def test_each_event_starts_when_the_one_before_it_ends(simulation: Simulation):
-    path = simulation.trace().critical_path()
+    path = critical_path(simulation.trace())
     for one, other in pairwise(path):
         if other.kind in ("send", "collective") and one.kind == "send" and one.end > other.start:
             assert one.start < other.start  # the link was free again before the message was there
@@ -42,7 +42,7 @@ def test_each_event_starts_when_the_one_before_it_ends(simulation: Simulation):
 
 @given(arbitrary_traces(min_size=1))
 def test_of_events_that_make_no_sense_it_is_still_a_path(trace: Trace):
-    path = trace.critical_path()
+    path = critical_path(trace)
     assert path[-1].end == trace.start + trace.makespan
     for one, other in pairwise(path):
         assert one.end <= other.end or (one.kind == "send" and one.start <= other.end)
@@ -56,7 +56,7 @@ def test_a_message_joins_two_ranks():
     simulation.send(0, 1, 4, 1)
     simulation.receive(1)
     simulation.compute(1, 5)
-    assert stretches(simulation.trace().critical_path()) == [
+    assert stretches(critical_path(simulation.trace())) == [
         (0, "compute", 0, 3),
         (0, "send", 3, 8),
         (1, "compute", 8, 13),
@@ -69,7 +69,7 @@ def test_a_send_waits_for_its_link():
     simulation.send(0, 1, 4, 0)
     simulation.send(0, 2, 4, 0)
     simulation.receive(2)
-    assert stretches(simulation.trace().critical_path()) == [(0, "compute", 0, 1), (0, "send", 1, 5), (0, "send", 5, 9)]
+    assert stretches(critical_path(simulation.trace())) == [(0, "compute", 0, 1), (0, "send", 1, 5), (0, "send", 5, 9)]
 
 
 def test_a_link_carries_the_next_message_while_the_last_is_on_its_way():
@@ -77,7 +77,7 @@ def test_a_link_carries_the_next_message_while_the_last_is_on_its_way():
     simulation.compute(0, 1)
     simulation.send(0, 1, 4, 2)
     simulation.send(0, 1, 4, 2)
-    assert stretches(simulation.trace().critical_path()) == [
+    assert stretches(critical_path(simulation.trace())) == [
         (0, "compute", 0, 1),
         (0, "send", 1, 7),
         (0, "send", 5, 11),
@@ -90,7 +90,7 @@ def test_of_two_links_it_takes_the_one_in_question():
     recorder.add(0, "send", "up", 0, 10, peer=1, message=0)
     recorder.add(0, "send", "down", 3, 13, peer=2, message=1)
     recorder.add(0, "send", "up", 9, 19, peer=1, message=2)
-    assert [event.message for event in recorder.trace().critical_path()] == [0, 2]
+    assert [event.message for event in critical_path(recorder.trace())] == [0, 2]
 
 
 def test_a_collective_waits_for_the_last_of_its_group():
@@ -99,7 +99,7 @@ def test_a_collective_waits_for_the_last_of_its_group():
         simulation.compute(rank, duration)
     simulation.collective([0, 1, 2], 1, blocking=True)
     simulation.compute(0, 1)
-    assert stretches(simulation.trace().critical_path()) == [
+    assert stretches(critical_path(simulation.trace())) == [
         (1, "compute", 0, 6),
         (0, "collective", 6, 7),
         (0, "compute", 7, 8),
@@ -112,7 +112,7 @@ def test_a_collective_waits_for_the_links_of_its_group():
     simulation.send(0, 1, 5, 2)
     simulation.send(1, 0, 4, 2)
     simulation.collective([0, 1], 1, blocking=True)
-    assert stretches(simulation.trace().critical_path())[0] == (0, "send", 0, 7)
+    assert stretches(critical_path(simulation.trace()))[0] == (0, "send", 0, 7)
 
 
 def test_in_a_ring_of_steps_it_follows_the_data():
@@ -123,7 +123,7 @@ def test_in_a_ring_of_steps_it_follows_the_data():
             about: dict[str, Any] = {"message": 4 * step + rank, "bytes": 4}
             recorder.add(rank, "send", "ring_shift", step, step + 1, peer=(rank + 1) % 4, **about)
             recorder.add((rank + 1) % 4, "receive", "ring_shift", step, step + 1, peer=rank, **about)
-    path = recorder.trace(unit="steps").critical_path()
+    path = critical_path(recorder.trace(unit="steps"))
     assert [(event.start, event.kind) for event in path] == [(0, "send"), (1, "send"), (2, "send")]
     assert [one.peer for one in path[:-1]] == [other.rank for other in path[1:]]
 
@@ -141,7 +141,7 @@ def test_a_schedule_may_list_its_messages_last_and_give_them_no_time():
         peer=[-1, -1, -1, -1, 1, 0, 1, 0],
         message=[-1, -1, -1, -1, 0, 0, 1, 1],
     )
-    path = trace.critical_path()
+    path = critical_path(trace)
     assert [(event.rank, event.op) for event in path] == [(0, "F0"), (0, "activation"), (1, "F0"), (1, "F1")]
 
 
@@ -152,7 +152,7 @@ def test_events_without_length_are_taken_in_their_order():
         recorder.add(0, "compute", op, 2, 2)
     recorder.add(0, "compute", "last", 2, 3)
     recorder.add(0, "compute", "after", 3, 3)
-    assert [event.op for event in recorder.trace().critical_path()] == ["first", "view", "reshape", "last", "after"]
+    assert [event.op for event in critical_path(recorder.trace())] == ["first", "view", "reshape", "last", "after"]
 
 
 def test_messages_in_a_circle_do_not_go_on_for_ever():
@@ -160,7 +160,7 @@ def test_messages_in_a_circle_do_not_go_on_for_ever():
     for rank in (0, 1):
         recorder.add(rank, "receive", "x", 1, 1, peer=1 - rank, message=1 - rank)
         recorder.add(rank, "send", "x", 1, 1, peer=1 - rank, message=rank)
-    path = recorder.trace().critical_path()
+    path = critical_path(recorder.trace())
     assert len(path) == len({(event.rank, event.kind) for event in path})
 
 
@@ -168,7 +168,7 @@ def test_rounding_does_not_break_it():
     recorder = Recorder(Mesh(tp=1))
     recorder.add(0, "compute", "long", 0, 0.1 + 0.2)  # 0.30000000000000004
     recorder.add(0, "compute", "next", 0.3, 0.7)
-    assert [event.op for event in recorder.trace().critical_path()] == ["long", "next"]
+    assert [event.op for event in critical_path(recorder.trace())] == ["long", "next"]
 
 
 def test_a_measured_receive_that_began_before_its_send_is_kept():
@@ -177,7 +177,7 @@ def test_a_measured_receive_that_began_before_its_send_is_kept():
     recorder.add(0, "send", "x", 8.5, 9, peer=1, message=0)
     recorder.add(1, "receive", "x", 1, 10, peer=0, message=0)
     recorder.add(1, "compute", "last", 11, 12)
-    path = recorder.trace(clock="measured").critical_path()
+    path = critical_path(recorder.trace(clock="measured"))
     assert [(event.rank, event.kind) for event in path] == [(0, "compute"), (0, "send"), (1, "receive"), (1, "compute")]
 
 
@@ -187,7 +187,7 @@ def test_members_of_a_measured_collective_come_at_their_own_times():
     recorder.add(1, "compute", "slow", 0, 8)
     recorder.add(0, "collective", "all_reduce", 1, 10, message=0)
     recorder.add(1, "collective", "all_reduce", 8, 9, message=0)
-    assert [event.op for event in recorder.trace(clock="measured").critical_path()] == ["slow", "all_reduce"]
+    assert [event.op for event in critical_path(recorder.trace(clock="measured"))] == ["slow", "all_reduce"]
 
 
 @pytest.mark.parametrize("program", ["many messages", "one long chain", "all at once"])
@@ -204,7 +204,7 @@ def test_a_hundred_thousand_events(program: str):
             Mesh(tp=1), rank=np.zeros(num_events, int), kind="compute", op="x", start=start, end=start + length
         )
     began = time.perf_counter()
-    path = trace.critical_path()
+    path = critical_path(trace)
     assert time.perf_counter() - began < 10
     if program != "many messages":
         assert len(path) == num_events

@@ -11,8 +11,8 @@ from hypothesis import given
 
 from tests.simulated_traces import Simulation, arbitrary_traces, simulations
 from tplab import Mesh, Trace
+from tplab.trace import Recorder, to_perfetto
 from tplab.trace.perfetto import chrome_trace
-from tplab.trace.trace import Recorder
 
 
 def read(trace: Trace) -> list[dict[str, Any]]:
@@ -200,11 +200,11 @@ def test_it_says_which_clock_and_what_a_step_is():
 def test_the_file(tmp_path: Path):
     simulation = Simulation(2)
     simulation.send(0, 1, 1, 0)
-    path = simulation.trace().to_perfetto(str(tmp_path / "trace.json"))
+    path = to_perfetto(simulation.trace(), str(tmp_path / "trace.json"))
     assert path == tmp_path / "trace.json"
     assert json.loads(path.read_text("utf8")) == json.loads(json.dumps(chrome_trace(simulation.trace())))
 
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
-        Recorder(Mesh(tp=1)).trace().to_perfetto(tmp_path / "missing" / "trace.json")
+        to_perfetto(Recorder(Mesh(tp=1)).trace(), tmp_path / "missing" / "trace.json")

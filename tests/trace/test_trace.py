@@ -1,5 +1,6 @@
 """A trace: its columns, totals against a plain recount, JSON and back, and what it says to events that cannot be."""
 
+import contextlib
 import copy
 import json
 import pickle
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from tests.simulated_traces import arbitrary, arbitrary_traces, simulate
 from tplab import Event, Mesh, Trace
 from tplab.errors import MeshError, TplabError, TraceError
-from tplab.trace.trace import COLUMNS, KINDS, Recorder
+from tplab.trace import Recorder, critical_path
+from tplab.trace.event import COLUMNS, KINDS
 
 
 def example(**about: Any) -> Trace:
@@ -306,7 +308,7 @@ def test_an_empty_trace():
     trace = Recorder(Mesh(tp=2)).trace()
     assert (len(trace), trace.makespan, trace.num_steps, trace.bytes_sent()) == (0, 0.0, 0, 0)
     assert trace.busy().tolist() == trace.idle_share().tolist() == [0, 0]
-    assert list(trace.events) == trace.critical_path() == []
+    assert list(trace.events) == critical_path(trace) == []
     assert Trace.from_json(trace.to_json()) == trace
 
 
@@ -325,6 +327,11 @@ def test_json_there_and_back(trace: Trace):
         assert back.values[row].dtype == array.dtype
         assert np.array_equal(back.values[row], array, equal_nan=array.dtype.kind in "fc")
     json.loads(text, parse_constant=pytest.fail)  # no NaN, no Infinity: a browser could not read them
+
+
+def test_a_trace_of_too_many_ranks_is_refused_at_once():
+    with pytest.raises(TraceError, match="has 1,000,000,000 ranks, and a mesh has at most 1,048,576; make an axis"):
+        Trace.from_json(damaged(["mesh", "tp"], 10**9))
 
 
 def test_times_survive_json_to_the_last_bit():
@@ -357,7 +364,7 @@ def test_equal_means_in_every_bit():
         elif name in ("rank", "peer", "chunk"):
             changed[name] = 1 - np.maximum(changed[name], 0) if name != "chunk" else -1
         else:
-            changed[name] = other.get(name, (7,)) if changed[name].dtype == object else changed[name] + 1
+            changed[name] = other.get(name, (1,)) if changed[name].dtype == object else changed[name] + 1
             changed["end"] = changed["end"] + 1 if name == "start" else changed["end"]
         made = Trace.from_columns(Mesh(tp=2), values=values, **changed)
         assert made != example(), name
@@ -406,9 +413,63 @@ FAULTS = {
     "column 'op' has places up to 2 in a table of 1": lambda: columns(op=(["x"], np.array([0, 2]))),
     "a clock is 'modelled' or 'measured', not 'guessed'": lambda: columns(clock="guessed"),
     "a trace counts its time in 's' or 'steps', not 'ms'": lambda: columns(unit="ms"),
-    "this is no trace that to_json wrote: it does not say 'tplab trace 1'": lambda: Trace.from_json("[1]"),
-    "this is no trace that to_json wrote: Expecting value: line 1 column 1 (char 0)": lambda: Trace.from_json("x"),
+    "this is not a trace that to_json wrote: it does not say 'tplab trace 1'": lambda: Trace.from_json("[1]"),
+    "this is not a trace that to_json wrote: Expecting value: line 1 column 1 (char 0)": lambda: Trace.from_json("x"),
+    "this is not a trace that to_json wrote: axis 'tp' has size 0; it must be a whole number of ranks, 1 or more":
+        lambda: Trace.from_json(damaged(["mesh", "tp"], 0)),
+    "this is not a trace that to_json wrote: 'columns' is missing, or is no object":
+        lambda: Trace.from_json(damaged(["columns"], None)),
+    "this is not a trace that to_json wrote: column 'op' has codes that are no places in its table of 3":
+        lambda: Trace.from_json(damaged(["columns", "op", "codes", 0], 3)),
+    "this is not a trace that to_json wrote: a value is damaged: dtype 'O' is not one of numbers":
+        lambda: Trace.from_json(damaged(["values", "2", "dtype"], "O")),
+    "column 'group' names rank 2; Mesh(tp=2) has ranks 0 to 1": lambda: columns(group=(0, 2)),
+    "values are kept for event 2, and there are 2 events": lambda: columns(values={2: np.ones(1)}),
+    "a chunk is (origin rank, piece), and (2, 0) is none: Mesh(tp=2) has ranks 0 to 1":
+        lambda: columns(chunks=[(2, 0)]),
+    "event 0 has bytes -4, which is too small": lambda: columns(bytes=-4),
+    "column 'start' must hold one number per event, not [[0, 1], [0, 1]]": lambda: columns(start=[[0, 1], [0, 1]]),
+    "column 'op' holds text, not 3": lambda: columns(op=[3, 4]),
 }  # fmt: skip
+
+
+def damaged(path: list[Any], value: Any) -> str:
+    """The example as JSON, with another value at `path`."""
+    data = json.loads(example().to_json())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(data)
+
+
+def paths(value: Any) -> list[list[Any]]:
+    """Every path into nested lists and objects."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [[key, *rest] for key, below in inside for rest in ([], *paths(below))]
+
+
+ODD = [None, True, -1, 2, 0.5, 1e999, 2**31, 2**70, "", "tp", "ab cd", [], [[]], [None], [0, 1], {}, {"table": []}]
+
+
+@given(st.sampled_from(paths(json.loads(example().to_json()))), st.sampled_from(ODD))
+def test_a_damaged_trace_is_a_trace_error_or_still_a_trace(path: list[Any], value: Any):
+    """Whatever stands in the place of any part of it: nothing but TraceError comes, and what is read can be used."""
+    try:
+        trace = Trace.from_json(damaged(path, value))
+    except TraceError:
+        return
+    assert Trace.from_json(trace.to_json()) == trace
+    assert trace.table() and critical_path(trace)
+    assert all(0 <= share <= 1 for share in trace.idle_share())
+
+
+@given(st.integers(0, len(example().to_json()) - 1), st.sampled_from(["", *'09-]"{,e\x00']))
+def test_a_trace_with_another_letter_is_a_trace_error_or_still_a_trace(place: int, letter: str):
+    text = example().to_json()
+    for broken in (text[:place] + letter + text[place + 1 :], text[:place]):
+        with contextlib.suppress(TraceError):
+            Trace.from_json(broken)
 
 
 @pytest.mark.parametrize("message", FAULTS)

@@ -19,7 +19,7 @@ from tplab.jax.tracing.compiled import collectives_in_text
 from tplab.models.gpt import GPTConfig, gpt_specs
 from tplab.torch.models.dtensor import shard_with_dtensor, whole, with_dtensor
 from tplab.torch.models.plain import PlainGPT
-from tplab.trace.traffic import Sent, Traffic, traffic_table
+from tplab.trace import Sent, Traffic, traffic_table
 
 NUM_RANKS, BATCH, SEQUENCE = 4, 2, 8
 IDS = np.random.default_rng(0).integers(0, 96, (BATCH, SEQUENCE))

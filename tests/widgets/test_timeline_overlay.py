@@ -27,7 +27,7 @@ from tplab.schedules import (
     simulate,
     zb_h1,
 )
-from tplab.trace.trace import Recorder
+from tplab.trace import Recorder
 from tplab.widgets import timeline
 from tplab.widgets.overlay import MAX_STEPS, about, facts, now, overlay, say
 from tplab.widgets.paper.wire import unpack

@@ -7,7 +7,7 @@ import pytest
 
 from tests.hand_traces import ALL, megatron_mlp, overlapped_matmul, ring_all_gather, ring_all_reduce
 from tplab import Mesh, Trace
-from tplab.trace.trace import Recorder
+from tplab.trace import Recorder
 from tplab.widgets.score import words
 from tplab.widgets.score.frame import Frame, contributors, frame
 from tplab.widgets.score.holds import HELD, OWN, PASSED

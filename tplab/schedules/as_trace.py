@@ -8,7 +8,7 @@ import numpy as np
 
 from tplab.mesh import Mesh
 from tplab.schedules.action import KINDS, F
-from tplab.trace.trace import KINDS as EVENT_KINDS
+from tplab.trace.event import KINDS as EVENT_KINDS
 from tplab.trace.trace import Trace
 
 if TYPE_CHECKING:

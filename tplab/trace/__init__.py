@@ -1,7 +1,22 @@
 """What happened: a trace and its events, and what is read from it: the critical path, overlap, traffic, Perfetto."""
 
+from tplab.trace.critical_path import critical_path
 from tplab.trace.event import Event
+from tplab.trace.overlap import Overlap, overlap
+from tplab.trace.perfetto import to_perfetto
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
+from tplab.trace.traffic import Sent, Traffic, traffic_table
 
-__all__ = ["Event", "Recorder", "Trace"]
+__all__ = [
+    "Event",
+    "Overlap",
+    "Recorder",
+    "Sent",
+    "Trace",
+    "Traffic",
+    "critical_path",
+    "overlap",
+    "to_perfetto",
+    "traffic_table",
+]

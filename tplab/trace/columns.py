@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ STORED = tuple(name for name in COLUMNS if name != "values")
 
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": ""}
+
+ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks")
+"""What a trace says besides its mesh and its events."""
 
 _TUPLES = ("group", "shape", "contributors")
 
@@ -103,6 +107,8 @@ def number_column(name: str, given: Any, num_events: int) -> np.ndarray:
             made = array.astype(NUMBERS[name])
     except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(f"column {name!r} must hold numbers: {error}") from None
+    if array.ndim > 1 or array.dtype.kind not in "biufO":
+        raise TraceError(f"column {name!r} must hold one number per event, not {given!r:.80}")
     if array.dtype.kind == "f" and made.dtype.kind == "i" and bool(np.any(made != array)):
         raise TraceError(
             f"column {name!r} holds {array[made != array].flat[0]}; it must hold {made.itemsize * 8}-bit whole numbers"
@@ -131,15 +137,34 @@ def _is_row(given: Any) -> bool:
 
 def _plain(name: str, value: Any) -> Any:
     """A value as JSON and `repr` should see it: no torch.Size, no NumPy scalars."""
-    if name in _TUPLES:
-        return tuple(int(item) for item in value)
-    if name == "axis" and value is not None and not isinstance(value, str):
-        return ",".join(value)
-    return None if value is None else str(value)
+    try:
+        if name in _TUPLES:
+            return tuple(operator.index(item) for item in value)
+        if name == "axis" and value is not None and not isinstance(value, str):
+            return ",".join(value)
+    except TypeError:
+        raise TraceError(f"column {name!r} cannot hold {value!r:.80}; see the fields of `Event`") from None
+    if (value is None and name != "axis") or isinstance(value, int | float | list | tuple | dict):
+        raise TraceError(f"column {name!r} holds text, not {value!r:.80}")
+    return value if value is None else str(value)
 
 
-def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int) -> None:
-    """Raise TraceError where an event is of no kind, of no rank, of no chunk, or at no time."""
+def chunks_of(mesh: Mesh, given: Any) -> list[tuple[int, int]]:
+    """The chunks of a trace as plain numbers. Raises TraceError where they are not (origin rank, piece)."""
+    try:
+        chunks = [(operator.index(origin), operator.index(piece)) for origin, piece in given]
+    except (TypeError, ValueError):
+        raise TraceError("chunks are pairs of whole numbers, (origin rank, piece), one for each chunk") from None
+    if wrong := [chunk for chunk in chunks if not 0 <= chunk[0] < mesh.size or chunk[1] < 0]:
+        raise TraceError(f"a chunk is (origin rank, piece), and {wrong[0]} is none: {_ranks_of(mesh)}")
+    return chunks
+
+
+def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int, valued: Iterable[int]) -> None:
+    """Raise TraceError where an event is of no kind, of no rank, of no chunk, or at no time.
+
+    valued   the events whose values are kept
+    """
     rank, start, end = columns["rank"], columns["start"], columns["end"]
 
     def refuse(wrong: np.ndarray, say: Callable[[int], str]) -> None:
@@ -149,7 +174,12 @@ def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int) -> None:
 
     if unknown := [kind for kind in columns["kind"].table if kind not in KINDS]:
         raise TraceError(f"an event's kind is one of {', '.join(KINDS)}, not {unknown[0]!r}")
-    ranks = f"{mesh} has ranks 0 to {mesh.size - 1}"
+    ranks = _ranks_of(mesh)
+    for name in ("group", "contributors"):
+        if strangers := [one for members in columns[name].table for one in members if not 0 <= one < mesh.size]:
+            raise TraceError(f"column {name!r} names rank {strangers[0]}; {ranks}")
+    if strangers := [row for row in valued if not 0 <= row < len(rank)]:
+        raise TraceError(f"values are kept for event {strangers[0]}, and there are {len(rank)} events")
     refuse((rank < 0) | (rank >= mesh.size), lambda row: f"is of rank {rank[row]}; {ranks}")
     peer, chunk = columns["peer"], columns["chunk"]
     refuse((peer < -1) | (peer >= mesh.size), lambda row: f"names rank {peer[row]} as its peer; {ranks}")
@@ -160,3 +190,9 @@ def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int) -> None:
         chunk >= num_chunks,
         lambda row: f"carries chunk {chunk[row]} of {num_chunks}; give chunks=[(origin rank, piece), ...]",
     )
+    for name, least in (("bytes", 0), ("flops", 0), ("message", -1), ("step", -1), ("chunk", -1)):
+        refuse(columns[name] < least, lambda row, name=name: f"has {name} {columns[name][row]}, which is too small")
+
+
+def _ranks_of(mesh: Mesh) -> str:
+    return f"{mesh} has ranks 0 to {mesh.size - 1}"

@@ -14,6 +14,8 @@ one microsecond. Format: "Trace Event Format", Google 2016; and Perfetto, "Visua
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,13 @@ from tplab.trace.trace import Trace
 
 _TRACKS = {"compute": "compute", "wait": "compute", "send": "send", "receive": "receive", "collective": "collective"}
 _ORDER = ("compute", "send", "receive", "collective")
+
+
+def to_perfetto(trace: Trace, path: str | Path) -> Path:
+    """Write Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open. Returns the path."""
+    path = Path(path)
+    path.write_text(json.dumps(chrome_trace(trace)), encoding="utf8")
+    return path
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tplab.mesh import Mesh
 from tplab.trace.columns import NUMBERS, STORED, Codes, number_column
-
-if TYPE_CHECKING:
-    from tplab.trace.trace import Trace
+from tplab.trace.trace import Trace
 
 _BLOCK = 1 << 16
 """Notes kept as they come before they are turned into arrays, which take a quarter of the memory."""
@@ -143,8 +141,6 @@ class Recorder:
 
     def trace(self, clock: str = "modelled", unit: str = "s", cluster: str | None = None) -> Trace:
         """The trace of what was taken down so far."""
-        from tplab.trace.trace import Trace
-
         blocks = [*self._blocks, self._packed()]
         noted = {name: np.concatenate([block[name] for block in blocks]) for name in _NOTED}
         form = noted.pop("form")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, overload
 
@@ -13,13 +11,9 @@ import numpy as np
 
 from tplab.errors import TraceError
 from tplab.mesh import Axis, Mesh
-from tplab.trace.columns import DEFAULTS, STORED, Column, Words, check, column
+from tplab.trace import as_json
+from tplab.trace.columns import ABOUT, DEFAULTS, STORED, Column, Words, check, chunks_of, column
 from tplab.trace.event import COLUMNS, KINDS, Event
-from tplab.trace.recorder import Recorder
-
-__all__ = ["COLUMNS", "KINDS", "Event", "Recorder", "Trace"]
-
-_ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks")
 
 
 class Trace:
@@ -54,6 +48,9 @@ class Trace:
             raise TraceError(f"a clock is 'modelled' or 'measured', not {clock!r}")
         if unit not in ("s", "steps"):
             raise TraceError(f"a trace counts its time in 's' or 'steps', not {unit!r}")
+        for text in (title, framework, cluster or ""):
+            if not isinstance(text, str):
+                raise TraceError(f"the title, the framework and the cluster of a trace are text, not {text!r:.80}")
         self.mesh, self.title, self.framework = mesh, title, framework
         self.clock, self.unit, self.cluster = clock, unit, cluster
         self.chunks = [(int(origin), int(piece)) for origin, piece in chunks]
@@ -79,11 +76,14 @@ class Trace:
         missing = [name for name in STORED if name not in given and name not in DEFAULTS]
         if missing:
             raise TraceError(f"a trace needs the column {missing[0]!r}; only {', '.join(DEFAULTS)} may be left out")
-        if unknown := [name for name in given if name not in STORED and name not in _ABOUT]:
+        if unknown := [name for name in given if name not in STORED and name not in ABOUT]:
             raise TraceError(f"a trace has no column {unknown[0]!r}; its columns are {', '.join(STORED)}")
+        if not isinstance(given["rank"], Sequence | np.ndarray):
+            raise TraceError(f"column 'rank' is a sequence, with one rank per event, not {given['rank']!r:.80}")
         num_events = len(given["rank"])
         columns = {name: column(name, given.pop(name, DEFAULTS.get(name)), num_events) for name in STORED}
-        check(mesh, columns, len(given.get("chunks", ())))
+        given["chunks"] = chunks_of(mesh, given.get("chunks", ()))
+        check(mesh, columns, len(given["chunks"]), values or ())
         return cls(mesh, columns, values={row: _plain_array(array) for row, array in (values or {}).items()}, **given)
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Trace:
 
     def about(self) -> dict[str, Any]:
         """What a trace says besides its mesh and its events, by name."""
-        return {name: getattr(self, name) for name in _ABOUT}
+        return {name: getattr(self, name) for name in ABOUT}
 
     # --- totals --------------------------------------------------------------------------------------------------
 
@@ -223,34 +223,16 @@ class Trace:
         texts = ("  ".join(pad(cell, width) for pad, cell, width in zip(sides, line, widths)) for line in lines)
         return "\n".join(text.rstrip() for text in texts)
 
-    def critical_path(self) -> list[Event]:
-        """The chain of events that sets the makespan, first to last: each starts when the one before it ends."""
-        from tplab.trace.critical_path import critical_path
-
-        return critical_path(self)
-
-    # --- export --------------------------------------------------------------------------------------------------
-
-    def to_perfetto(self, path: str | Path) -> Path:
-        """Write Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open. Returns the path."""
-        from tplab.trace.perfetto import chrome_trace
-
-        path = Path(path)
-        path.write_text(json.dumps(chrome_trace(self)), encoding="utf8")
-        return path
+    # --- as text -------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         """All of it, as text that `from_json` reads back."""
-        from tplab.trace.as_json import dump
-
-        return dump(self)
+        return as_json.dump(self.mesh, self._numbers | self._words, self._values, self.about())
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """The trace that `to_json` wrote."""
-        from tplab.trace.as_json import load
-
-        return load(text)
+        """The trace that `to_json` wrote. Raises TraceError where the text is anything else."""
+        return cls.from_columns(**as_json.load(text))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):

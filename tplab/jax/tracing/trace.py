@@ -23,7 +23,8 @@ from tplab.jax.tracing.timing import Timing
 from tplab.jax.tracing.walk import Walk
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
-from tplab.trace.trace import Recorder, Trace
+from tplab.trace.recorder import Recorder
+from tplab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from tplab.jax.ranks.program import Compiled

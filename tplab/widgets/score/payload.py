@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.trace.critical_path import critical_path
 from tplab.widgets import overlay as over
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import words
@@ -88,7 +89,7 @@ def critical_rows(score: Score) -> np.ndarray:
     row_of: dict[tuple[Any, ...], int] = {key: row for row, key in enumerate(keys)}
     place = {op: code for code, op in enumerate(score.ops)}
     path = []
-    for event in score.trace.critical_path():
+    for event in critical_path(score.trace):
         sender = event.peer if event.kind == "receive" and event.peer is not None else event.rank
         row = row_of.get((sender, event.start, event.end, place[event.op]))
         if row is not None and row not in path[-1:]:

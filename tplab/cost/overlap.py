@@ -1,0 +1,95 @@
+"""Overlapped linear layers on the modelled clock: their forward pass, blocking and overlapped, by formula.
+
+`gather_seconds` and `scatter_seconds` give the times that `run(..., cluster=...)` finds too; `pays_from` says from
+which size on the overlapped layer is quicker. Below it, R small products cost more than the messages that they hide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tplab.cost import collectives as cost
+from tplab.cost.cluster import Cluster, find
+from tplab.sharding import share
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Seconds(NamedTuple):
+    """A layer's forward pass on the modelled clock."""
+
+    blocking: float
+    overlapped: float
+
+
+def gather_seconds(
+    tokens: int, in_features: int, out_features: int, num_ranks: int, cluster: str | Cluster, dtype: str = "bfloat16"
+) -> Seconds:  # fmt: skip
+    """all_gather(x) @ W.T of x [tokens, D/R] and W [F/R, D] on each of R ranks, without a bias; R = num_ranks.
+
+    blocking     all_gather + product
+    overlapped   first + (R-2) max(product, hop) + max(first, hop) - first + product
+                 where first = x W_0.T, product: y += x W_k.T, hop: one message of x
+    """
+    layer = _Layer(tokens, in_features, out_features, num_ranks, find(cluster), dtype)
+    x_bytes = tokens * layer.inputs * layer.itemsize
+    gathered = cost.collective("all_gather", x_bytes, num_ranks, layer.link).seconds
+    blocking = gathered + layer.product(in_features, layer.outputs)
+    first, product = layer.product(layer.inputs, layer.outputs), layer.product(layer.inputs, layer.outputs, adds=True)
+    if num_ranks == 1:
+        return Seconds(blocking, first)
+    hop = layer.link.seconds(x_bytes)
+    return Seconds(blocking, max(first, hop) + (num_ranks - 2) * max(product, hop) + product)
+
+
+def scatter_seconds(
+    tokens: int, in_features: int, out_features: int, num_ranks: int, cluster: str | Cluster, dtype: str = "bfloat16"
+) -> Seconds:  # fmt: skip
+    """reduce_scatter(x @ W.T) of x [tokens, D/R] and W [F, D/R] on each of R ranks, without a bias.
+
+    blocking     product + reduce_scatter
+    overlapped   product + (R-1) (max(product, hop) + sum), where product = x W_k.T, hop: one message of y, sum: y += it
+    """
+    layer = _Layer(tokens, in_features, out_features, num_ranks, find(cluster), dtype)
+    y_bytes = tokens * layer.outputs * layer.itemsize
+    scattered = cost.collective("reduce_scatter", num_ranks * y_bytes, num_ranks, layer.link).seconds
+    product, hop = layer.product(layer.inputs, layer.outputs), layer.link.seconds(y_bytes)
+    total = layer.cluster.compute_seconds(tokens * layer.outputs, 3 * y_bytes, dtype)
+    overlapped = product + (num_ranks - 1) * (max(product, hop) + total)
+    return Seconds(layer.product(layer.inputs, out_features) + scattered, overlapped)
+
+
+def pays_from(
+    in_features: int, out_features: int, num_ranks: int, cluster: str | Cluster, dtype: str = "bfloat16",
+    mode: str = "gather", limit: int = 1 << 20,
+) -> int | None:  # fmt: skip
+    """The fewest tokens, a power of two, from which on the overlapped layer is quicker than the blocking one; None
+    where it is not with `limit` of them."""
+    if mode not in ("gather", "scatter"):
+        raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter'")
+    seconds = gather_seconds if mode == "gather" else scatter_seconds
+    tokens, found = limit, None
+    while tokens:
+        blocking, overlapped = seconds(tokens, in_features, out_features, num_ranks, cluster, dtype)
+        if overlapped >= blocking:
+            break
+        tokens, found = tokens // 2, tokens
+    return found
+
+
+class _Layer:
+    """A linear layer whose features are sharded over ranks 0 to R-1 of a cluster."""
+
+    def __init__(self, tokens: int, in_features: int, out_features: int, num_ranks: int, cluster: Cluster, dtype: str):
+        if dtype not in ITEMSIZE:
+            raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
+        self.tokens, self.cluster, self.dtype, self.itemsize = tokens, cluster, dtype, ITEMSIZE[dtype]
+        self.inputs = share(in_features, num_ranks, "in_features is")
+        self.outputs = share(out_features, num_ranks, "out_features is")
+        self.link = cluster.group_link(range(num_ranks))
+
+    def product(self, inputs: int, outputs: int, adds: bool = False) -> float:
+        """x [tokens, inputs] @ w.T; `adds`: to y, which is then read as well."""
+        num_bytes = cost.matmul_bytes(self.tokens, inputs, outputs, self.itemsize)
+        num_bytes += self.tokens * outputs * self.itemsize * adds
+        return self.cluster.compute_seconds(cost.matmul_flops(self.tokens, inputs, outputs), num_bytes, self.dtype)
