@@ -3,8 +3,12 @@
 What the cells compute is compared by nbval (`make labs-test`).
 """
 
+import os
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import nbformat
 import pytest
@@ -72,6 +76,24 @@ def test_opens_with_title_badges_and_setup(name: str):
     assert build.badges(name) in book.cells[0].source, f"the first cell needs this line:\n{build.badges(name)}"
     first = next(cell for cell in book.cells if cell.cell_type == "code")
     assert first.source == build.setup_cell(), f"the first code cell must be:\n{build.setup_cell()}"
+
+
+@each_lab
+def test_ends_with_when_to_shut_the_kernel_down(name: str):
+    assert read(name).cells[-1].source == build.closing_line(), f"the last cell must be:\n{build.closing_line()}"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_failed_setup_on_colab_says_what_to_do(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "pip").write_text(f"#!/bin/sh\necho $* >> {tmp_path}/calls\nexit {code}\n")
+    (tmp_path / "pip").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    exec(build.setup_cell(), {})  # elsewhere it does nothing
+    assert not (tmp_path / "calls").exists()
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
+    with pytest.raises(RuntimeError, match="restart the runtime") if code else nullcontext():
+        exec(build.setup_cell(), {})
+    assert (tmp_path / "calls").read_text() == f"install -q git+{build.repository()}\n"
 
 
 @each_lab

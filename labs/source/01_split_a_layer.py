@@ -16,8 +16,10 @@
 import subprocess
 import sys
 
-if "google.colab" in sys.modules:  # tplab joins Colab's own torch, jax and ipywidgets
-    subprocess.run(["pip", "install", "-q", "git+https://github.com/tplab/tplab"], check=True)
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
 
 # %%
 import numpy as np
@@ -687,3 +689,7 @@ check_gated(gated)
 # (`gather_output`, `input_is_parallel`).
 #
 # Next: [02 Collectives](02_collectives.ipynb), and what each of them costs.
+
+# %% [markdown]
+# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -17,8 +17,10 @@
 import subprocess
 import sys
 
-if "google.colab" in sys.modules:  # tplab joins Colab's own torch, jax and ipywidgets
-    subprocess.run(["pip", "install", "-q", "git+https://github.com/tplab/tplab"], check=True)
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
 
 # %%
 from functools import partial
@@ -854,3 +856,7 @@ check_gather(gather)
 # Models](https://www.mishalaskin.com/posts/tensor_parallel) (8 x 2 and 4 x 4).
 #
 # Next: [03 A Megatron block](03_megatron_block.ipynb).
+
+# %% [markdown]
+# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

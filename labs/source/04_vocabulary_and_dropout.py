@@ -17,8 +17,10 @@
 import subprocess
 import sys
 
-if "google.colab" in sys.modules:  # tplab joins Colab's own torch, jax and ipywidgets
-    subprocess.run(["pip", "install", "-q", "git+https://github.com/tplab/tplab"], check=True)
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
 
 # %%
 from functools import partial
@@ -839,3 +841,7 @@ check_most_likely(most_likely)
 # 37051](https://github.com/huggingface/transformers/issues/37051) (tied tables, and vocabularies that do not divide).
 #
 # Next: [05 Overlap](05_overlap.ipynb). How to hide what must be sent.
+
+# %% [markdown]
+# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -402,6 +402,7 @@ check_product_scatter(product_scatter)
 # (`async_gather`, `async_scatter`, `TPAsyncDense`, `TPNorm`; it says that a split gather gives 2N - 1 pieces: there are 2N).
 #
 # Next: [06 A Hugging Face GPT-2](06_hugging_face_gpt2.ipynb).
-#
+
+# %% [markdown]
 # Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

@@ -386,6 +386,7 @@ check_llama_plan(my_plan)
 # would be perfect"). Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Radford et al. 2019, GPT-2.
 #
 # Next: [07 Pipeline schedules](07_pipeline_schedules.ipynb), for when one layer is not what is too large.
-#
+
+# %% [markdown]
 # Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

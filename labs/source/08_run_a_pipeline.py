@@ -17,8 +17,10 @@
 import subprocess
 import sys
 
-if "google.colab" in sys.modules:  # tplab joins Colab's own torch, jax and ipywidgets
-    subprocess.run(["pip", "install", "-q", "git+https://github.com/tplab/tplab"], check=True)
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
 
 # %%
 from functools import partial
@@ -665,3 +667,7 @@ check_train_split(train_split)
 # [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io) (a model as a list of layers, `train_batch`).
 #
 # Next: [09 Pipeline memory](09_pipeline_memory.ipynb).
+
+# %% [markdown]
+# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

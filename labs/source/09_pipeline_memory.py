@@ -17,8 +17,10 @@
 import subprocess
 import sys
 
-if "google.colab" in sys.modules:  # tplab joins Colab's own torch, jax and ipywidgets
-    subprocess.run(["pip", "install", "-q", "git+https://github.com/tplab/tplab"], check=True)
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
 
 # %%
 from functools import partial
@@ -699,3 +701,7 @@ assert tight.bounds == (0, 3, 6, 9, 16) and tight.largest > free.largest
 # smallest [since 4312](https://github.com/microsoft/DeepSpeed/pull/4312)).
 #
 # Back to the [list of labs](../README.md#labs).
+
+# %% [markdown]
+# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -51,8 +51,18 @@ def setup_cell() -> str:
         "import subprocess\n"
         "import sys\n"
         "\n"
-        'if "google.colab" in sys.modules:  # tplab joins Colab\'s own torch, jax and ipywidgets\n'
-        f'    subprocess.run(["pip", "install", "-q", "git+{repository()}"], check=True)'
+        "# On Colab, tplab joins the torch, jax and ipywidgets that are there.\n"
+        f'install = ["pip", "install", "-q", "git+{repository()}"]\n'
+        'if "google.colab" in sys.modules and subprocess.run(install).returncode:\n'
+        '    raise RuntimeError("no tplab: see above, then restart the runtime and try again")'
+    )
+
+
+def closing_line() -> str:
+    """The text cell that every lab ends with."""
+    return (
+        "Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs\n"
+        "share 2 GB of memory."
     )
 
 
