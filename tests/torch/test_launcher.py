@@ -42,7 +42,7 @@ def test_workers(launcher):
     words, read_end, write_end = scratch_file(), *os.pipe()
     pids = [launcher.start({"write": "x"}, [write_end], words) for _ in range(3)]
     assert len({*pids, os.getpid()}) == 4
-    assert [launcher.ended(pid, 20) for pid in pids] == [0, 0, 0]
+    assert [launcher.ended(pid, 100) for pid in pids] == [0, 0, 0]
     assert os.read(read_end, 10) == b"xxx" and text_of(words) == "hello\nhello\nhello"
     failed = launcher.start({"raises": True}, [], words)
     assert os.waitstatus_to_exitcode(launcher.ended(failed, 20)) == 1
@@ -62,7 +62,7 @@ def test_what_a_worker_has_started_ends_with_it(launcher, killed):
     helper = int(os.read(read_end, 20))
     if killed:
         launcher.kill([pid])
-    assert launcher.ended(pid, 20) is not None and is_gone(helper)
+    assert launcher.ended(pid, 100) is not None and is_gone(helper)
     for fd in (words, read_end, write_end):
         os.close(fd)
 

@@ -1,13 +1,23 @@
 """The parts that ranks as processes are made of: the verdict on who waits for whom, and parcels."""
 
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tplab import Mesh
-from tplab.errors import CollectiveMismatchError, DeadlockError
-from tplab.torch.processes.frames import Side
+from tplab.errors import CollectiveMismatchError, DeadlockError, ShapeError
+from tplab.torch import run
+from tplab.torch.processes.failure import error_of
+from tplab.torch.processes.frames import Header, Side, decode, empty_frame, encode
 from tplab.torch.processes.parcels import Parcel, Received
+from tplab.torch.processes.program import Raised
 from tplab.torch.processes.waits import Report, Wait, verdict
+from tplab.torch.ranks.labels import Label
 
 
 def side(rank, op="all_reduce", shape=(3,)):
@@ -59,3 +69,38 @@ def test_parcels():
     pair = sent([module, module.weight])
     assert pair[0].weight is pair[1] and pair[1].requires_grad
     assert sent(lambda x: x + base[3])(1) == 4
+
+
+def test_what_ranks_tell_each_other_survives_the_way():
+    header = Header(side(1, "all_gather", (2, 3)), 4, Label(7, (0, 2)))
+    frame, rest = encode(header, torch.arange(6.0))
+    buffer = empty_frame()
+    buffer[: len(frame)] = frame
+    there, data = decode(buffer)
+    assert there == header._replace(num_bytes=24) and rest is None
+    assert torch.equal(data.clone().view(torch.float32), torch.arange(6.0))
+    for told in (report(0, 2, (1,)), report(1, 3, None)):
+        assert Report.from_text(told.to_text()) == told
+    said = Raised(b"a pickle", "ShapeError", "too small", "cell 1, line 2", [("file.py", 3, "f")], False, True)
+    rank, there = Raised.from_text(said.to_text(2))
+    assert rank == 2 and there.error is None
+    assert isinstance(error_of(2, there, Mesh(tp=3), {}), ShapeError)
+
+
+def test_nothing_that_comes_over_a_socket_is_unpickled():
+    class Spy:
+        def __reduce__(self):
+            return pytest.fail, ("a pickle was opened",)
+
+    with pytest.raises(ValueError, match=r"JSON|codec"):
+        Header.from_text(pickle.dumps(Spy()))
+    with pytest.raises(ValueError, match=r"JSON|codec"):
+        Report.from_text(pickle.dumps(Spy()))
+
+
+def test_ranks_meet_where_only_this_user_can_look():
+    def program():
+        store = dist.distributed_c10d._get_default_store()
+        return stat.S_IMODE(Path(store.underlying_store.path).parent.stat().st_mode)
+
+    assert run(program, Mesh(tp=2), on="processes").per_rank == [0o700, 0o700]

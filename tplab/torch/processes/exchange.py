@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tplab.errors import RankError
 from tplab.mesh import Mesh
+from tplab.torch.private import backend_of
 from tplab.torch.processes import frames
 from tplab.torch.processes.frames import Header
 from tplab.torch.ranks.rank import Pair
@@ -160,7 +161,7 @@ class Tags:
 
 def gloo_of(group: Any) -> Any:
     """The gloo side of a group of torch.distributed: it sends and receives without the checks around it."""
-    return group._get_backend(torch.device("cpu"))
+    return backend_of(group, torch.device("cpu"))
 
 
 def _wait_for_all(batch: list[tuple[Any, Tensor]]) -> None:

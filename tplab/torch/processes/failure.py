@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import os
 import pickle
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from tplab import errors
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.program import Raised
@@ -24,10 +27,19 @@ def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) ->
     except Exception:  # its class cannot be imported here
         error = None
     if not isinstance(error, BaseException):
-        error = RuntimeError(f"{raised.kind}: {raised.text}")
+        error = _made_anew(raised)
     if raised.stack:
         error.add_note(_stack_text(rank, raised, cells))
     return named(error, rank, raised, mesh)
+
+
+def _made_anew(raised: Raised) -> BaseException:
+    """An error of Python's or of ours, from its name and its text; a RuntimeError that names any other."""
+    known = getattr(errors, raised.kind, None) or getattr(builtins, raised.kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with suppress(TypeError):  # it wants more than a text
+            return known(raised.text)
+    return RuntimeError(f"{raised.kind}: {raised.text}")
 
 
 def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import struct
 from typing import Any, NamedTuple
 
@@ -64,15 +64,31 @@ class Header(NamedTuple):
     num_bytes: int = 0
     inline: bool = True
 
+    def to_text(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_text(cls, text: bytes) -> Header:
+        side, hops, label, num_bytes, inline = with_tuples(json.loads(text))
+        return cls(Side(*side), hops, Label(*label), num_bytes, inline)
+
+
+def with_tuples(x: Any) -> Any:
+    """What JSON has made of nested tuples, as tuples again.
+
+    What ranks tell each other about their messages is JSON, never a pickle: reading a pickle runs whatever code it
+    names, and any process that can connect could send one.
+    """
+    return tuple(map(with_tuples, x)) if isinstance(x, list) else x
+
 
 def encode(header: Header, payload: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A frame as bytes, and the bytes that follow behind it (None where the tensor fits in, or there is none)."""
     if payload is None or not payload.numel():
-        text = pickle.dumps(header, pickle.HIGHEST_PROTOCOL)
-        return _frame(text, b""), None
+        return _frame(header.to_text(), b""), None
     payload = bytes_of(payload)
     header = header._replace(num_bytes=payload.numel(), inline=payload.numel() <= INLINE_UP_TO)
-    text = pickle.dumps(header, pickle.HIGHEST_PROTOCOL)
+    text = header.to_text()
     return (_frame(text, payload.numpy().tobytes()), None) if header.inline else (_frame(text, b""), payload)
 
 
@@ -101,7 +117,7 @@ def decode(frame: Tensor) -> tuple[Header, Tensor]:
     """The header of a frame that has arrived, and the bytes of the tensor inside it."""
     start = _LENGTH.size
     (length,) = _LENGTH.unpack(frame[:start].numpy().tobytes())
-    header = Header(*pickle.loads(frame[start : start + length].numpy().tobytes()))
+    header = Header.from_text(frame[start : start + length].numpy().tobytes())
     start += length
     return header, frame[start : start + header.num_bytes * header.inline]
 

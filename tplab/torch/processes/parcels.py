@@ -15,6 +15,7 @@ import cloudpickle
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from tplab.torch.private import storage_id
 from tplab.torch.processes.launcher import scratch_file
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
@@ -138,9 +139,10 @@ class _Storages:
         self._met: list[UntypedStorage] = []  # so that no other storage gets the same address meanwhile
 
     def place(self, storage: UntypedStorage) -> int:
-        place = self._places.get(storage._cdata)
+        key = storage_id(storage)
+        place = self._places.get(key)
         if place is None:
-            place = self._places[storage._cdata] = len(self.storages)
+            place = self._places[key] = len(self.storages)
             self._met.append(storage)
             self.storages.append(storage if storage.device.type == "cpu" else storage.cpu())
         return place

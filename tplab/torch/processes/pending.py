@@ -5,23 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tplab.sharding import cut
+from tplab.torch.private import no_dispatch
 from tplab.torch.processes.exchange import Arrived, Flight
 from tplab.torch.processes.frames import INLINE_UP_TO, Header, Side, bytes_of
 from tplab.torch.processes.journal import Group, Met, Sent
+from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import mismatch
 from tplab.torch.ranks import outcomes as collectives
 from tplab.torch.ranks.labels import UNKNOWN
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
-
-if TYPE_CHECKING:
-    from tplab.torch.processes.rank import ProcessRank
 
 
 class ProcessPending(Pending):
@@ -29,7 +28,7 @@ class ProcessPending(Pending):
 
     flight: Flight | None = None
 
-    def __init__(self, rank: ProcessRank, call: Call, side: Side, number: int, tag: int, begun: float):
+    def __init__(self, rank: RecordedRank, call: Call, side: Side, number: int, tag: int, begun: float):
         self.rank, self.call, self.side, self.number, self.tag, self.begun = rank, call, side, number, tag, begun
         self.group: Group = call.place.group
         self._result: Tensor | None = None
@@ -75,7 +74,7 @@ class ProcessPending(Pending):
     def wait(self) -> Tensor:
         if self._result is None:
             now = self.rank.catch_up()
-            with torch._C._DisableTorchDispatch():  # what follows is no operation of the program's
+            with no_dispatch():  # what follows is no operation of the program's
                 self._result = self._land(now)
             self.rank.num_in_flight -= 1
             self.rank.go_on()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_for_any
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 from tplab.errors import RankError, TplabError
@@ -57,11 +59,11 @@ class Pool:
         self._launcher, self._sources = launcher, Sources()
         self.num_ranks, self.is_closed, self._num_runs = num_ranks, False, 0
         self.members: list[Member] = []
+        self._directory = mkdtemp(prefix="tplab-")  # only this user may look inside
         try:
-            with socket.create_server(("127.0.0.1", 0)) as meeting_place:
-                about = {"num_ranks": num_ranks, "port": meeting_place.getsockname()[1], "has_gpu": has_gpus}
-                for rank in range(num_ranks):
-                    self.members.append(self._start({**about, "rank": rank}, [meeting_place.fileno()] * (rank == 0)))
+            about = {"num_ranks": num_ranks, "store": f"{self._directory}/store", "has_gpu": has_gpus}
+            for rank in range(num_ranks):
+                self.members.append(self._start({**about, "rank": rank}))
             num_ready = 0
             while num_ready < num_ranks:
                 for member, message in self._messages(POLL):
@@ -72,12 +74,12 @@ class Pool:
             self.close()
             raise
 
-    def _start(self, about: dict[str, Any], fds: list[int]) -> Member:
+    def _start(self, about: dict[str, Any]) -> Member:
         ours, theirs = socket.socketpair()
         words = scratch_file()
         fcntl.fcntl(words, fcntl.F_SETFL, os.O_APPEND)  # so that it can be emptied while it is written to
         with theirs:
-            pid = self._launcher.start(about, [theirs.fileno(), *fds], words)
+            pid = self._launcher.start(about, [theirs.fileno()], words)
         return Member(about["rank"], pid, ours, words)
 
     def is_fit(self) -> bool:
@@ -180,6 +182,7 @@ class Pool:
             member.control.close()
             self._launcher.ended(member.pid, within_seconds=5.0)
             os.close(member.words)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def forget(self) -> None:
         """Called in a copy of this process (after a fork): the pool is not the copy's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -15,12 +16,12 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import tplab
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
+from tplab.torch.private import pytree
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.journal import Journal
 from tplab.torch.processes.native import Native
@@ -125,6 +126,15 @@ class Raised(NamedTuple):
     stack: list[tuple[str, int, str]]
     is_lost: bool
     is_mismatch: bool
+
+    def to_text(self, rank: int) -> bytes:
+        """For a place where others may write: without the pickled error, which nobody should read from there."""
+        return json.dumps([rank, *self[1:]]).encode()
+
+    @classmethod
+    def from_text(cls, text: bytes) -> tuple[int, Raised]:
+        rank, *rest = json.loads(text)
+        return rank, cls(None, *rest)
 
 
 class Printed(NamedTuple):

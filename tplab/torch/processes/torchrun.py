@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +22,9 @@ from tplab.torch.processes.failure import error_of, named
 from tplab.torch.processes.journal import trace_of
 from tplab.torch.processes.native import Native
 from tplab.torch.processes.parcels import Parcel, Received
-from tplab.torch.processes.program import Program, Settings, carry_out, check_arguments, raised
+from tplab.torch.processes.program import Program, Raised, Settings, carry_out, check_arguments, raised
 from tplab.torch.processes.rank import ProcessRank
-from tplab.torch.processes.waits import unmet, verdict
+from tplab.torch.processes.waits import Report, unmet, verdict
 from tplab.trace.trace import Trace
 
 LOOK_EVERY = 0.5
@@ -176,7 +175,7 @@ class Board:
         return f"{self._name}/report/{rank}"
 
     def post(self, rank: ProcessRank) -> None:
-        self._here.store.set(self._key(rank.rank), pickle.dumps(rank.report()))
+        self._here.store.set(self._key(rank.rank), rank.report().to_text())
 
     def clear(self) -> None:
         self._here.store.delete_key(self._key(self._here.rank))
@@ -212,7 +211,7 @@ class Board:
         keys = [self._key(rank) for rank in mesh.ranks]
         if not self._here.store.check(keys):
             return None
-        return verdict({rank: pickle.loads(self._here.store.get(key)) for rank, key in enumerate(keys)}, mesh)
+        return verdict({rank: Report.from_text(self._here.store.get(key)) for rank, key in enumerate(keys)}, mesh)
 
     def named(self, error: BaseException, rank: ProcessRank) -> BaseException:
         """What to raise here for `error`, which ended this rank; the others hear of it, and are released."""
@@ -224,7 +223,7 @@ class Board:
         if self._verdict is not None:
             error = self._verdict
         said = raised(error, rank)._replace(is_mismatch=error is rank.mismatch or error is self._verdict)
-        here.store.compare_set(key, "", pickle.dumps((here.rank, said)))  # the first counts
+        here.store.compare_set(key, "", said.to_text(here.rank))  # the first counts
         here.break_off()
         return error if isinstance(error, KeyboardInterrupt | SystemExit) else named(error, here.rank, said, rank.mesh)
 
@@ -234,7 +233,7 @@ class Board:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.02)
-        rank, cause = pickle.loads(self._here.store.get(key))
+        rank, cause = Raised.from_text(self._here.store.get(key))
         return error_of(rank, cause, mesh, {})
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
-from tplab.torch.processes.frames import Side
+from tplab.torch.processes.frames import Side, with_tuples
 from tplab.torch.ranks.rank import call_text
 
 REMEMBERED = 256
@@ -36,6 +37,15 @@ class Report(NamedTuple):
     wait: Wait | None
     begun: Mapping[Group, int]
     calls: Mapping[tuple[Group, int], Side]
+
+    def to_text(self) -> bytes:
+        return json.dumps([self.rank, self.wait, list(self.begun.items()), list(self.calls.items())]).encode()
+
+    @classmethod
+    def from_text(cls, text: bytes) -> Report:
+        rank, wait, begun, calls = with_tuples(json.loads(text))
+        sides = {place: Side(*side) for place, side in calls}
+        return cls(rank, None if wait is None else Wait(Side(*wait[0]), *wait[1:]), dict(begun), sides)
 
     def has_begun(self, group: Group, number: int) -> bool:
         return self.begun.get(group, 0) > number

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from tplab.mesh import Mesh
+from tplab.torch.private import pytree
 from tplab.torch.processes.journal import trace_of
 from tplab.torch.processes.launcher import Launcher
 from tplab.torch.processes.parcels import Parcel

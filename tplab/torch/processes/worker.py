@@ -160,15 +160,15 @@ class _Sheet:
 def main(arguments: dict[str, Any], fds: list[int]) -> None:
     """The life of a worker: rank `arguments["rank"]` of `arguments["num_ranks"]`, with GPU or without.
 
-    fds     the socket to the process that wants it; of rank 0 also the one on which the ranks find each other
+    The ranks find each other through a file in a directory that only this user may read: what is written there tells
+    gloo where to connect to.
+
+    fds     the socket to the process that wants it
     """
     faulthandler.enable(all_threads=False)
     rank, num_ranks, has_gpu = arguments["rank"], arguments["num_ranks"], arguments["has_gpu"]
     control = socket.socket(fileno=fds[0])
-    store = dist.TCPStore(
-        "127.0.0.1", arguments["port"], num_ranks, rank == 0, WAIT_FOREVER, wait_for_workers=False,
-        master_listen_fd=fds[1] if rank == 0 else None,
-    )  # fmt: skip
+    store = dist.FileStore(arguments["store"], num_ranks)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # the machine's own name may lead anywhere, or nowhere
     if has_gpu:
         torch.cuda.set_device(rank)

@@ -1,0 +1,169 @@
+"""The rank of this process as its collectives see it: its clock, its journal, and what the trace keeps of contents."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tplab.errors import CollectiveMismatchError
+from tplab.mesh import Mesh
+from tplab.torch.private import graph_task
+from tplab.torch.processes.exchange import Exchange
+from tplab.torch.processes.journal import Added, Computed, Journal
+from tplab.torch.ranks.labels import UNKNOWN, Label, Labels
+from tplab.torch.ranks.meter import Meter
+from tplab.torch.ranks.provenance import LABELS_UP_TO
+from tplab.torch.ranks.rank import Doing, Lines, Rank
+from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name, values_of
+
+
+class RecordedRank(Rank):
+    """The rank whose program this process runs.
+
+    record     of how many messages this rank keeps the contents
+    cells      file name -> number of the notebook cell that it is
+    native     the way of CUDA tensors, where every rank has a GPU of its own
+    hops       the rounds of communication that lie behind it
+    """
+
+    def __init__(
+        self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int], native: Any
+    ):
+        super().__init__(rank, mesh)
+        self.exchange, self.native, self.journal = exchange, native, Journal(rank)
+        self.lines = _LinesOfNotebook(cells)
+        self.hops = 0
+        self.waits_in: Any = None  # the collective that it stands still in
+        self.num_in_flight = 0
+        self.mismatch: CollectiveMismatchError | None = None
+        self._ways: dict[int, int] = {}  # until which hop the way to another rank is taken
+        self._seen_at = 0.0
+        self._doing: Doing | None = None
+        self._meter = Meter(rank, None)
+        self._num_left_to_keep, self._num_sums_to_keep = record, record * mesh.size
+        self._num_chunks = 0
+        self._sent = Labels()  # of what it has sent: sent again, it is the same chunk
+        self._has_lost_track = False  # something was received whose descendants are not known
+
+    # --- the program's own work ----------------------------------------------------------------------------------
+
+    def start_watching(self) -> None:
+        """Called before the program."""
+        self._seen_at = self.journal.start = time.perf_counter()
+
+    def stop_watching(self) -> None:
+        """Called after the program."""
+        self.journal.end = self.catch_up()
+        if self._meter.is_open:
+            self._meter.close()
+
+    def catch_up(self) -> float:
+        """Note what this rank has computed since it was last seen. Returns the time."""
+        now = time.perf_counter()
+        self.journal.computed.append(Computed(self._seen_at, now, self._doing))
+        return now
+
+    @contextmanager
+    def doing(self, about: Doing) -> Iterator[None]:
+        self.catch_up()
+        self.go_on()
+        self._doing = about
+        try:
+            yield
+            self.catch_up()
+        finally:
+            self._doing = None
+            self.go_on()
+
+    def go_on(self) -> None:
+        """From here on the rank computes."""
+        self._seen_at = time.perf_counter()
+
+    def way_is_free(self, target: int) -> int:
+        """From which hop on something can travel to `target`: after what this rank has waited for, and sent there."""
+        return max(self.hops, self._ways.get(target, 0))
+
+    def take_way(self, target: int, hop: int) -> None:
+        self._ways[target] = max(hop + 1, self._ways.get(target, 0))
+
+    # --- what the trace keeps of contents, as simulated ranks do ---------------------------------------------------
+
+    def values(self, x: Tensor) -> np.ndarray | None:
+        """The values of `x`, if it is small and not too many were kept already."""
+        if x.numel() > VALUES_UP_TO or self._num_left_to_keep <= 0:
+            return None
+        self._num_left_to_keep -= 1
+        return values_of(x)
+
+    def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
+        """Whose data is in a tensor that is sent, and its values, as far as they are kept."""
+        if self._num_left_to_keep <= 0:
+            self._stop_following()
+            return UNKNOWN, None
+        self._num_left_to_keep -= 1
+        return self._label(x), values_of(x) if x.numel() <= VALUES_UP_TO else None
+
+    def added_to(self, op: str, x: Tensor, label: Label) -> None:
+        if self._doing is not None:
+            return
+        values = None
+        if self._num_sums_to_keep > 0 and x.numel() <= VALUES_UP_TO:
+            self._num_sums_to_keep -= 1
+            values = values_of(x)
+        now = time.perf_counter()
+        self.journal.added.append(Added(op, now, tuple(x.shape), dtype_name(x.dtype), label, values))
+
+    def starts_with(self, x: Tensor) -> None:
+        if self.labels.get(x) is None:
+            self._sent.set(x, self._new_chunk())
+
+    def received(self, x: Tensor, label: Label | None) -> None:
+        """Follow the data of what was received through this rank's operations, where that is cheap.
+
+        Not through those on a large tensor; and not out of a backward pass, whose end would silently drop our mode.
+        """
+        if label is not None and label != UNKNOWN:
+            self.labels.set(x, label)
+        if self._meter.is_open or self._has_lost_track:
+            return
+        if x.numel() <= LABELS_UP_TO and graph_task() == -1:
+            self._meter.open()
+        else:
+            self._has_lost_track = True
+
+    def _stop_following(self) -> None:
+        self._has_lost_track = True
+        if self._meter.is_open and graph_task() == -1:
+            self._meter.close()
+
+    def _label(self, x: Tensor) -> Label:
+        label = self.labels.get(x) or self._sent.get(x)
+        if label is not None:
+            return label
+        if self._has_lost_track:
+            return UNKNOWN
+        label = self._new_chunk()
+        self._sent.set(x, label)
+        return label
+
+    def _new_chunk(self) -> Label:
+        self._num_chunks += 1
+        return Label(self.rank + (self._num_chunks - 1) * self.mesh.size, (self.rank,))
+
+
+class _LinesOfNotebook(Lines):
+    """Lines of a program whose notebook is in another process."""
+
+    def __init__(self, cells: dict[str, int]):
+        super().__init__()
+        self._cells = cells
+
+    def _text(self, filename: str, line: int) -> str:
+        cell = self._cells.get(Path(filename).name)
+        return super()._text(filename, line) if cell is None else f"cell {cell}, line {line}"
