@@ -127,6 +127,58 @@ def test_torch_draws_a_mask_again_where_a_checkpoint_computes_again():
     assert not torch.equal(masks[0][0][0], masks[1][0][0])
 
 
+def test_a_rank_that_reseeds_its_generator_still_draws_the_same_mask():
+    """Before each draw; so the state is one that it has had before, where the other rank's is new."""
+    import torch
+
+    from tplab.torch import axis_index, dropout, run
+
+    def program():
+        masks = []
+        for _ in range(3):
+            if axis_index("tp") == 1:
+                torch.manual_seed(7)
+            masks.append(dropout(torch.ones(50), 0.5))
+        return masks
+
+    zero, one = run(program, Mesh(tp=2)).per_rank
+    assert all(map(torch.equal, zero, one))
+    assert not torch.equal(zero[0], zero[1])
+    assert not torch.equal(zero[1], zero[2])
+
+
+@pytest.mark.parametrize("reseeding_ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_are_checkpointed_at_the_same_state_get_each_its_own_mask_again(reseeding_ranks, use_reentrant):
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from tplab.torch import axis_index, dropout, run
+
+    def program():
+        y = torch.ones(50, requires_grad=True)
+        seen = []
+
+        def layer(number, x):
+            mask = dropout(torch.ones(50), 0.5)
+            seen.append((number, mask))
+            return x * mask
+
+        for number in range(3):
+            if axis_index("tp") in reseeding_ranks:
+                torch.manual_seed(7)
+            y = checkpoint(layer, number, y, use_reentrant=use_reentrant)
+        for _ in range(2):
+            y.sum().backward(retain_graph=True)
+        return seen
+
+    zero, one = run(program, Mesh(tp=2)).per_rank
+    assert [number for number, _ in zero] == [number for number, _ in one] == [0, 1, 2, 2, 1, 0, 2, 1, 0]
+    for seen in (zero, one):
+        assert all(torch.equal(mask, zero[number][1]) for number, mask in seen)
+    assert not torch.equal(zero[0][1], zero[1][1])
+
+
 @pytest.mark.parametrize("p", [-0.1, 1, 2])
 def test_what_is_wrong_is_said(fw, p):
     with pytest.raises((ValueError, RuntimeError), match=f"p is {p}; it is the share that is dropped"):

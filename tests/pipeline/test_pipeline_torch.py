@@ -9,6 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tplab import Mesh
@@ -240,6 +241,35 @@ def test_several_tensors_between_stages_and_shapes_that_change(rule, on):
 
 
 # --------------------------------------------------------------------------------- recomputation, FLOPs, memory
+
+
+class Dropped(nn.Linear):
+    """A layer with both kinds of dropout; with torch's checkpoint around it, or without."""
+
+    is_checkpointed = False
+
+    def forward(self, x):
+        def layer(x):
+            return F.dropout(shared_dropout(super(Dropped, self).forward(x), 0.5), 0.5)
+
+        return checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+
+
+def test_dropout_inside_torchs_checkpoint_and_inside_that_of_train_batch():
+    def program(is_checkpointed, every):
+        stage = nn.Sequential(Dropped(6, 6), Dropped(6, 6))
+        for index, layer in enumerate(stage):
+            layer.is_checkpointed = is_checkpointed
+            with torch.no_grad():
+                layer.weight.fill_(0.1 + index)
+        xs = torch.arange(24.0).reshape(4, 6)
+        train_batch(one_f_one_b(2, 2), stage, split_batch(xs, xs, 2), F.mse_loss, checkpoint_every=every)
+        return [layer.weight.grad for layer in stage]
+
+    want = run(program, Mesh(pp=2), False, None).per_rank
+    for is_checkpointed, every in ((True, None), (False, 1), (True, 1)):
+        for got, expected in zip(run(program, Mesh(pp=2), is_checkpointed, every).per_rank, want, strict=True):
+            assert all(map(torch.equal, got, expected)), (is_checkpointed, every)
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_h1(3, 4), zb_v(2, 4)], ids=lambda s: s.name)
@@ -527,7 +557,7 @@ def test_batches_that_cannot_be_split():
     assert [a.shape[0] for a, _ in split_batch(x, x, 3)] == [2, 2, 2]
     (a, b), y = split_batch((x, x + 1), x, 2)[1]
     assert torch.equal(b, a + 1) and y.shape == (3, 2)
-    with pytest.raises(ShapeError, match="the batch has size 6, which 4 microbatches cannot share equally;\npad it to 8"):
+    with pytest.raises(ShapeError, match="batch has size 6, which 4 microbatches cannot share equally;\npad it to 8"):
         split_batch(x, x, 4)
     with pytest.raises(ShapeError, match="batches of 2, 6; they must agree"):
         split_batch(x, x[:2], 2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tplab.mesh import Axis
+from tplab.torch.private import no_dispatch, transform
 from tplab.torch.ranks.outcomes import own
 from tplab.torch.ranks.rank import Call, Pending, this_rank
 
@@ -39,7 +40,7 @@ def start_on(call: Call, x: Tensor) -> Pending:
     """Begin the collective; the handle's `wait` gives the result."""
     if not _is_followed(x):
         return this_rank().begin(call, x)
-    if _transform() is not None:  # whose tensors cannot wait outside of it
+    if transform() is not None:  # whose tensors cannot wait outside of it
         return _Landed(do(call, x))
     return _Flight(call, x)
 
@@ -51,10 +52,7 @@ def varying(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _is_followed(x: Tensor) -> bool:
-    return (x.requires_grad or _transform() is not None) and torch.is_grad_enabled()
-
-
-_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]  # of torch.func; None outside
+    return (x.requires_grad or transform() is not None) and torch.is_grad_enabled()
 
 
 # --- nodes of the graph ----------------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ class _Wait(torch.autograd.Function):
 
 def _token(like: Tensor) -> Tensor:
     """What joins the two nodes; no operation of the program's."""
-    with torch._C._DisableTorchDispatch():
+    with no_dispatch():
         return like.new_zeros(())
 
 

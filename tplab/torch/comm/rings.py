@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import axis_index, axis_size, ring_shift, start
+from tplab.torch.private import pytree
 from tplab.torch.ranks.meter import mark_sum
 from tplab.torch.ranks.rank import this_rank
 

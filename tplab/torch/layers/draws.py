@@ -2,58 +2,78 @@
 
 torch's default generator is this rank's own, unlike any other rank's. Where ranks must agree, as on the dropout mask of
 a tensor that all of them hold, they draw from a generator made of the seed of the run and a count, which all of them
-know.
+know. What a program does to its rank's own generator, such as `torch.manual_seed` on one rank, does not change that.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from zlib import crc32
 
 import numpy as np
 import torch
 
 from tplab.mesh import Axis
+from tplab.torch.private import graph_task
 from tplab.torch.ranks.rank import Rank, this_rank
 
 _SHARED = 1 << 31  # sets these numbers apart from the ranks' own, whose key is the rank
-_MOST_REMEMBERED = 1 << 14  # draws; those of one step must be remembered until its backward pass
+_MOST_STATES, _MOST_AT_ONE_STATE = 1 << 14, 1 << 10  # draws of one step must be remembered until its backward pass
 
 
-class _Draws:
-    """The draws that a rank has made along one axis: how many, and at which state of the rank's own generator."""
+class Drawn:
+    """The seeds of the draws that this rank has made, by the state in which its own generator was at the time.
+
+    A checkpoint restores that state and computes the forward pass again, inside the backward pass: that is how its
+    draws are recognised. Where several were made at one state, the backward pass comes to the last one first.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.number_at: OrderedDict[int, int] = OrderedDict()
+        self._at: OrderedDict[tuple[frozenset[str], int], deque[int]] = OrderedDict()
+        self._num_again: dict[tuple[frozenset[str], int], int] = {}  # in this backward pass
+        self._task = -1
 
-    def number(self, at: int) -> int:
-        """The number of the draw made `at` a state: that of the earlier one, if it was made there before."""
-        found = self.number_at.get(at)
-        if found is None:
-            found = self.number_at[at] = self.count
-            self.count += 1
-            if len(self.number_at) > _MOST_REMEMBERED:
-                self.number_at.popitem(last=False)
-        return found
+    def note(self, key: tuple[frozenset[str], int], seed: int) -> None:
+        self._at.setdefault(key, deque(maxlen=_MOST_AT_ONE_STATE)).append(seed)
+        self._at.move_to_end(key)
+        if len(self._at) > _MOST_STATES:
+            self._at.popitem(last=False)
+
+    def again(self, key: tuple[frozenset[str], int], task: int) -> int | None:
+        """The seed of a draw that is made again in the backward pass `task`; None for one that is new."""
+        seeds = self._at.get(key)
+        if seeds is None:
+            return None
+        if task != self._task:
+            self._task = task
+            self._num_again.clear()
+        number = self._num_again[key] = self._num_again.get(key, 0) + 1
+        return seeds[-1 - (number - 1) % len(seeds)]
 
 
 def next_generator(axis: Axis | None = None, device: torch.device | str = "cpu") -> torch.Generator:
     """A generator for the next draw: others on ranks that differ along `axis`, the same along every other axis.
 
-    Ranks that are to agree must draw equally often. `torch.utils.checkpoint` computes a forward pass again, from the
-    state that the rank's own generator had: a draw that is made again there is given the same generator again.
+    Ranks that are to agree must draw equally often. Where `torch.utils.checkpoint` computes a forward pass again, each
+    draw is given the same generator again.
     """
     rank = this_rank()
-    names = () if axis is None else rank.mesh.names(axis)
-    at = int(torch.randint(1 << 62, (), device="cpu"))  # moves the rank's own generator on by one
-    number = _draws_of(rank, names).number(at)
+    names = frozenset(() if axis is None else rank.mesh.names(axis))
+    key = names, int(torch.randint(1 << 62, (), device="cpu"))  # moves the rank's own generator on by one
+    drawn = rank.drawn = rank.drawn or Drawn()
+    task = graph_task()
+    seed = None if task < 0 else drawn.again(key, task)
+    if seed is None:
+        seed = _next_seed(rank, names)
+        drawn.note(key, seed)
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _next_seed(rank: Rank, names: frozenset[str]) -> int:
+    number = rank.draws.get(names, 0)
+    rank.draws[names] = number + 1
     coordinates = rank.mesh.coordinates(rank.rank)
     # not of the mesh's shape: the numbers are the same on every mesh
     along = [value for name in sorted(names) for value in (crc32(name.encode()), coordinates[name])]
     source = np.random.SeedSequence(rank.seed, spawn_key=(_SHARED, number, *along))
-    return torch.Generator(device).manual_seed(int(source.generate_state(1, np.uint64)[0]) >> 1)
-
-
-def _draws_of(rank: Rank, names: tuple[str, ...]) -> _Draws:
-    return rank.draws.setdefault(frozenset(names), _Draws())
+    return int(source.generate_state(1, np.uint64)[0]) >> 1

@@ -21,8 +21,9 @@ def dropout(x: Tensor, p: float, *, axis: Axis | None = None) -> Tensor:
     backward  dx = dy times the same mask; nothing is sent
 
     Drawn from the seed of the run and the number of the draw, not from torch's generator: that one is this rank's own,
-    and after row-parallel layers a mask of its own would make copies differ. torch.utils.checkpoint gets the same mask
-    again. Ranks that are to agree must drop equally often. For evaluation leave it out, or give p=0.
+    and after row-parallel layers a mask of its own would make copies differ. So `torch.manual_seed` does not bring a
+    mask back; the seed of `run` does. torch.utils.checkpoint gets the same mask again. Ranks that are to agree must
+    drop equally often. For evaluation leave it out, or give p=0.
     """
     if has_torch_function_unary(x):  # somebody watches: check_parallel
         return handle_torch_function(dropout, (x,), x, p, axis=axis)

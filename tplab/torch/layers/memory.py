@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tplab.cost.activations import SavedTensor, SavedTensors
 from tplab.torch.comm.autograd import do
+from tplab.torch.private import base_of, saved_hooks
 from tplab.torch.ranks.rank import Call
 
 
@@ -50,7 +51,7 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # Of hooks only the innermost are called: these hand on to those that were in force.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        outer = saved_hooks(True)
         pack_on, unpack_on = outer or (lambda x: x, lambda x: x)
         pieces: dict[Any, _Piece] = {}
 
@@ -101,7 +102,8 @@ class _Piece:
 
 def _whole(x: Tensor) -> Tensor:
     """What x is a view of, or x."""
-    return x if x._base is None else x._base
+    base = base_of(x)
+    return x if base is None else base
 
 
 _VIEWS = ("View", "UnsafeView", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Varying")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tplab.sharding import P, cut
 from tplab.torch.layers.draws import next_generator
+from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.rank import this_rank
 
 Draw = Callable[..., Tensor]
@@ -33,7 +34,7 @@ def drawn_normal(shape: Sequence[int], spec: P, deviation: float) -> Tensor:
 def drawn_piece(shape: Sequence[int], keep: Callable[[Tensor], Tensor], draw: Draw) -> Tensor:
     """What `keep` makes of a whole parameter's first numbers, where parameters are made."""
     device = torch.empty(0).device
-    with torch._C._DisableTorchDispatch():  # no operation of the program's
+    with no_dispatch():  # no operation of the program's
         generator = next_generator()
         if device.type == "meta":
             return keep(torch.empty(tuple(shape)))

@@ -15,6 +15,7 @@ from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.graph import Gradients
 from tplab.torch.pipeline.stage import Stage
+from tplab.torch.private import base_of
 from tplab.torch.ranks.rank import this_rank
 
 Tied = Sequence[Sequence[tuple[int, str]]]
@@ -126,7 +127,7 @@ class GradientSync:
 
 def _own(grad: Tensor) -> Tensor:
     """A gradient that nobody else's writes reach."""
-    return grad.detach() if grad._base is None and grad.is_contiguous() else grad.detach().clone()
+    return grad.detach() if base_of(grad) is None and grad.is_contiguous() else grad.detach().clone()
 
 
 def _where(place: tuple[int, str]) -> str:

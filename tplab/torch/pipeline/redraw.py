@@ -14,6 +14,9 @@ from tplab.torch.ranks.rank import Rank
 
 _REDRAW = (1 << 31) + 1  # sets these numbers apart from others that are made of the run's seed
 
+Mark = tuple[list[Tensor], dict[Any, int]]
+"""A place in the numbers: the states of torch's generators, and how many draws were made as other ranks do."""
+
 
 class Redraw:
     """`with redraw: ...` draws from the seed of the run and `key` alone. Entered again, it goes on where it was left.
@@ -28,15 +31,15 @@ class Redraw:
         self._seed = int(source.generate_state(1, np.uint64)[0])
         here = {**rank.mesh.coordinates(rank.rank), **dict.fromkeys(rank.mesh.names(axis), 0)}
         self._states = [generator.state(self._seed, rank.mesh.rank(**here)) for generator in self._generators]
-        self._draws: dict[Any, Any] = {}
+        self._draws: dict[Any, int] = {}
 
-    def mark(self) -> list[Tensor]:
+    def mark(self) -> Mark:
         """Where the drawing is, for `go_back`; also while it is entered."""
-        return [generator.get() for generator in self._generators]
+        return [generator.get() for generator in self._generators], dict(self._draws)
 
-    def go_back(self, mark: list[Tensor]) -> None:
+    def go_back(self, mark: Mark) -> None:
         """Draw from here on what was drawn after `mark`; before it is entered again."""
-        self._states = mark
+        self._states, self._draws = mark
 
     def __enter__(self) -> None:
         rank = self._rank
@@ -46,7 +49,7 @@ class Redraw:
         rank.seed, rank.draws = self._seed, self._draws
 
     def __exit__(self, *_: object) -> None:
-        self._states = self.mark()
+        self._states = self.mark()[0]
         states, self._rank.seed, self._rank.draws = self._others
         for generator, state in zip(self._generators, states, strict=True):
             generator.set(state)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from tplab.torch.private import SAVED, storage_id, version_of
+
 _fields: dict[type, tuple[str, ...]] = {}
 
 
@@ -43,17 +45,17 @@ class Saved:
     def _pack(self, x: Tensor) -> int:
         key = self._num_saved
         self._num_saved = key + 1
-        self._tensors[key] = x.detach(), x._version  # the graph would hold itself alive through its own output
+        self._tensors[key] = x.detach(), version_of(x)  # the graph would hold itself alive through its own output
         return key
 
     def _unpack(self, key: int) -> Tensor:
         if self._read is not None:
             self._read.add(key)
         x, version = self._tensors[key]
-        if x._version != version:
+        if version_of(x) != version:
             raise RuntimeError(
                 f"a tensor {list(x.shape)} that the backward pass needs was written to since the forward pass: it is "
-                f"at version {x._version}, and was saved at version {version}; compute out of place"
+                f"at version {version_of(x)}, and was saved at version {version}; compute out of place"
             )
         return x
 
@@ -63,7 +65,7 @@ def read_saved(node: Node) -> None:
     kind = type(node)
     fields = _fields.get(kind)
     if fields is None:
-        names = tuple(name for name in dir(node) if name.startswith("_saved_"))
+        names = tuple(name for name in dir(node) if name.startswith(SAVED))
         fields = _fields[kind] = names or (("saved_tensors",) if hasattr(node, "saved_tensors") else ())
     for name in fields:
         getattr(node, name)
@@ -71,6 +73,6 @@ def read_saved(node: Node) -> None:
 
 def bytes_of(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
     """Bytes of the memory that these tensors lie in, each piece once, without the memory that `others` lie in."""
-    apart = {x.untyped_storage()._cdata for x in others}
-    storages = {storage._cdata: storage for x in tensors if (storage := x.untyped_storage())._cdata not in apart}
+    apart = {storage_id(x.untyped_storage()) for x in others}
+    storages = {key: storage for x in tensors if (key := storage_id(storage := x.untyped_storage())) not in apart}
     return sum(storage.nbytes() for storage in storages.values())

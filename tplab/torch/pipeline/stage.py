@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tplab.errors import ScheduleError
 from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients
-from tplab.torch.pipeline.redraw import Redraw
+from tplab.torch.pipeline.redraw import Mark, Redraw
 from tplab.torch.pipeline.saved import bytes_of
 
 Function = Callable[..., Tensors]
@@ -111,7 +111,7 @@ class Pass:
             self._pieces[-1] = last._replace(function=lambda *xs: finish(*last.function(*xs)))
         self._graphs: list[Graph] = []
         self._entered: list[Tensors] = []  # what entered each piece, where activations are computed again
-        self._marks: list[list[Tensor]] = []
+        self._marks: list[Mark] = []
         with redraw:
             self.outputs = self._recomputable(inputs) if stage.recomputes else self._kept(inputs)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from tplab.errors import ScheduleError, ShapeError
 from tplab.mesh import Axis
@@ -20,6 +19,7 @@ from tplab.torch.pipeline.copies import GradientSync, Tied
 from tplab.torch.pipeline.graph import Gradients, Tensors, add_gradients, has_gradient
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
+from tplab.torch.private import pytree
 from tplab.torch.ranks.rank import Doing, this_rank
 
 Loss = Callable[[Any, Any], Tensor]
@@ -200,7 +200,7 @@ class _Worker:
         return given if isinstance(given, tuple) else (given,)
 
     def _target(self, microbatch: int) -> list[Tensor]:
-        return [x for x in tree_leaves(self.microbatches[microbatch][1]) if isinstance(x, Tensor)]
+        return [x for x in pytree.tree_leaves(self.microbatches[microbatch][1]) if isinstance(x, Tensor)]
 
     def _output_grads(self, number: int, microbatch: int) -> Tensors:
         """Of the last stage, that of its share of the mean loss."""

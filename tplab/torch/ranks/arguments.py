@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec, shard_slices
+from tplab.torch.private import copy_on_write, pytree
 from tplab.torch.ranks.outcomes import COPY_AT_ONCE, own, owns_memory
 
 
@@ -142,7 +142,7 @@ def _own_as_it_lies(x: Tensor) -> Tensor:
     """`own`, in the order in which x lies in memory, as torch's clone has it."""
     if x.layout is not torch.strided or x.is_contiguous() or not _is_dense(x):
         return own(x)
-    return torch._lazy_clone(x) if x.is_cpu and x.nbytes > COPY_AT_ONCE else x.clone()
+    return copy_on_write(x) if x.is_cpu and x.nbytes > COPY_AT_ONCE else x.clone()
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -160,7 +160,7 @@ def _can_be_shared(x: Tensor) -> bool:
     if not x.is_cpu or x.layout is not torch.strided or x.nbytes <= COPY_AT_ONCE:
         return True
     try:
-        return owns_memory(x) and torch._lazy_clone(x) is not None
+        return owns_memory(x) and copy_on_write(x) is not None
     except RuntimeError:  # not allocated by torch
         return False
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from tplab.torch.private import DispatchMode, pytree, storage_id
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """The memory of all tensors that are made inside of it and are still there.
 
         with LiveBytes() as live:
@@ -40,23 +40,23 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
             if not self._knows(storage):
-                self._before[storage._cdata] = StorageWeakRef(storage)
+                self._before[storage_id(storage)] = StorageWeakRef(storage)
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             if not self._knows(storage):
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._made[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.now())
         return result
 
     def _knows(self, storage: Any) -> bool:
         """Whether it has been seen. What lies at its place may be another one, which is gone."""
-        place = storage._cdata
+        place = storage_id(storage)
         if place in self._before and not self._before[place].expired():
             return True
         return place in self._made and not self._made[place][0].expired()
 
 
 def _storages(tensors: Any) -> Iterator[Any]:
-    for x in tree_leaves(tensors):
+    for x in pytree.tree_leaves(tensors):
         if isinstance(x, Tensor) and x.device.type != "meta":
             yield x.untyped_storage()

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from tplab.torch.private import DispatchMode, base_of, num_modes, pop_mode, push_mode
 from tplab.torch.ranks.rank import this_rank
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
     output: Tensor
 
 
-class Meter(TorchDispatchMode):
+class Meter(DispatchMode):
     """Follows the operations of the rank numbered `rank` while it is open.
 
     `on_cost` is called with the cost of each operation that moves data (views and allocations are free). Labels go from
@@ -62,11 +62,11 @@ class Meter(TorchDispatchMode):
         leave in another order than they came.
         """
         self.is_open = True
-        _at_the_bottom(lambda: torch._C._push_on_torch_dispatch_stack(self))
+        _at_the_bottom(lambda: push_mode(self))
 
     def close(self) -> None:
         self.is_open, self.on_cost = False, None
-        _at_the_bottom(lambda: torch._C._pop_torch_dispatch_stack(None), depth=1)
+        _at_the_bottom(lambda: pop_mode(None), depth=1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,7 +88,7 @@ class Meter(TorchDispatchMode):
                     rank.added_to(func.overloadpacket.__name__, output, label)
             elif traits.writes:
                 rank.labels.drop(output)
-            if traits.writes and (whole := output._base) is not None:  # a part of it has been written to
+            if traits.writes and (whole := base_of(output)) is not None:  # a part of it has been written to
                 joined = rank.labels.joined((whole, output), self.rank)
                 if joined is not None:
                     rank.labels.set(whole, joined)
@@ -99,12 +99,12 @@ class Meter(TorchDispatchMode):
 
 def _at_the_bottom(change: Callable[[], Any], depth: int = 0) -> None:
     """Make a change to the stack of dispatch modes below all but the lowest `depth` of them."""
-    above = [torch._C._pop_torch_dispatch_stack(None) for _ in range(torch._C._len_torch_dispatch_stack() - depth)]
+    above = [pop_mode(None) for _ in range(num_modes() - depth)]
     try:
         change()
     finally:
         for mode in reversed(above):
-            torch._C._push_on_torch_dispatch_stack(mode)
+            push_mode(mode)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tplab.errors import ShapeError
 from tplab.sharding import share
+from tplab.torch.private import copy_on_write, num_users, storage_id
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -93,7 +94,7 @@ def own(x: Tensor) -> Tensor:
     """
     if x.nbytes > COPY_AT_ONCE and x.is_cpu and x.is_contiguous() and owns_memory(x):
         try:
-            return _copy_on_write(x)
+            return copy_on_write(x)
         except RuntimeError:  # not allocated by torch
             pass
     try:
@@ -105,11 +106,10 @@ def own(x: Tensor) -> Tensor:
 def owns_memory(x: Tensor) -> bool:
     """Whether `x` is all that its memory is used for."""
     storage = x.untyped_storage()
-    return _num_users(storage._cdata) == 2 and storage.nbytes() == x.nbytes  # used by x, and by `storage`
+    return num_users(storage_id(storage)) == 2 and storage.nbytes() == x.nbytes  # used by x, and by `storage`
 
 
 COPY_AT_ONCE = 1 << 12  # bytes; up to here a copy costs no more than keeping account
-_copy_on_write, _num_users = torch._lazy_clone, torch._C._storage_Use_Count
 
 
 def check_tensor(op: str, x: Any) -> Tensor:

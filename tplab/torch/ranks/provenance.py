@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from tplab.torch.private import graph_task
 from tplab.torch.ranks.labels import UNKNOWN, Label, Labels
 from tplab.torch.ranks.values import VALUES_UP_TO, values_of
 from tplab.trace.recorder import Recorder
@@ -60,7 +60,7 @@ class Provenance:
         if self.has_lost_track or self._meter.is_open:
             return
         # inside a backward pass the meter cannot be opened: the end of that pass would silently close it
-        if x.numel() <= LABELS_UP_TO and not self._is_timed and torch._C._current_graph_task_id() == -1:
+        if x.numel() <= LABELS_UP_TO and not self._is_timed and graph_task() == -1:
             self._meter.open()
         else:
             self.has_lost_track = True
@@ -68,7 +68,7 @@ class Provenance:
     def stop(self) -> None:
         """No more contents are kept."""
         self.has_lost_track = True
-        if self._meter.is_open and self._meter.on_cost is None and torch._C._current_graph_task_id() == -1:
+        if self._meter.is_open and self._meter.on_cost is None and graph_task() == -1:
             self._meter.close()
 
     def contents(self, x: Tensor, label: Label | None) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class Rank(ABC):
 
     def __init__(self, rank: int, mesh: Mesh):
         self.rank, self.mesh = rank, mesh
-        self.draws: dict[Any, Any] = {}  # those it makes as other ranks do, by axis
+        self.draws: dict[Any, int] = {}  # how many it has made as other ranks do, by axis
+        self.drawn: Any = None  # what they were, for a backward pass that makes them again
         self.labels = Labels()  # of what it has received, and computed from that
         self._places: dict[Axis, Place] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from tplab.errors import ReplicationError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, join, replicas
+from tplab.torch.private import address_of, pytree
 from tplab.torch.ranks.arguments import spread
 from tplab.torch.ranks.outcomes import WITHOUT_KERNELS
 
@@ -109,7 +109,6 @@ def _have_same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are the same; at once where they still share their memory."""
     if a.layout is not torch.strided:
         return False
-    address_of = torch._C._data_address  # type: ignore[attr-defined]  # reading it copies nothing, as data_ptr would
     shared = address_of(a) == address_of(b) and a.stride() == b.stride()
     return shared or bool((_bits(a) == _bits(b)).all())  # torch.equal compares one element after the other
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tplab.torch.private import no_dispatch, num_modes
 from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.labels import UNKNOWN, Label
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent
@@ -134,14 +135,14 @@ class SimulatedRank(Rank):
     # --- collectives ---------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, x: Tensor) -> Pending:
-        if _num_modes():
-            with _BelowModes():  # what follows is no operation of the program's
+        if num_modes():
+            with no_dispatch():  # what follows is no operation of the program's
                 return self._begun(call, x)
         return self._begun(call, x)
 
     def do(self, call: Call, x: Tensor) -> Tensor:
-        if _num_modes():
-            with _BelowModes():
+        if num_modes():
+            with no_dispatch():
                 return self._done(call, x)
         return self._done(call, x)
 
@@ -149,7 +150,7 @@ class SimulatedRank(Rank):
         """Wait for what this rank gets from what it has begun, and take it."""
         if self._is_timed:
             self._catch_up()
-        with _BelowModes():
+        with no_dispatch():
             result = self._outcome(site, meeting) if site.call.peers is None else self._received(site, meeting, x)
         if self._is_timed:
             self._seen_at = self._now()
@@ -329,9 +330,6 @@ class _Pending(Pending):
     @property
     def sent_with(self) -> tuple[Any, ...]:
         return self.meeting.sites[0].call.params
-
-
-_num_modes, _BelowModes = torch._C._len_torch_dispatch_stack, torch._C._DisableTorchDispatch
 
 
 def _zeros_like(x: Tensor) -> Tensor:

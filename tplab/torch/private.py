@@ -1,0 +1,89 @@
+"""Every private name of torch that tplab uses: what it is for, and why nothing public does.
+
+They have no promise of torch's: a new version may rename them. All were tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_C: Any = torch._C
+
+# --- nested structures ------------------------------------------------------------------------------------------------
+
+pytree = _pytree
+"""Lists, tuples and dicts of tensors, flattened and rebuilt. torch has no public name for it."""
+
+# --- operations as they are dispatched --------------------------------------------------------------------------------
+
+DispatchMode = _TorchDispatchMode
+"""Sees every operation of a thread. Documented by torch, from a module whose name is private."""
+dispatch_modes = _get_current_dispatch_mode_stack
+"""The modes that are in force, the innermost last."""
+no_dispatch = _C._DisableTorchDispatch
+"""`with no_dispatch():` no mode sees what tplab itself does, which is no operation of the program's."""
+num_modes = _C._len_torch_dispatch_stack
+push_mode = _C._push_on_torch_dispatch_stack
+pop_mode = _C._pop_torch_dispatch_stack
+"""To put a mode below those of the program, which may leave in any order."""
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+graph_task: Callable[[], int] = _C._current_graph_task_id
+"""The number of the backward pass that this thread is in; -1 outside of one."""
+transform = _C._functorch.peek_interpreter_stack
+"""The transformation of torch.func (grad, vmap, ...) whose function this thread runs; None outside of one."""
+saved_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
+"""The innermost hooks on saved tensors: torch calls only these, so that new ones have to hand on to them."""
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""What a tensor is a view of; None of what is no view."""
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor has been written to: autograd's own check that a saved one is as it was."""
+
+SAVED = "_saved_"
+"""How the names of what a node of the graph has saved begin, such as `_saved_self`; torch documents them."""
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+copy_on_write = torch._lazy_clone
+"""A copy that shares memory until one of the two is written to."""
+address_of: Callable[[Tensor], int] = _C._data_address
+"""Where the data of a tensor begins. Reading it copies nothing, as data_ptr() would after copy_on_write."""
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""What tells a storage from all others that live, without an address that would be read."""
+num_users: Callable[[int], int] = _C._storage_Use_Count
+"""How many tensors and storages use the memory with this `storage_id`."""
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The backend of a process group, on which to send without its wrappers, which are not made for threads."""
+    return group._get_backend(device)
+
+
+def local_ranks(num_ranks: int) -> Any:
+    """A context in which each tensor is one per rank, all in this process: for DTensor without processes."""
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    return LocalTensorMode(num_ranks)
+
+
+def of_first_rank(x: Tensor) -> Tensor:
+    """A tensor of `local_ranks` as rank 0 has it; any other tensor as it is."""
+    return x._local_tensors[0] if hasattr(x, "_local_tensors") else x  # type: ignore[attr-defined]
+
+
+def fake_store() -> Any:
+    """The store of the process group "fake", which sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
