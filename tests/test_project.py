@@ -1,13 +1,11 @@
-"""The project around the code: versions, environments, addresses, links, and the shape of the tree."""
+"""The project around the code: versions, environments, addresses and links."""
 
-import ast
 import re
 import stat
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from labs.source import build
+from tests.test_rooms import imports
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
@@ -106,7 +105,7 @@ def test_what_is_locked_is_what_is_installed():
 def imported_by_labs() -> set[str]:
     """The packages that labs import, from all of their code."""
     sources = [(ROOT / "labs" / "source" / f"{name}.py").read_text(encoding="utf8") for name in build.names()]
-    modules = {module for source in sources for module in imports(ast.parse(source), "")}
+    modules = {module for source in sources for module in imports(source, Path("labs"))}
     return {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names)
 
 
@@ -210,6 +209,10 @@ def test_every_make_target_is_documented():
     assert phony and set(re.findall(r"^([a-z-]+):.* ## ", makefile, re.MULTILINE)) == set(phony[1].split())
 
 
+def package_files() -> list[Path]:
+    return [path for path in (ROOT / "tplab").rglob("*") if "__pycache__" not in path.parts and path.is_file()]
+
+
 def test_wheel_carries_every_file_of_the_package(tmp_path: Path):
     wheel = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -274,90 +277,3 @@ def tree() -> dict[str, str]:
 def test_no_file_names_the_machine_it_was_made_on():
     somebodys = re.compile(r"(?<![\w.}])/(?:root|home|Users|work|opt)/\w+")
     assert {name: found for name, text in tree().items() if (found := somebodys.findall(text))} == {}
-
-
-# ---------------------------------------------------------------------------------------------- the tree's shape
-
-
-def package_files() -> list[Path]:
-    return [path for path in (ROOT / "tplab").rglob("*") if "__pycache__" not in path.parts and path.is_file()]
-
-
-MODULES = sorted(path for path in package_files() if path.suffix == ".py")
-
-FRAMEWORKS = {"torch": {"torch"}, "jax": {"jax", "jaxlib", "optax", "flax"}}
-WIDGETS = {"anywidget", "ipywidgets", "traitlets"}
-# What each part may not import. Labs and the checks of their exercises may import anything.
-FORBIDDEN = {
-    "core": FRAMEWORKS["torch"] | FRAMEWORKS["jax"] | WIDGETS | {"tplab.torch", "tplab.jax", "tplab.widgets"},
-    "torch": FRAMEWORKS["jax"] | WIDGETS | {"tplab.jax", "tplab.widgets"},
-    "jax": FRAMEWORKS["torch"] | WIDGETS | {"tplab.torch", "tplab.widgets"},
-    "widgets": FRAMEWORKS["torch"] | FRAMEWORKS["jax"] | {"tplab.torch", "tplab.jax"},
-    "exercises": set(),
-}
-
-
-def imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Every module that is imported anywhere in `tree`, in functions too, by its full name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def forbidden_imports(source: str, file: Path) -> set[str]:
-    """`file` is relative to the root, such as tplab/torch/world.py."""
-    part = file.parts[1] if len(file.parts) > 2 else "core"
-    banned = FORBIDDEN.get(part, FORBIDDEN["core"])  # tplab/schedules is core
-    found = set(imports(ast.parse(source), ".".join(file.parent.parts)))
-    return {name for name in found for bad in banned if name == bad or name.startswith(f"{bad}.")}
-
-
-@pytest.mark.parametrize("file", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_form_a_star(file: Path):
-    assert not forbidden_imports(file.read_text(encoding="utf8"), file.relative_to(ROOT))
-
-
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("tplab/mesh.py", "import torch"),
-        ("tplab/mesh.py", "def f():\n    from tplab.widgets import animate"),
-        ("tplab/mesh.py", "from . import torch"),
-        ("tplab/schedules/rules.py", "from .. import jax"),
-        ("tplab/torch/ring.py", "import jax.numpy as jnp"),
-        ("tplab/jax/ring.py", "from ..torch.ring import up"),
-        ("tplab/widgets/animate.py", "from tplab import torch"),
-    ],
-)
-def test_a_web_is_seen(file: str, source: str):
-    assert forbidden_imports(source, Path(file))
-
-
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("tplab/torch/ring.py", "import torch\nfrom ..mesh import Mesh\nfrom . import world"),
-        ("tplab/jax/ring.py", "import jax\nfrom tplab.trace import Trace"),
-        ("tplab/widgets/animate.py", "import anywidget\nfrom tplab.trace import Trace"),
-        ("tplab/schedules/rules.py", "from .action import Action\nfrom ..cost import Cost"),
-    ],
-)
-def test_a_star_is_left_alone(file: str, source: str):
-    assert not forbidden_imports(source, Path(file))
-
-
-def test_import_tplab_loads_no_framework():
-    code = "import sys, tplab; print(sorted({'torch', 'jax', 'anywidget', 'matplotlib'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-def test_a_file_holds_one_noun():
-    code = [path for path in package_files() if path.suffix in (".py", ".js")]
-    long = {path.relative_to(ROOT).as_posix(): _text(path).count("\n") for path in code}
-    assert {name: lines for name, lines in long.items() if lines > 350} == {}
