@@ -39,7 +39,7 @@ def trace_of(fw, program, mesh, *args):
     from tplab.jax.tracing import trace
 
     compiled, arrays = compiled_in_jax(program, mesh, *args)
-    return trace.trace_of(compiled, [None] * (1 + len(arrays)), None, 0)
+    return trace.trace_of(compiled, [None] * (1 + len(arrays)), None, None, 0)
 
 
 def compiled_in_jax(program, mesh, *args):

@@ -14,7 +14,7 @@ from tplab.cost.cluster import Cluster, find
 from tplab.errors import SpecError
 from tplab.jax.ranks.devices import rank_of_device
 from tplab.jax.ranks.program import Compiled, is_shape, program_of
-from tplab.jax.tracing.trace import trace_of
+from tplab.jax.tracing.trace import decisions_of, trace_of
 from tplab.mesh import Mesh
 from tplab.trace.trace import Trace
 
@@ -32,9 +32,10 @@ class Result:
     """
 
     def __init__(
-        self, compiled: Compiled, outputs: Any, arrays: Sequence[Any], seed: int, cluster: Cluster | None, record: int
-    ):
-        self._compiled, self._outputs = compiled, outputs
+        self, compiled: Compiled, outputs: Any, reports: jax.Array | None, arrays: Sequence[Any], seed: int,
+        cluster: Cluster | None, record: int,
+    ):  # fmt: skip
+        self._compiled, self._outputs, self._reports = compiled, outputs, reports
         self._seed, self._cluster, self._record = seed, cluster, record
         # The trace shows values where they are small; what is large need not be kept alive for it.
         self._small = [None if is_shape(a) or np.size(a) > _KEPT_FOR_TRACE else a for a in arrays]
@@ -59,7 +60,7 @@ class Result:
     @cached_property
     def trace(self) -> Trace:
         arguments = [self._compiled.key(self._seed), *self._small]
-        return trace_of(self._compiled, arguments, self._cluster, self._record)
+        return trace_of(self._compiled, arguments, self._reports, self._cluster, self._record)
 
     def __repr__(self) -> str:
         program = self._compiled.program
@@ -100,7 +101,8 @@ def run(
     from outside is built in. If one of its globals or closure's values is another object at the next call, it is
     compiled anew; a NumPy array changed in place and an attribute that changed are not noticed: pass them as arguments.
 
-    Raises ReplicationError, SpecError, ShapeError, MeshError, and what `fn` raises while it is traced.
+    Raises ReplicationError, SpecError, ShapeError, MeshError, DeadlockError where a collective is in a branch or loop
+    that only some of its ranks may take, and what `fn` raises while it is traced.
     """
     if clock != "modelled":
         if clock == "measured":
@@ -113,7 +115,8 @@ def run(
     known = None if cluster is None else find(cluster)
     compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, args)
     placed = compiled.place(arrays)
-    return Result(compiled, compiled(placed, seed), placed, seed, known, record)
+    outputs, reports = decisions_of(compiled).run(compiled, placed, seed)
+    return Result(compiled, outputs, reports, placed, seed, known, record)
 
 
 def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from tplab.cost.activations import SavedTensor, SavedTensors
-from tplab.jax.tracing.calls import LAYOUTS, called
+from tplab.jax.tracing.jaxprs import LAYOUTS, called
 
 
 def saved_tensors(fn: Callable[..., Any], params: Any, *args: Any) -> SavedTensors:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from tplab.jax.tracing.calls import LAYOUTS, called
+from tplab.jax.tracing.jaxprs import LAYOUTS, called
 
 Var = Any
 """A variable of a jaxpr: what an equation makes, or an input."""

@@ -75,6 +75,7 @@ class Compiled:
     """A program for arguments of one structure, whose arrays have one shape and dtype each.
 
     jaxpr          what JAX traced: the whole program, the ranks' own inside its `shard_map`
+    structure      that of the results
     piece_shapes   for each array of the result, the shape that a rank returns
     """
 
@@ -99,7 +100,7 @@ class Compiled:
         except _UNKNOWN_YET as error:
             error.add_note(_ONE_TRACE_FOR_ALL)
             raise
-        self.jaxpr = traced.jaxpr
+        self.jaxpr, self.structure = traced.jaxpr, jax.tree.structure(traced.out_info)
         self._shapes = jax.tree.map(lambda about: jax.ShapeDtypeStruct(about.shape, about.dtype), traced.out_info)
 
     def _mapped(self, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Callable[..., Any]:
@@ -134,12 +135,12 @@ class Compiled:
         """The arrays, each where its spec wants it. One that lies there already is taken as it is."""
         return [_placed(array, sharding) for array, sharding in zip(arrays, self._shardings, strict=True)]
 
-    def __call__(self, placed: Sequence[Any], seed: int) -> Any:
-        """Run it on arrays that `place` gave. Returns the global arrays without waiting for them; only their shapes,
-        and nothing is run, where there are only shapes of the arguments."""
+    def __call__(self, placed: Sequence[Any], seed: int, form: Callable[..., Any] | None = None) -> Any:
+        """Run it, or another form of `jitted`, on arrays that `place` gave. Returns the global arrays without waiting
+        for them; only their shapes, and nothing is run, where there are only shapes of the arguments."""
         if any(map(is_shape, placed)):
             return self._shapes
-        results = self.jitted(self.key(seed), *placed)
+        results = (form or self.jitted)(self.key(seed), *placed)
         return jax.block_until_ready(results) if self._paced else results
 
     def key(self, seed: int) -> Any:

@@ -61,10 +61,14 @@ class Actions:
         self._after: list[int] = []  # and those after them
 
     def follow(
-        self, kind: str, inputs: list[Held], ranks: tuple[int, ...], run: Callable[[], list[Held]]
-    ) -> list[Held]:
-        """An action, which `run` walks through: one task a rank. What it computes is not looked into."""
-        first, needs = len(self._tasks), {task for held in inputs for task in held.needs}
+        self, kind: str, inputs: list[Held], decided_by: tuple[int, ...], ranks: tuple[int, ...],
+        run: Callable[[], list[Held]],
+    ) -> list[Held]:  # fmt: skip
+        """An action, which `run` walks through: one task per rank. What it computes is not looked into.
+
+        decided_by   the tasks, by number, that decided that it is done at all
+        """
+        first, needs = len(self._tasks), {*decided_by, *(task for held in inputs for task in held.needs)}
         results = run()
         if kind == STORE:
             del self._tasks[first:]

@@ -20,6 +20,11 @@ class Exchange(NamedTuple):
     op: str
     results: Callable[[dict[str, Any], list[np.ndarray]], Sequence[np.ndarray]]
 
+    def name_in(self, eqn: Any) -> str:
+        """What the program called it, as far as its equation tells."""
+        scope = str(eqn.source_info.name_stack)
+        return next((name for name in _SCOPED.get(self.op, ()) if f"tplab.{name}" in scope), self.op)
+
     def names(self, params: dict[str, Any]) -> tuple[str, ...]:
         """The axes it runs along."""
         names = params["axes"] if "axes" in params else params["axis_name"]
@@ -74,6 +79,9 @@ def _permuted(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.n
         outputs[target] = inputs[source]
     return outputs
 
+
+_SCOPED = {"ppermute": ("ring_shift", "send"), "all_reduce": ("broadcast",)}
+"""What tplab does by another name; it says so in a `named_scope`."""
 
 _SUM, _GATHER = Exchange("all_reduce", _alike(np.add)), Exchange("all_gather", _gathered)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -86,6 +87,14 @@ class Held:
         held = Held(self, needs, labels)
         if not self.shape:
             held._values, held._node, held._place = self._values, self._node, self._place
+        return held
+
+    def after(self, needs: Iterable[int]) -> Held:
+        """The same, which is not there before these tasks have ended too."""
+        if set(needs) <= set(self.needs):
+            return self
+        held = copy(self)
+        held.needs = tuple(sorted({*self.needs, *needs}))
         return held
 
     def values(self) -> PerRank | None:

@@ -9,7 +9,8 @@ shapes, and what is computed between them. It is written out as tasks (`walk`), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -17,6 +18,9 @@ from jax.core import Tracer
 
 from tplab.cost import collectives as cost
 from tplab.cost.cluster import Cluster
+from tplab.jax.ranks.program import Compiled
+from tplab.jax.tracing.decisions import Decisions, Reports
+from tplab.jax.tracing.divergence import refuse_divergence
 from tplab.jax.tracing.held import Held, is_small
 from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.timing import Timing
@@ -26,18 +30,25 @@ from tplab.sharding import P, split
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
 
-if TYPE_CHECKING:
-    from tplab.jax.ranks.program import Compiled
-
 VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
 
 
-def trace_of(compiled: Compiled, arrays: Sequence[Any], cluster: Cluster | None, record: int) -> Trace:
-    """What `compiled` sends and computes. `arrays` are its arguments, None for one whose values are not to be shown."""
-    mesh = compiled.program.mesh
+def trace_of(
+    compiled: Compiled, arrays: Sequence[Any], reports: jax.Array | None, cluster: Cluster | None, record: int
+) -> Trace:
+    """What `compiled` sends and computes.
+
+    arrays    its arguments, None for one whose values are not to be shown
+    reports   what its ranks reported of their decisions; None where nothing was run
+    Raises TraceError where it depends on a decision that is not known.
+    """
+    mesh, decisions = compiled.program.mesh, decisions_of(compiled)
     recorder = Recorder(mesh, compiled.program.title, "jax")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        walk, results = _walk(compiled.jaxpr, arrays, mesh, recorder)
+        walk = Walk(mesh, recorder.chunk, Reports(decisions.reported, reports, mesh.size))
+        pieces = zip(decisions.jaxpr.invars, decisions.given(arrays), strict=True)
+        inputs = [Held.known(variable.aval, _pieces(*given, variable.aval, mesh)) for variable, given in pieces]
+        results = walk.run(decisions.jaxpr, (), inputs, tuple(mesh.ranks), "?")
         tasks, alive = walk.tasks, _alive(walk, results)
         hops = Timing(tasks, alive, mesh.size, None)
         times = hops if cluster is None else Timing(tasks, alive, mesh.size, cluster)
@@ -47,21 +58,19 @@ def trace_of(compiled: Compiled, arrays: Sequence[Any], cluster: Cluster | None,
     return recorder.trace(cluster=cluster.name)
 
 
-def _walk(jaxpr: Any, arrays: Sequence[Any], mesh: Mesh, recorder: Recorder) -> tuple[Walk, list[Held]]:
-    """Follow the ranks' program: the one `shard_map` in the jaxpr of all of it."""
-    values = dict(zip(jaxpr.jaxpr.invars, arrays, strict=True))
-    values.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    eqn = next(eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "shard_map")
-    inner = eqn.params["jaxpr"]
-    inputs = []
-    for atom, variable, spec in zip(eqn.invars, inner.invars, eqn.params["in_specs"], strict=True):
-        whole = atom.val if hasattr(atom, "val") else values.get(atom)
-        inputs.append(Held.known(variable.aval, _pieces(whole, variable.aval, spec, mesh)))
-    walk = Walk(mesh, recorder.chunk)
-    return walk, walk.run(inner, (), inputs, tuple(mesh.ranks), "?")
+def decisions_of(compiled: Compiled) -> Decisions:
+    """Those of a compiled program. Raises DeadlockError where its ranks could wait for one another for good."""
+    if compiled not in _decisions:
+        decisions = Decisions(compiled.jaxpr)
+        refuse_divergence(decisions.jaxpr, compiled.program.mesh)
+        _decisions[compiled] = decisions
+    return _decisions[compiled]
 
 
-def _pieces(whole: Any, aval: Any, spec: Any, mesh: Mesh) -> list[Any] | None:
+_decisions: WeakKeyDictionary[Compiled, Decisions] = WeakKeyDictionary()
+
+
+def _pieces(whole: Any, spec: Any, aval: Any, mesh: Mesh) -> list[Any] | None:
     """Every rank's piece, of type `aval`, of an argument; None where that is not known or not small."""
     if whole is None or isinstance(whole, Tracer) or not is_small(aval):
         return None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,41 +13,41 @@ import numpy as np
 
 from tplab.errors import TraceError
 from tplab.jax.tracing.actions import Actions, kind_of_action
-from tplab.jax.tracing.calls import called
-from tplab.jax.tracing.exchange import EXCHANGES, Exchange
+from tplab.jax.tracing.decisions import Reports, unknown
+from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import Held, Label, PerRank, computed, joined
+from tplab.jax.tracing.jaxprs import called, equations_of, inside, line_of, opened
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free
-from tplab.lines import line_text
 from tplab.mesh import Mesh
 
 Ranks = tuple[int, ...]
+Needs = tuple[int, ...]
 
-_MOST_ITERATIONS = 10_000  # of a while_loop
+MOST_ITERATIONS = 10_000  # of a while_loop
 
 
 class Walk:
     """Follows a program on all ranks at once. `tasks` is what they have to do; `chunk(rank, piece)` numbers chunks."""
 
-    def __init__(self, mesh: Mesh, chunk: Callable[[int, int], int]):
-        self.mesh, self._chunk = mesh, chunk
+    def __init__(self, mesh: Mesh, chunk: Callable[[int, int], int], reports: Reports):
+        self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
         self.kept: list[int] = []  # tasks with an effect: they are done also where nobody needs their result
         self._num_chunks = [0] * mesh.size
         self._actions = Actions(self.tasks, chunk, mesh.size)
+        self._decided: tuple[Needs, int] = (), 0  # what decided that we are here, and how many tasks there were then
 
     def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
         """What the outputs of `jaxpr` hold once `ranks` have run it. `where` is the line it was called from."""
         held: dict[Any, Held] = dict(zip(jaxpr.constvars, consts, strict=True))
         held.update(zip(jaxpr.invars, args, strict=True))
-        # what JAX's own functions consist of is known by the line that calls them: JAX may have kept it from elsewhere
-        in_program = not (jaxpr.debug_info.func_filename or "").startswith(_JAX)
 
         def read(atom: Any) -> Held:
             return Held.known(atom.aval, [atom.val] * self.mesh.size) if hasattr(atom, "val") else held[atom]
 
         uses = Counter(id(atom) for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for atom in atoms)
         for eqn in jaxpr.eqns:
-            line = (_line_of(eqn.source_info.traceback) if in_program else None) or where
+            line = line_of(eqn, jaxpr) or where
             inputs = [read(atom) for atom in eqn.invars]
             if (product := self._product_that_adds(eqn, inputs, uses, ranks)) is not None:
                 outputs = [self._added(product, eqn, inputs, ranks)]
@@ -61,10 +59,7 @@ class Walk:
     def _equation(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         name, params = eqn.primitive.name, eqn.params
         if name in EXCHANGES:
-            scope = str(eqn.source_info.name_stack)
-            exchange = EXCHANGES[name]
-            pairs = zip(inputs, eqn.outvars, strict=True)
-            return [self._exchange(exchange, params, scope, x, out.aval, ranks, where) for x, out in pairs]
+            return [self._exchange(eqn, x, out.aval, ranks, where) for x, out in zip(inputs, eqn.outvars, strict=True)]
         if name in ("pvary", "pcast"):
             return inputs  # a statement about types
         if name == "axis_index":
@@ -72,14 +67,22 @@ class Walk:
             return [Held.known(eqn.outvars[0].aval, [np.int32(self.mesh.index(r, names)) for r in self.mesh.ranks])]
         if (inner := called(eqn)) is not None:
             if kind := kind_of_action(params):
-                return self._actions.follow(kind, inputs, ranks, lambda: self._call(inner, inputs, ranks, where))
+                about = kind, inputs, self._decided[0], ranks
+                return self._actions.follow(*about, lambda: self._call(inner, inputs, ranks, where))
             return self._call(inner, inputs, ranks, where)
         if name == "scan":
             return self._scan(eqn, inputs, ranks, where)
-        if name == "while":
-            return self._while(params, inputs, ranks, where)
-        if name == "cond":
-            return self._cond(params, inputs, ranks, where)
+        if name in ("cond", "while"):
+            decided = self._decided
+            try:
+                return (self._cond if name == "cond" else self._while)(eqn, inputs, ranks, where)
+            except TraceError:
+                if _makes_tasks(eqn):
+                    raise
+                needs = {task for held in inputs for task in held.needs}
+                return [Held(variable.aval, needs) for variable in eqn.outvars]
+            finally:
+                self._decided = decided
         return self._compute(eqn, inputs, ranks, where)
 
     # --- computing -----------------------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ class Walk:
             for held in outputs:
                 held.is_scalar = True
         if has_effect:
-            self.kept += sorted(needs)
+            self.kept += sorted(needs.union(self._decided[0]))
         computed(outputs, inputs, partial(_bound, eqn, self.mesh.size))
         return outputs
 
@@ -131,11 +134,10 @@ class Walk:
         self.tasks[product] = replace(task, needs=tuple(sorted({*task.needs, *other.needs})), **about)
         return result
 
-    def _exchange(
-        self, exchange: Exchange, params: dict[str, Any], scope: str, x: Held, aval: Any, ranks: Ranks, where: str
-    ) -> Held:
+    def _exchange(self, eqn: Any, x: Held, aval: Any, ranks: Ranks, where: str) -> Held:
         """A collective: one task for all ranks, unless each is alone along the axis."""
-        names = exchange.names(params)
+        exchange, params = EXCHANGES[eqn.primitive.name], eqn.params
+        op, names = exchange.name_in(eqn), exchange.names(params)
         groups = exchange.groups(params, self.mesh)
         result = Held(aval, x.needs)
         computed([result], [x], lambda values: [exchange.apply(params, groups, values[0])])
@@ -147,7 +149,6 @@ class Walk:
             "where": where, "axis": ",".join(names), "groups": groups,
         }  # fmt: skip
         if exchange.op == "ppermute":
-            op = next((name for name in ("ring_shift", "send") if f"tplab.{name}" in scope), "ppermute")
             pairs = [(group[a], group[b]) for group in groups for a, b in params["perm"] if group[a] in ranks]
             sent = {a: self._label_of(x, a) for a, b in sorted(pairs) if a != b}
             labels: list[Label | None] = [None] * self.mesh.size
@@ -156,9 +157,8 @@ class Walk:
             result.labels = labels
             about["groups"] = self.mesh.groups(names)  # in the order of the names, whatever that of the pairs
             task = Task("message", op, pairs=pairs, labels=sent, carried=x, **about)
-            number = self._actions.exchange(task) if op == "send" else self._add(task)
+            number = self._actions.exchange(self._waiting(task)) if op == "send" else self._add(task)
         else:
-            op = "broadcast" if "tplab.broadcast" in scope else exchange.op
             number = self._add(Task("collective", op, carried=result, costs=exchange.op, **about))
         result.needs = (number,)
         return result
@@ -172,18 +172,22 @@ class Walk:
         return label
 
     def _add(self, task: Task) -> int:
-        self.tasks.append(task)
+        self.tasks.append(self._waiting(task))
         return len(self.tasks) - 1
+
+    def _waiting(self, task: Task) -> Task:
+        """The task, waiting for what decided that it is done at all."""
+        task.needs = tuple(sorted({*task.needs, *self._decided[0]}))
+        return task
 
     # --- calls and loops -----------------------------------------------------------------------------------------
 
     def _call(self, inner: Any, inputs: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
         """Run an inner jaxpr, open or closed."""
-        if not hasattr(inner, "consts"):
-            return self.run(inner, (), inputs, ranks, where)
-        known = zip(inner.jaxpr.constvars, inner.consts, strict=True)
+        jaxpr, values = opened(inner)
+        known = zip(jaxpr.constvars, values, strict=True)
         consts = [Held.known(variable.aval, [value] * self.mesh.size) for variable, value in known]
-        return self.run(inner.jaxpr, consts, inputs, ranks, where)
+        return self.run(jaxpr, consts, inputs, ranks, where)
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Every iteration, one behind the other."""
@@ -208,40 +212,47 @@ class Walk:
         computed([stacked], rows, lambda values: [[np.stack(column) for column in zip(*values, strict=True)]])
         return stacked
 
-    def _while(self, params: dict[str, Any], inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """As many iterations as it makes on each rank, where that can be known; else one."""
+    def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        """As many iterations as each rank makes."""
+        params = eqn.params
         for_cond, for_body, carry = _cut(inputs, params["cond_nconsts"], params["body_nconsts"])
-        active = ranks
-        for _ in range(_MOST_ITERATIONS):
-            (goes_on,) = self._call(params["cond_jaxpr"], [*for_cond, *carry], active, where)
-            values = goes_on.values()
-            active = active if values is None else tuple(rank for rank in active if values[rank])
-            if not active:
-                return carry
-            after = self._call(params["body_jaxpr"], [*for_body, *carry], active, where)
-            both = zip(after, carry, strict=True)
-            carry = [self._either([(active, new), (self.mesh.ranks, old)]) for new, old in both]
-            if values is None:
-                return carry
+        counts = self._reports.of(eqn, ranks, where)
+        for times in range(MOST_ITERATIONS):
+            (goes_on,) = self._call(params["cond_jaxpr"], [*for_cond, *carry], ranks, where)
+            values = _known(eqn, goes_on, where) if counts is None else {rank: counts[rank] > times for rank in ranks}
+            ranks = tuple(rank for rank in ranks if values[rank])
+            self._wait_for(goes_on)
+            if not ranks:
+                return [held.after(self._decided[0]) for held in carry]
+            results = self._call(params["body_jaxpr"], [*for_body, *carry], ranks, where)
+            both = zip(results, carry, strict=True)
+            carry = [self._either([(ranks, new), (self.mesh.ranks, old)]) for new, old in both]
         raise TraceError(
-            f"the while_loop at {where} has run {_MOST_ITERATIONS:,} times without coming to an end; "
+            f"the while_loop at {where} has run {MOST_ITERATIONS:,} times without coming to an end; "
             "a trace writes loops out, so trace a shorter one"
         )
 
-    def _cond(self, params: dict[str, Any], inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """On each rank the branch that it takes, where that can be known; else the last: what `cond` does if true."""
-        branches, (which, *operands) = params["branches"], inputs
-        values = which.values()
-        last = len(branches) - 1
-        taken = [last if values is None else min(max(int(value), 0), last) for value in values or [0] * self.mesh.size]
+    def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        """On each rank the branch that it takes."""
+        branches, (which, *operands) = eqn.params["branches"], inputs
+        values = self._reports.of(eqn, ranks, where) or _known(eqn, which, where)
+        taken = {rank: min(max(int(values[rank]), 0), len(branches) - 1) for rank in ranks}
+        self._wait_for(which)
         outcomes = []
-        for place in sorted({taken[rank] for rank in ranks}):
+        for place in sorted(set(taken.values())):
             takers = tuple(rank for rank in ranks if taken[rank] == place)
             outcomes.append((takers, self._call(branches[place], operands, takers, where)))
-        return [
-            self._either([(takers, results[place]) for takers, results in outcomes])
-            for place in range(len(outcomes[0][1]))
-        ]
+        columns = zip(*(results for _, results in outcomes), strict=True)
+        takers = [takers for takers, _ in outcomes]
+        chosen = [self._either(list(zip(takers, column, strict=True))) for column in columns]
+        return [held.after(self._decided[0]) for held in chosen]
+
+    def _wait_for(self, decision: Held) -> None:
+        """From here on, until `_decided` is put back, everything waits for this as well."""
+        needs, since = self._decided
+        if all(number < since for number in decision.needs):  # else the last of them waited for those before
+            decision = decision.after(needs)
+        self._decided = decision.needs, len(self.tasks)
 
     def _either(self, choices: list[tuple[Iterable[int], Held]]) -> Held:
         """What was computed in one way on some ranks and in another on others: of each rank its first choice."""
@@ -264,6 +275,23 @@ def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dic
     first = {rank: next(label for held in inputs if (label := held.label(rank)) is not None) for rank in known}
     adding = frozenset(rank for rank, label in known.items() if len(label.contributors) > len(first[rank].contributors))
     return {"labels": known, "adding": adding}
+
+
+def _known(eqn: Any, decision: Held, where: str) -> PerRank:
+    """What each rank decides at an equation that does not report."""
+    values = decision.values()
+    if values is None:
+        raise unknown(eqn, where, "it depends on an operation that means nothing outside of the program")
+    return values
+
+
+def _makes_tasks(eqn: Any) -> bool:
+    """Whether there is more in it than numbers by which others are found."""
+    return any(
+        inner.primitive.name in EXCHANGES or any(variable.aval.shape for variable in inner.outvars)
+        for jaxpr in inside(eqn)
+        for inner, _ in equations_of(jaxpr)
+    )
 
 
 def _cut(items: list[Held], first: int, second: int) -> tuple[list[Held], list[Held], list[Held]]:
@@ -294,15 +322,3 @@ def _bound(eqn: Any, num_ranks: int, values: list[PerRank]) -> list[PerRank]:
 def _plain(value: Any) -> Any:
     """A NumPy array, which unlike JAX's belongs to no mesh. Random keys have no such form."""
     return value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) else np.asarray(value)
-
-
-_JAX = str(Path(str(jax.__file__)).parent) + os.sep
-_NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)
-
-
-def _line_of(traceback: Any) -> str | None:
-    """The line of the user's program that an equation came from."""
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_NOT_THE_PROGRAM):
-            return line_text(frame.file_name, frame.line_num)
-    return None

@@ -1,0 +1,290 @@
+"""Decisions: which branch each rank took and how often it went around each loop, as the program itself reports them.
+
+A jaxpr says what a branch or a loop does; which branch, and how often, may depend on numbers that are there only while
+the program runs. Such a program is compiled with one more result: a list that each rank fills in the program's order.
+Its first element counts the entries. An entry is the index of the branch that a `cond` took, or the number of
+iterations of a `while`, which stands before what the iterations themselves report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import PartitionSpec
+
+from tplab.errors import TraceError
+from tplab.jax.ranks.context import vary, varying_axes
+from tplab.jax.ranks.program import Compiled, is_shape
+from tplab.jax.tracing.held import is_small
+from tplab.jax.tracing.jaxprs import called, equations_of, inside, opened
+
+MOST_ENTRIES = 16_384
+"""That a program reports. What comes after is not known."""
+
+
+class Decisions:
+    """What the ranks' program, the one `shard_map` in what JAX traced, cannot be known to decide before it runs.
+
+    jaxpr      the ranks' own program
+    reported   the ids of its `cond` and `while` equations that report
+    """
+
+    def __init__(self, closed: Any):
+        self._closed = closed
+        self._eqn = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
+        self.jaxpr, self.reported = self._eqn.params["jaxpr"], frozenset[int]()
+        if any(eqn.primitive.name in ("cond", "while") for eqn, _ in equations_of(self.jaxpr)):
+            # XLA leaves out what no result needs, so that it must not report either.
+            self.jaxpr, _ = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars), instantiate=True)
+            self.reported = frozenset(_undecided(self.jaxpr))
+        self._form = jax.jit(self._reporting) if self.reported else None
+
+    def run(self, compiled: Compiled, placed: Sequence[Any], seed: int) -> tuple[Any, Array | None]:
+        """What `compiled` gives for arguments, and what each rank reports, one behind the other. None where there is
+        nothing to report, or nothing is run."""
+        if self._form is None or any(map(is_shape, placed)):
+            return compiled(placed, seed), None
+        *outputs, reports = compiled(placed, seed, self._form)
+        return compiled.structure.unflatten(outputs), reports
+
+    def given(self, arguments: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """What each input of the ranks' program gets a piece of, with its spec, for these arguments of the whole."""
+        known = dict(zip(self._closed.jaxpr.invars, arguments, strict=True))
+        known.update(zip(self._closed.jaxpr.constvars, self._closed.consts, strict=True))
+        wholes = (atom.val if hasattr(atom, "val") else known[atom] for atom in self._eqn.invars)
+        return list(zip(wholes, self._eqn.params["in_specs"], strict=True))
+
+    def _reporting(self, *arguments: Any) -> Sequence[Any]:
+        """The program, with one more result."""
+        params, axes = self._eqn.params, self._eqn.params["mesh"].axis_names
+        reporter = _Reporter(self.jaxpr, self.reported)
+
+        def one_rank(*inputs: Any) -> tuple[Any, ...]:
+            report = vary(jnp.zeros(reporter.num_entries + 1, jnp.int32), axes)
+            outputs, report = reporter.run(self.jaxpr, inputs, report)
+            return (*outputs, report)
+
+        inputs, in_specs = zip(*self.given(arguments), strict=True)
+        out_specs = (*params["out_specs"], PartitionSpec(axes))
+        return jax.shard_map(one_rank, mesh=params["mesh"], in_specs=in_specs, out_specs=out_specs)(*inputs)
+
+
+class Reports:
+    """What the ranks of a run have reported, read in the order of the program; None where nothing was run.
+
+    Raises TraceError where an entry is asked for that is not there.
+    """
+
+    def __init__(self, reported: frozenset[int], reports: Array | None, num_ranks: int):
+        self._reported = reported
+        self._lists: list[np.ndarray | None] = [None] * num_ranks
+        self._next = [1] * num_ranks
+        for shard in [] if reports is None else reports.addressable_shards:
+            entries = np.asarray(shard.data)
+            self._lists[(shard.index[0].start or 0) // len(entries)] = entries
+
+    def of(self, eqn: Any, ranks: Iterable[int], where: str) -> dict[int, int] | None:
+        """What each of these ranks decided at `eqn`. None where it does not report, and can be worked out."""
+        if id(eqn) not in self._reported:
+            return None
+        return {rank: self._entry(rank, eqn, where) for rank in ranks}
+
+    def _entry(self, rank: int, eqn: Any, where: str) -> int:
+        entries, place = self._lists[rank], self._next[rank]
+        if entries is None:
+            why = f"rank {rank} ran nothing here; run it on arrays instead of shapes, in one process"
+            raise unknown(eqn, where, why)
+        if place >= len(entries):
+            decided, kept = int(entries[0]), len(entries) - 1
+            why = f"the run decided {decided:,} branches and loops, of which {kept:,} are kept; trace a shorter run"
+            raise unknown(eqn, where, why)
+        self._next[rank] += 1
+        return int(entries[place])
+
+
+def unknown(eqn: Any, where: str, why: str) -> TraceError:
+    """The error of a decision that is not known."""
+    if eqn.primitive.name == "cond":
+        return TraceError(f"which branch the cond at {where} takes is not known: {why}")
+    return TraceError(f"how often the while_loop at {where} runs is not known: {why}")
+
+
+def _undecided(jaxpr: Any) -> set[int]:
+    """The ids of the equations whose decision depends on the arguments, or on more numbers than are worked out."""
+    found: set[int] = set()
+
+    def follow(inner: Any, inputs: Sequence[bool]) -> list[bool]:
+        """Which outputs are not known, if these inputs are not."""
+        jaxpr, _ = opened(inner)
+        hidden = {v for v, value in zip(jaxpr.invars, inputs, strict=True) if value}
+        hidden.update(v for v in jaxpr.constvars if not is_small(v.aval))
+
+        def is_hidden(atom: Any) -> bool:
+            return not hasattr(atom, "val") and atom in hidden
+
+        for eqn in jaxpr.eqns:
+            outputs = results(eqn, [is_hidden(atom) for atom in eqn.invars])
+            hidden.update(v for v, value in zip(eqn.outvars, outputs, strict=True) if value or not is_small(v.aval))
+        return [is_hidden(atom) for atom in jaxpr.outvars]
+
+    def results(eqn: Any, inputs: list[bool]) -> list[bool]:
+        name, params = eqn.primitive.name, eqn.params
+        if (inner := called(eqn)) is not None:
+            return follow(inner, inputs)
+        if name == "cond":
+            if inputs[0]:
+                found.add(id(eqn))
+            outcomes = [follow(branch, inputs[1:]) for branch in params["branches"]]
+            return [inputs[0] or any(column) for column in zip(*outcomes, strict=True)]
+        if name == "scan":
+            consts, carry = params["num_consts"], params["num_consts"] + params["num_carry"]
+            before, after = _settled(
+                inputs[consts:carry],
+                lambda state: follow(params["jaxpr"], [*inputs[:consts], *state, *inputs[carry:]]),
+            )
+            return [*before, *after[len(before) :]]
+        if name == "while":
+            first = params["cond_nconsts"]
+            second = first + params["body_nconsts"]
+
+            def once(state: list[bool]) -> list[bool]:
+                (goes_on,) = follow(params["cond_jaxpr"], [*inputs[:first], *state])
+                if goes_on:
+                    found.add(id(eqn))
+                return [goes_on or new for new in follow(params["body_jaxpr"], [*inputs[first:second], *state])]
+
+            return _settled(inputs[second:], once)[0]
+        return [any(inputs) or "callback" in name] * len(eqn.outvars)
+
+    follow(jaxpr, [True] * len(jaxpr.invars))
+    return found
+
+
+def _settled(carry: list[bool], body: Callable[[list[bool]], list[bool]]) -> tuple[list[bool], list[bool]]:
+    """What is not known of a loop's carry after any number of iterations, and of what its body gives then."""
+    while True:
+        results = body(carry)
+        merged = [old or new for old, new in zip(carry, results[: len(carry)], strict=True)]
+        if merged == carry:
+            return carry, results
+        carry = merged
+
+
+class _Reporter:
+    """Runs a jaxpr with one more array in hand: the report, to which the chosen equations append."""
+
+    def __init__(self, jaxpr: Any, reported: frozenset[int]):
+        self._reported = reported
+        self._entries: dict[int, int] = {}  # of a jaxpr, by id: how many it makes at most, if known
+        self.num_entries = self._count(jaxpr)
+
+    def _count(self, jaxpr: Any) -> int:
+        """How many entries a jaxpr makes at most, up to MOST_ENTRIES."""
+        jaxpr = opened(jaxpr)[0]
+        if id(jaxpr) not in self._entries:
+            count = 0
+            for eqn in jaxpr.eqns:
+                within = sum(map(self._count, inside(eqn)))
+                if eqn.primitive.name == "scan":
+                    within *= eqn.params["length"]
+                elif eqn.primitive.name == "while" and within:
+                    within = MOST_ENTRIES
+                count += within + (id(eqn) in self._reported)
+            self._entries[id(jaxpr)] = min(count, MOST_ENTRIES)
+        return self._entries[id(jaxpr)]
+
+    def run(self, inner: Any, inputs: Sequence[Any], report: Array) -> tuple[list[Any], Array]:
+        """The outputs of a jaxpr, open or closed, and the report after it."""
+        jaxpr, consts = opened(inner)
+        known = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else known[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            with eqn.ctx.manager:
+                outputs, report = self._equation(eqn, values, report)
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars], report
+
+    def _equation(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
+        name, params = eqn.primitive.name, eqn.params
+        reports = id(eqn) in self._reported or any(map(self._count, inside(eqn)))
+        if (call := called(eqn)) is not None and (reports or name.startswith("custom_")):
+            if params.get("prevent_cse"):
+                values = lax.optimization_barrier(values)  # so that what is computed again is not found again
+            return self.run(call, values, report)
+        if reports:
+            return {"cond": self._cond, "while": self._while, "scan": self._scan}[name](eqn, values, report)
+        outputs = eqn.primitive.bind(*values, **params)
+        return outputs if eqn.primitive.multiple_results else [outputs], report
+
+    def _cond(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
+        index, *operands = values
+        branches = eqn.params["branches"]
+        if id(eqn) in self._reported:
+            report = _written(report, report[0] + 1, index)
+        ways = [lambda report, *operands, branch=branch: self.run(branch, operands, report) for branch in branches]
+        return lax.switch(index, ways, report, *operands)
+
+    def _while(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
+        params, first = eqn.params, eqn.params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        for_cond, for_body, carry = values[:first], values[first:second], values[second:]
+        place, reports = report[0] + 1, id(eqn) in self._reported
+        if reports:
+            report = _written(report, place, place * 0)
+        # A condition that reports itself cannot do so as one: it becomes part of what comes before, and of the body.
+        cond_reports = self._count(params["cond_jaxpr"]) > 0
+
+        def condition(carry: Any, report: Array) -> tuple[Any, Array]:
+            (goes_on,), report = self.run(params["cond_jaxpr"], [*for_cond, *carry], report)
+            return goes_on, report
+
+        def body(state: Any) -> Any:
+            times, goes_on, report, carry = state
+            carry, report = self.run(params["body_jaxpr"], [*for_body, *carry], report)
+            if cond_reports:
+                goes_on, report = condition(carry, report)
+            return times + reports, goes_on, report, carry
+
+        goes_on = None
+        if cond_reports:
+            goes_on, report = condition(carry, report)
+        times, _, report, carry = lax.while_loop(
+            lambda state: state[1] if cond_reports else condition(state[3], state[2])[0],
+            body,
+            (place * 0, goes_on, report, carry),
+        )
+        if reports:
+            report = lax.dynamic_update_index_in_dim(report, times, place, 0)
+        return carry, report
+
+    def _scan(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
+        params, first, num_carry = eqn.params, eqn.params["num_consts"], eqn.params["num_carry"]
+        second = first + num_carry
+
+        def body(state: Any, row: Any) -> Any:
+            carry, report = state
+            outputs, report = self.run(params["jaxpr"], [*values[:first], *carry, *row], report)
+            return (outputs[:num_carry], report), outputs[num_carry:]
+
+        (carry, report), rows = lax.scan(
+            body, (values[first:second], report), values[second:],
+            length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
+        )  # fmt: skip
+        return [*carry, *rows], report
+
+
+def _written(report: Array, place: Array, entry: Array) -> Array:
+    """The report with one more entry, the one at `place`. What is beyond its end goes to the last place; that there
+    were so many, the count says."""
+    entry = vary(jnp.asarray(entry, jnp.int32), tuple(varying_axes(report)))
+    return lax.dynamic_update_index_in_dim(report, entry, place, 0).at[0].set(place)

@@ -1,0 +1,101 @@
+"""Collectives that only some of the ranks would reach. They hang for good, so they are refused before anything runs.
+
+All ranks go the same way through a program, except at a `cond` or `while` whose condition differs from rank to rank.
+JAX's types say along which axes it may differ. A collective inside is fine if it joins ranks along other axes only:
+they decide alike.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from tplab.errors import DeadlockError, TraceError
+from tplab.jax.ranks.context import axes_of_type
+from tplab.jax.tracing.decisions import Reports
+from tplab.jax.tracing.exchange import EXCHANGES
+from tplab.jax.tracing.held import Held
+from tplab.jax.tracing.jaxprs import equations_of, inside, line_of, opened
+from tplab.jax.tracing.walk import Ranks, Walk
+from tplab.mesh import Mesh
+
+
+def refuse_divergence(jaxpr: Any, mesh: Mesh) -> None:
+    """Raises DeadlockError where, in the ranks' program, some of the ranks that a collective joins may take another
+    branch than the others, or leave a loop earlier."""
+    wide = {name for name, size in mesh.shape.items() if size > 1}
+    for eqn, outer in equations_of(jaxpr):
+        if not (differs := _differs_along(eqn) & wide):
+            continue
+        for part in inside(eqn):
+            for collective, around in equations_of(part):
+                if axes := differs & _joined_by(collective, mesh):
+                    lines = line_of(collective, around), line_of(eqn, outer)
+                    raise DeadlockError(_message(collective, eqn, *lines, sorted(axes), _ways(jaxpr, mesh, eqn)))
+
+
+def _differs_along(eqn: Any) -> frozenset[str]:
+    """The axes along which ranks may decide differently at an equation."""
+    if eqn.primitive.name == "cond":
+        return axes_of_type(eqn.invars[0].aval)
+    if eqn.primitive.name == "while":
+        return axes_of_type(opened(eqn.params["cond_jaxpr"])[0].outvars[0].aval)
+    return frozenset()
+
+
+def _joined_by(eqn: Any, mesh: Mesh) -> set[str]:
+    """The axes along which ranks must come to an equation together."""
+    if (exchange := EXCHANGES.get(eqn.primitive.name)) is None:
+        return set()
+    # XLA's ppermute joins all devices, whichever of them send: seen to hang on the CPU
+    return set(mesh.axis_names if exchange.op == "ppermute" else exchange.names(eqn.params))
+
+
+def _message(collective: Any, eqn: Any, line: str | None, outer: str | None, axes: list[str], ways: str) -> str:
+    exchange = EXCHANGES[collective.primitive.name]
+    op, over = exchange.name_in(collective), ",".join(exchange.names(collective.params))
+    along = ", ".join(map(repr, axes))
+    if eqn.primitive.name == "cond":
+        where, may = f"a branch of the cond at {outer}", "may take different branches"
+    else:
+        where, may = f"the while_loop at {outer}", "may leave it at different times"
+    why = f" (in XLA a {exchange.op} joins every rank of the mesh)" if exchange.op == "ppermute" else ""
+    return (
+        f"{op} over {over!r} at {line} is inside {where}, and the ranks along {along} {may}{ways}.\n"
+        f"Those that reach the {op} would wait for the others forever{why}. Call it on every rank, and choose between "
+        f"results with jnp.where; or let every rank decide alike: all_reduce(condition, "
+        f"{(axes[0] if len(axes) == 1 else tuple(axes))!r}, 'max')"
+    )
+
+
+def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
+    """Which ranks take which branch, where that can be known without the program's arguments; "" where it cannot."""
+    asking = _Asking(mesh, eqn)
+    with suppress(_Asked, TraceError):
+        asking.run(jaxpr, (), [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
+    return asking.answer
+
+
+class _Asked(Exception):
+    """The walk has come to the equation that it was asked about."""
+
+
+class _Asking(Walk):
+    """A walk as far as one equation, to see which rank takes which branch there."""
+
+    def __init__(self, mesh: Mesh, eqn: Any):
+        super().__init__(mesh, lambda rank, piece: 0, Reports(frozenset(), None, mesh.size))
+        self._eqn, self.answer = eqn, ""
+
+    def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        if eqn is not self._eqn:
+            return super()._cond(eqn, inputs, ranks, where)
+        if (values := inputs[0].values()) is not None:
+            groups = {int(values[rank]): [r for r in ranks if values[r] == values[rank]] for rank in ranks}
+            self.answer = ": " + "; ".join(_takes(groups[index], index) for index in sorted(groups))
+        raise _Asked
+
+
+def _takes(ranks: list[int], branch: int) -> str:
+    some = f"rank {ranks[0]} takes" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} take"
+    return f"{some} branch {branch}"

@@ -1,0 +1,68 @@
+"""Jaxprs, as everything that reads them here does: what an equation calls, and the line it comes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tplab.lines import line_text
+
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}  # fmt: skip
+
+LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
+"""Primitives whose result has the numbers of their operand, in another layout or of another type."""
+
+
+def called(eqn: Any) -> Any:
+    """The jaxpr that an equation calls with its own operands, open or closed: what jit, remat and custom gradients
+    leave. None where it calls none, or not exactly once."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    params = eqn.params
+    return params["call_jaxpr"] if "call_jaxpr" in params else params.get("jaxpr", params.get("fun_jaxpr"))
+
+
+def opened(inner: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr, open or closed, as (open jaxpr, its constants)."""
+    return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "consts") else (inner, [])
+
+
+def inside(eqn: Any) -> Iterator[Any]:
+    """The open jaxprs among an equation's parameters: those it calls, branches, bodies of loops, their conditions."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns"):
+                yield opened(item)[0]
+
+
+def equations_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+    """Every equation with the jaxpr it is in, those inside of others too."""
+    for eqn in jaxpr.eqns:
+        yield eqn, jaxpr
+        for inner in inside(eqn):
+            yield from equations_of(inner)
+
+
+def line_of(eqn: Any, jaxpr: Any) -> str | None:
+    """The line of the user's program that an equation of `jaxpr` comes from; None inside JAX's own functions.
+
+    Those are known by the line that calls them: JAX may have kept their jaxprs from elsewhere.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is None or (jaxpr.debug_info.func_filename or "").startswith(_JAX):
+        return None
+    for frame in traceback.frames:
+        if not frame.file_name.startswith(_NOT_THE_PROGRAM):
+            return line_text(frame.file_name, frame.line_num)
+    return None
+
+
+_JAX = str(Path(str(jax.__file__)).parent) + os.sep
+_NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)
