@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from tplab import Mesh, P
 from tplab.torch import all_gather, all_reduce, axis_index, axis_size, ring_all_reduce, run
-from tplab.widgets import animate, shards, timeline
-from tplab.widgets.matrices import matrices
+from tplab.widgets import animate, matrices, shards, timeline
 
 # %% [markdown]
 # ## By hand: two ways to cut a matrix
@@ -71,7 +70,7 @@ matrices({"rank 0": first, "rank 1": second, "their sum": first + second}, "Rows
 # Cut along `j`, the columns, and every sum stays on one rank. Cut along `k`, the rows, and every sum is cut in two:
 # somebody has to finish it.
 #
-# `P` says which dim is split over which axis of the mesh: one entry a dim, `None` where every rank has all of it. `P()` is
+# `P` says which dim is split over which axis of the mesh: one entry per dim, `None` where every rank has all of it. `P()` is
 # a tensor that every rank has whole. `shards` draws it, here for a larger product. Point at a rank.
 
 # %%
@@ -512,8 +511,7 @@ timeline(run(mlp, Mesh(tp=4), *large, in_specs=SPECS, out_specs=P(), clock="meas
 # less to compute on each; the sum stays. A rank's time, from shapes alone:
 
 # %%
-from tplab.cost.cluster import find
-from tplab.cost.collectives import collective, matmul_bytes, matmul_flops
+from tplab.cost import collective, find, matmul_bytes, matmul_flops
 
 h100 = find("h100")
 
@@ -531,7 +529,7 @@ def seconds(ranks, tokens, width, hidden, dtype="bfloat16", size=2):  # size: by
 # the hidden width. Then set `TOKENS`, or `WIDTH`, to twice as much, run the cell again, and compare.
 
 # %%
-from tplab.widgets.knob import Bars, Row, knob
+from tplab.widgets import Bars, Row, knob
 
 TOKENS, WIDTH = 4096, 4096
 
@@ -691,5 +689,5 @@ check_gated(gated)
 # Next: [02 Collectives](02_collectives.ipynb), and what each of them costs.
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

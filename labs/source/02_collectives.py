@@ -31,8 +31,7 @@ from tplab import Mesh, P
 from tplab.torch import axis_index, axis_size, ppermute, ring_shift, run, start
 from tplab.torch import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tplab.torch import ring_all_gather, ring_reduce_scatter
-from tplab.widgets import animate, timeline
-from tplab.widgets.matrices import matrices
+from tplab.widgets import animate, matrices, timeline
 
 # %% [markdown]
 # ## By hand: one table, seen from above
@@ -262,7 +261,7 @@ print("every piece:", inside)
 
 # %%
 from tplab import cost
-from tplab.cost.cluster import find
+from tplab.cost import find
 
 link = find("h100").inner_link  # any: the bytes are the same on all
 for R in range(2, 65):
@@ -428,7 +427,7 @@ print("\n".join(lines))
 # Below the grey line nothing is possible, however clever: `cost.lower_bound`.
 
 # %%
-from tplab.widgets.curves import curves
+from tplab.widgets import curves
 
 ways = ("ring", "recursive_doubling", "halving_doubling")
 nbytes = 2.0 ** np.arange(8, 30.1, 0.25)
@@ -661,8 +660,7 @@ print("\n".join(lines))
 # ranks on two axes. Turn the batch, in tokens, and watch which mesh sends least. What moves, and which way?
 
 # %%
-from tplab.widgets.knob import Bars, Row, knob
-from tplab.widgets.paper.units import bytes_text
+from tplab.widgets import Bars, Row, bytes_text, knob
 
 WIDTH, HIDDEN = 4096, 16384
 
@@ -858,5 +856,5 @@ check_gather(gather)
 # Next: [03 A Megatron block](03_megatron_block.ipynb).
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

@@ -572,8 +572,7 @@ timeline(on_tokens)
 # are now of a quarter of the tokens.
 
 # %%
-from tplab.cost.cluster import find
-from tplab.cost.collectives import collective
+from tplab.cost import collective, find
 
 link = find("h100").inner_link
 whole = large[0].nbytes
@@ -606,9 +605,8 @@ timeline(run(training_step, Mesh(tp=4), x, target, w, sequence_block, in_specs=g
 # Here are GPT-3's sizes. Turn the number of ranks. What does tensor parallelism not get rid of?
 
 # %%
-from tplab.cost.activations import activation_tensors
-from tplab.widgets.knob import Bars, Row, knob
-from tplab.widgets.paper.units import bytes_text
+from tplab.cost import activation_tensors
+from tplab.widgets import Bars, Row, bytes_text, knob
 
 GPT_3 = {"sequence": 2048, "batch": 1, "width": 12288, "num_heads": 96}
 INSIDE = ("query", "key", "value", "input of the output projection", "input of gelu", "input of down")
@@ -854,5 +852,5 @@ check_tokens_split(tokens_split)
 # Next: [04 Vocabulary and dropout](04_vocabulary_and_dropout.ipynb).
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

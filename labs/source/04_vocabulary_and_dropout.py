@@ -424,7 +424,7 @@ timeline(kept.trace)
 # this loss as [one kernel](https://github.com/linkedin/Liger-Kernel/pull/1260). Without the launches:
 
 # %%
-from tplab.cost.cluster import find
+from tplab.cost import find
 
 h100 = find("h100")
 without_launches = []
@@ -445,7 +445,7 @@ assert without_launches[0] > 1.4 * without_launches[1]
 
 # %%
 from tplab import cost
-from tplab.widgets.knob import Bars, Row, knob
+from tplab.widgets import Bars, Row, knob
 
 RANKS, link = 8, h100.inner_link
 
@@ -843,5 +843,5 @@ check_most_likely(most_likely)
 # Next: [05 Overlap](05_overlap.ipynb). How to hide what must be sent.
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

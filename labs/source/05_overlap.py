@@ -404,5 +404,5 @@ check_product_scatter(product_scatter)
 # Next: [06 A Hugging Face GPT-2](06_hugging_face_gpt2.ipynb).
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

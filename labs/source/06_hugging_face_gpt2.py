@@ -388,5 +388,5 @@ check_llama_plan(my_plan)
 # Next: [07 Pipeline schedules](07_pipeline_schedules.ipynb), for when one layer is not what is too large.
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

@@ -424,5 +424,5 @@ gantt(found)
 # Next: [08 Run a pipeline](08_run_a_pipeline.ipynb).
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

@@ -168,8 +168,8 @@ print("three pipelines, one result")
 # torch's own layers.
 
 # %%
-from tplab.models.gpt import GPTConfig
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.models import GPTConfig
+from tplab.pipeline import LayerSpec, TiedSpec
 from tplab.torch.models.plain import PlainBlock
 
 V, D, S = 61, 48, 16  # words, width, sequence
@@ -591,7 +591,7 @@ for num, share in zip(steps, idle):
 # | to compare: one block, tensor-parallel over $p$ ranks | $8m(p-1)\,bSD$ |
 
 # %%
-from tplab.cost.collectives import bytes_sent
+from tplab.cost import bytes_sent
 
 b, itemsize = 2, 8  # sequences a microbatch; float64
 for rule, cuts, ties in [(gpipe, p - 1, 2), (zb_h1, p - 1, 2), (interleaved_1f1b, 2 * p - 1, 2), (zb_v, 2 * p - 2, 0)]:
@@ -669,5 +669,5 @@ check_train_split(train_split)
 # Next: [09 Pipeline memory](09_pipeline_memory.ipynb).
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

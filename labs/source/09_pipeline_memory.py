@@ -31,8 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from tplab import Mesh
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names
-from tplab.pipeline.partition import partition
+from tplab.pipeline import LayerSpec, TiedSpec, layer_names, partition
 from tplab.schedules import Costs, gpipe, interleaved_1f1b, measured_costs, measured_strip, one_f_one_b, simulate, zb_h1
 from tplab.torch import axis_index, num_parameters, run, split_batch, stages_of, train_batch
 from tplab.widgets import Bars, Row, knob, levels
@@ -703,5 +702,5 @@ assert tight.bounds == (0, 3, 6, 9, 16) and tight.largest > free.largest
 # Back to the [list of labs](../README.md#labs).
 
 # %% [markdown]
-# Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
 # share 2 GB of memory.

@@ -61,7 +61,7 @@ def setup_cell() -> str:
 def closing_line() -> str:
     """The text cell that every lab ends with."""
     return (
-        "Before you open another lab, shut this one's kernel down (*Kernel > Shut Down Kernel*): on Binder, all open labs\n"
+        "Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs\n"
         "share 2 GB of memory."
     )
 
