@@ -11,6 +11,7 @@ from tplab import Mesh, P
 from tplab.jax import collectives_in
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.compiled import CompiledCollective, collectives_in_text, temporary_bytes
+from tplab.trace.traffic import Traffic
 
 GRID = Mesh(dp=2, tp=4)
 
@@ -79,6 +80,22 @@ def test_a_loop_of_unknown_length():
     assert str(collective).startswith("in a loop all_reduce float32[2]")
 
 
+def test_a_condition_runs_once_more_than_its_loop_and_a_branch_perhaps_not_at_all():
+    def program(x):
+        def body(n, x):
+            return jax.lax.cond(lab.all_reduce(x, "tp").sum() > n, lambda x: lab.all_reduce(x, "tp"), jnp.sin, x)
+
+        x = jax.lax.fori_loop(0, 4, body, x)
+        return jax.lax.while_loop(lambda x: lab.all_reduce(x[:3], "tp").sum() < 9, lambda x: x + 1, x)
+
+    found = collectives_in(program, Mesh(tp=2), np.ones(4, np.float32))
+    assert sorted((c.shape, c.count or -1, c.at_most or -1, str(c).split(" all")[0]) for c in found) == [
+        ((3,), -1, -1, "in a loop"), ((4,), -1, 4, "at most 4 x"), ((4,), 4, 4, "4 x"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="known only when it runs"):
+        Traffic.of_compiled(c for c in found if c.at_most)
+
+
 # What the CPU's compiler never writes, as those for GPUs and TPUs do.
 TEXT = """\
 HloModule jit_step, num_partitions=8
@@ -102,6 +119,10 @@ backend_config={"known_trip_count":{"n":"3"}}
 
 %inner_body (p.1: (s32[], f32[4])) -> (s32[], f32[4]) {
   %y = f32[4]{0} all-reduce(%x), replica_groups={}, to_apply=%add
+}
+
+%cond (p.3: (s32[], f32[4])) -> pred[] {
+  %v = u8[3]{0} all-reduce(%x), replica_groups={}, to_apply=%add
 }
 
 %branch (p.2: f32[2]) -> f32[2] {
@@ -130,13 +151,15 @@ def test_the_text_of_other_compilers():
     everyone, pairs = (tuple(range(8)),), ((0, 1), (2, 3), (4, 5), (6, 7))
     odd_and_even = ((0, 2, 4, 6), (1, 3, 5, 7))
     assert list(collectives_in_text(TEXT)) == [
-        CompiledCollective("ppermute", (16, 4), "float32", 256, ((0, 1), (1, 0)), 1, True, "jit(step)/shift"),
-        CompiledCollective("all_gather", (8, 4), "float32", 3 * 32, odd_and_even, 1, True, ""),
-        CompiledCollective("all_reduce", (16,), "float8_e4m3fn", 16, pairs, 1, True, ""),
-        CompiledCollective("all_reduce", (5,), "bool", 5, pairs, 1, True, ""),
-        CompiledCollective("reduce_scatter", (8, 8), "bfloat16", 7 * 128, everyone, 1, True, ""),
-        CompiledCollective("all_reduce", (4,), "float32", 32, everyone, 6, False, ""),
-        CompiledCollective("broadcast", (2,), "float32", 8, ((0, 1, 2, 3), (4, 5, 6, 7)), 1, False, ""),
+        CompiledCollective("ppermute", (16, 4), "float32", 256, ((0, 1), (1, 0)), 1, 1, True, "jit(step)/shift"),
+        CompiledCollective("all_gather", (8, 4), "float32", 3 * 32, odd_and_even, 1, 1, True, ""),
+        CompiledCollective("all_reduce", (16,), "float8_e4m3fn", 16, pairs, 1, 1, True, ""),
+        CompiledCollective("all_reduce", (5,), "bool", 5, pairs, 1, 1, True, ""),
+        CompiledCollective("reduce_scatter", (8, 8), "bfloat16", 7 * 128, everyone, 1, 1, True, ""),
+        CompiledCollective("all_reduce", (3,), "uint8", 6, everyone, 3, 3, False, ""),
+        CompiledCollective("all_reduce", (3,), "uint8", 6, everyone, 8, 8, False, ""),
+        CompiledCollective("all_reduce", (4,), "float32", 32, everyone, 6, 6, False, ""),
+        CompiledCollective("broadcast", (2,), "float32", 8, ((0, 1, 2, 3), (4, 5, 6, 7)), None, 1, False, ""),
     ]
 
 

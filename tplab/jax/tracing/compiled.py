@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,7 +40,8 @@ class CompiledCollective:
     shape, dtype   of what each rank gets ("all_to_all" often gets a tuple of pieces: their number comes first)
     bytes          what a rank sends each time, under the ring algorithm; the most, where they differ
     groups         the ranks that do it together; of a ppermute, its pairs (from, to)
-    count          how often it runs; None in a loop whose length is known only when it runs
+    count          how often it runs; None where that is known only when it runs
+    at_most        how often it runs at most: of a branch that may not be taken; None in a loop of unknown length
     is_async       whether it is a start and a done, between which others run (on the CPU never)
     origin         what it was made from, as a path of JAX's names: "jit(f)/shard_map/psum"
     """
@@ -51,11 +52,14 @@ class CompiledCollective:
     bytes: int
     groups: Groups
     count: int | None
+    at_most: int | None
     is_async: bool
     origin: str
 
     def __str__(self) -> str:
-        times = "in a loop" if self.count is None else f"{self.count} x"
+        times = "in a loop" if self.at_most is None else f"{self.at_most} x"
+        if self.at_most is not None and self.count is None:
+            times = f"at most {times}"
         between = "->" if self.op == "ppermute" else ","
         ranks = " ".join(between.join(map(str, group)) for group in self.groups)
         kind = ", async" if self.is_async else ""
@@ -108,7 +112,7 @@ def collectives_in_text(text: str) -> CompiledCollectives:
     computations, entry = _computations(text)
     partitions = re.search(r"num_partitions=(\d+)", text)
     everyone = (tuple(range(int(partitions[1]) if partitions else 1)),)
-    return CompiledCollectives(_found(computations, entry, everyone, 1, is_async=False))
+    return CompiledCollectives(_found(computations, entry, everyone, _Times(1, 1), is_async=False))
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -126,11 +130,25 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(_OPS)})(-start)?\(")
-_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_LOOP = re.compile(r" while\(.* condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+
+
+class _Times(NamedTuple):
+    """How often a computation runs, and at most; None where it is not known."""
+
+    count: int | None
+    at_most: int | None
+
+    def by(self, times: int | None) -> _Times:
+        if times is None:
+            return _Times(None, None)
+        return _Times(*(None if known is None else known * times for known in self))
 
 
 def _found(
-    computations: dict[str, list[str]], name: str, everyone: Groups, count: int | None, is_async: bool
+    computations: dict[str, list[str]], name: str, everyone: Groups, times: _Times, is_async: bool
 ) -> Iterator[CompiledCollective]:
     """The collectives of one computation, and of those that it calls."""
     for line in computations.get(name, ()):
@@ -146,18 +164,20 @@ def _found(
             for dtype, shape in shapes:
                 sent = _bytes_sent(op, shape, dtype, len(groups[0]))
                 yield CompiledCollective(
-                    op, shape, dtype, sent, groups, count, started or is_async, origin[1] if origin else ""
+                    op, shape, dtype, sent, groups, *times, started or is_async, origin[1] if origin else ""
                 )
             continue
-        called = _CALLED.findall(line)
-        if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
-            called += [branch.strip().lstrip("%") for branch in branches[1].split(",")]
-        times = count
-        if " while(" in line:
+        called = [(inner, times) for inner in _CALLED.findall(line)]
+        for one, several in _BRANCHES.findall(line):
+            for branch in (one or several).split(","):
+                called.append((branch.strip().lstrip("%"), _Times(None, times.at_most)))
+        if loop := _LOOP.search(line):
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-            times = count * int(trips[1]) if trips and count is not None else None
-        for inner in called:
-            yield from _found(computations, inner, everyone, times, is_async or " async-start(" in line)
+            length = int(trips[1]) if trips else None
+            called.append((loop[1], times.by(None if length is None else length + 1)))  # once more, to see its end
+            called.append((loop[2], times.by(length)))
+        for inner, how_often in called:
+            yield from _found(computations, inner, everyone, how_often, is_async or " async-start(" in line)
 
 
 def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:

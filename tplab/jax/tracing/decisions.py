@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
@@ -76,7 +77,8 @@ class Decisions:
 
 
 class Reports:
-    """What the ranks of a run have reported, read in the order of the program; None where nothing was run.
+    """What the ranks of a run have reported, read in the order of the program. None where nothing was run, or where
+    another transformation of JAX is still at it.
 
     Raises TraceError where an entry is asked for that is not there.
     """
@@ -85,7 +87,7 @@ class Reports:
         self._reported = reported
         self._lists: list[np.ndarray | None] = [None] * num_ranks
         self._next = [1] * num_ranks
-        for shard in [] if reports is None else reports.addressable_shards:
+        for shard in [] if reports is None or isinstance(reports, Tracer) else reports.addressable_shards:
             entries = np.asarray(shard.data)
             self._lists[(shard.index[0].start or 0) // len(entries)] = entries
 
@@ -98,7 +100,7 @@ class Reports:
     def _entry(self, rank: int, eqn: Any, where: str) -> int:
         entries, place = self._lists[rank], self._next[rank]
         if entries is None:
-            why = f"rank {rank} ran nothing here; run it on arrays instead of shapes, in one process"
+            why = f"rank {rank} did not run here; run it on arrays (not on shapes, not inside jit) and in one process"
             raise unknown(eqn, where, why)
         if place >= len(entries):
             decided, kept = int(entries[0]), len(entries) - 1
