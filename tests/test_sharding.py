@@ -245,10 +245,10 @@ FAULTS = [
      lambda: local_shape((4,), P("pp"), MESH)),
     (SpecError, "P('pp') names axis 'pp', which Mesh(dp=2, tp=4) does not have; its axes are 'dp', 'tp'",
      lambda: replicas(P("pp"), MESH)),
-    (SpecError, "P(None, 'tp') has 2 entries, and the tensor of shape (4,) has 1 dims; give at most one entry a dim",
+    (SpecError, "P(None, 'tp') has 2 entries, and the tensor of shape (4,) has 1 dims; give at most one entry per dim",
      lambda: check_spec((4,), P(None, "tp"), MESH)),
     (SpecError, "P(None, 'tp') has 2 entries, and each rank's piece of shape (4,) has 1 dims; "
-     "give at most one entry a dim", lambda: global_shape((4,), P(None, "tp"), MESH)),
+     "give at most one entry per dim", lambda: global_shape((4,), P(None, "tp"), MESH)),
     (ShapeError, "dim 1 has size 10, which the 4 ranks of axis 'tp' cannot share equally;\n"
      "pad it to 12, or use a mesh whose 'tp' divides 10", lambda: split(np.ones((2, 10)), P(None, "tp"), MESH)),
     (ShapeError, "dim 0 has size 3, which the 8 ranks of axes 'dp' x 'tp' cannot share equally;\n"
@@ -264,7 +264,7 @@ FAULTS = [
     (ShapeError, "the size is 10, which 4 parts cannot share equally;\n"
      "pad it to 12, or take a number of parts that divides 10", lambda: cut(10, 4, "equal")),
     (ValueError, "rule is 'odd'; it must be 'equal', 'ceil' or 'even'", lambda: cut(10, 4, "odd")),  # type: ignore
-    (ShapeError, "Mesh(dp=2, tp=4) has 8 ranks, and there are 2 pieces; give one a rank",
+    (ShapeError, "Mesh(dp=2, tp=4) has 8 ranks, and there are 2 pieces; give one per rank",
      lambda: join([np.ones(2)] * 2, P(), MESH)),
     (ShapeError, "the pieces of P() must have one shape, and have: rank 0 (2,), rank 1 (3,)",
      lambda: join([np.ones(2), np.ones(3)], P(), Mesh(tp=2))),

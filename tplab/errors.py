@@ -26,7 +26,7 @@ class ShapeError(TplabError, ValueError):
 
 
 class ClusterError(TplabError, ValueError):
-    """A chip, link or cluster with impossible figures, or a name nobody knows."""
+    """A chip, link or cluster with impossible figures, or an unknown name."""
 
 
 class TraceError(TplabError, ValueError):

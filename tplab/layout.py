@@ -115,7 +115,7 @@ def layout_of(
     whole: np.ndarray, pieces: Sequence[np.ndarray | None], shapes: Sequence[Sequence[int] | None], mesh: Mesh,
     tolerance: float,
 ) -> Layout | None:  # fmt: skip
-    """How pieces of these shapes and values lie on the mesh, one a rank: the layout that fits their values, or the
+    """How pieces of these shapes and values lie on the mesh, one per rank: the layout that fits their values, or the
     plainest one that fits their shapes; None where none does. tolerance: relative to the largest value."""
     import numpy as np
 

@@ -65,7 +65,7 @@ def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes
 def scatter_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes:
     """The parts of `size` elements that the rank at `index` adds to the sums of the others, in the order of hops.
 
-    The same pieces as those of gather_lanes. A sum travels towards its owner, so that what is nearest to it comes last:
+    The same pieces as those of gather_lanes. A sum travels towards its owner, so what is nearest to it comes last:
     "both" sends up what is far that way, and down what is near on the other side.
     """
     up, down, own = gather_lanes(index, num_ranks, size, direction)

@@ -1,4 +1,4 @@
-"""Sharding: which rank holds which piece of a tensor, as `P` says it."""
+"""Sharding: which rank holds which piece of a tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule = Literal["equal", "ceil", "even"]
 
 
 class P(tuple):
-    """How a tensor lies on a mesh: one entry a dim, as in `jax.sharding.PartitionSpec`.
+    """How a tensor lies on a mesh: one entry per dim, as in `jax.sharding.PartitionSpec`.
 
     An entry is None (every rank holds the whole dim), the name of a mesh axis (the dim is split over it), or a
     tuple of names (split over all of them, the first one slowest). Dims past the last entry are whole; an axis
@@ -24,7 +24,7 @@ class P(tuple):
         P(None, "tp")   columns split over tp
         P(("dp", "tp")) rows split over dp, each part of that over tp
 
-    As in JAX, P(("tp",)) is P("tp") and P(()) is P(None); other than in JAX, P is a tuple.
+    As in JAX, P(("tp",)) is P("tp") and P(()) is P(None). Unlike in JAX, P is a tuple.
     """
 
     __slots__ = ()
@@ -136,7 +136,7 @@ def _check_dims(spec: P, shape: Sequence[int], whose: str) -> None:
     if len(spec) > len(shape):
         raise SpecError(
             f"{spec} has {len(spec)} entries, and {whose} of shape {tuple(shape)} has {len(shape)} dims; "
-            f"give at most one entry a dim"
+            f"give at most one entry per dim"
         )
 
 
@@ -156,7 +156,7 @@ def global_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 
 def shard_slices(shape: Sequence[int], spec: P, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-    """Where the piece of `rank` lies in the whole: one slice a dim."""
+    """Where the piece of `rank` lies in the whole: one slice per dim."""
     check_spec(shape, spec, mesh)
     mesh.check_rank(rank)
     slices = [slice(0, size) for size in shape]
@@ -182,7 +182,7 @@ def join(shards: Sequence[Any], spec: P, mesh: Mesh, empty: Callable[[tuple[int,
     import numpy as np  # here, so that `import tplab` stays quick
 
     if len(shards) != mesh.size:
-        raise ShapeError(f"{mesh} has {mesh.size} ranks, and there are {len(shards)} pieces; give one a rank")
+        raise ShapeError(f"{mesh} has {mesh.size} ranks, and there are {len(shards)} pieces; give one per rank")
     shapes = {tuple(shard.shape) for shard in shards}
     if len(shapes) > 1:
         listed = ", ".join(f"rank {rank} {tuple(shard.shape)}" for rank, shard in enumerate(shards))

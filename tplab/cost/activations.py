@@ -56,9 +56,9 @@ def activation_tensors(
 
     dropout   False: no masks are kept, nor the scores after theirs
     scores    False: attention computes softmax(q k^T) again in the backward pass ("selective recomputation", section 5;
-              also what a fused attention does, which keeps one number a row instead)
+              also what a fused attention does, which keeps one number per row instead)
     Counted are an MLP of 4 h hidden features with GeLU, and a head for each key and value. Left out, as in the paper:
-    what is small beside these (a norm's mean and deviation, 2 numbers a token), the embedding and the head.
+    what is small beside these (a norm's mean and deviation, 2 numbers per token), the embedding and the head.
     Korthikanti et al. 2022, equations 1, 2 and 4.
     """
     share(num_heads, num_ranks, "num_heads is", why="heads are sharded whole")

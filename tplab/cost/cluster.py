@@ -269,13 +269,13 @@ _NCCL = "latency: NCCL, src/graph/tuning.cc, ring with LL128"
 
 NVLINK_4 = Link("NVLink 4", 1.9e-6, 450e9, f"NVIDIA H100 data sheet: 900 GB/s, both directions together. {_NCCL}")
 NVLINK_3 = Link("NVLink 3", 1.9e-6, 300e9, f"NVIDIA A100 data sheet: 600 GB/s, both directions together. {_NCCL}")
-INFINIBAND_NDR = Link("InfiniBand NDR", 4.0e-6, 50e9, f"400 Gb/s, one ConnectX-7 a GPU in DGX H100. {_NCCL}, network")
-INFINIBAND_HDR = Link("InfiniBand HDR", 4.0e-6, 25e9, f"200 Gb/s, one ConnectX-6 a GPU in DGX A100. {_NCCL}, network")
+INFINIBAND_NDR = Link("InfiniBand NDR", 4.0e-6, 50e9, f"400 Gb/s, one ConnectX-7 per GPU in DGX H100. {_NCCL}, network")
+INFINIBAND_HDR = Link("InfiniBand HDR", 4.0e-6, 25e9, f"200 Gb/s, one ConnectX-6 per GPU in DGX A100. {_NCCL}, network")
 ICI_V5E = Link(
     "ICI",
     1e-6,
     50e9,
-    "cloud.google.com/tpu/docs/v5e: 1,600 Gb/s a chip over 4 ports, so 400 Gb/s a port and direction. "
+    "cloud.google.com/tpu/docs/v5e: 1,600 Gb/s per chip over 4 ports, so 400 Gb/s per port and direction. "
     "latency: Austin et al. 2025, How to Scale Your Model, part 3",
 )
 LOOPBACK = Link("TCP over loopback", 25e-6, 5e9, "assumed; two processes on 2 cores measured 26 us and 5.1 GB/s")

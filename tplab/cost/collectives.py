@@ -18,7 +18,7 @@ latency + b / bandwidth (tplab.cost.Link). A rank sends one message and receives
     broadcast          ring                R-2+m           n                     large n: m pieces, one behind the other
                        tree                L               L n (the root)        small n
                        scatter_all_gather  L+R-1           2(R-1)/R n            between the two
-    ppermute           ring                1               n                     a message a rank
+    ppermute           ring                1               n                     one message per rank
     ring_shift         ring                1               n
     barrier            ring                R-1             0
                        dissemination       L               0
@@ -110,7 +110,7 @@ OPS = tuple(_ALGORITHMS)
 
 
 def algorithms(op: str, links_per_rank: int = 1) -> tuple[str, ...]:
-    """The algorithms known for `op`, the default first; those that use two links a rank only where there are two."""
+    """The algorithms known for `op`, the default first; those that use two links per rank only where there are two."""
     _check_op(op)
     names = dict.fromkeys(["ring", *_ALGORITHMS[op]])  # the ring of a broadcast is pipelined: see _pipelined_broadcast
     return tuple(name for name in names if links_per_rank > 1 or name not in _TWO_LINKS)

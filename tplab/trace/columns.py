@@ -1,4 +1,4 @@
-"""The columns of a trace: one array a field of `Event`; what is no number is kept once, in a table."""
+"""The columns of a trace: one array per field of `Event`; values that are not numbers are kept once, in a table."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def column(name: str, given: Any, num_events: int) -> Column:
 
 
 def number_column(name: str, given: Any, num_events: int) -> np.ndarray:
-    """The column of a field in NUMBERS; one value stands for `num_events` rows. Raises TraceError."""
+    """The column of a field in NUMBERS; a single value is repeated in `num_events` rows. Raises TraceError."""
     if name == "peer" and not isinstance(given, np.ndarray):
         given = -1 if given is None else given
         given = [-1 if peer is None else peer for peer in given] if isinstance(given, Iterable) else given

@@ -5,12 +5,12 @@ ends last, each event is traced to what held it up:
 
     compute       what ended last on its own rank: its own work, or a message or collective that arrived
     send          the same, or, where its link was still taken, the message before it on the link
-    receive       its send, which lasts as long and stands in its place
+    receive       its send, which lasts as long and takes its place
     collective    what held up the member of the group that arrived last
 
 In a modelled trace each event of the chain then starts when the one before it ends. There is one exception: a link may
 carry the next message while the last one is still on its way, so that the two overlap by the latency. In a measured
-trace there are also gaps, where a rank did what nobody recorded, and receives that began before their send.
+trace there are also gaps, where a rank did something that was not recorded, and receives that began before their send.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _tracks(events: list[Event], starts: list[int], ends: list[int]) -> dict[int
 
 
 def _names(trace: Trace, thread_of: dict[_Track, int]) -> list[dict[str, Any]]:
-    """What ranks and their tracks are called, and in which order they stand."""
+    """What ranks and their tracks are called, and in which order they are shown."""
     named = []
     for rank in trace.mesh.ranks:
         named += _name_and_place("process", {"pid": rank}, _rank_name(trace, rank), rank)

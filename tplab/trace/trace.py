@@ -27,8 +27,8 @@ class Trace:
     cluster     the name of the modelled cluster, or None
     chunks      what travelled: (the rank it came from, which piece of that rank's tensor)
 
-    Inside, one array a column: a million events are fine. A trace is never changed. Two are equal when all of the
-    above and every event are, bit for bit.
+    Inside there is one array per column, so a million events are fine. A trace is never changed. Two are equal when all
+    of the above and every event are, bit for bit.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Trace:
 
     @classmethod
     def from_columns(cls, mesh: Mesh, *, values: Mapping[int, np.ndarray] | None = None, **given: Any) -> Trace:
-        """A trace from one sequence a column, named as the fields of `Event`; what is left out has its default.
+        """A trace from one sequence per column, named as the fields of `Event`; what is left out has its default.
 
         `rank`, `kind`, `op`, `start` and `end` are needed. A column may also be one value for all rows, or a pair
         (table, array of places in it). `values` is row -> array. The keywords of `Trace` (title, framework, clock,
@@ -138,7 +138,7 @@ class Trace:
     def _rows(
         self, rank: int | None = None, kind: str | None = None, op: str | None = None, axis: Axis | None = None
     ) -> np.ndarray:
-        """Which events are so: one truth value a row."""
+        """Which events match: one truth value per row."""
         rows = np.ones(len(self), bool)
         if rank is not None:
             self.mesh.check_rank(rank)
@@ -184,7 +184,7 @@ class Trace:
         return int(self._numbers["step"].max()) + 1 if len(self) else 0
 
     def busy(self) -> np.ndarray:
-        """Time in which each rank computed: one figure a rank. What overlaps counts once."""
+        """Time in which each rank computed: one figure per rank. What overlaps counts once."""
         rows = np.flatnonzero(self._rows(kind="compute"))
         rows = rows[np.argsort(self._numbers["rank"][rows], kind="stable")]  # by rank, then by start
         bounds = np.searchsorted(self._numbers["rank"][rows], np.arange(self.mesh.size + 1))
@@ -203,7 +203,7 @@ class Trace:
         return np.clip(1 - self.busy() / self.makespan, 0.0, 1.0)  # rounding may leave -1e-16
 
     def table(self) -> str:
-        """One line an operation: how often it ran, what it sent, how long it took, all ranks together."""
+        """One line per operation: how often it ran, what it sent, how long it took, all ranks together."""
         lines = [("kind", "op", "axis", "events", "bytes", f"time ({self.unit}, {self.clock})")]
         words = [self._words[name] for name in ("kind", "op", "axis")]
         key = np.zeros(len(self), np.int64)

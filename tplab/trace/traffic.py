@@ -55,7 +55,7 @@ class Traffic(dict[str, Sent]):
 
 
 def traffic_table(columns: Mapping[str, Traffic]) -> str:
-    """One line a kind and one column each: count and bytes. The last line adds up."""
+    """One line per kind, one column per entry: count and bytes. The last line is the sum."""
     ops = sorted({op for traffic in columns.values() for op in traffic})
     lines = [["", *columns]]
     for op in ops:

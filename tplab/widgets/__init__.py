@@ -13,6 +13,7 @@ and for labs, of numbers that a cell has:
     curves(...)                   how something grows
     levels(...)                   how much memory is held, over time or over anything that grows
     knob(...)                     one control, and bars that change with it
+    bytes_text(...)               "1.5 MB": sizes as the widgets write them
 
 Each is a widget; where no kernel runs it is a picture and a sentence.
 """
@@ -23,6 +24,7 @@ from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.knob import Bars, Row, knob
 from tplab.widgets.levels import levels
 from tplab.widgets.matrices import matrices
+from tplab.widgets.paper.units import bytes_text
 from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
 from tplab.widgets.shards import Shards, shards
 from tplab.widgets.timeline import Timeline, timeline
@@ -36,6 +38,7 @@ __all__ = [
     "Shards",
     "Timeline",
     "animate",
+    "bytes_text",
     "curves",
     "gantt",
     "knob",

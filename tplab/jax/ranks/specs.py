@@ -74,7 +74,7 @@ def check_results(results: Any, out_specs: Any, mesh: Mesh) -> None:
         if len(spec) > len(shape):
             raise SpecError(
                 f"out_specs gives {which} {spec}, which has {len(spec)} entries, and each rank's piece has "
-                f"{len(shape)} dims {shape}; give at most one entry a dim"
+                f"{len(shape)} dims {shape}; give at most one entry per dim"
                 + ("" if shape else ": x.reshape(1) makes a scalar a piece that can be joined to others")
             )
         differs = [name for name in mesh.axis_names if name in varying_axes(leaf) and name not in spec.axis_names]
