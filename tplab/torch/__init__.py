@@ -1,6 +1,7 @@
 """tplab on torch: one rank's program, run on every rank of a mesh."""
 
 from importlib.util import find_spec
+from types import FunctionType
 
 from tplab.errors import MissingPackageError
 
@@ -44,6 +45,7 @@ from tplab.torch.models.plans import FusedColumn, gpt2_plan, llama_plan
 from tplab.torch.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.torch.pipeline.stages import Stages, num_parameters, stages_of
 from tplab.torch.pipeline.train_batch import train_batch
+from tplab.torch.private import not_compiled
 from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.run import Result, run
 
@@ -118,3 +120,8 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "whole_state",
 ]
+
+for _name in __all__:  # torch.compile leaves these alone, and compiles the program around them
+    _function = getattr(globals()[_name], "forward", globals()[_name])
+    if isinstance(_function, FunctionType) and _function.__module__.startswith(__name__):
+        not_compiled(_function)

@@ -5,15 +5,15 @@ They have no promise of torch's: a new version may rename them. All were tried o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _C: Any = torch._C
 
@@ -22,10 +22,40 @@ _C: Any = torch._C
 pytree = _pytree
 """Lists, tuples and dicts of tensors, flattened and rebuilt. torch has no public name for it."""
 
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+_eval_frame = _C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+
+
+def not_compiled(function: FunctionType) -> None:
+    """torch.compile runs `function`, and what it calls, as it is: the graph breaks there.
+
+    Who communicates with whom is decided as the program runs, so no graph can hold it. The same as
+    torch.compiler.disable, but without a wrapper at each call, and without importing torch._dynamo, which takes
+    seconds and 100 MB.
+    """
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "tplab's functions and layers run as they are"  # type: ignore[attr-defined]
+
+
 # --- operations as they are dispatched --------------------------------------------------------------------------------
 
-DispatchMode = _TorchDispatchMode
-"""Sees every operation of a thread. Documented by torch, from a module whose name is private."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operation of a thread. torch documents it, from a module whose name is private."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch would import torch._dynamo, for its way of not_compiled
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        not_compiled(cls.__torch_dispatch__)
+
+
 dispatch_modes = _get_current_dispatch_mode_stack
 """The modes that are in force, the innermost last."""
 no_dispatch = _C._DisableTorchDispatch
@@ -47,6 +77,12 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """What a tensor is a view of; None of what is no view."""
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor has been written to: autograd's own check that a saved one is as it was."""
+metadata_of: Callable[[torch.autograd.graph.Node], Sequence[Any]] = attrgetter("_input_metadata")
+"""Shape, dtype and device of each gradient that a node of the graph takes."""
+post_accumulate_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""What register_post_accumulate_grad_hook has registered: torch calls them only where it accumulates itself."""
 
 SAVED = "_saved_"
 """How the names of what a node of the graph has saved begin, such as `_saved_self`; torch documents them."""

@@ -51,10 +51,6 @@ class Meter(DispatchMode):
         self.rank, self.on_cost = rank, on_cost
         self.is_open = False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or the first operation would import torch._dynamo: seconds, and 100 MB
-
     def open(self) -> None:
         """Follow this thread's operations, below whatever modes the program has entered and may leave before us.
 

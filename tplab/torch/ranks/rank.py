@@ -19,6 +19,7 @@ from torch import Tensor
 from tplab.errors import OutsideRunError
 from tplab.lines import line_text
 from tplab.mesh import Axis, Mesh
+from tplab.torch.private import not_compiled
 from tplab.torch.ranks.labels import Label, Labels
 
 Peers = tuple[int | None, int | None]
@@ -111,6 +112,10 @@ class Pending(ABC):
     @abstractmethod
     def wait(self) -> Tensor:
         """What this rank gets from it, once it is there."""
+
+    def __init_subclass__(cls) -> None:
+        if "wait" in vars(cls):
+            not_compiled(vars(cls)["wait"])
 
 
 class Rank(ABC):
