@@ -20,6 +20,8 @@ from tplab.schedules import (
     naive,
     one_f_one_b,
     simulate,
+    with_communication,
+    with_optimizer_step,
     zb_h1,
     zb_v,
 )
@@ -74,8 +76,8 @@ EDITED = {
     "W much later": Schedule.parse("F0 F1 .. I0 .. I1 W1 W0\n.. F0 I0 F1 I1 W0 .. W1"),
     "half split": Schedule.parse("F0 F1 .. I0 W0 B1\n.. F0 I0 F1 B1 W0"),
     "moved": one_f_one_b(3, 4).moved(0, 3, 4),
-    "with communication": zb_v(2, 3).with_communication(),
-    "with steps and sums": one_f_one_b(2, 3).with_optimizer_step(sync=True),
+    "with communication": with_communication(zb_v(2, 3)),
+    "with steps and sums": with_optimizer_step(one_f_one_b(2, 3), sync=True),
 }
 
 

@@ -24,6 +24,7 @@ from tplab.schedules import (
     v_block,
     v_half,
     v_min,
+    with_communication,
     zb_h1,
     zb_h2,
     zb_v,
@@ -52,7 +53,7 @@ def made(name, p, m, v):
 def test_every_rule_is_right_for_all_sizes(name, p, m, v):
     schedule = made(name, p, m, v)
     assert faults(schedule) == []
-    lowered = schedule.with_communication()
+    lowered = with_communication(schedule)
     assert faults(lowered) == []
     assert lowered.compute_only() == schedule
     run = simulate(schedule)
@@ -95,7 +96,7 @@ def test_interleaved_and_breadth_first(p, more, v, f, b):
 @given(p=st.integers(2, 8), m=microbatches_, v=virtual_)
 def test_interleaving_multiplies_the_transfers(p, m, v):
     def transfers(schedule):
-        return sum(action.kind.startswith("SEND") for row in schedule.with_communication().by_rank() for action in row)
+        return sum(action.kind.startswith("SEND") for row in with_communication(schedule).by_rank() for action in row)
 
     assert transfers(one_f_one_b(p, m)) == transfers(zb_h1(p, m)) == 2 * m * (p - 1)
     for rule in (interleaved_1f1b, looped_bfs, interleaved_zb):

@@ -23,6 +23,7 @@ from tplab.schedules import (
     simulate,
     v_half,
     v_min,
+    with_communication,
     zb_h1,
     zb_h2,
     zb_v,
@@ -138,7 +139,7 @@ def test_bad_costs_say_what_is_wrong(bad, words):
 
 
 def test_what_cannot_run_says_why():
-    with pytest.raises(ScheduleError, match="rank 0 \\(place 0\\) waits with F0 of stage 1 for F0 of stage 0"):
+    with pytest.raises(ScheduleError, match="rank 0 \\(index 0\\) waits with F0 of stage 1 for F0 of stage 0"):
         simulate(Schedule.from_csv("1F0,0F0,0B0,1B0\n"))
     with pytest.raises(ScheduleError, match="runs W0 of stage 0 before I0"):
         simulate(Schedule.from_csv("0F0,0W0,0I0\n"))
@@ -149,7 +150,7 @@ def test_what_cannot_run_says_why():
 def test_sends_and_receives_that_are_written_out_change_nothing():
     for schedule in (one_f_one_b(3, 4), zb_v(3, 4), dualpipe_v(2, 5)):
         costs = Costs(1, 2, 1.5, 0.25)
-        assert simulate(schedule.with_communication(), costs).makespan == simulate(schedule, costs).makespan
+        assert simulate(with_communication(schedule), costs).makespan == simulate(schedule, costs).makespan
 
 
 def test_the_optimizer_step_with_and_without_a_common_wait():
@@ -186,12 +187,12 @@ def test_idle_time_and_its_reasons():
        m=st.integers(1, 8), transfer=st.integers(0, 2))  # fmt: skip
 def test_the_critical_path_and_the_idles_explain_the_makespan(name, p, m, transfer):
     run = simulate(RULES[name](p, m), Costs(1, 2, 1, transfer))
-    places = run.critical_places()
-    assert run.start[places[0]] == 0
-    assert run.end[places[-1]] == run.makespan
-    for before, after in pairwise(places):
+    indices = run.critical_indices()
+    assert run.start[indices[0]] == 0
+    assert run.end[indices[-1]] == run.makespan
+    for before, after in pairwise(indices):
         assert run.start[after] - run.end[before] in (0, transfer)
-    assert len(run.critical_path()) == len(places)
+    assert len(run.critical_path()) == len(indices)
     idle = np.zeros(p)
     for stretch in run.idles():
         idle[stretch.rank] += stretch.duration

@@ -18,6 +18,8 @@ from tplab.schedules import (  # noqa: E402
     interleaved_zb,
     looped_bfs,
     simulate,
+    to_csv,
+    with_communication,
     zb_v,
 )
 
@@ -87,13 +89,13 @@ def test_torchs_1f1b_leaves_out_microbatch_0_on_its_last_rank():
 def test_torch_reads_what_we_write_and_writes_what_we_read(schedule, tmp_path):
     theirs = torchs("ScheduleInterleaved1F1B", 2, schedule.num_microbatches, stages_per_rank=2)
     theirs._n_microbatches = schedule.num_microbatches
-    (tmp_path / "compute.csv").write_text(schedule.to_csv("compute_only"))
+    (tmp_path / "compute.csv").write_text(to_csv(schedule, "compute_only"))
     theirs._load_csv(str(tmp_path / "compute.csv"), format="compute_only")
     assert Schedule.from_torch(theirs.pipeline_order) == schedule
     check(Schedule.from_torch(theirs.pipeline_order_with_comms))  # lowered by torch, from our text
-    (tmp_path / "comms.csv").write_text(schedule.to_csv("compute_comms"))
+    (tmp_path / "comms.csv").write_text(to_csv(schedule, "compute_comms"))
     theirs._load_csv(str(tmp_path / "comms.csv"), format="compute_comms")
-    assert Schedule.from_torch(theirs.pipeline_order_with_comms) == schedule.with_communication()
+    assert Schedule.from_torch(theirs.pipeline_order_with_comms) == with_communication(schedule)
     for form in ("compute_only", "compute_comms"):
         theirs._dump_csv(str(tmp_path / f"{form}.csv"), format=form)
         assert Schedule.from_csv((tmp_path / f"{form}.csv").read_text()).compute_only() == schedule

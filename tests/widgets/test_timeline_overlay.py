@@ -17,8 +17,8 @@ from tplab.schedules import (
     RULES,
     Comparison,
     Costs,
-    Run,
     Schedule,
+    Simulation,
     compare,
     dualpipe,
     gpipe,
@@ -38,7 +38,7 @@ BEGIN = 2.0  # of the first batch in the traces below
 
 
 def executed(
-    run: Run, mesh: Mesh | None = None, slower: float = 1.0, batches: int = 1, clock: str = "modelled"
+    run: Simulation, mesh: Mesh | None = None, slower: float = 1.0, batches: int = 1, clock: str = "modelled"
 ) -> Trace:
     """The trace of a machine that does what `run` says, every moment `slower` times as late, and batch k after another
     10 k. Before and after each batch, every rank does something else for 0.5."""

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from tplab.schedules.action import Action
 from tplab.schedules.bounds import Bounds, lower_bounds
-from tplab.schedules.check import check, faults
+from tplab.schedules.check import Fault, check, faults
+from tplab.schedules.communication import to_csv, with_communication, with_optimizer_step
 from tplab.schedules.costs import Costs
-from tplab.schedules.fault import Fault
-from tplab.schedules.measured import Comparison, compare, measured_costs
+from tplab.schedules.execute import program
+from tplab.schedules.measured import Comparison, compare, measured_costs, measured_strip
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
 from tplab.schedules.rules.classic import gpipe, naive, one_f_one_b
 from tplab.schedules.rules.dualpipe import dualpipe, dualpipe_v
@@ -19,8 +20,7 @@ from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.search.auto import auto_schedule
 from tplab.schedules.simulate import period, simulate
-from tplab.schedules.simulation import Idle, Run
-from tplab.schedules.strip import measured_strip
+from tplab.schedules.simulation import Idle, Simulation
 
 RULES: dict[str, Callable[..., Schedule]] = {
     rule.__name__: rule
@@ -54,8 +54,8 @@ __all__ = [
     "Fault",
     "Idle",
     "Placement",
-    "Run",
     "Schedule",
+    "Simulation",
     "auto_schedule",
     "check",
     "chimera",
@@ -75,13 +75,17 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "period",
+    "program",
     "simulate",
+    "to_csv",
     "two_way",
     "v_block",
     "v_half",
     "v_min",
     "v_shape",
     "wave",
+    "with_communication",
+    "with_optimizer_step",
     "wrapped",
     "zb_h1",
     "zb_h2",

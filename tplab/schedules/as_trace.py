@@ -1,62 +1,60 @@
-"""A simulated run as a `Trace`: what every rank did, what was sent, and who waited for what."""
+"""A simulated schedule as a `Trace`: what every rank did, what was sent, and who waited for what."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tplab.mesh import Mesh
 from tplab.schedules.action import KINDS, F
+from tplab.schedules.costs import Costs
+from tplab.schedules.schedule import Schedule
 from tplab.trace.event import KINDS as EVENT_KINDS
 from tplab.trace.trace import Trace
 
-if TYPE_CHECKING:
-    from tplab.schedules.simulation import Run
 
-
-def as_trace(run: Run) -> Trace:
-    """Events of kind compute, send, receive and wait, on a mesh with one axis, `pp`.
+def as_trace(
+    schedule: Schedule, costs: Costs, start: np.ndarray, end: np.ndarray, sent: np.ndarray, waits_for: np.ndarray
+) -> Trace:
+    """Events of kind compute, send, receive and wait, on a mesh with one axis, `pp`. The columns are a `Simulation`'s.
 
     op       "F3", for an overlapped pair "F3+B1"; `where` says which stage
     chunk    the microbatch, so that what belongs together has one colour
     message  one number for a send, its receive, and the wait for it
     step     how many hops the microbatch had behind it
     """
-    schedule, costs = run.schedule, run.costs
-    rank, places = schedule.rank, np.arange(len(schedule))
-    words = [f"{kind}{k if k >= 0 else ''}" for kind in KINDS for k in range(-1, schedule.num_microbatches)]
+    rank = schedule.rank
+    names = [f"{kind}{k if k >= 0 else ''}" for kind in KINDS for k in range(-1, schedule.num_microbatches)]
     code = schedule.kind.astype(np.int64) * (schedule.num_microbatches + 1) + schedule.microbatch + 1
     stages = ["", *(f"stage {stage}" for stage in range(schedule.num_stages))]
     stage = schedule.stage.astype(np.int64) + 1
     for second in np.flatnonzero(schedule.joined).tolist():  # a pair is one event: its rank is busy once
-        words.append(f"{words[code[second - 1]]}+{words[code[second]]}")
+        names.append(f"{names[code[second - 1]]}+{names[code[second]]}")
         stages.append(f"{stages[stage[second - 1]]} + {stages[stage[second]]}")
-        code[second - 1], stage[second - 1] = len(words) - 1, len(stages) - 1
-    computes = places[~schedule.joined]
+        code[second - 1], stage[second - 1] = len(names) - 1, len(stages) - 1
+    computes = np.flatnonzero(~schedule.joined)
 
     message = schedule.needs.message
     takers = np.flatnonzero((message >= 0) & (rank[np.maximum(message, 0)] != rank))
     makers = message[takers]
     carrying = costs.carrying(schedule)[makers]
     queues = costs.links == "queue"
-    departs = run.sent[makers] - carrying if queues else run.end[makers]
+    departs = sent[makers] - carrying if queues else end[makers]
     arrives = departs + carrying + costs.transfer
     number = np.full(len(schedule), -1)
     number[takers] = np.arange(len(takers))
     hops = np.where(schedule.kind == F, schedule.stage, 2 * schedule.num_stages - 2 - schedule.stage)[makers]
 
-    waiters = np.flatnonzero(run.waits_for >= 0)
+    waiters = np.flatnonzero(waits_for >= 0)
     before = np.zeros(len(waiters))
     inner = ~np.isin(waiters, schedule.offsets[:-1])
-    before[inner] = run.end[waiters[inner] - 1]
-    waiters, before = waiters[before < run.start[waiters]], before[before < run.start[waiters]]
+    before[inner] = end[waiters[inner] - 1]
+    waiters, before = waiters[before < start[waiters]], before[before < start[waiters]]
 
     def column(of_compute: np.ndarray, of_send: np.ndarray, of_receive: np.ndarray, of_wait: np.ndarray) -> np.ndarray:
         return np.concatenate([of_compute, of_send, of_receive, of_wait])
 
     nothing, no_message = np.full(len(computes), -1), np.full(len(waiters), -1)
-    awaited = _message_of(number, message, run.waits_for[waiters], waiters)
+    awaited = _message_of(number, message, waits_for[waiters], waiters)
     kinds = np.repeat([EVENT_KINDS.index(kind) for kind in ("compute", "send", "receive", "wait")],
                       [len(computes), len(makers), len(takers), len(waiters)])  # fmt: skip
     sizes = costs.message_sizes(schedule)[makers].astype(np.int64)
@@ -70,11 +68,11 @@ def as_trace(run: Run) -> Trace:
         else [],
         rank=column(rank[computes], rank[makers], rank[takers], rank[waiters]),
         kind=(list(EVENT_KINDS), kinds),
-        op=(words, column(code[computes], code[makers], code[makers], code[waiters])),
-        start=column(run.start[computes], departs, departs, before),
-        end=column(run.end[computes], arrives, arrives, run.start[waiters]),
+        op=(names, column(code[computes], code[makers], code[makers], code[waiters])),
+        start=column(start[computes], departs, departs, before),
+        end=column(end[computes], arrives, arrives, start[waiters]),
         axis="pp",
-        peer=column(nothing, rank[takers], rank[makers], rank[run.waits_for[waiters]]),
+        peer=column(nothing, rank[takers], rank[makers], rank[waits_for[waiters]]),
         bytes=column(0 * computes, sizes, sizes, 0 * waiters),
         message=column(nothing, number[takers], number[takers], awaited),
         step=column(nothing, hops, hops, no_message),

@@ -38,7 +38,7 @@ def lower_bounds(
     """What no schedule with this placement, number of microbatches, kind of backward and kind of overlap can beat under
     `costs`.
 
-    memory_limit    the most microbatches a rank may hold; left out, memory is no limit
+    memory_limit    the most microbatches that a rank may hold; left out, memory is no limit
 
     With f, b the chain of forwards and of backwards (B, or I where it is split) and the transfers between ranks:
 
@@ -53,7 +53,7 @@ def lower_bounds(
               microbatch; in that time the rank has only forwards to do, as many as microbatches, or as its memory holds
 
     For equal stages this is (m+p-1)(F+B) for GPipe and 1F1B, (p-1)(F+B)/v + m(F+B) interleaved, and with a split
-    backward (p-1)F/v + m(F+I+W). With M activation slots and one stage a rank, gap(0) is pF + (p-1)I - MF.
+    backward (p-1)F/v + m(F+I+W). With M activation slots and one stage per rank, gap(0) is pF + (p-1)I - MF.
     """
     costs = costs or Costs()
     schedule = schedule.compute_only() if schedule.has_communication else schedule

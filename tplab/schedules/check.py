@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -11,23 +12,34 @@ from tplab.errors import ScheduleError
 from tplab.schedules.action import CODE, B, F, I, W, in_words
 from tplab.schedules.communication import transfers
 from tplab.schedules.costs import memory_limits
-from tplab.schedules.deadlock import deadlocks
-from tplab.schedules.fault import Fault, fault_at, place_of, words
-from tplab.schedules.needs import MISSING
+from tplab.schedules.needs import MISSING, NOTHING
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulation import activation_changes, peak_activations
 
 _SHOWN = 10
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What kind of fault, on which rank, at which index of its row (-1: at none, something is missing), in words."""
+
+    kind: str
+    rank: int
+    index: int
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
 def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = None) -> None:
     """Raise ScheduleError unless `schedule` is right; the message tells each fault: which action, on which rank.
 
-    Right means: each stage's forward and backward (B, or I and W) exactly once a microbatch, on a rank that holds the
+    Right means: each stage's forward and backward (B, or I and W) exactly once per microbatch, on a rank that holds the
     stage, and the backward where the forward was; nothing before what it needs, on its own rank and across ranks; no
     ranks that wait for each other; sends and receives, where written out, in the same order at both ends.
 
-    memory_limit   the most microbatches whose activations a rank may hold (one figure, or one a rank)
+    memory_limit   the most microbatches whose activations a rank may hold (one figure, or one per rank)
     """
     found = faults(schedule, memory_limit, at_most=_SHOWN + 1)
     if found:
@@ -45,7 +57,7 @@ def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = No
             _misplaced,
             _own_order,
             _pairs,
-            deadlocks,
+            _deadlocks,
             _ticks,
             _transfers,
             _last_things,
@@ -59,7 +71,7 @@ def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = No
 
 def require_runnable(schedule: Schedule) -> None:
     """Raise ScheduleError where ranks cannot run their rows to the end, and say why."""
-    for find in (_own_order, _misplaced, deadlocks):
+    for find in (_own_order, _misplaced, _deadlocks):
         for fault in islice(find(schedule), 1):
             raise ScheduleError(f"{schedule.name or 'the schedule'} cannot run: {fault}")
 
@@ -68,7 +80,7 @@ def _strangers(schedule: Schedule) -> Iterator[Fault]:
     """Actions that name no stage or no microbatch and need one."""
     nameless = (schedule.kind <= CODE["RECV_B"]) & ((schedule.stage < 0) | (schedule.microbatch < 0))
     for index in np.flatnonzero(nameless).tolist():
-        yield fault_at(
+        yield _fault_at(
             schedule, index, "stranger", f"runs {schedule.action(index)}, which names no stage or microbatch"
         )
 
@@ -81,16 +93,17 @@ def _miscounted(schedule: Schedule) -> Iterator[Fault]:
     count = [np.bincount(key[named & (schedule.kind == kind)], minlength=shape[0] * shape[1]) for kind in (F, B, I, W)]
     wrong = (count[F] != 1) | (count[B] + count[I] != 1) | (count[W] != count[I])
     holders = {stage: rank for rank, held in enumerate(schedule.placement) for stage in held}
-    for place in np.flatnonzero(wrong).tolist():
-        stage, k = divmod(place, shape[1])
-        number = [int(counts[place]) for counts in count]
+    for cell in np.flatnonzero(wrong).tolist():
+        stage, k = divmod(cell, shape[1])
+        number = [int(counts[cell]) for counts in count]
         for kind, letter in ((F, "F"), (B, "B"), (I, "I"), (W, "W")):
-            for index in np.flatnonzero(named & (schedule.kind == kind) & (key == place))[1:].tolist():
-                first = int(np.flatnonzero(named & (schedule.kind == kind) & (key == place))[0])
-                yield fault_at(schedule, index, "twice", f"runs {letter}{k} of stage {stage} again: rank "
-                               f"{schedule.rank[first]} has run it at place {place_of(schedule, first)}")  # fmt: skip
-        ran = int(schedule.needs.forward[stage, k])
-        rank = int(schedule.rank[ran]) if ran >= 0 else holders.get(stage, -1)
+            ran = np.flatnonzero(named & (schedule.kind == kind) & (key == cell)).tolist()
+            for index in ran[1:]:
+                first, at = schedule.rank[ran[0]], schedule.index_in_row(ran[0])
+                yield _fault_at(schedule, index, "twice", f"runs {letter}{k} of stage {stage} again: rank {first} has "
+                                f"run it at index {at}")  # fmt: skip
+        forward = int(schedule.needs.forward[stage, k])
+        rank = int(schedule.rank[forward]) if forward >= 0 else holders.get(stage, -1)
         who = f"rank {rank}" if rank >= 0 else "no rank"
         never = "never runs" if rank >= 0 else "runs"
         if not number[F]:
@@ -112,31 +125,31 @@ def _misplaced(schedule: Schedule) -> Iterator[Fault]:
     """Actions on a rank that does not hold their stage, and backwards away from their forward."""
     for index in np.flatnonzero((schedule.slot < 0) & (schedule.stage >= 0)).tolist():
         held = ", ".join(map(str, schedule.placement[schedule.rank[index]])) or "none"
-        yield fault_at(schedule, index, "misplaced", f"runs {words(schedule, index)}, a stage that it does not hold; "
-                       f"it holds {held}")  # fmt: skip
+        yield _fault_at(schedule, index, "misplaced", f"runs {schedule.in_words(index)}, a stage that it does not "
+                        f"hold; it holds {held}")  # fmt: skip
     own = schedule.needs.own[0]
     for index in np.flatnonzero((own >= 0) & (schedule.rank[np.maximum(own, 0)] != schedule.rank)).tolist():
         other = int(own[index])
-        yield fault_at(schedule, index, "misplaced", f"runs {words(schedule, index)}, which needs what "
-                       f"{words(schedule, other)} has left on rank {schedule.rank[other]}")  # fmt: skip
+        yield _fault_at(schedule, index, "misplaced", f"runs {schedule.in_words(index)}, which needs what "
+                        f"{schedule.in_words(other)} has left on rank {schedule.rank[other]}")  # fmt: skip
 
 
 def _own_order(schedule: Schedule) -> Iterator[Fault]:
     """What comes before, or without, something that its own rank must have done."""
-    places = np.arange(len(schedule))
+    indices = np.arange(len(schedule))
     for own in schedule.needs.own:
         at_home = schedule.rank[np.maximum(own, 0)] == schedule.rank
-        for index in np.flatnonzero((own > places) & at_home).tolist():
-            needed = int(own[index])
-            yield fault_at(schedule, index, "order", f"runs {words(schedule, index)} before {words(schedule, needed)}, "
-                           f"which it needs and which comes at place {place_of(schedule, needed)}")  # fmt: skip
+        for index in np.flatnonzero((own > indices) & at_home).tolist():
+            needed, later = schedule.in_words(own[index]), schedule.index_in_row(own[index])
+            yield _fault_at(schedule, index, "order", f"runs {schedule.in_words(index)} before {needed}, which it "
+                            f"needs and which comes at index {later}")  # fmt: skip
     for index in np.flatnonzero(schedule.needs.own[0] == MISSING).tolist():
         action = schedule.action(index)
         needed = {"B": "F", "I": "F", "W": "I", "SEND_F": "F", "SEND_B": "B"}[action.kind]
-        yield fault_at(schedule, index, "order", f"runs {in_words(action)}, and no rank runs "
-                       f"{needed}{action.microbatch} of stage {action.stage}, which it needs")  # fmt: skip
+        yield _fault_at(schedule, index, "order", f"runs {in_words(action)}, and no rank runs "
+                        f"{needed}{action.microbatch} of stage {action.stage}, which it needs")  # fmt: skip
     for index in np.flatnonzero(schedule.needs.own[1] == MISSING).tolist():
-        yield fault_at(schedule, index, "order", f"runs {words(schedule, index)} and never receives its input")
+        yield _fault_at(schedule, index, "order", f"runs {schedule.in_words(index)} and never receives its input")
 
 
 def _pairs(schedule: Schedule) -> Iterator[Fault]:
@@ -150,7 +163,56 @@ def _pairs(schedule: Schedule) -> Iterator[Fault]:
             why = "a pair is two computations"
         else:
             continue
-        yield fault_at(schedule, index, "pair", f"overlaps {in_words(second)} with {in_words(first)}: {why}")
+        yield _fault_at(schedule, index, "pair", f"overlaps {in_words(second)} with {in_words(first)}: {why}")
+
+
+def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
+    """A fault for each rank whose input never comes, and one for a circle of ranks that wait for each other."""
+    ticks = schedule.earliest
+    if bool(np.all(ticks >= 0)):
+        return
+    stuck: dict[int, int] = {}  # rank -> its first action that never runs
+    for rank in range(schedule.num_ranks):
+        late = np.flatnonzero(ticks[schedule.offsets[rank] : schedule.offsets[rank + 1]] < 0)
+        if late.size:
+            stuck[rank] = int(schedule.offsets[rank] + late[0])
+    awaited = {rank: _awaited(schedule, ticks, head) for rank, head in stuck.items()}
+
+    for rank, head in stuck.items():
+        if awaited[rank] == MISSING:
+            back = schedule.kind[head] in (B, I)
+            stage = schedule.stage[head] + (1 if back else -1)
+            needed = f"{'B' if back else 'F'}{schedule.microbatch[head]} of stage {stage}"
+            does = "sends" if schedule.has_communication else "runs"
+            yield _fault_at(schedule, head, "deadlock", f"waits with {schedule.in_words(head)} for {needed}, "
+                            f"which no rank {does}")  # fmt: skip
+
+    rank, seen = next((rank for rank in stuck if awaited[rank] >= 0), -1), []
+    while rank >= 0 and rank not in seen:  # each stuck rank waits for one other
+        seen.append(rank)
+        rank = int(schedule.rank[awaited[rank]]) if awaited[rank] >= 0 else -1
+    if rank < 0:
+        return
+    parts = []
+    for member in seen[seen.index(rank) :]:
+        owner = int(schedule.rank[awaited[member]])
+        when = f"rank {owner} runs only after {schedule.in_words(stuck[owner])}"
+        if owner == member:
+            when = "comes later in its own row"
+        parts.append(
+            f"rank {member} (index {schedule.index_in_row(stuck[member])}) waits with "
+            f"{schedule.in_words(stuck[member])} for {schedule.in_words(awaited[member])}, which {when}"
+        )
+    yield Fault("deadlock", rank, schedule.index_in_row(stuck[rank]), "deadlock: " + "; ".join(parts))
+
+
+def _awaited(schedule: Schedule, ticks: np.ndarray, head: int) -> int:
+    """What an action that never runs waits for: its own input, or that of the one it is overlapped with."""
+    for needs in (schedule.needs.message, schedule.needs.partner):
+        need = int(needs[head])
+        if need == MISSING or (need != NOTHING and ticks[need] < 0):
+            return need
+    return NOTHING
 
 
 def _ticks(schedule: Schedule) -> Iterator[Fault]:
@@ -160,13 +222,13 @@ def _ticks(schedule: Schedule) -> Iterator[Fault]:
         return
     same_row = schedule.rank[1:] == schedule.rank[:-1]
     for index in (np.flatnonzero(same_row & (np.diff(ticks) <= 0)) + 1).tolist():
-        yield fault_at(schedule, index, "tick", f"runs {words(schedule, index)} at tick {ticks[index]}, not after "
-                       f"{words(schedule, index - 1)} at tick {ticks[index - 1]}")  # fmt: skip
+        yield _fault_at(schedule, index, "tick", f"runs {schedule.in_words(index)} at tick {ticks[index]}, not after "
+                        f"{schedule.in_words(index - 1)} at tick {ticks[index - 1]}")  # fmt: skip
     for index in np.flatnonzero((message >= 0) & (ticks <= ticks[np.maximum(message, 0)])).tolist():
         needed = int(message[index])
-        yield fault_at(schedule, index, "tick", f"runs {words(schedule, index)} at tick {ticks[index]}, but "
-                       f"{words(schedule, needed)}, which it needs, is run by rank {schedule.rank[needed]} at tick "
-                       f"{ticks[needed]}; tick {ticks[needed] + 1} is the first possible")  # fmt: skip
+        yield _fault_at(schedule, index, "tick", f"runs {schedule.in_words(index)} at tick {ticks[index]}, but "
+                        f"{schedule.in_words(needed)}, which it needs, is run by rank {schedule.rank[needed]} at tick "
+                        f"{ticks[needed]}; tick {ticks[needed] + 1} is the first possible")  # fmt: skip
 
 
 def _transfers(schedule: Schedule) -> Iterator[Fault]:
@@ -177,12 +239,12 @@ def _transfers(schedule: Schedule) -> Iterator[Fault]:
         for number in range(max(len(here), len(there))):
             mine, theirs = (side[number] if number < len(side) else None for side in (here, there))
             if mine is None or theirs is None or mine[0] != theirs[0]:
-                texts = [f"rank {rank} has {words(schedule, end[1]) if end else 'nothing'}"
+                texts = [f"rank {rank} has {schedule.in_words(end[1]) if end else 'nothing'}"
                          for rank, end in ((a, mine), (b, theirs)) if rank >= 0]  # fmt: skip
                 index = next(end[1] for end in (mine, theirs) if end)
                 what = f"number {number} of what ranks {a} and {b} exchange: {' and '.join(texts)}"
-                yield fault_at(schedule, index, "transfer", f"does not meet the other end as {what}; in order, they "
-                               "wait for ever")  # fmt: skip
+                yield _fault_at(schedule, index, "transfer", f"does not meet the other end as {what}; in order, they "
+                                "wait for ever")  # fmt: skip
                 break
 
 
@@ -190,13 +252,13 @@ def _last_things(schedule: Schedule) -> Iterator[Fault]:
     """Anything behind an optimizer step, and gradient sums before the last gradient."""
     for index in np.flatnonzero(schedule.kind == CODE["STEP"]).tolist():
         if index + 1 < schedule.offsets[schedule.rank[index] + 1]:
-            yield fault_at(schedule, index, "order", f"takes its optimizer step before {words(schedule, index + 1)}")
+            yield _fault_at(schedule, index, "order", f"takes its optimizer step before {schedule.in_words(index + 1)}")
     for index in np.flatnonzero(schedule.kind == CODE["REDUCE_GRAD"]).tolist():
         rest = np.arange(index + 1, int(schedule.offsets[schedule.rank[index] + 1]))
         late = rest[(schedule.stage[rest] == schedule.stage[index]) & np.isin(schedule.kind[rest], (B, W))]
         if late.size:
-            yield fault_at(schedule, index, "order", f"sums the gradients of stage {schedule.stage[index]} before "
-                           f"{words(schedule, int(late[0]))}, which adds to them")  # fmt: skip
+            yield _fault_at(schedule, index, "order", f"sums the gradients of stage {schedule.stage[index]} before "
+                            f"{schedule.in_words(int(late[0]))}, which adds to them")  # fmt: skip
 
 
 def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Fault]:
@@ -207,5 +269,11 @@ def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Faul
         rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
         held = np.cumsum(activation_changes(schedule)[rows]) / schedule.stages_per_rank
         index = int(schedule.offsets[rank] + np.argmax(held > limits[rank] + 1e-9))
-        yield fault_at(schedule, index, "memory", f"holds more than the {limits[rank]:g} microbatches it may from "
-                       f"{words(schedule, index)} on; at most it holds {peaks[rank]:g}")  # fmt: skip
+        yield _fault_at(schedule, index, "memory", f"holds more than the {limits[rank]:g} microbatches it may from "
+                        f"{schedule.in_words(index)} on; at most it holds {peaks[rank]:g}")  # fmt: skip
+
+
+def _fault_at(schedule: Schedule, index: int, kind: str, what: str) -> Fault:
+    """The fault that the action at `index` of the columns has; `what` follows "rank 2 (index 5)"."""
+    rank, own = int(schedule.rank[index]), schedule.index_in_row(index)
+    return Fault(kind, rank, own, f"rank {rank} (index {own}) {what}")

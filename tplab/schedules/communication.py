@@ -1,4 +1,4 @@
-"""Sends, receives and optimizer steps, written into a schedule that only computes."""
+"""Sends, receives and optimizer steps, written into a schedule that only computes; and torch's text of both."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections import defaultdict
 
 import numpy as np
 
+from tplab.errors import ScheduleError
 from tplab.schedules.action import MESSAGES, Action
 from tplab.schedules.schedule import Schedule
+from tplab.schedules.text import write_csv
 
 Transfer = tuple[str, int, int]
 """What is carried: ("F" or "B", the stage that sends, the microbatch)."""
 
 
-def add_communication(schedule: Schedule) -> Schedule:
-    """The schedule with a send after what another rank waits for, and the receive at the other end.
+def with_communication(schedule: Schedule) -> Schedule:
+    """The schedule with every send and receive written out, in an order that cannot deadlock.
 
     Actions are taken in the order of their ticks. A send goes right behind its action, and its receive is posted at
-    that moment on the other rank, behind what that has done so far: so any two ranks exchange in the same order at
-    both ends, which is all that in-order communication asks for. (torch lowers its schedules in the same way.)
+    that moment on the other rank, behind what that rank has done so far. So any two ranks exchange in the same order
+    at both ends, which is all that in-order communication asks for. (torch lowers its schedules in the same way.)
     """
     schedule = schedule.select(~np.isin(schedule.kind, MESSAGES)) if schedule.has_communication else schedule
     message = schedule.needs.message
@@ -26,8 +28,8 @@ def add_communication(schedule: Schedule) -> Schedule:
     actions = [action for row in schedule.by_rank() for action in row]
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
     posted: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
-    for place in np.lexsort((schedule.rank, schedule.ticks)).tolist():
-        rank, action, consumer = int(schedule.rank[place]), actions[place], goes_to.get(place)
+    for index in np.lexsort((schedule.rank, schedule.ticks)).tolist():
+        rank, action, consumer = int(schedule.rank[index]), actions[index], goes_to.get(index)
         if not action.joined:  # nothing may come between the two of a pair
             rows[rank] += posted[rank]
             posted[rank] = []
@@ -42,11 +44,11 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def transfers(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Transfer, int]]]:
-    """(rank, other rank) -> what the one exchanges with the other, in its order, and the place of each action."""
+    """(rank, other rank) -> what the one exchanges with the other, in its order, and the index of each action."""
     found: dict[tuple[int, int], list[tuple[Transfer, int]]] = defaultdict(list)
     needs = schedule.needs
-    for place in np.flatnonzero(np.isin(schedule.kind, MESSAGES)).tolist():
-        action = schedule.action(place)
+    for index in np.flatnonzero(np.isin(schedule.kind, MESSAGES)).tolist():
+        action = schedule.action(index)
         way, letter = action.kind.split("_")
         away = 1 if (way == "SEND") == (letter == "F") else -1  # the other end's stage, seen from this one
         table = needs.forward if letter == "F" else needs.backward
@@ -54,11 +56,11 @@ def transfers(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Transfer, 
         partner = int(table[other, action.microbatch]) if 0 <= other < schedule.num_stages else -1
         peer = int(schedule.rank[partner]) if partner >= 0 else -1
         sender = action.stage if way == "SEND" else other
-        found[int(schedule.rank[place]), peer].append(((letter, sender, action.microbatch), place))
+        found[int(schedule.rank[index]), peer].append(((letter, sender, action.microbatch), index))
     return dict(found)
 
 
-def add_optimizer_step(schedule: Schedule, sync: bool = False) -> Schedule:
+def with_optimizer_step(schedule: Schedule, sync: bool = False) -> Schedule:
     """The schedule with a STEP at the end of each row that has none.
 
     sync    a REDUCE_GRAD of each stage right behind the last B or W that adds to its gradients, too
@@ -66,17 +68,34 @@ def add_optimizer_step(schedule: Schedule, sync: bool = False) -> Schedule:
     rows = []
     for row in schedule.by_rank():
         done = {action.stage for action in row if action.kind == "REDUCE_GRAD"}
-        last = {action.stage: place for place, action in enumerate(row) if action.kind in ("B", "W")}
+        last = {action.stage: index for index, action in enumerate(row) if action.kind in ("B", "W")}
         made: list[Action] = []
-        for place, action in enumerate(row):
+        for index, action in enumerate(row):
             made.append(action)
-            pair_follows = place + 1 < len(row) and row[place + 1].joined
-            finished = [action, row[place - 1]] if action.joined else [action]
+            pair_follows = index + 1 < len(row) and row[index + 1].joined
+            finished = [action, row[index - 1]] if action.joined else [action]
             if sync and not pair_follows:
                 made += [
                     Action("REDUCE_GRAD", one.stage)
                     for one in reversed(finished)
-                    if last.get(one.stage) == place - (one is not action) and one.stage not in done
+                    if last.get(one.stage) == index - (one is not action) and one.stage not in done
                 ]
         rows.append(made if made and made[-1].kind == "STEP" else [*made, Action("STEP")])
     return Schedule(rows, schedule.placement, schedule.name)
+
+
+def to_csv(schedule: Schedule, form: str = "compute_only") -> str:
+    """The text that torch.distributed.pipelining reads: one line per rank.
+
+    compute_only    one cell per tick, blank where a rank is idle: "2F0" is stage 2, forward, microbatch 0
+    compute_comms   no blanks, with sends, receives and gradient sums, for example "2F0,2SEND_F0,2RECV_B0"
+
+    An overlapped pair is one cell, "(0F3;7B1)OVERLAP_F_B". Torch has no word for an optimizer step, so it is left out.
+    """
+    if form not in ("compute_only", "compute_comms"):
+        raise ScheduleError(f"the form is 'compute_only' or 'compute_comms', not {form!r}")
+    if form == "compute_comms":
+        schedule = schedule if schedule.has_communication else with_communication(schedule)
+        return write_csv(schedule.by_rank(), None)
+    schedule = schedule.compute_only()
+    return write_csv(schedule.by_rank(), schedule.ticks_by_rank())

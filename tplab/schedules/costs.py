@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tplab.errors import ScheduleError
 from tplab.schedules.action import CODE, B, F, I, W
-
-if TYPE_CHECKING:
-    from tplab.schedules.schedule import Schedule
+from tplab.schedules.schedule import Schedule
 
 Amount = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray
-"""A rank's share of one microbatch (one number), or one figure a stage, or one a stage and microbatch."""
+"""A rank's share of one microbatch (one number), or one figure per stage, or one per stage and microbatch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +23,7 @@ class Costs:
 
     forward, input_grad, weight_grad
                     F, I and W. One number is a *rank's* share of one microbatch: each of its v stages takes 1/v of it.
-                    A sequence has one figure a stage; one of sequences, one a stage and microbatch: both as they are
+                    A sequence has one figure per stage, a nested one one per stage and microbatch, both as they are
     transfer        latency of a message between two ranks; stages on one rank hand over in no time
     full_backward   B where it is not split; left out, I + W
     overlap         of an overlapped pair, the part of the shorter one that is hidden behind the longer one, 0 to 1:
@@ -35,9 +33,9 @@ class Costs:
     links           "free": any number of messages travel at once. "queue": a link (one direction between two ranks)
                     carries one message at a time, for message_bytes / bandwidth each
     optimizer_step  of one rank
-    gradient_sync   of one rank's gradients (REDUCE_GRAD), a share a stage; it occupies the rank
-    activation      what F keeps for the backward: bytes of a rank's share of one microbatch, or one figure a stage
-    input_grad_frees  the part of it that I lets go (one number, or one a stage); W lets go of the rest (B of all).
+    gradient_sync   of one rank's gradients (REDUCE_GRAD), a share per stage; it occupies the rank
+    activation      what F keeps for the backward: bytes of a rank's share of one microbatch, or one figure per stage
+    input_grad_frees  the part of it that I lets go (one number, or one per stage); W lets go of the rest (B of all).
                     Below 0 where I keeps more: the gradients that W will need
     unit            "steps" for unit times, "s" for seconds
     """

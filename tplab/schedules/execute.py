@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tplab.errors import ScheduleError
+from tplab.schedules.action import Action
+from tplab.schedules.check import check
+from tplab.schedules.communication import with_communication
+from tplab.schedules.placement import Placement
 from tplab.schedules.schedule import Schedule
 
 
@@ -15,3 +21,17 @@ def require_ranks(schedule: Schedule, num_ranks: int, label: str) -> None:
             f"{schedule!r} is for {schedule.num_ranks} ranks, and axis {label!r} has {num_ranks}; make the schedule "
             f"with ranks={num_ranks}, or the mesh with {label}={schedule.num_ranks}"
         )
+
+
+def program(schedule: Schedule) -> list[tuple[Action, ...]]:
+    """What each rank executes: its row with sends and receives written out. Raises ScheduleError, as `check` does,
+    where the schedule is not right."""
+    ticks = None if schedule.given_ticks is None else schedule.given_ticks.tobytes()
+    return _program(schedule, schedule.placement, ticks)
+
+
+@lru_cache(maxsize=16)
+def _program(schedule: Schedule, placement: Placement, ticks: bytes | None) -> list[tuple[Action, ...]]:
+    """Worked out once for all ranks; schedules are equal whatever their placement and ticks, which `check` looks at."""
+    check(schedule)
+    return (schedule if schedule.has_communication else with_communication(schedule)).by_rank()

@@ -6,20 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tplab.errors import ScheduleError
+from tplab.mesh import Axis
 from tplab.schedules.action import COMPUTE, Action, B, F, I, W, in_words
 from tplab.schedules.costs import Costs
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
-from tplab.schedules.simulation import Run
-
-if TYPE_CHECKING:
-    from tplab.mesh import Axis
-    from tplab.trace.trace import Trace
+from tplab.schedules.simulation import Simulation
+from tplab.trace.trace import Trace
 
 Held = Sequence[tuple[Action, int]]
 """What one rank held for its backward passes after each action, in bytes: what `train_batch(held=...)` fills."""
@@ -33,8 +30,8 @@ def measured_costs(
     A message takes as long as the quickest one did: others may have waited until their receiver looked.
 
     trace   of the run. Of several batches in it, `batch` says which
-    held    one list a rank, as train_batch(held=...) has filled it: the bytes of each stage's activations, and what of
-            them I lets go, go to the costs too
+    held    one list per rank, as train_batch(held=...) has filled it: the costs then have the bytes of each stage's
+            activations too, and the part of them that I lets go
     axis    of the pipeline; with more axes, the ranks of the group of rank 0 count
     """
     took = _times(schedule, trace, axis, batch)
@@ -59,7 +56,7 @@ def measured_costs(
 
 
 def compare(
-    schedule: Schedule | Run, trace: Trace, costs: Costs | None = None, *, axis: Axis = "pp", batch: int = -1
+    schedule: Schedule | Simulation, trace: Trace, costs: Costs | None = None, *, axis: Axis = "pp", batch: int = -1
 ) -> Comparison:
     """The executed schedule beside the predicted one: `costs` are those predicted with; left out, the measured ones.
 
@@ -73,7 +70,7 @@ def compare(
     A program of JAX goes in lock-step: give simulate(schedule, costs, lockstep=True).
     Raises ScheduleError where the trace is of another schedule, or counts its time in another unit.
     """
-    if isinstance(schedule, Run):
+    if isinstance(schedule, Simulation):
         if costs is not None:
             raise ScheduleError("a run has been predicted with costs of its own; give the schedule with other ones")
         return _beside(_actions_only(schedule), trace, _times(schedule.schedule, trace, axis, batch), axis)
@@ -83,7 +80,35 @@ def compare(
     return _beside(predicted, trace, took, axis)
 
 
-def _beside(predicted: Run, trace: Trace, took: _Times, axis: Axis) -> Comparison:
+def measured_strip(run: Simulation, rank: int, held: Held) -> tuple[np.ndarray, np.ndarray]:
+    """(times, bytes held from then on) of one rank: a staircase that begins at 0.
+
+    The bytes are measured, the times are those of `run`, so that it can be laid over `run.activation_bytes(rank)`,
+    which is all predicted. As there, F takes its bytes when it begins, and the others let go when they end.
+
+    held   what `train_batch(held=...)` filled on this rank, for the schedule of `run`
+    Raises ScheduleError where it is of another one.
+    """
+    schedule = run.schedule.compute_only()
+    ran = [(action, num_bytes) for action, num_bytes in held if action.is_compute]
+    row = schedule.by_rank()[rank]
+    for index, (action, (was, _)) in enumerate(zip(row, ran)):
+        if action.alone() != was.alone():
+            raise ScheduleError(
+                f"rank {rank} ran {in_words(was)} as action {index} where the schedule has {in_words(action)}; `held` "
+                "must be of a run of this schedule, and of this rank"
+            )
+    if len(row) != len(ran):
+        raise ScheduleError(f"rank {rank} has {len(row)} actions in the schedule and {len(ran)} in `held`")
+    computes = np.flatnonzero(run.schedule.kind <= max(COMPUTE))
+    indices = computes[schedule.offsets[rank] : schedule.offsets[rank + 1]]
+    is_forward = np.array([action.kind == "F" for action in row], bool)
+    times = np.where(is_forward, run.start[indices], run.end[indices])
+    order = np.argsort(times, kind="stable")
+    return np.append(0.0, times[order]), np.append(0.0, np.array([num_bytes for _, num_bytes in ran])[order])
+
+
+def _beside(predicted: Simulation, trace: Trace, took: _Times, axis: Axis) -> Comparison:
     if predicted.costs.unit != trace.unit:
         raise ScheduleError(
             f"the prediction counts its time in {_UNITS[predicted.costs.unit]}, and the trace in {_UNITS[trace.unit]}; "
@@ -110,7 +135,7 @@ class Comparison:
     batch    which of the trace's `num_batches` batches of this schedule it is, from 0
     """
 
-    predicted: Run
+    predicted: Simulation
     start: np.ndarray
     end: np.ndarray
     busy: np.ndarray
@@ -136,7 +161,7 @@ class Comparison:
         return self.start - (self.predicted.start - self.predicted.start.min())
 
     def __str__(self) -> str:
-        """One line a rank: its end, predicted and measured; then the makespan."""
+        """One line per rank: its end, predicted and measured; then the makespan."""
         schedule = self.predicted.schedule
         origin = self.predicted.start.min()
         lines = [f"{'rank':>4} {'predicted':>10} {'measured':>10} {'residual':>10}"]
@@ -188,8 +213,8 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
                 f"{batch}; it must be the trace of a run of train_batch with it"
             )
         first = int(schedule.offsets[rank])
-        for place, (began, ended, worked) in enumerate(runs[batch]):
-            start[first + place], end[first + place], busy[first + place] = began, ended, worked
+        for index, (began, ended, worked) in enumerate(runs[batch]):
+            start[first + index], end[first + index], busy[first + index] = began, ended, worked
         num_batches = max(num_batches, len(runs))
     return _Times(schedule, start, end, busy, group, batch % max(num_batches, 1), num_batches)
 
@@ -201,14 +226,14 @@ def _one_by_one(schedule: Schedule) -> Schedule:
     return Schedule(rows, schedule.placement, schedule.name)
 
 
-def _actions_only(run: Run) -> Run:
+def _actions_only(run: Simulation) -> Simulation:
     """Without gradient sums and optimizer steps: of the batch there are the F, B, I and W in a trace."""
     keep = run.schedule.kind <= max(COMPUTE)
     if keep.all():
         return run
-    place = np.append(np.where(keep, np.cumsum(keep) - 1, -1), -1)  # the last one is for "none"
+    index = np.append(np.where(keep, np.cumsum(keep) - 1, -1), -1)  # the last one is for "none"
     columns = {name: getattr(run, name)[keep] for name in ("start", "end", "duration", "sent")}
-    return replace(run, schedule=run.schedule.compute_only(), waits_for=place[run.waits_for[keep]], **columns)
+    return replace(run, schedule=run.schedule.compute_only(), waits_for=index[run.waits_for[keep]], **columns)
 
 
 _ACTION = re.compile(r"[FBIW]\d+")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tplab.schedules.action import CODE, B, F, I, W
-
-if TYPE_CHECKING:
-    from tplab.schedules.schedule import Schedule
+from tplab.schedules.action import CODE, MESSAGES, B, F, I, W
 
 NOTHING, MISSING = -1, -2
 """An action that needs nothing, and one whose need is nowhere in the schedule."""
@@ -18,7 +14,7 @@ NOTHING, MISSING = -1, -2
 
 @dataclass(frozen=True)
 class Needs:
-    """The dependencies of a schedule, as places in its columns (NOTHING, or MISSING).
+    """The dependencies of a schedule, as indices into its columns (or NOTHING, or MISSING).
 
     Stage s of S, microbatch k:
         F(s, k)  takes in F(s-1, k)                   nothing at stage 0
@@ -29,37 +25,39 @@ class Needs:
     posted its receive. A posted receive does not wait by itself.
 
     message     what comes in, from whichever rank ran it [actions]
-    own         what the same rank must have run before: a list of arrays [actions]
+    partner     for the first of an overlapped pair, what the second one takes in: a pair begins when both can [actions]
+    own         what the same rank must have run before: two arrays [actions]
     forward, backward, weight
                 where F, where B or I, and where W of each stage and microbatch are [stages, microbatches]; -1: nowhere
     """
 
     message: np.ndarray
-    own: tuple[np.ndarray, ...]
+    partner: np.ndarray
+    own: tuple[np.ndarray, np.ndarray]
     forward: np.ndarray
     backward: np.ndarray
     weight: np.ndarray
 
 
-def find_needs(schedule: Schedule) -> Needs:
-    """The dependencies of every action, by looking up each (stage, microbatch) in tables."""
-    kind, stage, microbatch = schedule.kind, schedule.stage, schedule.microbatch
-    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
-    places = np.arange(len(schedule), dtype=np.int64)
-    row_of = {code: np.flatnonzero(kind == code) for code in np.flatnonzero(np.bincount(kind)).tolist()}
+def find_needs(
+    kind: np.ndarray, stage: np.ndarray, microbatch: np.ndarray, rank: np.ndarray, joined: np.ndarray,
+    num_stages: int, num_microbatches: int,
+) -> Needs:  # fmt: skip
+    """The dependencies of every action, given by its columns, found in tables of every (stage, microbatch)."""
+    indices = np.arange(len(kind), dtype=np.int64)
+    rows_of = {code: np.flatnonzero(kind == code) for code in np.flatnonzero(np.bincount(kind)).tolist()}
     valid = (stage >= 0) & (microbatch >= 0)
 
     def where(*kinds: int) -> np.ndarray:
         table = np.full((num_stages, num_microbatches), -1, np.int64)
         for code in kinds:
-            rows = row_of.get(code, places[:0])
+            rows = rows_of.get(code, indices[:0])
             rows = rows[valid[rows]]
-            table[stage[rows], microbatch[rows]] = places[rows]
+            table[stage[rows], microbatch[rows]] = indices[rows]
         return table
 
     forward, backward, weight = where(F), where(B, I), where(W)
-    message = np.full(len(schedule), NOTHING, np.int64)
-    own = (np.full(len(schedule), NOTHING, np.int64), np.full(len(schedule), NOTHING, np.int64))
+    message, own_first, own_second = (np.full(len(kind), NOTHING, np.int64) for _ in range(3))
 
     def look_up(target: np.ndarray, rows: np.ndarray, table: np.ndarray, shift: int) -> None:
         """target[row] = where `table` has the row's microbatch at its stage + shift; MISSING where it has none."""
@@ -68,23 +66,26 @@ def find_needs(schedule: Schedule) -> Needs:
         target[rows] = np.where(found < 0, MISSING, found)
 
     def rows(*kinds: int) -> np.ndarray:
-        parts = [row_of[code] for code in kinds if code in row_of]
-        return np.concatenate(parts) if parts else places[:0]
+        parts = [rows_of[code] for code in kinds if code in rows_of]
+        return np.concatenate(parts) if parts else indices[:0]
 
     forwards, backs = rows(F), rows(B, I)
     look_up(message, forwards[stage[forwards] > 0], forward, -1)
     look_up(message, backs[stage[backs] < num_stages - 1], backward, +1)
-    look_up(own[0], backs, forward, 0)
-    look_up(own[0], rows(W), backward, 0)
+    look_up(own_first, backs, forward, 0)
+    look_up(own_first, rows(W), backward, 0)
 
-    if schedule.has_communication:
+    if any(code in rows_of for code in MESSAGES):
         for letter, table, actions, shift in (("F", forward, forwards, -1), ("B", backward, backs, +1)):
             sent, received = where(CODE[f"SEND_{letter}"]), where(CODE[f"RECV_{letter}"])
-            look_up(own[0], rows(CODE[f"SEND_{letter}"]), table, 0)
+            look_up(own_first, rows(CODE[f"SEND_{letter}"]), table, 0)
             inner = actions[message[actions] != NOTHING]
-            crosses = schedule.rank[np.maximum(message[inner], 0)] != schedule.rank[inner]
+            crosses = rank[np.maximum(message[inner], 0)] != rank[inner]
             inner = inner[crosses | (message[inner] == MISSING)]
-            look_up(own[1], inner, received, 0)
+            look_up(own_second, inner, received, 0)
             look_up(message, inner, sent, shift)
 
-    return Needs(message, own, forward, backward, weight)
+    second = np.flatnonzero(joined)
+    partner = np.full(len(kind), NOTHING, np.int64)
+    partner[second - 1] = message[second]
+    return Needs(message, partner, (own_first, own_second), forward, backward, weight)

@@ -1,4 +1,4 @@
-"""Placements: which stages each rank holds. A placement is a tuple with one tuple of stages a rank."""
+"""Placements: which stages each rank holds. A placement is a tuple with one tuple of stages per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_RANKS, MOST_CELLS = 10_000, 4_000_000
 
 
 def linear(ranks: int) -> Placement:
-    """One stage a rank, in order.
+    """One stage per rank, in order.
 
     rank     0  1  2  3
     stages   0  1  2  3
@@ -23,7 +23,7 @@ def linear(ranks: int) -> Placement:
 
 
 def wrapped(ranks: int, virtual_stages: int) -> Placement:
-    """`virtual_stages` a rank; after the last rank the first one takes the next stage. Narayanan et al., SC'21.
+    """`virtual_stages` per rank; after the last rank the first one takes the next stage. Narayanan et al., SC'21.
 
     rank     0  1  2  3
     stages   0  1  2  3
@@ -34,7 +34,7 @@ def wrapped(ranks: int, virtual_stages: int) -> Placement:
 
 
 def wave(ranks: int, virtual_stages: int) -> Placement:
-    """`virtual_stages` a rank, down and up in turn, so that a turn needs no message. Hanayo, SC'23.
+    """`virtual_stages` per rank, down and up in turn, so that a turn needs no message. Hanayo, SC'23.
 
     rank     0  1  2  3
     stages   0  1  2  3
@@ -49,7 +49,7 @@ def wave(ranks: int, virtual_stages: int) -> Placement:
 
 
 def v_shape(ranks: int) -> Placement:
-    """Two stages a rank, placed as a V: rank r holds r and 2p-1-r. Qi et al. 2024.
+    """Two stages per rank, placed as a V: rank r holds r and 2p-1-r. Qi et al. 2024.
 
     rank     0  1  2  3
     stages   0  1  2  3

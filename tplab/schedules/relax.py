@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tplab.schedules.needs import MISSING, NOTHING
-
-if TYPE_CHECKING:
-    from tplab.schedules.schedule import Schedule
+from tplab.schedules.needs import MISSING, NOTHING, Needs
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ def relax(
     """(end, sent) of each action, when every rank runs its row in order, each action as early as it can.
 
     offsets     rank r's row is offsets[r] to offsets[r + 1]
-    needs       arrays [actions] of places: what must have ended; or NOTHING, or MISSING
+    needs       arrays [actions] of indices: what must have ended; or NOTHING, or MISSING
     lags        for each array of needs, how long after that end its result is there [actions]
     duration    of each action [actions]
     clock       when each rank may begin [ranks]; 0
@@ -54,7 +50,7 @@ def relax(
     """
     num_actions, num_ranks = int(offsets[-1]), len(offsets) - 1
     gap = np.repeat(np.arange(num_ranks), np.diff(offsets))  # the sentinels in front of each action
-    nothing = num_actions + num_ranks  # one more place, which ended before time began
+    nothing = num_actions + num_ranks  # one more index, of what ended before time began
     sentinels = offsets[1:] + np.arange(num_ranks)
     at, never = np.arange(num_actions) + gap, sentinels[gap]
 
@@ -80,13 +76,13 @@ def relax(
 
     head = offsets[:-1] + np.arange(num_ranks)
     clock = np.zeros(num_ranks) if clock is None else clock.astype(float)
-    place, now, part = np.empty(num_ranks, np.int64), np.empty(num_ranks), np.empty(num_ranks)
+    index, now, part = np.empty(num_ranks, np.int64), np.empty(num_ranks), np.empty(num_ranks)
     ready = np.ones(num_ranks, bool)
     while ready.any():
         np.copyto(now, clock)
         for wanted, delay in zip(wants, delays):
-            wanted.take(head, out=place, mode="clip")
-            sent.take(place, out=part, mode="clip")
+            wanted.take(head, out=index, mode="clip")
+            sent.take(index, out=part, mode="clip")
             np.add(part, delay.take(head, mode="clip"), out=part)
             np.maximum(now, part, out=now)
         np.add(now, lasting.take(head, mode="clip"), out=now)
@@ -102,22 +98,14 @@ def relax(
     return end[at], sent[at]
 
 
-def earliest_ticks(schedule: Schedule) -> np.ndarray:
+def earliest_ticks(offsets: np.ndarray, needs: Needs) -> np.ndarray:
     """The first tick at which each action can run when each takes one tick; -1 where it never can.
 
     An overlapped pair takes two ticks that follow each other, and begins when both have what they need.
     """
-    needs = [schedule.needs.message]
-    if schedule.joined.any():
-        needs.append(pair_needs(schedule))
-    no_lag = np.zeros(len(schedule))
-    end, _ = relax(schedule.offsets, needs, [no_lag] * len(needs), np.ones(len(schedule)))
+    awaited = [needs.message]
+    if bool(np.any(needs.partner != NOTHING)):
+        awaited.append(needs.partner)
+    no_lag = np.zeros(len(needs.message))
+    end, _ = relax(offsets, awaited, [no_lag] * len(awaited), no_lag + 1)
     return np.where(np.isfinite(end), end - 1, -1).astype(np.int64)
-
-
-def pair_needs(schedule: Schedule) -> np.ndarray:
-    """For the first of each overlapped pair, what the second one needs: a pair begins when both can [actions]."""
-    second = np.flatnonzero(schedule.joined)
-    needs = np.full(len(schedule), NOTHING, np.int64)
-    needs[second - 1] = schedule.needs.message[second]
-    return needs

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tplab.errors import ScheduleError
-from tplab.schedules.action import CODE, COMPUTE, KINDS, Action
+from tplab.schedules.action import CODE, COMPUTE, KINDS, Action, in_words
+from tplab.schedules.needs import Needs, find_needs
 from tplab.schedules.placement import Placement, name_of
-
-if TYPE_CHECKING:
-    from tplab.schedules.needs import Needs
-
+from tplab.schedules.relax import earliest_ticks
+from tplab.schedules.text import draw, read_csv, read_picture, read_torch
 
 _FEW = 1_000_000
 """Cells of a table that are no waste, however few are filled."""
@@ -23,7 +22,7 @@ _FEW = 1_000_000
 class Schedule:
     """A pipeline schedule: ranks x time.
 
-    rows        what each rank does, in order: one sequence of `Action` a rank
+    rows        what each rank does, in order: one sequence of `Action` per rank
     placement   the stages each rank holds; left out, those that appear in its row
     name        for titles
     ticks       when, if the time is part of the schedule: the tick of each action, rank after rank. Left out, every
@@ -102,11 +101,19 @@ class Schedule:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
+    def index_in_row(self, index: int) -> int:
+        """Where in its rank's row the action at this index of the columns is, from 0."""
+        return int(index - self.offsets[self.rank[index]])
+
     def action(self, index: int) -> Action:
-        """The action at this place of the columns."""
+        """The action at this index of the columns."""
         return Action(
             KINDS[self.kind[index]], int(self.stage[index]), int(self.microbatch[index]), bool(self.joined[index])
         )
+
+    def in_words(self, index: int) -> str:
+        """ "F3 of stage 2": the action at this index of the columns."""
+        return in_words(self.action(index))
 
     def by_rank(self) -> list[tuple[Action, ...]]:
         """What each rank does, in order: what an executor walks."""
@@ -115,18 +122,15 @@ class Schedule:
         return [tuple(actions[a:b]) for a, b in zip(self.offsets[:-1], self.offsets[1:])]
 
     def by_tick(self) -> list[tuple[Action | None, ...]]:
-        """What happens at each tick: one action a rank, None where it idles. Every action takes one tick."""
+        """What happens at each tick: one action per rank, None where it is idle. Every action takes one tick."""
         grid: list[list[Action | None]] = [[None] * self.num_ranks for _ in range(self.num_ticks)]
-        ticks = self.ticks.tolist()
-        place = 0
-        for rank, actions in enumerate(self.by_rank()):
-            for action in actions:
-                grid[ticks[place]][rank] = action
-                place += 1
+        for rank, (actions, ticks) in enumerate(zip(self.by_rank(), self.ticks_by_rank())):
+            for action, tick in zip(actions, ticks):
+                grid[tick][rank] = action
         return [tuple(cells) for cells in grid]
 
     def table(self) -> np.ndarray:
-        """`by_tick` as numbers: [ticks, ranks, 3] of kind (its place in KINDS), stage, microbatch; -1 where idle."""
+        """`by_tick` as numbers: [ticks, ranks, 3] of kind (its index in KINDS), stage, microbatch; -1 where idle."""
         table = np.full((self.num_ticks, self.num_ranks, 3), -1, np.int32)
         table[self.ticks, self.rank] = np.stack([self.kind, self.stage, self.microbatch], axis=1)
         return table
@@ -143,23 +147,28 @@ class Schedule:
 
     @cached_property
     def needs(self) -> Needs:
-        """What each action waits for, as places in the columns."""
-        from tplab.schedules.needs import find_needs
-
-        return find_needs(self)
+        """What each action waits for, as indices into the columns."""
+        return find_needs(self.kind, self.stage, self.microbatch, self.rank, self.joined,
+                          self.num_stages, self.num_microbatches)  # fmt: skip
 
     @cached_property
+    def earliest(self) -> np.ndarray:
+        """The first tick at which each action can run, whatever the given ticks; -1 where it never can."""
+        return earliest_ticks(self.offsets, self.needs)
+
+    @property
     def ticks(self) -> np.ndarray:
-        """The tick of each action. Raises ScheduleError, with the reason, where the ranks wait for each other."""
+        """The tick of each action. Raises ScheduleError where some action can never run; `check` says why."""
         if self.given_ticks is not None:
             return self.given_ticks
-        from tplab.schedules.check import require_runnable
-        from tplab.schedules.relax import earliest_ticks
-
-        ticks = earliest_ticks(self)
-        if bool(np.any(ticks < 0)):
-            require_runnable(self)
-        return ticks
+        stuck = np.flatnonzero(self.earliest < 0)
+        if stuck.size:
+            index = int(stuck[0])
+            raise ScheduleError(
+                f"{self.name or 'the schedule'} cannot run: rank {self.rank[index]} (index {self.index_in_row(index)}) "
+                f"waits with {self.in_words(index)} for something that never comes; tplab.schedules.check says what"
+            )
+        return self.earliest
 
     @property
     def num_ticks(self) -> int:
@@ -168,9 +177,9 @@ class Schedule:
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """The rank that runs `stage` for `microbatch`; with two directions it depends on the microbatch."""
         if 0 <= stage < self.num_stages and 0 <= microbatch < self.num_microbatches:
-            place = int(self.needs.forward[stage, microbatch])
-            if place >= 0:
-                return int(self.rank[place])
+            index = int(self.needs.forward[stage, microbatch])
+            if index >= 0:
+                return int(self.rank[index])
         raise ScheduleError(f"no rank runs F{microbatch} of stage {stage}; there are {self.num_stages} stages "
                             f"and {self.num_microbatches} microbatches")  # fmt: skip
 
@@ -192,69 +201,41 @@ class Schedule:
         keep = self.kind <= max(COMPUTE)
         return self if keep.all() else self.select(keep)
 
-    def with_communication(self) -> Schedule:
-        """With every send and receive written out, in an order that cannot deadlock."""
-        from tplab.schedules.communication import add_communication
-
-        return add_communication(self)
-
-    @cached_property
-    def program(self) -> list[tuple[Action, ...]]:
-        """What each rank executes: its row with sends and receives written out. Raises ScheduleError, as `check` does,
-        where the schedule is not right."""
-        from tplab.schedules.check import check
-
-        check(self)
-        return (self if self.has_communication else self.with_communication()).by_rank()
-
-    def with_optimizer_step(self, sync: bool = False) -> Schedule:
-        """With a STEP at the end of each row and, with `sync`, a REDUCE_GRAD a stage after its last gradient."""
-        from tplab.schedules.communication import add_optimizer_step
-
-        return add_optimizer_step(self, sync)
-
     def moved(self, rank: int, index: int, to: int) -> Schedule:
-        """With the action at `index` of `rank`'s row at place `to` instead; `check` tells whether that is legal."""
+        """With the action at `index` of `rank`'s row at index `to` instead; `check` tells whether that is legal."""
         rows = [list(row) for row in self.by_rank()]
         if not (0 <= rank < self.num_ranks and 0 <= index < len(rows[rank]) and 0 <= to < len(rows[rank])):
-            raise ScheduleError(f"rank {rank} has no places {index} and {to}; there are {self.num_ranks} ranks")
+            raise ScheduleError(f"rank {rank} has no actions {index} and {to}; there are {self.num_ranks} ranks")
         rows[rank].insert(to, rows[rank].pop(index).alone())
-        for place in (index, index + 1):  # what was joined to the moved action is joined to nothing now
-            if place < len(rows[rank]):
-                rows[rank][place] = rows[rank][place].alone()
+        for after in (index, index + 1):  # what was joined to the moved action is joined to nothing now
+            if after < len(rows[rank]):
+                rows[rank][after] = rows[rank][after].alone()
         return Schedule(rows, self.placement, self.name)
-
-    def to_csv(self, form: str = "compute_only") -> str:
-        """Torch's text: a row a rank, a cell an action. `form` is "compute_only" (blank = idle) or "compute_comms"."""
-        from tplab.schedules.text import to_csv
-
-        return to_csv(self, form)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "") -> Schedule:
         """Read either of torch's forms. Blanks are idle cells: the order counts, and the time follows from it."""
-        from tplab.schedules.text import from_csv
-
-        return from_csv(text, name)
+        return cls(read_csv(text), None, name)
 
     @classmethod
     def from_torch(cls, schedule: Any, name: str = "") -> Schedule:
         """From a schedule of torch.distributed.pipelining, or its `pipeline_order` (rank -> list of actions)."""
-        from tplab.schedules.text import from_torch
-
-        return from_torch(schedule, name)
+        rows, found = read_torch(schedule)
+        return cls(rows, None, name or found)
 
     @classmethod
     def parse(cls, picture: str, name: str = "") -> Schedule:
         """Read what `str` prints: the dots are part of it, so `check` says where an action comes too early."""
-        from tplab.schedules.picture import parse
-
-        return parse(picture, name)
+        rows, ticks = read_picture(picture)
+        return cls(rows, None, name, ticks)
 
     def __str__(self) -> str:
-        from tplab.schedules.picture import draw
-
-        return draw(self)
+        """One line per rank, one cell per tick; where there are no ticks, the rows and why."""
+        with_stages = self.placement != tuple((rank,) for rank in range(self.num_ranks))
+        try:
+            return draw(self.by_rank(), self.ticks_by_rank(), with_stages)
+        except ScheduleError as error:
+            return f"{draw(self.by_rank(), None, with_stages)}\n({error})"
 
     def __repr__(self) -> str:
         return (
@@ -273,6 +254,10 @@ class Schedule:
 
     def __hash__(self) -> int:
         return hash((self.offsets.tobytes(), self._array().tobytes()))
+
+    def ticks_by_rank(self) -> list[list[int]]:
+        """The tick of each action, in the order of `by_rank`."""
+        return [self.ticks[a:b].tolist() for a, b in zip(self.offsets[:-1], self.offsets[1:])]
 
     def _array(self) -> np.ndarray:
         return np.stack([self.kind, self.stage, self.microbatch, self.joined], axis=1).astype(np.int32)

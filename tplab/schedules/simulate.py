@@ -9,16 +9,17 @@ import numpy as np
 from tplab.errors import ScheduleError
 from tplab.schedules.action import CODE, MESSAGES
 from tplab.schedules.check import require_runnable
+from tplab.schedules.communication import with_optimizer_step
 from tplab.schedules.costs import Costs
 from tplab.schedules.needs import NOTHING
-from tplab.schedules.relax import Links, pair_needs, relax
+from tplab.schedules.relax import Links, relax
 from tplab.schedules.schedule import Schedule
-from tplab.schedules.simulation import Run
+from tplab.schedules.simulation import Simulation
 
 
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, lockstep: bool = False, optimizer: str | None = None
-) -> Run:
+) -> Simulation:
     """Run `schedule` on paper: every rank does its row in order, each action as soon as what it needs is there.
 
     costs       times and sizes; left out, F = I = W = 1 and messages take no time
@@ -37,7 +38,7 @@ def simulate(
     if schedule.has_communication:
         schedule = schedule.select(~np.isin(schedule.kind, MESSAGES))
     if optimizer is not None:
-        schedule = schedule.compute_only().with_optimizer_step(sync=costs.gradient_sync > 0)
+        schedule = with_optimizer_step(schedule.compute_only(), sync=costs.gradient_sync > 0)
     if lockstep:
         return _in_lockstep(schedule, costs, optimizer)
 
@@ -59,7 +60,7 @@ def simulate(
         steps, others = schedule.kind == CODE["STEP"], schedule.kind != CODE["STEP"]
         start[steps] = end[others].max(initial=0.0)
         end[steps] = start[steps] + costs.optimizer_step
-    return Run(schedule, costs, start, end, plan.duration, sent, waits_for)
+    return Simulation(schedule, costs, start, end, plan.duration, sent, waits_for)
 
 
 def period(schedule: Schedule, costs: Costs | None = None, *, optimizer: str = "own") -> float:
@@ -71,7 +72,7 @@ def period(schedule: Schedule, costs: Costs | None = None, *, optimizer: str = "
     if optimizer not in ("own", "together"):
         raise ScheduleError(f"optimizer is 'own' or 'together', not {optimizer!r}")
     costs = costs or Costs()
-    schedule = schedule.compute_only().with_optimizer_step(sync=costs.gradient_sync > 0)
+    schedule = with_optimizer_step(schedule.compute_only(), sync=costs.gradient_sync > 0)
     simulate(schedule, costs)  # raises where the schedule cannot run
     plan, steps = _Plan.of(schedule, costs), 2 * schedule.num_ranks + 2
     last = schedule.offsets[1:] - 1  # each row ends with its STEP
@@ -102,7 +103,7 @@ class _Plan:
         leader = np.arange(len(schedule))
         if bool(schedule.joined.any()):
             leader, duration = _paired(schedule, duration, costs.overlap)
-            needs.append(pair_needs(schedule))
+            needs.append(schedule.needs.partner)
         crosses = [(need >= 0) & (schedule.rank[np.maximum(need, 0)] != schedule.rank) for need in needs]
         carrying = costs.carrying(schedule)
         if costs.links == "queue":
@@ -136,7 +137,7 @@ def _paired(schedule: Schedule, duration: np.ndarray, overlap: float) -> tuple[n
 
 
 def _links(schedule: Schedule, carrying: np.ndarray) -> Links:
-    """Which link each action's message takes: one a direction between two ranks; what stays at home takes none."""
+    """Which link each action's message takes: one each way between two ranks; what stays on its rank takes none."""
     message = schedule.needs.message
     consumer = np.flatnonzero(message >= 0)
     producer = message[consumer]
@@ -148,17 +149,17 @@ def _links(schedule: Schedule, carrying: np.ndarray) -> Links:
 
 def _own_rows_in_order(schedule: Schedule) -> bool:
     """Whether each action comes after what its own rank must have run before it."""
-    places = np.arange(len(schedule))
+    indices = np.arange(len(schedule))
     for own in schedule.needs.own:
-        place = np.maximum(own, 0)
-        if bool(np.any((own != NOTHING) & ((own > places) | (own < 0) | (schedule.rank[place] != schedule.rank)))):
+        elsewhere = schedule.rank[np.maximum(own, 0)] != schedule.rank
+        if bool(np.any((own != NOTHING) & ((own > indices) | (own < 0) | elsewhere))):
             return False
     return True
 
 
-def _in_lockstep(schedule: Schedule, costs: Costs, optimizer: str | None) -> Run:
+def _in_lockstep(schedule: Schedule, costs: Costs, optimizer: str | None) -> Simulation:
     """Every tick lasts as long as its slowest action, and then as its slowest message."""
-    if not _own_rows_in_order(schedule):
+    if not _own_rows_in_order(schedule) or bool(np.any(schedule.earliest < 0)):
         require_runnable(schedule)
     ticks, duration = schedule.ticks.copy(), costs.durations(schedule)
     if optimizer is not None:  # one program: the optimizer step is one tick, the last, for all ranks
@@ -174,4 +175,4 @@ def _in_lockstep(schedule: Schedule, costs: Costs, optimizer: str | None) -> Run
     start = np.concatenate([[0.0], np.cumsum(length + travel)])[ticks]
     end = start + duration
     waits_for = np.where((message >= 0) & (start > _end_before(schedule, end)), message, NOTHING)
-    return Run(schedule, costs, start, end, duration, end, waits_for, lockstep=True)
+    return Simulation(schedule, costs, start, end, duration, end, waits_for, lockstep=True)

@@ -1,20 +1,18 @@
-"""A run: what a simulated schedule took, where it idled and why, and what it held in memory."""
+"""A simulation: how long a schedule took, where ranks were idle and why, and what they held in memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tplab.schedules.action import CODE, Action, B, F, I, W, in_words
+from tplab.schedules.as_trace import as_trace
+from tplab.schedules.bounds import Bounds, lower_bounds
 from tplab.schedules.costs import Costs
 from tplab.schedules.schedule import Schedule
-
-if TYPE_CHECKING:
-    from tplab.schedules.bounds import Bounds
-    from tplab.trace.trace import Trace
+from tplab.trace.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,13 @@ class Idle:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """One simulated run. Arrays are in the order of the schedule's columns.
+class Simulation:
+    """A simulated schedule. Arrays are in the order of the schedule's columns.
 
     start, end   of each action
     duration     time each action takes of its rank; the second of an overlapped pair counts 0
     sent         when each action's message was on its way (its end, or later where links queue)
-    waits_for    the place of the action whose message decided when this one started; -1: its own rank did
+    waits_for    the index of the action whose message decided when this one started; -1: its own rank did
     lockstep     whether the ranks took each tick together
     """
 
@@ -116,8 +114,6 @@ class Run:
     @cached_property
     def bounds(self) -> Bounds:
         """What no schedule of this shape can beat, given these costs."""
-        from tplab.schedules.bounds import lower_bounds
-
         return lower_bounds(self.schedule, self.costs)
 
     @property
@@ -135,14 +131,14 @@ class Run:
             rows = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
             begins = np.append(self.start[rows], last)
             ends = np.maximum.accumulate(np.append(first, self.end[rows]))
-            for place in np.flatnonzero(begins > ends).tolist():
-                row = int(rows[place]) if place < len(rows) else None
+            for gap in np.flatnonzero(begins > ends).tolist():
+                row = int(rows[gap]) if gap < len(rows) else None
                 cause = -1 if row is None else int(self.waits_for[row])
                 found.append(
                     Idle(
                         rank,
-                        float(ends[place]),
-                        float(begins[place]),
+                        float(ends[gap]),
+                        float(begins[gap]),
                         None if row is None else schedule.action(row),
                         None if cause < 0 else schedule.action(cause),
                         None if cause < 0 else int(schedule.rank[cause]),
@@ -152,21 +148,21 @@ class Run:
 
     def critical_path(self) -> list[Action]:
         """The chain of actions that sets the makespan, first to last: shorten any of them and the step is shorter."""
-        return [self.schedule.action(place) for place in self.critical_places()]
+        return [self.schedule.action(index) for index in self.critical_indices()]
 
-    def critical_places(self) -> list[int]:
-        """The critical path as places in the schedule's columns."""
+    def critical_indices(self) -> list[int]:
+        """The critical path as indices into the schedule's columns."""
         if not len(self.end):
             return []
         path = [int(np.argmax(self.end))]
         first = set(self.schedule.offsets[:-1].tolist())
         while True:
-            place = path[-1]
-            if self.waits_for[place] >= 0:
-                path.append(int(self.waits_for[place]))
-            elif place not in first and self.end[place - 1] >= self.start[place]:
-                path.append(place - 1)
-            elif self.start[place] > 0 and (others := np.flatnonzero(self.end == self.start[place])).size:
+            index = path[-1]
+            if self.waits_for[index] >= 0:
+                path.append(int(self.waits_for[index]))
+            elif index not in first and self.end[index - 1] >= self.start[index]:
+                path.append(index - 1)
+            elif self.start[index] > 0 and (others := np.flatnonzero(self.end == self.start[index])).size:
                 path.append(int(others[0]))  # all ranks waited here: for a tick, or for the optimizer step
             else:
                 return path[::-1]
@@ -213,13 +209,11 @@ class Run:
 
     @cached_property
     def trace(self) -> Trace:
-        """The run as a `Trace`: what every rank did, what was sent, and who waited."""
-        from tplab.schedules.as_trace import as_trace
-
-        return as_trace(self)
+        """The simulation as a `Trace`: what every rank did, what was sent, and who waited."""
+        return as_trace(self.schedule, self.costs, self.start, self.end, self.sent, self.waits_for)
 
     def table(self) -> str:
-        """One line a rank: busy, idle, span, peak activations, and what it waited for longest."""
+        """One line per rank: busy, idle, span, peak activations, and what it waited for longest."""
         lines = [f"{'rank':>4} {'busy':>9} {'idle':>9} {'span':>9} {'peak':>6}  waits longest"]
         longest: dict[int, Idle] = {}
         for idle in self.idles():

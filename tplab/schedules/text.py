@@ -1,67 +1,100 @@
-"""Torch's text for schedules: one CSV row a rank, one cell an action."""
+"""Schedules as text, one row of actions per rank: the picture that is printed, and torch's CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tplab.errors import ScheduleError
 from tplab.schedules.action import Action
-from tplab.schedules.schedule import Schedule
 
-FORMS = ("compute_only", "compute_comms")
+Row = Sequence[Action]
 _PAIR = "OVERLAP_F_B"
 
 
-def to_csv(schedule: Schedule, form: str = "compute_only") -> str:
-    """The text that torch.distributed.pipelining reads.
+def draw(rows: Sequence[Row], ticks: Sequence[Sequence[int]] | None, with_stages: bool) -> str:
+    """One line per rank, one cell per tick, dots where the rank is idle.
 
-    compute_only    one cell a tick, blank where a rank idles: "2F0" is stage 2, forward, microbatch 0
-    compute_comms   no blanks, with sends, receives and gradient sums, for example "2F0,2SEND_F0,2RECV_B0"
+    F0 F1 .. B0 .. B1        B1 is the backward of microbatch 1
+    .. F0 B0 F1 B1 ..
 
-    An overlapped pair is one cell, "(0F3;7B1)OVERLAP_F_B". Torch has no word for an optimizer step: it is left out.
+    with_stages   torch's text, for ranks that hold several stages: 2F0 is stage 2. A plus joins an overlapped pair:
+                  3F3+4B1
+    ticks         of each action; None writes each row without gaps
     """
-    if form not in FORMS:
-        raise ScheduleError(f"the form is 'compute_only' or 'compute_comms', not {form!r}")
-    rows: list[list[str]] = []
-    if form == "compute_comms":
-        schedule = schedule if schedule.has_communication else schedule.with_communication()
-        rows = [_cells(row) for row in schedule.by_rank()]
-    else:
-        schedule = schedule.compute_only()
-        for number, row in enumerate(schedule.by_rank()):
-            ticks = iter(schedule.ticks[schedule.offsets[number] : schedule.offsets[number + 1]].tolist())
-            cells: list[str] = []
-            for cell, pair in zip(_cells(row), _pair_sizes(row)):
-                tick = next(ticks)
-                cells += [""] * (tick - len(cells)) + [cell]
-                if pair == 2:  # one cell for two ticks; the second tick stays blank
-                    next(ticks)
-            rows.append(cells)
-    width = max(map(len, rows)) if form == "compute_only" else 0
+    texts = [[str(action) if with_stages else action.label for action in row] for row in rows]
+    width = max((len(text) for row in texts for text in row), default=0)
+    if ticks is None:
+        return "\n".join(" ".join(text.ljust(width) for text in row).rstrip() for row in texts)
+    num_ticks = max((tick for row in ticks for tick in row), default=-1) + 1
+    lines = []
+    for row, text, when in zip(rows, texts, ticks):
+        cells, joints = ["." * width] * num_ticks, [" "] * num_ticks
+        for action, cell, tick in zip(row, text, when):
+            cells[tick] = cell.ljust(width)
+            if action.joined:
+                joints[tick - 1] = "+"
+        lines.append("".join(cell + joint for cell, joint in zip(cells, joints)).rstrip())
+    return "\n".join(lines)
+
+
+def read_picture(picture: str) -> tuple[list[list[Action]], list[int]]:
+    """(rows, the tick of each action) of what `draw` draws. An action without a stage, as F0, is on the stage that has
+    its rank's number."""
+    rows: list[list[Action]] = []
+    ticks: list[int] = []
+    for rank, line in enumerate(filter(None, map(str.strip, picture.splitlines()))):
+        row, tick = [], 0
+        for cell in line.split():
+            for index, text in enumerate(cell.split("+")):
+                if set(text) != {"."}:
+                    action = Action.parse(text)
+                    stage = rank if action.stage < 0 and action.kind != "STEP" else action.stage
+                    row.append(Action(action.kind, stage, action.microbatch, joined=index > 0))
+                    ticks.append(tick)
+                tick += 1
+        rows.append(row)
+    if not rows:
+        raise ScheduleError("the picture is empty; write one line per rank, for example 'F0 F1 .. B0 .. B1'")
+    return rows, ticks
+
+
+def write_csv(rows: Sequence[Row], ticks: Sequence[Sequence[int]] | None) -> str:
+    """One line per rank. With ticks, one cell per tick, blank where the rank is idle; otherwise one cell per action.
+
+    An overlapped pair is one cell, "(0F3;7B1)OVERLAP_F_B". Torch has no word for an optimizer step, so it is left out.
+    """
+    lines = []
+    for rank, row in enumerate(rows):
+        cells: list[str] = []
+        for index, cell in _cells(row):
+            cells += [""] * (0 if ticks is None else ticks[rank][index] - len(cells))
+            cells.append(cell)
+        lines.append(cells)
+    width = 0 if ticks is None else max(map(len, lines))
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(row + [""] * (width - len(row)) for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(cells + [""] * (width - len(cells)) for cells in lines)
     return text.getvalue()
 
 
-def from_csv(text: str, name: str = "") -> Schedule:
-    """Read either form. Blank cells are idle ticks; the order is what counts."""
-    return Schedule([_actions(row) for row in csv.reader(io.StringIO(text)) if row], None, name)
+def read_csv(text: str) -> list[list[Action]]:
+    """The rows of either of torch's forms. Blank cells are idle ticks; only the order counts."""
+    return [_actions(row) for row in csv.reader(io.StringIO(text)) if row]
 
 
-def from_torch(source: Any, name: str = "") -> Schedule:
-    """From a torch schedule object, its `pipeline_order`, or rows of torch's actions (None where idle).
+def read_torch(source: Any) -> tuple[list[list[Action]], str]:
+    """(rows, name) of a torch schedule, its `pipeline_order`, or rows of torch's actions (None where idle).
 
     Nothing is mended: torch 2.13's Schedule1F1B, for one, writes no microbatch 0 on its last rank, and `check` says so.
     """
-    order = source
+    order, name = source, ""
     for attribute in ("pipeline_order", "_get_pipeline_order"):
         if hasattr(source, attribute):
             found = getattr(source, attribute)
             order = found() if callable(found) else found
-            name = name or type(source).__name__
+            name = type(source).__name__
             break
     if isinstance(order, Mapping):
         order = [order[rank] for rank in sorted(order)]
@@ -70,7 +103,7 @@ def from_torch(source: Any, name: str = "") -> Schedule:
             f"{type(source).__name__} is not a schedule of torch.distributed.pipelining; give such a schedule, or its "
             "pipeline_order: rank -> list of actions"
         )
-    return Schedule([_actions("" if action is None else str(action) for action in row) for row in order], None, name)
+    return [_actions("" if action is None else str(action) for action in row) for row in order], name
 
 
 def _actions(cells: Iterable[str]) -> list[Action]:
@@ -79,30 +112,19 @@ def _actions(cells: Iterable[str]) -> list[Action]:
         if cell.startswith("("):
             inner, _, word = cell[1:].partition(")")
             if word != _PAIR:
-                raise ScheduleError(f"{cell!r} is no overlapped pair; write (0F3;7B1){_PAIR}")
+                raise ScheduleError(f"{cell!r} is not an overlapped pair; write (0F3;7B1){_PAIR}")
             parts = [Action.parse(part) for part in inner.split(";")]
-            row += [Action(a.kind, a.stage, a.microbatch, joined=place > 0) for place, a in enumerate(parts)]
+            row += [Action(a.kind, a.stage, a.microbatch, joined=index > 0) for index, a in enumerate(parts)]
         elif cell:
             row.append(Action.parse(cell))
     return row
 
 
-def _cells(row: Sequence[Action]) -> list[str]:
-    cells: list[str] = []
-    for action in row:
-        if action.joined:
-            cells[-1] = f"({cells[-1]};{action}){_PAIR}"
-        elif action.kind != "STEP":
-            cells.append(str(action))
-    return cells
-
-
-def _pair_sizes(row: Sequence[Action]) -> list[int]:
-    """For each cell, how many actions it stands for."""
-    sizes: list[int] = []
-    for action in row:
-        if action.joined:
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-    return sizes
+def _cells(row: Row) -> Iterator[tuple[int, str]]:
+    """(index of its first action, text) of each cell: a pair is one."""
+    pairs = {index - 1 for index, action in enumerate(row) if action.joined}
+    for index, action in enumerate(row):
+        if index in pairs:
+            yield index, f"({action};{row[index + 1]}){_PAIR}"
+        elif not action.joined and action.kind != "STEP":
+            yield index, str(action)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import traitlets
 
-from tplab.schedules import Costs, Run, Schedule, simulate
+from tplab.schedules import Costs, Schedule, Simulation, simulate
 from tplab.widgets import still_gantt
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
@@ -30,11 +30,11 @@ class Gantt(Card):
     board = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
 
-    def __init__(self, runs: Sequence[Run], limit: float | None = None, step: float = 0):
+    def __init__(self, runs: Sequence[Simulation], limit: float | None = None, step: float = 0):
         self.show(runs, limit)
         super().__init__(board=board(self.runs, self.limit), step=step)
 
-    def show(self, runs: Sequence[Run], limit: float | None) -> None:
+    def show(self, runs: Sequence[Simulation], limit: float | None) -> None:
         """What it is the picture of."""
         self.runs, self.limit = list(runs), limit
         self.num_steps = len(moments(self.runs)) - 1
@@ -54,8 +54,9 @@ class Gantt(Card):
 
 
 def gantt(
-    run: Run | Schedule, beside: Run | Schedule | None = None, *, memory_limit: float | None = None, step: float = 0
-) -> Gantt:
+    run: Simulation | Schedule, beside: Simulation | Schedule | None = None, *, memory_limit: float | None = None,
+    step: float = 0,
+) -> Gantt:  # fmt: skip
     """Show a pipeline schedule: every action on its rank, idle time hatched, under each rank the activations it holds.
 
     run           a simulated run, or a schedule, which is simulated with F = I = W = 1
@@ -63,10 +64,10 @@ def gantt(
     memory_limit  microbatches whose activations a rank may hold: what lies above is marked
     """
     both = [run] if beside is None else [run, beside]
-    return Gantt([one if isinstance(one, Run) else simulate(one, Costs()) for one in both], memory_limit, step)
+    return Gantt([one if isinstance(one, Simulation) else simulate(one, Costs()) for one in both], memory_limit, step)
 
 
-def moments(runs: Sequence[Run]) -> np.ndarray:
+def moments(runs: Sequence[Simulation]) -> np.ndarray:
     """The times at which the playhead rests: the start, and every moment at which an action ends; or, where those are
     too many, so many at equal distances."""
     ends = np.concatenate([run.end - run.start.min(initial=0.0) for run in runs])
@@ -78,7 +79,7 @@ def moments(runs: Sequence[Run]) -> np.ndarray:
     return np.concatenate([[0.0], rounded if len(rounded) else [last]])
 
 
-def board(runs: Sequence[Run], limit: float | None) -> bytes:
+def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     """What the browser draws from; static/gantt.js reads it."""
     header = {
         "title": runs[0].schedule.name or "schedule",
@@ -103,7 +104,7 @@ def board(runs: Sequence[Run], limit: float | None) -> bytes:
     return pack(header, columns)
 
 
-def _columns(run: Run) -> dict[str, np.ndarray]:
+def _columns(run: Simulation) -> dict[str, np.ndarray]:
     schedule, begin = run.schedule, float(run.start.min(initial=0.0))
     stairs = [run.activations(rank) for rank in range(schedule.num_ranks)]
     start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one stretch of time
@@ -118,7 +119,7 @@ def _columns(run: Run) -> dict[str, np.ndarray]:
         "end": run.end - begin,
         "waits": run.waits_for,
         "message": schedule.needs.message,
-        "critical": np.array(run.critical_places(), np.int32),
+        "critical": np.array(run.critical_indices(), np.int32),
         "stair": np.cumsum([0, *(len(times) for times, _ in stairs)]),
         "stairTime": np.concatenate([times for times, _ in stairs]) - begin,
         "stairHeld": np.concatenate([held for _, held in stairs]),

@@ -12,7 +12,7 @@ import numpy as np
 
 from tplab.errors import ScheduleError
 from tplab.mesh import Axis
-from tplab.schedules import Comparison, Run, compare
+from tplab.schedules import Comparison, Simulation, compare
 from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.units import plain, time_text
@@ -44,7 +44,7 @@ class Overlay:
         return len(self.times) - 1
 
     @property
-    def predicted(self) -> Run:
+    def predicted(self) -> Simulation:
         return self.comparison.predicted
 
     @property
@@ -83,9 +83,11 @@ class Now:
     were_due: int
 
 
-def overlay(trace: Trace, predicted: Run | Comparison, axis: Axis | None = None, batch: int | None = None) -> Overlay:
+def overlay(
+    trace: Trace, predicted: Simulation | Comparison, axis: Axis | None = None, batch: int | None = None
+) -> Overlay:
     """Find the batch in the trace. Raises ScheduleError where the prediction is not of this trace."""
-    if isinstance(predicted, Run):
+    if isinstance(predicted, Simulation):
         beside = compare(predicted, trace, axis="pp" if axis is None else axis, batch=-1 if batch is None else batch)
     elif isinstance(predicted, Comparison):
         axis, batch = predicted.axis if axis is None else axis, predicted.batch if batch is None else batch

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tplab.schedules import Run, lower_bounds
+from tplab.schedules import Simulation, lower_bounds
 from tplab.widgets.paper.units import plain, time_text
 
 Shape = tuple[int, int, float, float, float, float]
@@ -63,7 +63,7 @@ PEAK: dict[str, Formula] = {
 """Microbatches held at once by the rank that holds most, where there are enough of them."""
 
 
-def facts(run: Run, limit: float | None = None) -> list[Fact]:
+def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
     """What is written under the picture of a run. `limit`, where the run keeps it, is what no rank may hold more of:
     the lower bound is then that of schedules that keep it too."""
     schedule, costs = run.schedule, run.costs

@@ -9,7 +9,7 @@ from typing import Any
 import traitlets
 
 from tplab.errors import ScheduleError, TplabError
-from tplab.schedules import RULES, Costs, Run, Schedule, auto_schedule, faults, simulate
+from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, faults, simulate, to_csv
 from tplab.widgets.gantt import SCRIPTS, Gantt, board
 from tplab.widgets.paper.card import script, style
 
@@ -60,7 +60,7 @@ class PipelineLab(Gantt):
         self.on_msg(self._on_message)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> Simulation:
         return self.runs[0]
 
     @property
@@ -86,7 +86,7 @@ class PipelineLab(Gantt):
         except TplabError as error:
             self.notice = str(error)
 
-    def _put(self, runs: list[Run], settings: dict[str, Any]) -> None:
+    def _put(self, runs: list[Simulation], settings: dict[str, Any]) -> None:
         self.show(runs, settings["memory_limit"])
         if "_picture" in vars(self):
             del self._picture
@@ -95,7 +95,7 @@ class PipelineLab(Gantt):
             self.board = board(self.runs, self.limit)
             self.notice = self._over_limit(runs, settings)
 
-    def _runs(self, settings: dict[str, Any]) -> list[Run]:
+    def _runs(self, settings: dict[str, Any]) -> list[Simulation]:
         names = ("forward", "input_grad", "weight_grad", "transfer")
         costs = Costs(**{name: settings[name] for name in names})
         schedules = [self._edited or self._made(settings["rule"], settings, costs)]
@@ -116,7 +116,7 @@ class PipelineLab(Gantt):
         return RULES[rule](ranks=ranks, microbatches=microbatches, **more).named(rule)
 
     @staticmethod
-    def _over_limit(runs: list[Run], settings: dict[str, Any]) -> str:
+    def _over_limit(runs: list[Simulation], settings: dict[str, Any]) -> str:
         limit = settings["memory_limit"]
         found = [] if limit is None else faults(runs[0].schedule, memory_limit=limit, at_most=1)
         return str(found[0]) if found else ""
@@ -157,7 +157,7 @@ class PipelineLab(Gantt):
         if kind == "svg":
             return self.to_svg()
         if kind == "csv":
-            return self.schedule.to_csv()
+            return to_csv(self.schedule)
         if kind == "perfetto":
             from tplab.trace.perfetto import chrome_trace
 

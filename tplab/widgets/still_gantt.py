@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tplab.schedules import Run
+from tplab.schedules import Simulation
 from tplab.schedules.action import CODE, B, F, I, W
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.pen import Colour, text_width
@@ -37,12 +37,12 @@ def lane_heights(num_ranks: int) -> tuple[float, float]:
     return (22, 10) if num_ranks <= 8 else (13, 6) if num_ranks <= 16 else (7, 3)
 
 
-def height(runs: Sequence[Run]) -> float:
+def height(runs: Sequence[Simulation]) -> float:
     """Of the whole picture."""
     return 54 + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
 
 
-def draw(sheet: Sheet, runs: Sequence[Run], limit: float | None = None) -> None:
+def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None) -> None:
     """One run, or several below each other on one time axis. limit: microbatches a rank may hold."""
     first = runs[0]
     x = MARGIN + sheet.text(MARGIN, 26, first.schedule.name or "schedule", size=14, bold=True, anchor="lm") + 10
@@ -62,7 +62,7 @@ def draw(sheet: Sheet, runs: Sequence[Run], limit: float | None = None) -> None:
         top += _block(run)
 
 
-def about(run: Run) -> str:
+def about(run: Simulation) -> str:
     """ "4 ranks, 8 microbatches, F : I : W = 1 : 1 : 1"."""
     schedule, costs = run.schedule, run.costs
     stages = "" if schedule.num_stages == schedule.num_ranks else f" · {schedule.num_stages} stages"
@@ -73,16 +73,16 @@ def about(run: Run) -> str:
     return text
 
 
-def badge(run: Run) -> str:
+def badge(run: Simulation) -> str:
     return "modelled · unit times" if run.costs.unit == "steps" else "modelled · seconds"
 
 
-def _block(run: Run) -> float:
+def _block(run: Simulation) -> float:
     bars, strip = lane_heights(run.schedule.num_ranks)
     return run.schedule.num_ranks * (bars + strip + 5) + 24 + 44
 
 
-def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit: float | None) -> None:
+def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None) -> None:
     schedule = run.schedule
     bars, strip = lane_heights(schedule.num_ranks)
     left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT
@@ -112,7 +112,7 @@ def _draw_run(sheet: Sheet, run: Run, top: float, end: float, most: float, limit
         x += max(text_width(name, 10), wide) + 28
 
 
-def _bar(sheet: Sheet, run: Run, place: int, at: At, y: float, size: float, slots: int) -> None:
+def _bar(sheet: Sheet, run: Simulation, place: int, at: At, y: float, size: float, slots: int) -> None:
     schedule = run.schedule
     kind, joined = int(schedule.kind[place]), bool(schedule.joined[place])
     has_second = place + 1 < len(schedule) and bool(schedule.joined[place + 1])
@@ -154,7 +154,7 @@ def draw_action(
 
 
 def _strip(
-    sheet: Sheet, run: Run, rank: int, at: At, y: float, size: float, most: float, limit: float | None
+    sheet: Sheet, run: Simulation, rank: int, at: At, y: float, size: float, most: float, limit: float | None
 ) -> None:
     """What a rank holds over time, under its bars."""
     times, held = run.activations(rank)
@@ -177,7 +177,7 @@ def _strip(
         sheet.line([(xs[0], level), (xs[-1], level)], ACCENT, 0.8)
 
 
-def sentence(runs: Sequence[Run]) -> str:
+def sentence(runs: Sequence[Simulation]) -> str:
     """One plain sentence, for where there is no picture."""
     said = [
         f"{run.schedule.name or 'a schedule'} on {run.schedule.num_ranks} ranks with {run.schedule.num_microbatches} "

@@ -6,7 +6,7 @@ import traitlets
 
 from tplab.errors import ScheduleError
 from tplab.mesh import Axis
-from tplab.schedules import Comparison, Run
+from tplab.schedules import Comparison, Simulation
 from tplab.trace.trace import Trace
 from tplab.widgets import overlay, still_overlay
 from tplab.widgets.overlay import Overlay
@@ -45,7 +45,7 @@ class Timeline(Card):
 
 
 def timeline(
-    trace: Trace, predicted: Run | Comparison | None = None, step: float = 0, *, axis: Axis | None = None,
+    trace: Trace, predicted: Simulation | Comparison | None = None, step: float = 0, *, axis: Axis | None = None,
     batch: int | None = None,
 ) -> Timeline:  # fmt: skip
     """Show where the time of every rank goes: computing, messages beside it, and waiting; how busy each rank is; and

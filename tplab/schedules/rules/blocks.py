@@ -17,7 +17,7 @@ def blocks(placement: Placement, slots: Sequence[int]) -> Iterator[Block]:
     """Blocks for a placement whose stages lie in arms of p (linear, wrapped, V, wave), the shortest first.
 
     Each arm has a slope, the slots from one stage's F (or I) to the next stage's, and each turn a pause. A block
-    without idle slots has an interval of three slots a stage; where memory is scarce, longer ones fit. Only blocks
+    without idle slots has an interval of three slots per stage; where memory is scarce, longer ones fit. Only blocks
     whose activations fit into `slots` are given.
     """
     p, num_stages = len(placement), sum(map(len, placement))

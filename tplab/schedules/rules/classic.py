@@ -1,4 +1,4 @@
-"""Schedules with one stage a rank and a whole backward: naive, GPipe, 1F1B."""
+"""Schedules with one stage per rank and a whole backward: naive, GPipe, 1F1B."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     if ranks % 2 or microbatches % 2 or microbatches < 2 * ranks:
         raise ScheduleError(
-            f"dualpipe needs an even number of ranks, and an even number of microbatches, at least two a rank; it has "
+            "dualpipe needs an even number of ranks, and an even number of microbatches, at least two per rank; it has "
             f"{ranks} ranks and {microbatches} microbatches: take {ranks + ranks % 2} ranks and "
             f"{max(microbatches + microbatches % 2, 2 * (ranks + ranks % 2))} microbatches"
         )

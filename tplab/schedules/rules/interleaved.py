@@ -1,4 +1,4 @@
-"""Schedules with several stages a rank and a whole backward: interleaved 1F1B, looped breadth-first."""
+"""Schedules with several stages per rank and a whole backward: interleaved 1F1B, looped breadth-first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.sharding import cut
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
-    """1F1B over `virtual_stages` (v) stages a rank, a group of p microbatches at a time. Narayanan et al. SC'21.
+    """1F1B over `virtual_stages` (v) stages per rank, a group of p microbatches at a time. Narayanan et al. SC'21.
 
     Rank r runs 2(p-r-1) + (v-1)p forwards ahead. The bubble is 1F1B's divided by v, the transfers are multiplied by it.
 

@@ -56,7 +56,7 @@ def riffle(first: Row, second: Row, lead: int) -> Row:
 
 
 def overlap(first: Row, second: Row) -> Row:
-    """Each of the first together with the one of the second at the same place."""
+    """Each of the first together with the one of the second at the same index."""
     second = second.copy()
     second[:, 3] = 1
     return riffle(first, second, lead=0)
@@ -75,7 +75,7 @@ def spelled(letters: str, big: tuple[int, int], small: tuple[int, int], microbat
     cells: list[tuple[int, int, int, bool]] = []
     owed: list[tuple[int, int]] = []
     taken: Counter[tuple[int, bool]] = Counter()
-    for place, letter in enumerate(letters):
+    for index, letter in enumerate(letters):
         if letter in "()":
             continue
         kind = W if letter == "*" else CODE[letter.upper()]
@@ -89,5 +89,5 @@ def spelled(letters: str, big: tuple[int, int], small: tuple[int, int], microbat
         if kind == I:
             owed.append((stage, k))
         if microbatches is None or k < microbatches:
-            cells.append((kind, stage, k, place >= 2 and letters[place - 2] == "("))
+            cells.append((kind, stage, k, index >= 2 and letters[index - 2] == "("))
     return np.array(cells, np.int32).reshape(-1, 4)

@@ -1,4 +1,4 @@
-"""Building blocks: the slots of one microbatch, stamped once a microbatch, then squeezed. Qi et al., arXiv 2405.15362.
+"""Building blocks: the slots of one microbatch, stamped for each of them, then squeezed. Qi et al., arXiv 2405.15362.
 
 A block says at which slot each stage runs F and I of microbatch 0; microbatch k runs `interval` slots later each. All
 actions take one slot here. What a rank holds in the long run is how long each of its stages keeps a microbatch, divided
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tplab.errors import ScheduleError
 from tplab.schedules.action import F, I, W
 from tplab.schedules.placement import Placement
+from tplab.schedules.rules.greedy import Durations, Step, Taste, list_schedule
 from tplab.schedules.schedule import Schedule
-from tplab.schedules.search.greedy import Durations, Step, Taste, list_schedule
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import numpy as np
 
 from tplab.errors import ScheduleError
 from tplab.schedules.placement import counts, two_way, wave
+from tplab.schedules.rules.greedy import Durations, list_schedule
 from tplab.schedules.rules.row import Row, backwards, chain, forwards
 from tplab.schedules.schedule import Schedule
-from tplab.schedules.search.greedy import Durations, list_schedule
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
@@ -55,7 +55,7 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     ranks, microbatches, virtual_stages = counts(ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
     if virtual_stages % 2:
         raise ScheduleError(
-            f"hanayo has {virtual_stages} stages a rank and needs an even number, since a wave goes down and up again; "
+            f"hanayo has {virtual_stages} stages per rank and needs an even number, since a wave goes down and up; "
             f"take {virtual_stages + 1}"
         )
     slot = [1.0] * (ranks * virtual_stages)

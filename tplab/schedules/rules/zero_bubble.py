@@ -67,7 +67,7 @@ def interleaved_zb(ranks: int, microbatches: int, virtual_stages: int = 2) -> Sc
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank, placed as a V, so that the last stage's backward starts where the first stage is. Qi et al.,
+    """Two stages per rank, placed as a V, so that the last stage's backward starts where the first stage is. Qi et al.,
     ICLR 2024 and arXiv 2405.15362 (ZB-V); torch's ScheduleZBVZeroBubble.
 
     No gap in any rank's span when F = I = W, with p microbatches held, as in 1F1B. Big letters are the rank's

@@ -13,6 +13,7 @@ from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
 from tplab.schedules.rules.blocks import blocks
 from tplab.schedules.rules.classic import gpipe, one_f_one_b
+from tplab.schedules.rules.greedy import Durations, Taste, list_schedule
 from tplab.schedules.rules.interleaved import interleaved_1f1b, looped_bfs
 from tplab.schedules.rules.row import chain, row
 from tplab.schedules.rules.stamp import Block
@@ -20,7 +21,6 @@ from tplab.schedules.rules.v_shapes import v_half, v_min
 from tplab.schedules.rules.waves import hanayo
 from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule
-from tplab.schedules.search.greedy import Durations, Taste, list_schedule
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import peak_activations
 
@@ -43,8 +43,8 @@ def auto_schedule(
     """A good schedule for these costs that keeps within the memory limit.
 
     costs           as for `simulate`; left out, F = I = W = 1
-    memory_limit    the most microbatches whose activations a rank may hold (one figure, or one a rank)
-    placement       "linear", "v", "wrapped" (with `virtual_stages` a rank), or a placement
+    memory_limit    the most microbatches whose activations a rank may hold (one figure, or one per rank)
+    placement       "linear", "v", "wrapped" (with `virtual_stages` per rank), or a placement
     split_backward  whether the backward may be split into I and W
     objective       "makespan"; or "span", for when a rank takes its optimizer step as soon as it is done
     solver          "heuristic"; "quick", its first guesses, for an answer at once; or "exact", the proven best, for
@@ -155,7 +155,7 @@ def _fits(schedule: Schedule, slots: Sequence[int]) -> bool:
 
 
 def _durations(held: Placement, microbatches: int, costs: Costs, split: bool) -> Durations:
-    """The costs as list scheduling wants them: one figure a stage, the mean over the microbatches."""
+    """The costs as list scheduling wants them: one figure per stage, the mean over the microbatches."""
     k = np.arange(microbatches)
     kinds = (F, I, W) if split else (F, B)
     rows = [chain(*(row(kind, stage, k) for kind in kinds for stage in stages)) for stages in held]
@@ -180,5 +180,5 @@ def _placement(placement: str | Placement, ranks: int, virtual_stages: int) -> P
             raise ScheduleError(f"a placement for {ranks} ranks names every stage once; {held} does not")
         return held
     if placement not in ("linear", "v", "wrapped"):
-        raise ScheduleError(f"the placement is 'linear', 'v', 'wrapped' or a tuple of stages a rank, not {placement!r}")
+        raise ScheduleError(f"the placement is 'linear', 'v', 'wrapped' or one tuple per rank, not {placement!r}")
     return v_shape(ranks) if placement == "v" else wrapped(ranks, 1 if placement == "linear" else virtual_stages)

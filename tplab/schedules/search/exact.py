@@ -43,14 +43,14 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
     horizon = int(lasts.sum() + lags.sum())
 
     model = cp_model.CpModel()
-    begin = [model.new_int_var(0, horizon, f"start {place}") for place in range(len(start))]
-    end = [begin[place] + int(lasts[place]) for place in range(len(start))]
-    for place in range(len(start)):
-        model.add_hint(begin[place], round(float(run.start[place]) * scale))
-        if message[place] >= 0:
-            model.add(begin[place] >= end[message[place]] + int(lags[place]))
-        if start.needs.own[0][place] >= 0:
-            model.add(begin[place] >= end[start.needs.own[0][place]])
+    begin = [model.new_int_var(0, horizon, f"start {index}") for index in range(len(start))]
+    end = [begin[index] + int(lasts[index]) for index in range(len(start))]
+    for index in range(len(start)):
+        model.add_hint(begin[index], round(float(run.start[index]) * scale))
+        if message[index] >= 0:
+            model.add(begin[index] >= end[message[index]] + int(lags[index]))
+        if start.needs.own[0][index] >= 0:
+            model.add(begin[index] >= end[start.needs.own[0][index]])
     for kinds in ((F,), (B, I), (W,)):
         for stage in range(start.num_stages):
             rows = np.flatnonzero(np.isin(start.kind, kinds) & (start.stage == stage))
@@ -59,24 +59,24 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
                 model.add(begin[next_one] >= end[one])
     lets_go = np.where(start.needs.weight >= 0, start.needs.weight, start.needs.backward)
     for rank in range(start.num_ranks):
-        places = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
-        model.add_no_overlap([model.new_fixed_size_interval_var(begin[x], int(lasts[x]), f"work {x}") for x in places])
+        indices = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
+        model.add_no_overlap([model.new_fixed_size_interval_var(begin[x], int(lasts[x]), f"work {x}") for x in indices])
         held = []
-        for place in places:
-            if start.kind[place] == F:
-                gone = end[lets_go[start.stage[place], start.microbatch[place]]]
-                length = model.new_int_var(0, horizon, f"life {place}")
-                held.append(model.new_interval_var(begin[place], length, gone, f"held {place}"))
+        for index in indices:
+            if start.kind[index] == F:
+                gone = end[lets_go[start.stage[index], start.microbatch[index]]]
+                length = model.new_int_var(0, horizon, f"life {index}")
+                held.append(model.new_interval_var(begin[index], length, gone, f"held {index}"))
         model.add_cumulative(held, [1] * len(held), int(slots[rank]))
 
     longest = model.new_int_var(0, horizon, "longest")
     for rank in range(start.num_ranks):
-        places = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
+        indices = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
         first = model.new_int_var(0, horizon, f"first {rank}")
         if objective == "span":
-            model.add_min_equality(first, [begin[place] for place in places])
-        for place in places:
-            model.add(longest >= end[place] - (first if objective == "span" else 0))
+            model.add_min_equality(first, [begin[index] for index in indices])
+        for index in indices:
+            model.add(longest >= end[index] - (first if objective == "span" else 0))
     model.minimize(longest)
 
     solver = cp_model.CpSolver()

@@ -12,7 +12,7 @@ from tplab.errors import ScheduleError, ShapeError
 from tplab.mesh import Axis
 from tplab.pipeline.microbatches import check_microbatches
 from tplab.schedules import Action, Costs, Schedule
-from tplab.schedules.execute import require_ranks
+from tplab.schedules.execute import program, require_ranks
 from tplab.torch.comm.collectives import all_reduce, start
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.copies import GradientSync, Tied
@@ -79,7 +79,7 @@ def train_batch(
     worker = _Worker(schedule, stages, microbatches, loss, axis, checkpoint_every, costs)
     ties: Tied = getattr(stages, "tied", ()) if tied is None else tied
     sync = GradientSync(worker.stages, schedule.placement, axis, data_axis, ties)
-    for action in schedule.program[worker.place.index]:
+    for action in program(schedule)[worker.place.index]:
         if action.kind == "REDUCE_GRAD":
             sync.reduce(action.stage, worker.gradients)
         else:

@@ -64,7 +64,7 @@ def list_schedule(
     taste: Taste | None = None,
     plan: Sequence[Sequence[Step]] | None = None,
 ) -> list[Row]:
-    """One row a rank. `limits` is how many stage activations each rank may hold.
+    """One row per rank. `limits` is how many stage activations each rank may hold.
 
     Without a plan, a forward is begun only where the rank could still take the microbatches in flight to their end,
     oldest first, within its limit (the banker's rule): a rank never locks itself out.
@@ -134,7 +134,7 @@ def list_schedule(
     while left:
         if not queue:
             raise ScheduleError(
-                f"no schedule with at most {list(limits)} stage activations a rank was found; allow more"
+                f"no schedule with at most {list(limits)} stage activations per rank was found; allow more"
             )
         now, number = heapq.heappop(queue)
         rank = ranks[number]
