@@ -88,8 +88,16 @@ def test_what_nobody_sends_or_takes_is_found(on):
         if axis_index("pp") == 0:
             send(torch.ones(2), "pp", 1)
 
-    with pytest.raises(CollectiveMismatchError, match=r"send\(x, 'pp', 1\), which rank 0 called"):
+    words = r"send\(x, 'pp', 1\), which rank 0 called at .*:\d+, meets no receive: rank 1 returned without calling it"
+    with pytest.raises(CollectiveMismatchError, match=words):
         run(left, Mesh(pp=2), on=on)
+
+    def begun():
+        if axis_index("pp") == 1:
+            start(receive, "pp", 0)
+
+    with pytest.raises(CollectiveMismatchError, match=r"receive\('pp', 0\), which rank 1 .* meets no send: rank 0"):
+        run(begun, Mesh(pp=2), on=on)
 
 
 def test_errors_in_words():

@@ -581,6 +581,7 @@ def test_more_ranks_than_there_can_be_threads(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(threading.Thread, "start", starts_three)
     state = torch.get_rng_state()
-    failure(lambda: barrier(), RuntimeError)
+    error = failure(lambda: barrier(), MeshError)
+    assert "this machine would not start more than 3 of them" in str(error)
     monkeypatch.undo()
     assert torch.equal(torch.get_rng_state(), state)

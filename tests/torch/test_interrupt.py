@@ -63,6 +63,11 @@ def in_a_loop_of_a_run_inside_a_rank():
         run(python_loop, Mesh(tp=3))
     barrier()
 
+def in_runs_inside_all_ranks():
+    while True:
+        run(lambda: all_reduce(torch.ones(1), "q"), Mesh(q=3))
+        barrier()
+
 def asleep():
     time.sleep(6)
 
@@ -72,8 +77,10 @@ def in_a_long_tensor_operation():
 before = torch.get_rng_state()
 torch.manual_seed(5)
 state = torch.get_rng_state()
+pressed = 0
 for program, left_behind in PROGRAMS:
-    press(0.4)
+    press(0.3 + 0.01 * pressed)
+    pressed += 1
     began = time.monotonic()
     try:
         run(program, Mesh(tp=4))
@@ -101,6 +108,7 @@ def interrupted(*names: str, left_behind: bool = False) -> None:
     )  # fmt: skip
     assert out.returncode == 0, out.stderr
     assert out.stdout.split() == list(names)
+    assert not out.stderr
 
 
 def test_ctrl_c_ends_ranks_that_compute_talk_or_wait():
@@ -113,6 +121,7 @@ def test_ctrl_c_ends_ranks_that_compute_talk_or_wait():
         "in_short_tensor_operations",
         "in_a_run_inside_a_rank",
         "in_a_loop_of_a_run_inside_a_rank",
+        *["in_runs_inside_all_ranks"] * 6,
     )
 
 
@@ -148,9 +157,11 @@ def test_ctrl_c_at_any_moment():
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert sys.stdout is sys.__stdout__
     deadline = time.monotonic() + 10
-    while threading.active_count() > 1 and time.monotonic() < deadline:
+    def ranks():
+        return [thread for thread in threading.enumerate() if thread.is_alive() and thread.name.startswith("rank")]
+    while ranks() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert threading.active_count() == 1, threading.enumerate()
+    assert not ranks()
     assert run(lambda: all_reduce(torch.ones(1), "tp").item(), Mesh(tp=3)).per_rank == [3.0] * 3
     print(finished, interrupted)
     """
@@ -162,6 +173,44 @@ def test_ctrl_c_at_any_moment():
     assert finished + interrupted >= 80  # one that has finished may be interrupted on the next line, and counts twice
     assert interrupted >= 5
     assert signal.getsignal(signal.SIGINT) is not None
+
+
+def test_ctrl_c_while_another_run_has_the_floor():
+    """It comes out of the run that waits, at once, and the other one goes on."""
+    script = """
+    import os, signal, threading, time
+    import torch
+    from tplab import Mesh
+    from tplab.torch import barrier, run
+
+    asleep, wake, found = threading.Event(), threading.Event(), []
+
+    def sleeper():
+        asleep.set()
+        wake.wait()
+        barrier()
+        return "woken"
+
+    def press():
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    other = threading.Thread(target=lambda: found.extend(run(sleeper, Mesh(tp=2)).per_rank))
+    other.start()
+    asleep.wait()
+    threading.Thread(target=press).start()
+    try:
+        run(barrier, Mesh(tp=2))
+    except KeyboardInterrupt:
+        wake.set()
+    other.join()
+    print(*found, *run(lambda: "next", Mesh(tp=2)).per_rank)
+    """
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert out.stdout.split() == ["woken", "woken", "next", "next"], out.stderr
+    assert not out.stderr
 
 
 def test_ctrl_c_while_threading_holds_its_own_lock(monkeypatch):

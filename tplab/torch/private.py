@@ -6,6 +6,7 @@ They have no promise of torch's: a new version may rename them. All were tried o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -71,6 +72,8 @@ graph_task: Callable[[], int] = _C._current_graph_task_id
 """The number of the backward pass that this thread is in; -1 outside of one."""
 transform = _C._functorch.peek_interpreter_stack
 """The transformation of torch.func (grad, vmap, ...) whose function this thread runs; None outside of one."""
+forward_level: Callable[[], int] = partial(getattr, torch.autograd.forward_ad, "_current_level")
+"""How deep the process is in forward-mode differentiation; -1 outside of it."""
 saved_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 """The innermost hooks on saved tensors: torch calls only these, so that new ones have to hand on to them."""
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
@@ -89,14 +92,8 @@ SAVED = "_saved_"
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-copy_on_write = torch._lazy_clone
-"""A copy that shares memory until one of the two is written to."""
-address_of: Callable[[Tensor], int] = _C._data_address
-"""Where the data of a tensor begins. Reading it copies nothing, as data_ptr() would after copy_on_write."""
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells a storage from all others that live, without an address that would be read."""
-num_users: Callable[[int], int] = _C._storage_Use_Count
-"""How many tensors and storages use the memory with this `storage_id`."""
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 

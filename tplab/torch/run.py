@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,7 @@ from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.torch.ranks import results
-from tplab.torch.ranks.arguments import Arguments
-from tplab.torch.ranks.printing import print_by_rank
-from tplab.torch.ranks.rank import current_rank_or_none
-from tplab.torch.ranks.turns import Turns
+from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.trace.trace import Trace
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -111,16 +108,7 @@ def run(
         run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
         per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=record, device=place, title=title)
         return Result(per_rank, make_trace, mesh, out_specs)
-    turns = Turns(mesh, title=title, cluster=known, clock=clock, seed=seed, record=record, device=place)
-    pieces = Arguments(args, in_specs, mesh, place)
-    programs = [partial(fn, *pieces.of(rank)) for rank in mesh.ranks]
-    del pieces
-    with print_by_rank([rank.printed for rank in turns.ranks], _sheet_of_writer):
-        per_rank = [results.without_graph(result) for result in turns.run(programs)]
-    unit, name = ("steps", None) if known is None else ("s", known.name)
-    recorder = turns.recorder
-    return Result(per_rank, lambda: recorder.trace(clock=clock, unit=unit, cluster=name), mesh, out_specs)
-
-
-def _sheet_of_writer() -> list[str] | None:
-    return getattr(current_rank_or_none(), "printed", None)
+    per_rank, make_trace = run_on_simulated_ranks(
+        fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=record, device=place, title=title
+    )
+    return Result(per_rank, make_trace, mesh, out_specs)

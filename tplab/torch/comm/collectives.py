@@ -175,7 +175,10 @@ def ring_shift(x: Tensor, axis: Axis, shift: int = 1) -> Call:
 def barrier(axis: Axis | None = None) -> None:
     """Wait until every rank of `axis` (of the whole mesh, if None) is here."""
     rank = this_rank()
-    rank.do(rank.call("barrier", rank.mesh.axis_names if axis is None else axis), torch.empty(0, device="cpu"))
+    rank.do(rank.call("barrier", rank.mesh.axis_names if axis is None else axis), _NOTHING)
+
+
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _whole_number(given: Any, name: str) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.frames import Side, with_tuples
-from tplab.torch.ranks.rank import call_text
+from tplab.torch.ranks.rank import THE_SAME, call_text, unmet_text
 
 REMEMBERED = 256
 """How many of its last collectives a rank can name."""
@@ -96,7 +96,7 @@ def mismatch(group: Group, number: int, sides: Sequence[Side]) -> CollectiveMism
     ]
     return CollectiveMismatchError(
         f"collective number {number + 1} over axis {sides[0].key[1]!r} is not the same on all of ranks "
-        f"{', '.join(map(str, group))}:\n" + "\n".join(lines) + f"\n{_THE_SAME}, with the same shapes and dtypes"
+        f"{', '.join(map(str, group))}:\n" + "\n".join(lines) + f"\n{THE_SAME}, with the same shapes and dtypes"
     )
 
 
@@ -108,13 +108,9 @@ def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
         came = [report for report in members if report.has_begun(group, number)]
         if came:
             side = came[0].calls.get((group, number))
-            about = "" if side is None else f" over axis {side.key[1]!r}, {call_text(*side.key)},"
-            at = "" if side is None else f" at {side.where}"
-            absent = [report.rank for report in members if report not in came]
-            return CollectiveMismatchError(
-                f"collective number {number + 1}{about} which rank {came[0].rank} called{at}:\n"
-                f"  {_ranks(absent)} returned without calling it\n{_THE_SAME}"
-            )
+            absent = _ranks([report.rank for report in members if report not in came])
+            key, where = (side.key, side.where) if side else (None, None)
+            return CollectiveMismatchError(unmet_text(key, number, came[0].rank, where, absent))
     return None
 
 
@@ -130,10 +126,7 @@ def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
         is_message = wait.side.key[0] in ("ppermute", "ring_shift", "receive")
         missing = ("a message from " if is_message else "") + _ranks(absent)
         lines.append(f"  rank {rank} waits in {call_text(*wait.side.key)} at {wait.side.where} for {missing}")
-    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{_THE_SAME}, and none may return before")
-
-
-_THE_SAME = "every rank of a group must call the same collectives in the same order"
+    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{THE_SAME}, and none may return before")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

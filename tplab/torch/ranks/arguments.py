@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec, shard_slices
-from tplab.torch.private import copy_on_write, pytree
-from tplab.torch.ranks.outcomes import COPY_AT_ONCE, own, owns_memory
+from tplab.torch.private import pytree
+from tplab.torch.ranks.outcomes import WITHOUT_KERNELS, own
+from tplab.torch.ranks.pages import SHARED_FROM, Pages
 
 
 def arguments_of(rank: int, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None) -> list[Any]:
-    """The arguments of one rank: see `Arguments`."""
-    return Arguments(args, in_specs, mesh, device).of(rank)
+    """The arguments of one rank that is alone in its process: see `Arguments`."""
+    return Arguments(args, in_specs, mesh, device, num_here=1).of(rank)
 
 
 class Arguments:
@@ -31,15 +32,16 @@ class Arguments:
     in_specs   None (everything whole), one P for all, or a sequence with an entry an argument; an entry is None, a P
                for every tensor in that argument, or a structure of them
 
-    Pieces are copied. A large tensor that ranks get whole is copied when one of them writes to it, and not before, so
-    that what they only read lies in memory once; where its memory is not torch's alone, as with NumPy arrays, once
-    more. Inside one rank things stay together as they were: a module and its optimizer, a tensor that is given twice.
+    num_here   how many of the ranks are in this process
+
+    Everything is copied. Of a large tensor that several ranks get whole there is one copy, until one of them writes to
+    it. Inside one rank things stay together as they were: a module and its optimizer, a tensor that is given twice.
     Like what is sent to another process, a tensor leaves its `.grad` behind.
     """
 
-    def __init__(self, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None):
-        self._mesh, self._device = mesh, device
-        self._originals: dict[int, Tensor] = {}
+    def __init__(self, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None, num_here: int):
+        self._mesh, self._device, self._num_here = mesh, device, num_here
+        self._pages: dict[int, Pages] = {}
         self._trees: list[tuple[Any, list[Any], list[P]]] = []
         for arg, entry in zip(args, entries_of(in_specs, len(args), "in_specs", "arguments"), strict=True):
             leaves, structure = pytree.tree_flatten(arg)
@@ -74,27 +76,28 @@ class Arguments:
         return args
 
     def _piece(self, leaf: Any, spec: P, rank: int) -> Tensor:
-        original, device = self._original(leaf), self._device
+        original, device = leaf if isinstance(leaf, Tensor) else _tensor_of(leaf), self._device
         if spec.axis_names:
             piece = original[shard_slices(original.shape, spec, self._mesh, rank)]
             piece = piece.clone(memory_format=torch.contiguous_format).to(device or original.device)
         elif device is not None and original.device != device:
             piece = original.detach().to(device)
         else:
-            piece = _own_as_it_lies(original)
+            piece = self._whole(original, id(leaf))
         if isinstance(leaf, nn.Parameter):
             return nn.Parameter(piece, requires_grad=leaf.requires_grad)
         return piece.requires_grad_(isinstance(leaf, Tensor) and leaf.requires_grad)
 
-    def _original(self, leaf: Any) -> Tensor:
-        """A tensor to copy from: the given one, or where copies cannot share its memory, a first copy of it."""
-        known = self._originals.get(id(leaf))
-        if known is None:
-            known = leaf if isinstance(leaf, Tensor) else _tensor_of(leaf)
-            if not _can_be_shared(known):
-                known = known.detach().clone()
-            self._originals[id(leaf)] = known
-        return known
+    def _whole(self, x: Tensor, key: int) -> Tensor:
+        """A copy of all of x, in the order in which x lies in memory, as torch's clone has it."""
+        if x.dtype in WITHOUT_KERNELS:
+            return own(x)
+        is_plain = x.is_cpu and x.layout is torch.strided
+        if self._num_here == 1 or not is_plain or x.numel() * x.itemsize < SHARED_FROM:
+            return x.clone()
+        if key not in self._pages:
+            self._pages[key] = Pages(x)
+        return self._pages[key].copy()
 
     def _copied(self, leaf: Any, place: int, memo: dict[int, Any]) -> Any:
         if isinstance(leaf, ModuleType):
@@ -136,33 +139,6 @@ def spread(spec: Any, tree: Any, name: str) -> list[P]:
         raise SpecError(f"{name} has the keys {sorted(spec)} where the value has {sorted(tree)}; give the same ones")
     keys = list(tree) if isinstance(tree, dict) else range(len(tree))
     return [leaf for key in keys for leaf in spread(spec[key], tree[key], name)]
-
-
-def _own_as_it_lies(x: Tensor) -> Tensor:
-    """`own`, in the order in which x lies in memory, as torch's clone has it."""
-    if x.layout is not torch.strided or x.is_contiguous() or not _is_dense(x):
-        return own(x)
-    return copy_on_write(x) if x.is_cpu and x.nbytes > COPY_AT_ONCE else x.clone()
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of x lie behind one another, in whatever order of dims."""
-    step = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
-
-
-def _can_be_shared(x: Tensor) -> bool:
-    """Whether copies of x may share its memory, or are not worth the question."""
-    if not x.is_cpu or x.layout is not torch.strided or x.nbytes <= COPY_AT_ONCE:
-        return True
-    try:
-        return owns_memory(x) and copy_on_write(x) is not None
-    except RuntimeError:  # not allocated by torch
-        return False
 
 
 def _tensor_of(array: np.ndarray) -> Tensor:

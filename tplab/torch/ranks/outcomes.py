@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tplab.errors import ShapeError
 from tplab.sharding import share
-from tplab.torch.private import copy_on_write, num_users, storage_id
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -83,33 +82,11 @@ def signature(call: Call, x: Tensor) -> tuple[Any, ...]:
 
 
 def own(x: Tensor) -> Tensor:
-    """A contiguous tensor with the values of `x`, which nobody else's writes reach.
-
-    A small tensor is copied. A large one shares its memory until either side writes to it (copy-on-write, which torch
-    does inside), so a weight that eight ranks only read lies in memory once. That is kept to memory which torch has
-    allocated for this tensor alone: where there are views of it, one of them may be NumPy's, whose writes torch does
-    not see; and the copy of a small piece should not keep the large whole alive.
-
-    `x` itself counts, not an alias of it: without a graph around it (`torch.no_grad`), pass x rather than x.detach().
-    """
-    if x.nbytes > COPY_AT_ONCE and x.is_cpu and x.is_contiguous() and owns_memory(x):
-        try:
-            return copy_on_write(x)
-        except RuntimeError:  # not allocated by torch
-            pass
+    """A contiguous tensor with the values of `x`, in memory of its own."""
     try:
         return x.clone(memory_format=torch.contiguous_format)
     except NotImplementedError:  # of bits
         return x.contiguous().view(BITS[x.itemsize]).clone().view(x.dtype)
-
-
-def owns_memory(x: Tensor) -> bool:
-    """Whether `x` is all that its memory is used for."""
-    storage = x.untyped_storage()
-    return num_users(storage_id(storage)) == 2 and storage.nbytes() == x.nbytes  # used by x, and by `storage`
-
-
-COPY_AT_ONCE = 1 << 12  # bytes; up to here a copy costs no more than keeping account
 
 
 def check_tensor(op: str, x: Any) -> Tensor:

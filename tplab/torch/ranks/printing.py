@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 
-class _ByRank:
-    """Stands in for sys.stdout: what a rank writes is kept for later, everybody else's goes through."""
+class Sheet:
+    """Stands in for sys.stdout while a rank has its turn: what the rank writes is kept for later, what others write
+    goes through to `stream`.
 
-    def __init__(self, stream: TextIO, sheet_of_writer: Callable[[], list[str] | None]):
-        self._stream, self._sheet_of_writer = stream, sheet_of_writer
+    is_writer   whether the thread that asks is the rank's
+    """
+
+    def __init__(self, stream: TextIO, is_writer: Callable[[], bool]):
+        self.stream, self._is_writer = stream, is_writer
+        self.pieces: list[str] = []
+        self.is_shown = False
 
     def write(self, text: str) -> int:
-        sheet = self._sheet_of_writer()
-        if sheet is None:
-            return self._stream.write(text)
-        sheet.append(text)
+        if not self._is_writer():
+            return self.stream.write(text)
+        self.pieces.append(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -26,23 +30,25 @@ class _ByRank:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:  # all else is that of the stream
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
-@contextmanager
-def print_by_rank(sheets: list[list[str]], sheet_of_writer: Callable[[], list[str] | None]) -> Iterator[None]:
-    """While this is open, what a rank prints goes to its sheet; at the end, also after a failure, all are shown."""
-    stream = sys.stdout
-    stand_in = sys.stdout = _ByRank(stream, sheet_of_writer)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if sys.stdout is stand_in:  # and not what the program has put there
-            sys.stdout = stream
-        show(sheets, stream)
+def beneath(stream: TextIO) -> TextIO:
+    """The stream under sheets of runs that are over, which another thread has put back."""
+    while isinstance(stream, Sheet) and stream.is_shown:
+        stream = stream.stream
+    return stream
 
 
-def show(sheets: list[list[str]], stream: TextIO | None = None) -> None:
+def show_sheets(sheets: Sequence[Sheet]) -> None:
+    """Print the sheets of all ranks where the run has found sys.stdout."""
+    for sheet in sheets:
+        sheet.is_shown = True
+    if sheets:
+        show([sheet.pieces for sheet in sheets], sheets[0].stream)
+
+
+def show(sheets: Sequence[Sequence[str]], stream: TextIO | None = None) -> None:
     """Print the sheets of all ranks, rank 0 first, a label before each line."""
     for rank, sheet in enumerate(sheets):
         text = "".join(sheet)

@@ -78,8 +78,26 @@ def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
 
 
 _GIVEN = {"reduce_scatter": 2, "send": 1}
+THE_SAME = "every rank of a group must call the same collectives in the same order"
 MESSAGES = ("send", "receive")
 """What one rank calls to send to another, and what that one calls."""
+
+
+def unmet_text(key: tuple[Any, ...] | None, number: int, rank: int, where: str | None, absent: str) -> str:
+    """What is wrong where `rank` has called a collective that others of its group, the `absent` ones, never call.
+
+    key      the collective, as `Call.key`, and `where` it was called; None where that is not known any more
+    number   how many its group had before
+    """
+    called = f"rank {rank} called" + (f" at {where}" if where else "")
+    if key is not None and key[0] in MESSAGES:
+        (other,) = (op for op in MESSAGES if op != key[0])
+        return (
+            f"{call_text(*key)}, which {called}, meets no {other}: {absent} returned without calling it;\n"
+            "the k-th send to a rank meets the k-th receive there, so there must be as many of both"
+        )
+    about = f" over axis {key[1]!r}, {call_text(*key)}," if key is not None else ""
+    return f"collective number {number + 1}{about} which {called}:\n  {absent} returned without calling it\n{THE_SAME}"
 
 
 class Doing(NamedTuple):
@@ -243,18 +261,18 @@ class Lines:
         self._is_program = _IsProgram()
         self._texts: dict[tuple[str, int], str] = {}
 
-    def frame(self, depth: int = 0) -> FrameType:
-        """The innermost frame that is the program's and not an installed package's; the first `depth` are not."""
+    def frame(self) -> FrameType:
+        """The innermost frame of the program; of a program that is an installed package, the one that calls tplab."""
         is_program = self._is_program
-        frame: FrameType | None = sys._getframe(depth + 1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if is_program[frame.f_code.co_filename]:
                 return frame
             frame = frame.f_back
-        innermost = sys._getframe(depth + 1)
-        while innermost.f_back is not None and innermost.f_code.co_filename.startswith(_OURS):
-            innermost = innermost.f_back  # the program itself is an installed package
-        return innermost
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        return frame
 
     def here(self) -> str:
         """The line of the innermost frame that is the program's."""

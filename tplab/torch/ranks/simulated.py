@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, num_modes
 from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.labels import UNKNOWN, Label
@@ -18,41 +18,33 @@ from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.outcomes import own, results
 from tplab.torch.ranks.provenance import Provenance
-from tplab.torch.ranks.rank import Call, Doing, Pending, Rank
+from tplab.torch.ranks.rank import THE_SAME, Call, Doing, Pending, Rank
+from tplab.torch.ranks.turns import Released, Seat
 from tplab.torch.ranks.values import dtype_name, values_of
-
-if TYPE_CHECKING:
-    from tplab.torch.ranks.turns import Turns
+from tplab.torch.ranks.world import World
 
 
 class SimulatedRank(Rank):
-    """A rank that is a thread of this process and takes its turn.
+    """A rank that is a thread of this process and takes its turn, which `seat` is for.
 
     `clock` is its own time: seconds of the modelled cluster, or hops without one. `hops` counts the rounds of
     communication that lie behind it, and is the clock where there is no cluster.
     """
 
-    def __init__(self, rank: int, turns: Turns):
-        super().__init__(rank, turns.mesh)
-        self.turns = turns
-        self.turn = Lock()  # held by others until it is this rank's turn
-        self.turn.acquire()
-        self.thread: Thread | None = None
-        self.random_state: Any = None
-        self.result: Any = None
-        self.is_in_program = self.finished = False
+    def __init__(self, rank: int, world: World, seat: Seat):
+        super().__init__(rank, world.mesh)
+        self.world, self.seat, self.seed = world, seat, world.seed
         self.waits_in: tuple[Site, Meeting] | None = None
-        self.printed: list[str] = []
         self.clock = 0.0
         self.hops = 0.0
-        self._is_timed = turns.clock == "measured"
+        self._is_timed = world.is_timed
         self._seen_at = 0.0
         self._doing: Burst | None = None
         self._sites: dict[tuple[Any, ...], Site] = {}
-        is_modelled = turns.cluster is not None and not self._is_timed
+        is_modelled = world.cluster is not None and not world.is_timed
         self._meter = Meter(rank, self._computed if is_modelled else None)
         self._provenance = Provenance(
-            rank, self.labels, turns.recorder, self._meter, turns.num_left_to_keep, self._is_timed
+            rank, self.labels, world.recorder, self._meter, world.num_left_to_keep, world.is_timed
         )
 
     # --- the program's own work ----------------------------------------------------------------------------------
@@ -72,7 +64,7 @@ class SimulatedRank(Rank):
 
     def _computed(self, done: Cost) -> None:
         """Advance the modelled clock by one tensor operation."""
-        cluster = self.turns.cluster
+        cluster = self.world.cluster
         assert cluster is not None
         dtype = dtype_name(done.output.dtype)
         start = self.clock
@@ -80,7 +72,7 @@ class SimulatedRank(Rank):
         if self._doing is not None:
             self._doing.add(start, self.clock, done.flops, done.num_bytes)
             return
-        self.turns.recorder.add(
+        self.world.recorder.add(
             self.rank, "compute", done.op, start, self.clock,
             bytes=done.num_bytes, flops=done.flops, shape=tuple(done.output.shape), dtype=dtype,
             **self._provenance.contents(done.output, self.labels.get(done.output)),
@@ -89,15 +81,15 @@ class SimulatedRank(Rank):
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         """Where computing takes no time of its own, an addition to what was received is an event of no length."""
         if self._meter.on_cost is None and self._doing is None:
-            self.turns.recorder.add(
+            self.world.recorder.add(
                 self.rank, "compute", op, self.clock, self.clock, shape=tuple(x.shape), dtype=dtype_name(x.dtype),
                 **self._provenance.contents(x, label),
             )  # fmt: skip
 
     def _now(self) -> float:
         """Seconds of this machine. A GPU runs behind the program: what is on its way there counts as done by now."""
-        if self._is_timed and self.turns.device is not None and self.turns.device.type == "cuda":
-            torch.cuda.synchronize(self.turns.device)
+        if self._is_timed and self.world.device is not None and self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
     def _catch_up(self) -> None:
@@ -106,20 +98,20 @@ class SimulatedRank(Rank):
         if self._doing is not None:
             self._doing.add(start, self.clock)
         else:
-            self.turns.recorder.add(self.rank, "compute", "compute", start, self.clock)
+            self.world.recorder.add(self.rank, "compute", "compute", start, self.clock)
 
     @contextmanager
     def doing(self, about: Doing) -> Iterator[None]:
         if self._is_timed:
             self._catch_up()
             self._seen_at = self._now()
-        self._doing = Burst(self.turns.recorder, self.rank, about, self.clock)
+        self._doing = Burst(self.world.recorder, self.rank, about, self.clock)
         try:
             yield
             if self._is_timed:
                 self._catch_up()
                 self._seen_at = self._now()
-            elif self.turns.cluster is None:
+            elif self.world.cluster is None:
                 self.clock += about.takes
                 self._doing.end = self.clock
             self._doing.note()
@@ -127,7 +119,7 @@ class SimulatedRank(Rank):
             self._doing = None
 
     def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
-        return Label(self.turns.recorder.chunk(origin_rank, piece), contributors)
+        return Label(self.world.recorder.chunk(origin_rank, piece), contributors)
 
     def starts_with(self, x: Tensor) -> None:
         self._provenance.starts_with(x)
@@ -187,21 +179,22 @@ class SimulatedRank(Rank):
         return result
 
     def _site(self, call: Call, x: Tensor) -> Site:
-        frame = self.turns.lines.frame(4)
+        world = self.world
+        frame = world.lines.frame()
         code = frame.f_code
         key = (call, x.shape, x.dtype, id(code), frame.f_lasti)
         site = self._sites.get(key)
         if site is None:
-            turns, ranks = self.turns, call.place.group
-            group = turns.groups.setdefault(ranks, Group(ranks))
-            where = turns.lines.text(frame)
-            site = self._sites[key] = Site(call, x, self.rank, group, where, code, turns.recorder)
+            ranks = call.place.group
+            group = world.groups.setdefault(ranks, Group(ranks))
+            where = world.lines.text(frame)
+            site = self._sites[key] = Site(call, x, self.rank, group, where, code, world.recorder)
         return site
 
     def _arrive(self, site: Site) -> Meeting:
         """The meeting of the group to which this call belongs; this rank has come to it."""
-        if self.turns.failure is not None:
-            self.turns.release()
+        if self.seat.turns.failure is not None:
+            raise Released
         group, index = site.group, site.index
         number = group.num_calls[index]
         group.num_calls[index] = number + 1
@@ -209,7 +202,7 @@ class SimulatedRank(Rank):
         if meeting is None:
             meeting = group.open[number] = Meeting(number, site.signature)
         elif meeting.signature is not site.signature:
-            raise self.turns.mismatch(meeting, self.rank, site)
+            raise self._mismatch(meeting, site)
         meeting.sites[index] = site
         if len(meeting.sites) == group.size:
             del group.open[number]
@@ -217,35 +210,35 @@ class SimulatedRank(Rank):
 
     def _send(self, site: Site, x: Tensor, meeting: Meeting) -> None:
         """Put this rank's message where its receiver finds it. Sending never waits."""
-        turns, rank, payload, num_bytes = self.turns, self.rank, own(x), site.num_bytes
+        world, rank, payload, num_bytes = self.world, self.rank, own(x), site.num_bytes
         target: int = site.target  # type: ignore
         if target == rank:
             meeting.messages[target] = payload, self.clock, self.hops, self.labels.get(x) or UNKNOWN
             return
-        start, end = turns.links.message(rank, target, num_bytes, self.clock)
+        start, end = world.links.message(rank, target, num_bytes, self.clock)
         hop, hop_end = start, end
-        if turns.cluster is not None:
-            hop, hop_end = turns.hop_links.message(rank, target, num_bytes, self.hops)
+        if world.cluster is not None:
+            hop, hop_end = world.hop_links.message(rank, target, num_bytes, self.hops)
         label, values = UNKNOWN, None
-        if turns.num_left_to_keep > 0:
-            turns.num_left_to_keep -= 1
+        if world.num_left_to_keep > 0:
+            world.num_left_to_keep -= 1
             label = self._provenance.of(x)
             values = values_of(payload) if site.is_small else None
         elif not self._provenance.has_lost_track:
             self._provenance.stop()
         meeting.messages[target] = payload, end, hop_end, label
-        turns.recorder.note_message(site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values)
+        world.recorder.note_message(site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values)
         waiting = meeting.waiting
         if waiting and target in waiting:
             waiting.remove(target)
-            turns.ready.append(target)
+            self.seat.turns.ready.append(target)
 
     def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
         """Give this rank's tensor to the meeting; the last one to come works out what everybody gets."""
         meeting.inputs[site.index] = x.detach() if x.requires_grad else x
         meeting.ready = max(meeting.ready, self.clock)
         meeting.hops = max(meeting.hops, self.hops)
-        ranks, turns, call = site.group.ranks, self.turns, site.call
+        ranks, world, call = site.group.ranks, self.world, site.call
         if len(meeting.inputs) < len(ranks):
             return
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
@@ -254,10 +247,10 @@ class SimulatedRank(Rank):
             meeting.end, meeting.hops_end = self.clock, self.hops
             return
         num_bytes = max([other.num_bytes for other in meeting.sites.values()])
-        span = turns.links.collective(call.op, num_bytes, ranks, meeting.ready)
-        hop = span if turns.cluster is None else turns.hop_links.collective(call.op, num_bytes, ranks, meeting.hops)
+        span = world.links.collective(call.op, num_bytes, ranks, meeting.ready)
+        hop = span if world.cluster is None else world.hop_links.collective(call.op, num_bytes, ranks, meeting.hops)
         meeting.end, meeting.hops_end = span.end, hop.end
-        number = turns.recorder.next_message()
+        number = world.recorder.next_message()
         for index in range(len(ranks)):
             other = meeting.sites[index]
             num_sent = other.num_sent
@@ -265,9 +258,9 @@ class SimulatedRank(Rank):
                 num_sent = bytes_sent(call, inputs, index)
                 if call.op != "all_gather":  # what others put in may have another size each time
                     other.num_sent = num_sent
-            values = turns.values(meeting.outputs[index])
-            turns.recorder.note(other.form, *span, num_sent, number, int(hop.start), -1, ranks, values)
-        turns.ready.extend(meeting.waiting)
+            values = world.values(meeting.outputs[index])
+            world.recorder.note(other.form, *span, num_sent, number, int(hop.start), -1, ranks, values)
+        self.seat.turns.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
     def _outcome(self, site: Site, meeting: Meeting) -> Tensor:
@@ -294,7 +287,7 @@ class SimulatedRank(Rank):
     def _stand_still(self, site: Site, end: float, hops: float) -> None:
         """What came is there at `end`, `hops` rounds from the start."""
         if end > self.clock:
-            self.turns.recorder.note_wait(site.wait_form, self.clock, end)
+            self.world.recorder.note_wait(site.wait_form, self.clock, end)
             self.clock = end
         if hops > self.hops:
             self.hops = hops
@@ -302,8 +295,21 @@ class SimulatedRank(Rank):
     def _wait(self, site: Site, meeting: Meeting) -> None:
         meeting.waiting.append(self.rank)
         self.waits_in = site, meeting
-        self.turns.pass_on(self)
+        self.seat.turns.pass_on(self.seat)
         self.waits_in = None
+
+    def _mismatch(self, meeting: Meeting, site: Site) -> CollectiveMismatchError:
+        """The error for a call that is not the collective the others of its group are in. The run ends with it, also
+        where the program goes on."""
+        sides = sorted([meeting.first, (self.rank, site)], key=lambda side: side[0])
+        lines = [f"  rank {rank}: {side}" for rank, side in sides]
+        error = CollectiveMismatchError(
+            f"collective number {meeting.number + 1} over axis {site.call.place.label!r} is not the same on all of "
+            f"ranks {', '.join(map(str, site.group.ranks))}:\n" + "\n".join(lines) + f"\n{THE_SAME}, "
+            "with the same shapes and dtypes"
+        )
+        self.seat.turns.fail(error)
+        return error
 
 
 class _Pending(Pending):

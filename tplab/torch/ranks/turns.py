@@ -1,273 +1,279 @@
-"""Taking turns: which simulated rank runs, until all have returned, one has failed, or none can go on."""
+"""Taking turns: which of several threads runs, until all have returned, one has failed, or none can go on."""
 
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock, Thread
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from tplab.cost.cluster import Cluster
-from tplab.cost.links import Links
-from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
-from tplab.mesh import Mesh
-from tplab.torch.ranks import rank as rank_context
-from tplab.torch.ranks.generators import generators
-from tplab.torch.ranks.inherited import inherited_state
-from tplab.torch.ranks.meeting import Group, Meeting, Site
+from tplab.errors import MeshError
+from tplab.torch.ranks.floor import Place
+from tplab.torch.ranks.gate import Gate
 from tplab.torch.ranks.one_core import OneCore
-from tplab.torch.ranks.rank import Lines
-from tplab.torch.ranks.simulated import SimulatedRank
-from tplab.torch.ranks.values import VALUES_UP_TO, values_of
-from tplab.trace.recorder import Recorder
-
-_OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
+from tplab.torch.ranks.process_state import Own, ProcessState
 
 
-class _Released(BaseException):
+class Released(BaseException):
     """Raised in a rank that waits, so that it ends: another one has failed. Programs should let it pass."""
 
 
+class Seat:
+    """One rank's place among those that take turns.
+
+    turn       held by others until it is this rank's turn
+    own        what it has of the process's state when its turn comes
+    gate       where Ctrl-C may end it
+    """
+
+    __slots__ = ("gate", "number", "own", "result", "thread", "turn", "turns")
+
+    def __init__(self, number: int, turns: Turns):
+        self.number, self.turns = number, turns
+        self.turn = Lock()
+        self.turn.acquire()
+        self.gate = Gate()
+        self.own: Own | None = None
+        self.thread: Thread | None = None
+        self.result: Any = None
+
+
 class Turns:
-    """The simulated ranks of one run, and whose turn it is.
+    """Whose turn it is among the ranks of one run.
 
     `ready` holds the ranks that can go on, in the order in which they came to: first all of them, then each one when
     what it waits for has arrived. The rank that has to wait, or returns, gives its turn to the first of them. If there
     is none, nobody can ever move again: a deadlock.
+
+    Of several runs in several threads, one has the floor, and its ranks take turns; they let the others have it now and
+    then. `around` is the seat of the rank that makes this run inside its program, during its turn.
+
+    num_ranks   how many take turns
+    state       what of the process's state changes hands with the turn
+    stuck       makes the error for a deadlock
+    named       makes the error for what a rank has raised
     """
 
-    def __init__(self, mesh: Mesh, *, title: str, cluster: Cluster | None, clock: str, seed: int, record: int,
-                 device: torch.device | None):  # fmt: skip
-        self.mesh, self.cluster, self.clock = mesh, cluster, clock
-        self.num_left_to_keep = record
-        self.recorder = Recorder(mesh, title, "torch")
-        self.lines = Lines()
-        self.links = Links(cluster)
-        self.hop_links = Links(None)
-        self.groups: dict[tuple[int, ...], Group] = {}
-        self.device = device
-        self._generators = generators(device)
-        self.ranks = [SimulatedRank(rank, self) for rank in mesh.ranks]
-        for rank in self.ranks:
-            rank.seed = seed
-            rank.random_state = [generator.state(seed, rank.rank) for generator in self._generators]
-        self.ready: deque[int] = deque(mesh.ranks)
+    def __init__(
+        self, num_ranks: int, state: ProcessState, stuck: Callable[[], BaseException],
+        named: Callable[[int, BaseException], BaseException], around: Seat | None,
+    ):  # fmt: skip
+        self.seats = [Seat(number, self) for number in range(num_ranks)]
+        self.ready: deque[int] = deque(range(num_ranks))
         self.failure: BaseException | None = None
-        self.core = OneCore([])
+        self._state, self._stuck, self._named, self._around = state, stuck, named, around
+        self._kernels: Own | None = None
+        self._place: Place = Place() if around is None else around.turns._place
+        self._core = OneCore([])
+        self._running = set(self.seats)
+        self._is_paused = False
         self._ending = Lock()
-        self._done = Lock()  # held until every rank has ended
+        self._called = Lock()  # held until the thread that called `run` has something to do
+        self._called.acquire()
 
-    # --- running -------------------------------------------------------------------------------------------------
+    # --- in the thread that calls run ----------------------------------------------------------------------------
 
-    def run(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one program a rank, to the end of all. Returns what each returned; raises what went wrong first."""
-        state = inherited_state(self.device)
-        kernels_own = [generator.get() for generator in self._generators]
-        around = rank_context.current_rank_or_none()
-        if isinstance(around, SimulatedRank):
-            around.turns.core.leave()  # our threads inherit where it may run
-        self._done.acquire()
+    def run(self, programs: Sequence[Callable[[], Any]], owns: Callable[[Own], Sequence[Own]]) -> list[Any]:
+        """Run one program per rank, to the end of all. Returns what each returned; raises what went wrong first.
+
+        owns   of what the kernel has of the process's state -> what each rank begins with
+        """
         try:
-            for rank, program in zip(self.ranks, programs, strict=True):
-                context = contextvars.copy_context()
-                rank.thread = Thread(
-                    target=context.run, args=(self._life, rank, program, state), name=f"rank {rank.rank}", daemon=True
-                )
-                rank.thread.start()
-            self.core = OneCore([rank.thread.native_id for rank in self.ranks if rank.thread and rank.thread.native_id])
-            self._give_turn(self.ready.popleft())
-            while not self._is_over():
-                self._done.acquire(timeout=_POLL)
-                self.core.look()
-            for rank in self.ranks:
-                assert rank.thread is not None
-                rank.thread.join()
-        except BaseException as error:  # Ctrl-C; or that of the run around this one; or no more threads
-            interrupt = _pressed(error)
-            self._stop(interrupt)
-            if interrupt is not error:
-                raise interrupt from None
-            raise
+            try:
+                self._enter()
+                assert self._kernels is not None
+                for seat, own in zip(self.seats, owns(self._kernels), strict=True):
+                    seat.own = own
+                self._start_threads(programs)
+                self._give_turn()
+                while self._running:
+                    self._called.acquire(timeout=_POLL)
+                    self._check_around()
+                    self._core.look()
+                    if self._is_paused:
+                        self._pause()
+                for seat in self.seats:
+                    assert seat.thread is not None
+                    seat.thread.join()
+            except BaseException as error:  # Ctrl-C; or that of the run around this one; or no more threads
+                interrupt = _pressed(error)
+                self._stop(interrupt)
+                if interrupt is not error:
+                    raise interrupt from None
+                raise
         finally:
-            self.core.leave()
-            for generator, kept in zip(self._generators, kernels_own, strict=True):
-                generator.set(kept)
+            try:
+                self._leave()
+            except BaseException:  # Ctrl-C on the last lines
+                self._leave()
+                raise
+            self._kernels = None
         if self.failure is not None:
             raise self.failure
-        results = [rank.result for rank in self.ranks]
-        self.ranks = []  # they hold us: what they held should not wait for the garbage collector
+        results = [seat.result for seat in self.seats]
+        for seat in self.seats:  # what they hold should not wait for the garbage collector
+            seat.result = seat.own = None
         return results
 
-    def _is_over(self) -> bool:
-        return all(rank.finished for rank in self.ranks)
+    def _enter(self) -> None:
+        if self._around is None:
+            self._place.enter()
+        else:
+            self._around.gate.close()
+            self._check_around()
+            self._around.turns._core.leave()  # our threads inherit where it may run
+        self._kernels = self._state.take()
 
-    def _life(self, rank: SimulatedRank, program: Callable[[], Any], state: Callable[[], Any]) -> None:
-        """What a rank's thread does, from its first turn to its last."""
-        try:
-            rank.turn.acquire()
-            self.core.turn_begins()
-            if self.failure is None:
-                rank_context.enter(rank)
-                with state():
-                    rank.start_watching()
-                    try:
-                        rank.is_in_program = True
-                        rank.result = program()
-                    finally:
-                        rank.is_in_program = False
-                        rank.stop_watching()
-        except _Released:
-            pass
-        except BaseException as error:
-            self.fail(self._named(rank, error))
-        while not rank.finished:  # `_stop` may release this thread at any line, also at these
+    def _leave(self) -> None:
+        self._core.leave()
+        around = self._around
+        has_state = self._place.has_floor if around is None else around.turns.failure is None
+        if has_state and self._kernels is not None:
+            self._state.put(self._kernels)
+        if around is None:
+            self._place.leave()
+        else:
+            around.gate.open()
+
+    def _start_threads(self, programs: Sequence[Callable[[], Any]]) -> None:
+        for seat, program in zip(self.seats, programs, strict=True):
+            context = contextvars.copy_context()
+            seat.thread = Thread(
+                target=context.run, args=(self._life, seat, program), name=f"rank {seat.number}", daemon=True
+            )
             try:
-                self._end_turn(rank)
-            except _Released:
-                continue
+                seat.thread.start()
+            except RuntimeError as error:
+                if "start new thread" not in str(error):
+                    raise
+                raise MeshError(
+                    f"each of the {len(self.seats)} simulated ranks is a thread, and this machine would not start more "
+                    f"than {seat.number} of them; take a smaller mesh"
+                ) from None
+        self._core = OneCore([seat.thread.native_id for seat in self.seats if seat.thread and seat.thread.native_id])
 
-    def pass_on(self, rank: SimulatedRank) -> None:
-        """Give the turn away until this rank, which waits, is ready again."""
-        if not self.ready:
-            self.fail(self._deadlock())
-            raise _Released
-        self.core.turn_ends()
-        rank.random_state = [generator.get() for generator in self._generators]
-        self._give_turn(self.ready.popleft())
-        rank.turn.acquire()
-        self.core.turn_begins()
-        if self.failure is not None:
-            raise _Released
+    def _check_around(self) -> None:
+        """End this run, if that around it has failed."""
+        if self._around is not None and self._around.turns.failure is not None:
+            raise Released
 
-    def _give_turn(self, number: int) -> None:
-        rank = self.ranks[number]
-        for generator, kept in zip(self._generators, rank.random_state, strict=True):
-            generator.set(kept)
-        rank.turn.release()
-
-    def _end_turn(self, rank: SimulatedRank) -> None:
-        """The running rank has returned or failed: whoever is next goes on, or all is done."""
-        with self._ending:
-            remaining = [other for other in self.ranks if other is not rank and not other.finished]
-            if self.failure is None and remaining:
-                self.core.turn_ends()
-                if self.ready:
-                    self._give_turn(self.ready.popleft())
-                else:
-                    self.fail(self._deadlock())
-            elif self.failure is None:
-                self._check_that_all_met()
-            if self.failure is not None:  # one after another, each waiting rank is let go and ends
-                asleep = [other for other in remaining if other.turn.locked()]
-                if asleep:
-                    asleep[0].turn.release()
-            rank.finished = True
-            if not remaining and self._done.locked():
-                self._done.release()
-
-    def fail(self, error: BaseException) -> None:
-        """The run has failed with `error`; only the first one counts, as others follow from it."""
-        if self.failure is None:
-            self.failure = error
-
-    def release(self) -> None:
-        """End the program of the calling rank, because the run has failed."""
-        raise _Released
+    def _pause(self) -> None:
+        """Let the runs of other threads take their turns."""
+        assert self._kernels is not None
+        self._state.put(self._kernels)
+        if self._around is None:
+            self._kernels = None
+            self._place.pause()
+        else:
+            turns = self._around.turns
+            turns.ready.appendleft(self._around.number)
+            turns.pass_on(self._around)
+        self._kernels = self._state.take()
+        self._is_paused = False
+        self._give_turn()
 
     def _stop(self, interrupt: BaseException) -> None:
         """End all ranks, at the next line of Python that each comes to. Those that are inside a call which cannot be
         interrupted are left behind, and end after that."""
         self.fail(interrupt)
         deadline = time.monotonic() + _PATIENCE
-        while not self._is_over() and time.monotonic() < deadline:
+        while self._running and time.monotonic() < deadline:
             try:
-                for rank in self.ranks:
-                    rank.finished |= rank.thread is None or rank.thread.ident is None  # has not begun, and will not
-                    if rank.turn.locked():
-                        rank.turn.release()  # if it waits for its turn, it ends now
-                    if rank.is_in_program:
-                        _raise_in(rank.thread, _Released)
-                self._done.acquire(timeout=_POLL)
+                for seat in self.seats:
+                    if seat.thread is None or seat.thread.ident is None:  # has not begun, and will not
+                        self._running.discard(seat)
+                    if seat.turn.locked():
+                        seat.turn.release()  # if it waits for its turn, it ends now
+                    seat.gate.raise_through(Released)
+                self._called.acquire(timeout=_POLL)
             except BaseException:  # pressed again, or released again
                 continue
-        behind = [str(rank.rank) for rank in self.ranks if not rank.finished]
+        behind = [str(seat.number) for seat in self.seats if seat in self._running]
         if behind:
             whose = f"rank{'s' * (len(behind) > 1)} {', '.join(behind)}"
             interrupt.add_note(f"left behind: {whose}, inside a call that cannot be interrupted and ends by itself")
 
-    # --- taking down ---------------------------------------------------------------------------------------------
+    # --- in a rank's thread --------------------------------------------------------------------------------------
 
-    def values(self, x: Tensor) -> np.ndarray | None:
-        """The values of `x`, if it is small and not too many were kept already."""
-        if x.numel() > VALUES_UP_TO or self.num_left_to_keep <= 0:
-            return None
-        self.num_left_to_keep -= 1
-        return values_of(x)
+    def _life(self, seat: Seat, program: Callable[[], Any]) -> None:
+        """What a rank's thread does, from its first turn to its last."""
+        try:
+            try:
+                seat.turn.acquire()
+                self._core.turn_begins()
+                if self.failure is None:
+                    seat.gate.open()
+                    seat.result = program()
+            except BaseException as error:
+                if not isinstance(error, Released):
+                    self.fail(self._named(seat.number, error))
+            _close(seat.gate)
+        except Released:  # `_stop` may raise it at any line until the gate is closed, also at these
+            _close(seat.gate)
+        self._end_turn(seat)
 
-    # --- what went wrong -----------------------------------------------------------------------------------------
+    def pass_on(self, seat: Seat) -> None:
+        """Give the turn away until this rank, which waits, is ready again."""
+        if self.failure is not None:
+            raise Released
+        if not self.ready:
+            self.fail(self._stuck())
+            raise Released
+        self._core.turn_ends()
+        seat.own = self._state.take()
+        self._give_turn()
+        seat.turn.acquire()
+        self._core.turn_begins()
+        if self.failure is not None:
+            raise Released
 
-    def _named(self, rank: SimulatedRank, error: BaseException) -> BaseException:
-        """What a rank raised, saying which rank it was. tplab's own errors stay what they are; but not those of another
-        run, which the rank has made inside its program."""
-        if isinstance(error, CollectiveMismatchError) and error is self.failure:
-            return error
-        line = self.lines.of(error)
-        if isinstance(error, TplabError) and not isinstance(error, _OF_A_RUN):
-            error.add_note(f"on rank {rank.rank} {self.mesh.coordinates(rank.rank)}" + (f" at {line}" if line else ""))
-            return error
-        at = f" at {line}" if line else ""
-        named = RankError(f"rank {rank.rank} raised {type(error).__name__}{at}: {error}", rank.rank)
-        named.__cause__ = error
-        return named
+    def _give_turn(self) -> None:
+        """Let the first that is ready go on; or the other runs, if they wait for it."""
+        if self._place.is_wanted:
+            self._is_paused = True
+            self._called.release()
+            return
+        seat = self.seats[self.ready.popleft()]
+        assert seat.own is not None
+        self._state.put(seat.own)
+        seat.turn.release()
 
-    def mismatch(self, meeting: Meeting, rank: int, site: Site) -> CollectiveMismatchError:
-        """The error for a rank whose call is not the collective the others of its group are in. The run ends with it,
-        also where the program goes on."""
-        sides = sorted([meeting.first, (rank, site)], key=lambda side: side[0])
-        lines = [f"  rank {rank}: {side}" for rank, side in sides]
-        error = CollectiveMismatchError(
-            f"collective number {meeting.number + 1} over axis {site.call.place.label!r} is not the same on all of "
-            f"ranks {', '.join(map(str, site.group.ranks))}:\n" + "\n".join(lines) + f"\n{_THE_SAME}, "
-            "with the same shapes and dtypes"
-        )
-        self.fail(error)
-        return error
+    def _end_turn(self, seat: Seat) -> None:
+        """The running rank has returned or failed: whoever is next goes on, or all is done."""
+        with self._ending:
+            self._running.discard(seat)
+            if self.failure is None and self._running:
+                self._core.turn_ends()
+                if self.ready:
+                    self._give_turn()
+                else:
+                    self.fail(self._stuck())
+            if self.failure is not None:  # one after another, each waiting rank is let go and ends
+                for other in self.seats:
+                    if other in self._running and other.turn.locked():
+                        other.turn.release()
+                        break
+            if not self._running and self._called.locked():
+                self._called.release()
 
-    def _check_that_all_met(self) -> None:
-        """All have returned: is there a collective to which some of its group have not come?"""
-        for group in self.groups.values():
-            for meeting in group.open.values():
-                rank, site = meeting.first
-                what = f"collective number {meeting.number + 1} over axis {site.call.place.label!r}, {site.call}"
-                self.fail(
-                    CollectiveMismatchError(
-                        f"{what}, which rank {rank} called at {site.where}:\n"
-                        f"  {meeting.absent} returned without calling it\n{_THE_SAME}"
-                    )
-                )
-
-    def _deadlock(self) -> DeadlockError:
-        lines = []
-        for rank in self.ranks:
-            if rank.waits_in is None:
-                lines.append(f"  rank {rank.rank} has returned")
-                continue
-            site, meeting = rank.waits_in
-            missing = meeting.absent if site.source is None else f"a message from rank {site.source}"
-            lines.append(f"  rank {rank.rank} waits in {site.call} at {site.where} for {missing}")
-        return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{_THE_SAME}, and none may return before")
+    def fail(self, error: BaseException) -> None:
+        """The run has failed with `error`; only the first one counts, as others follow from it."""
+        if self.failure is None:
+            self.failure = error
 
 
-_THE_SAME = "every rank of a group must call the same collectives in the same order"
 _POLL = 0.1  # s; an exception that another thread has set reaches a thread only between two waits
 _PATIENCE = 2.0  # s; how long Ctrl-C waits for a rank
+
+
+def _close(gate: Gate) -> None:
+    """Close it, also where what was raised before comes on the way. That is twice at most: `_stop` takes its time."""
+    try:
+        gate.close()
+    except Released:
+        gate.close()
 
 
 def _pressed(error: BaseException) -> BaseException:
@@ -276,9 +282,3 @@ def _pressed(error: BaseException) -> BaseException:
     pressed = error.__context__
     is_of_lock = isinstance(error, RuntimeError) and "lock" in str(error)
     return pressed if is_of_lock and isinstance(pressed, KeyboardInterrupt) else error
-
-
-def _raise_in(thread: Thread | None, kind: type[BaseException]) -> None:
-    """Raise an exception in another thread, at the next line of Python that it comes to."""
-    if thread is not None and thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))

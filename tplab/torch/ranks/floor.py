@@ -1,0 +1,66 @@
+"""The floor: of all runs of this process, the one whose ranks may take turns now."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from threading import Lock
+
+_POLL = 0.1  # s; Ctrl-C reaches a thread only between two waits
+_SLICE = 5e-3  # s; so long a run keeps the floor before it lets another one have it
+
+
+class Place:
+    """A run's place in the queue for the floor. The first of the queue has the floor: nothing else says who does, so no
+    interrupt can come between.
+
+    A run that is made inside a rank needs none: it takes its turns within that rank's turn.
+    """
+
+    _queue: deque[Place] = deque()
+
+    def __init__(self) -> None:
+        self._called = Lock()
+        self._called.acquire()
+        self._since = 0.0
+
+    @property
+    def has_floor(self) -> bool:
+        queue = self._queue
+        return bool(queue) and queue[0] is self
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this run has had the floor for some time, and another one waits for it."""
+        return len(self._queue) > 1 and time.perf_counter() - self._since > _SLICE
+
+    def enter(self) -> None:
+        """Wait until this run has the floor."""
+        self._queue.append(self)
+        self._wait()
+
+    def pause(self) -> None:
+        """Let all others that wait go first."""
+        self._queue.rotate(-1)
+        self._call_first()
+        self._wait()
+
+    def leave(self) -> None:
+        with suppress(ValueError):  # it has never come so far as to be in the queue
+            self._queue.remove(self)
+        self._call_first()
+
+    def _wait(self) -> None:
+        while not self.has_floor:
+            self._called.acquire(timeout=_POLL)
+        self._since = time.perf_counter()
+
+    def _call_first(self) -> None:
+        with suppress(IndexError, RuntimeError):  # there is none; it has been called already
+            self._queue[0]._called.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Place._queue.clear)  # the threads that run them are not in the copy

@@ -1,0 +1,72 @@
+"""Running a program on simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO, cast
+
+import torch
+
+from tplab.cost.cluster import Cluster
+from tplab.mesh import Mesh
+from tplab.torch.ranks import faults, results
+from tplab.torch.ranks.arguments import Arguments
+from tplab.torch.ranks.inherited import inherited_state
+from tplab.torch.ranks.printing import Sheet, beneath, show_sheets
+from tplab.torch.ranks.process_state import Own, ProcessState
+from tplab.torch.ranks.rank import current_rank_or_none, enter
+from tplab.torch.ranks.simulated import SimulatedRank
+from tplab.torch.ranks.turns import Turns
+from tplab.torch.ranks.world import World
+from tplab.trace.trace import Trace
+
+
+def run_on_simulated_ranks(
+    fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], in_specs: Any, *, cluster: Cluster | None, clock: str,
+    seed: int, keep_values: int, device: torch.device | None, title: str,
+) -> tuple[list[Any], Callable[[], Trace]]:  # fmt: skip
+    """Run `fn` on every rank of `mesh`, each a thread that takes its turn: what each returned, and what makes the
+    trace."""
+    world = World(
+        mesh, title=title, cluster=cluster, is_timed=clock == "measured", seed=seed, keep_values=keep_values,
+        device=device,
+    )  # fmt: skip
+    state, around = ProcessState(device), current_rank_or_none()
+    turns = Turns(
+        mesh.size, state, stuck=lambda: faults.deadlock(ranks),
+        named=lambda rank, error: faults.named(rank, error, turns.failure, mesh, world.lines),
+        around=around.seat if isinstance(around, SimulatedRank) else None,
+    )  # fmt: skip
+    ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
+    sheets: list[Sheet] = []
+
+    def owns(kernels: Own) -> list[Own]:
+        stream = beneath(kernels.stdout)
+        sheets.extend(Sheet(stream, lambda rank=rank: current_rank_or_none() is rank) for rank in ranks)
+        return [state.of_rank(seed, rank, kernels, cast(TextIO, sheets[rank])) for rank in mesh.ranks]
+
+    inherited = inherited_state(device)
+
+    def program(rank: SimulatedRank, pieces: list[Any]) -> Any:
+        enter(rank)
+        with inherited():
+            rank.start_watching()
+            try:
+                return fn(*pieces)
+            finally:
+                rank.stop_watching()
+
+    pieces = Arguments(args, in_specs, mesh, device, num_here=mesh.size)
+    programs = [partial(program, rank, pieces.of(rank.rank)) for rank in ranks]
+    del pieces
+    try:
+        per_rank = [results.without_graph(result) for result in turns.run(programs, owns)]
+    finally:
+        show_sheets(sheets)
+        ranks.clear()  # what they hold should not wait for the garbage collector
+    if (error := faults.unmet(world.groups.values())) is not None:
+        raise error
+    unit, name = ("steps", None) if cluster is None else ("s", cluster.name)
+    recorder = world.recorder
+    return per_rank, lambda: recorder.trace(clock=clock, unit=unit, cluster=name)

@@ -1,0 +1,42 @@
+"""What the simulated ranks of one run have in common."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tplab.cost.cluster import Cluster
+from tplab.cost.links import Links
+from tplab.mesh import Mesh
+from tplab.torch.ranks.meeting import Group
+from tplab.torch.ranks.rank import Lines
+from tplab.torch.ranks.values import VALUES_UP_TO, values_of
+from tplab.trace.recorder import Recorder
+
+
+class World:
+    """The mesh, the links between its ranks, the groups that meet on it, and who takes down what happens.
+
+    is_timed           whether the ranks' own computing is timed
+    num_left_to_keep   of how many messages values are still kept
+    """
+
+    def __init__(
+        self, mesh: Mesh, *, title: str, cluster: Cluster | None, is_timed: bool, seed: int, keep_values: int,
+        device: torch.device | None,
+    ):  # fmt: skip
+        self.mesh, self.cluster, self.is_timed, self.seed, self.device = mesh, cluster, is_timed, seed, device
+        self.num_left_to_keep = keep_values
+        self.recorder = Recorder(mesh, title, "torch")
+        self.lines = Lines()
+        self.links = Links(cluster)
+        self.hop_links = Links(None)
+        self.groups: dict[tuple[int, ...], Group] = {}
+
+    def values(self, x: Tensor) -> np.ndarray | None:
+        """The values of `x`, if it is small and not too many were kept already."""
+        if x.numel() > VALUES_UP_TO or self.num_left_to_keep <= 0:
+            return None
+        self.num_left_to_keep -= 1
+        return values_of(x)
