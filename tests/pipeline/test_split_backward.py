@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -93,6 +97,17 @@ class InPlace(nn.Module):
         return self.linear(x.mul_(2)).relu_()
 
 
+class MixedTypes(nn.Module):
+    """Numbers of one precision times a weight of another, over a dim that it does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return (x * self.w.float()).tanh() + self.w.float()
+
+
 class TiedWords(nn.Module):
     """Tokens in, logits by the same matrix out."""
 
@@ -123,6 +138,7 @@ CASES = {
     "python function": lambda: nn.Sequential(PythonFunction(), PythonFunction()),
     "weight norm": lambda: nn.Sequential(Normed(), Normed()),
     "in place": InPlace,
+    "mixed types": lambda: nn.Sequential(MixedTypes(), nn.Linear(D, D)),
     "no bias": lambda: nn.Sequential(nn.Linear(D, D, bias=False), nn.Tanh(), nn.Linear(D, D, bias=False)),
     "convolution": lambda: nn.Sequential(nn.Conv1d(5, 7, 3), nn.ReLU(), nn.BatchNorm1d(7), nn.Conv1d(7, 5, 3)),
     "no parameters": nn.Tanh,
@@ -230,3 +246,115 @@ def test_writing_to_what_is_saved_is_found():
     outputs[0].add_(1)
     with pytest.raises(RuntimeError, match="version 1, and was saved at version 0"):
         graph.input_grads((torch.ones_like(X),))
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+class Hooked(nn.Module):
+    """Layers with hooks on what they compute; each hook changes the gradient, and counts how often it is called.
+
+    steps   (kind of layer, where its hooks are)
+    """
+
+    def __init__(self, steps):
+        super().__init__()
+        torch.manual_seed(0)
+        self.steps, self.calls = steps, Counter()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in steps)
+        self.words = nn.Embedding(11, D)
+        for place, (layer, (_, hooks)) in enumerate(zip(self.layers, steps)):
+            if "parameter" in hooks:
+                layer.weight.register_hook(self.hook(f"parameter {place}"))
+            if "module" in hooks:
+                layer.register_full_backward_hook(
+                    lambda module, into, out, place=place: self.seen(f"module {place}", *filter(torch.is_tensor, into))
+                )
+                layer.register_full_backward_pre_hook(lambda module, out, place=place: self.seen(f"pre {place}", *out))
+
+    def seen(self, name, *grads):
+        self.calls[name] += 1
+        return tuple(g * 1.25 for g in grads) or None
+
+    def hook(self, name):
+        return lambda g: self.seen(name, g)[0]
+
+    def forward(self, x):
+        x = x if x.is_floating_point() else self.words(x)
+        for place, (kind, hooks) in enumerate(self.steps):
+            layer = self.layers[place]
+            if "input" in hooks and x.requires_grad:
+                x.register_hook(self.hook(f"input {place}"))
+            x = getattr(self, kind)(x, layer, hooks, place)
+            if "output" in hooks and x.requires_grad:
+                x.register_hook(self.hook(f"output {place}"))
+            if "node" in hooks and x.requires_grad:
+                x.grad_fn.register_prehook(lambda grads, place=place: self.seen(f"prehook {place}", *grads))
+                x.grad_fn.register_hook(lambda into, out, place=place: self.calls.update([f"posthook {place}"]))
+        return x
+
+    def linear(self, x, layer, hooks, place):
+        return layer(x)
+
+    def derived(self, x, layer, hooks, place):
+        """A weight that is computed, whose gradients have hooks."""
+        weight = layer.weight * 0.5
+        turned = weight.t()
+        if "weight" in hooks:
+            weight.register_hook(self.hook(f"weight {place}"))
+            turned.register_hook(self.hook(f"turned {place}"))
+        return torch.addmm(layer.bias, x.flatten(0, 1), turned).reshape(x.shape)
+
+    def twice(self, x, layer, hooks, place):
+        return F.layer_norm(layer(x) * layer.bias + layer.bias, (D,), layer.bias)
+
+    def parts(self, x, layer, hooks, place):
+        """Several outputs of one node, and writing to a part of one."""
+        a, b = layer(x).chunk(2, -1)
+        if "weight" in hooks and a.requires_grad:
+            b.register_hook(self.hook(f"part {place}"))
+        y = torch.cat([a * 2, b], -1)
+        y[..., 0] = (layer.weight.sum(0) * x).sum(-1)
+        return y
+
+    def python(self, x, layer, hooks, place):
+        return Product.apply(x, layer.weight) + layer.bias
+
+    def unit(self, x, layer, hooks, place):
+        return x.tanh()
+
+
+HOOKS = st.sets(st.sampled_from(["input", "output", "weight", "parameter", "module", "node"]))
+KINDS = st.sampled_from(["linear", "derived", "twice", "parts", "python", "unit"])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(KINDS, HOOKS), min_size=1, max_size=3), st.sampled_from(["tokens", "constant", "gradient"]))
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+def test_hooks_are_called_as_often_as_by_backward_and_change_the_gradients_as_often(steps, inputs):
+    module, wants_grads = Hooked(steps).double(), inputs == "gradient"
+    x = IDS if inputs == "tokens" else X
+    parameters = list(module.parameters())
+
+    def calls_of(passes):
+        module.calls.clear()
+        graph, (y,) = Graph.of(lambda x: (module(x),), parameters, wants_grads, (x,))
+        found = passes(graph, (y.cos(),))
+        return found, Counter(module.calls)
+
+    plain = x.clone().requires_grad_(wants_grads) if x.is_floating_point() else x
+    module.zero_grad()
+    y = module(plain * 1)
+    if y.requires_grad:
+        y.backward(y.detach().cos())
+    want, calls = {p: p.grad for p in parameters if p.grad is not None}, Counter(module.calls)
+    (dx, dw), whole = calls_of(lambda graph, grads: graph.backward(grads))
+    (dx_i, dw_w), split = calls_of(lambda graph, grads: (graph.input_grads(grads), graph.weight_grads()))
+    assert whole == split == calls
+    assert dw.keys() == dw_w.keys() == want.keys()
+    for got in dw, dw_w:
+        for parameter, grad in want.items():
+            torch.testing.assert_close(got[parameter], grad, rtol=1e-12, atol=1e-12)  # sums in another order
+    for got in dx, dx_i:
+        if wants_grads:
+            torch.testing.assert_close(got[0], plain.grad, rtol=1e-12, atol=1e-12)

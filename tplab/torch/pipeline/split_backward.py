@@ -6,20 +6,27 @@ The gradient flows down a chain of nodes from the output to the input. Weights j
                 |                 |            |
                 W2              gamma         W1                   the side branches, which W walks
 
-I runs the chain alone, and keeps the gradient that arrives at each node with a side branch. W gives that gradient to
-the node again and asks for the branch only: of an addmm, dW = dy^T x. Nothing is computed twice, I and W together are
-the FLOPs of B. Qi et al. 2024 split linear layers so; torch.distributed.pipelining does it on graphs.
+I runs the chain alone, and keeps the gradient that each node with a side branch is given. W gives that gradient to the
+node again and asks for the branch only: of an addmm, dW = dy^T x. Nothing is computed twice, I and W together are the
+FLOPs of B. Qi et al. 2024 split linear layers so; torch.distributed.pipelining does it on graphs.
+
+Hooks run once, as in B: those of tensors on the chain in I. W calls the nodes of the chain itself, past their hooks,
+which the kept gradients have been through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+
+from tplab.torch.private import metadata_of
 
 Gradients = dict[nn.Parameter, Tensor]
 Place = tuple[Node, int]
@@ -33,7 +40,8 @@ class Split:
     branches   node of the chain -> where its side branches begin
     arrives    node of the chain with branches -> which of its outputs have a gradient
     early      the nodes of parameters that are I's: a branch to them begins at several nodes of the chain, so that
-               asking one of them for it would walk the chain again; or at a Python function, which computes all or none
+               asking one of them for it would walk the chain again; or at a Python function, or a node with hooks of
+               its own, which run once and see all or nothing
     late       the nodes of parameters that are W's
     side       all nodes of the branches that W walks
     """
@@ -45,7 +53,7 @@ class Split:
     side: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._kept: dict[Place, Tensor] = {}
+        self._kept: dict[Node, list[Tensor | None]] = {}
         self._gradients: Gradients = {}
 
     # --- the two passes ------------------------------------------------------------------------------------------
@@ -59,42 +67,61 @@ class Split:
         wanted = [*inputs, *(GradientEdge(*place) for place in places), *early]
         if not wanted:
             return []
+        # What a node is run with has been through the hooks of its tensors. A node that is not run in I is not found
+        # so, and what arrives there has been through them too.
+        ran: dict[Node, list[Tensor | None]] = {}
+        handles = [node.register_prehook(partial(_keep, ran, node)) for node in self.branches]
         found = torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
+        for handle in handles:
+            handle.remove()
         first, after = len(inputs), len(inputs) + len(places)
-        self._kept = {place: grad for place, grad in zip(places, found[first:after]) if grad is not None}
+        for (node, number), grad in zip(places, found[first:after]):
+            if grad is not None and node not in ran:
+                self._kept.setdefault(node, [None] * len(metadata_of(node)))[number] = grad
+        self._kept |= ran
         self._gradients = {p: grad for p, grad in zip(early, found[after:]) if grad is not None}
         return list(found[:first])
 
     def weight_grads(self) -> Gradients:
         """W: walk the side branches. Returns the gradients of the parameters."""
-        gradients = self._gradients
-        beyond: dict[Place, Tensor] = {}
-        for node, branches in self.branches.items():
-            numbers = [number for number in self.arrives[node] if (node, number) in self._kept]
-            if not numbers:
-                continue
-            edges = [GradientEdge(node, number) for number in numbers]
-            grads = [self._kept.pop((node, number)) for number in numbers]
-            wanted = [GradientEdge(*place) for place in branches]
-            found = torch.autograd.grad(edges, wanted, grads, retain_graph=True, allow_unused=True)
-            for place, grad in zip(branches, found):
-                if grad is not None and place[0] in self.late:
-                    gradients[self.late[place[0]]] = grad
-                elif grad is not None:
-                    beyond[place] = grad
-        if beyond:  # what lies between a branch's beginning and its parameters: a transpose, mostly
-            parameters = list(self.late.values())
-            edges = [GradientEdge(*place) for place in beyond]
-            found = torch.autograd.grad(edges, parameters, list(beyond.values()), allow_unused=True)
-            for parameter, grad in zip(parameters, found):
-                if grad is not None:
-                    gradients[parameter] = gradients[parameter] + grad if parameter in gradients else grad
-        self._gradients = {}
+        gradients, self._gradients = self._gradients, {}
+        begun = self._begin_branches() if self._kept else {}
+        if begun:
+            parameters, edges = list(self.late.values()), [GradientEdge(*place) for place in begun]
+            found = torch.autograd.grad(edges, parameters, list(begun.values()), allow_unused=True)
+            gradients |= {parameter: grad for parameter, grad in zip(parameters, found) if grad is not None}
         return gradients
+
+    def _begin_branches(self) -> dict[Place, Tensor]:
+        """The gradients with which the side branches begin.
+
+        A node asks the backward pass that it is called in what to compute: so it is called in one that wants nothing
+        but the branches.
+        """
+        wanted = dict.fromkeys(place for branches in self.branches.values() for place in branches)
+        begun: dict[Place, Tensor] = {}
+
+        def call_nodes() -> None:
+            for node in list(self._kept):
+                made: Any = node(*self._kept.pop(node))  # type: ignore[operator]
+                for (child, number), grad in zip(node.next_functions, made if isinstance(made, tuple) else (made,)):
+                    if child is not None and grad is not None and (child, number) in wanted:
+                        about = metadata_of(child)[number]
+                        grad = grad.sum_to_size(about.shape).to(about.dtype)  # as the engine does to what nodes give
+                        earlier = begun.get((child, number))
+                        begun[child, number] = grad if earlier is None else earlier + grad
+
+        token = torch.zeros((), requires_grad=True)
+        with torch.enable_grad():
+            root = _Within.apply(token, call_nodes)
+        edges = [GradientEdge(*place) for place in wanted]
+        torch.autograd.grad(root, [token, *edges], retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        return begun
 
     def tensors(self) -> list[Tensor]:
         """The gradients that are kept from I to W."""
-        return [*self._kept.values(), *self._gradients.values()]
+        kept = (grad for grads in self._kept.values() for grad in grads if grad is not None)
+        return [*kept, *self._gradients.values()]
 
     def nodes_for_weights(self) -> list[Node]:
         """The nodes that W runs."""
@@ -134,7 +161,7 @@ def split(roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], paramet
     for node, branches in made.branches.items():
         onwards = [child for child, _ in above.children(node) if above.is_chain(child)]
         children = [child for child, _ in branches]
-        if onwards and isinstance(node, BackwardCFunction):
+        if isinstance(node, BackwardCFunction) or _has_hooks(node):
             early += children
         early += [child for child in children if ways[child] > 1]
         if not inside.isdisjoint(children):  # part of another branch too: does the chain lead there?
@@ -150,6 +177,33 @@ def split(roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], paramet
     made.side = list(dict.fromkeys(made.side))
     made.late = {node: above.leaves[node] for node in made.side if node in above.leaves and node not in made.early}
     return made
+
+
+class _Within(torch.autograd.Function):
+    """Calls a function in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.function()
+        return grads[0], None
+
+
+def _keep(ran: dict[Node, list[Tensor | None]], node: Node, grads: tuple[Tensor | None, ...]) -> None:
+    ran[node] = list(grads)
+
+
+def _has_hooks(node: Node) -> bool:
+    """Whether somebody has called register_hook or register_prehook of the node itself."""
+    handles = [register(lambda *_: None) for register in (node.register_hook, node.register_prehook)]
+    num_hooks = sum(len(handle.hooks_dict_ref()) for handle in handles)  # type: ignore[attr-defined]
+    for handle in handles:
+        handle.remove()
+    return num_hooks > len(handles)
 
 
 def _arrives(made: Split, place: Place) -> None:
