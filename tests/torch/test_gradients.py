@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tplab import Mesh, P
-from tplab.errors import CollectiveMismatchError, DeadlockError
+from tplab.errors import CollectiveMismatchError, DeadlockError, RankError
 from tplab.torch import (
     AsyncLinear,
     all_gather,
@@ -24,6 +24,7 @@ from tplab.torch import (
     blocking_weight,
     broadcast,
     copy_to,
+    gather_from,
     matmul_reduce_scatter,
     ppermute,
     reduce_from,
@@ -33,6 +34,7 @@ from tplab.torch import (
     ring_reduce_scatter,
     ring_shift,
     run,
+    scatter_to,
     start,
 )
 
@@ -518,7 +520,7 @@ def test_second_derivatives_of_an_overlapped_layer(mode: Any, direction: Any):
     def program(is_overlapped: bool) -> tuple:
         rank, num_ranks = axis_index("tp"), axis_size("tp")
         layer = AsyncLinear(9, 6, "tp", mode=mode, direction=direction).double()
-        x = numbers(4, 3, seed=rank).requires_grad_()
+        x = numbers(4, 3, seed=rank).requires_grad_(mode == "gather")  # or it is data
         if is_overlapped:
             y = layer(x)
         else:
@@ -526,9 +528,10 @@ def test_second_derivatives_of_an_overlapped_layer(mode: Any, direction: Any):
             dim = 0 if mode == "gather" else 1
             w = blocking_weight(stacked, mode, direction).chunk(num_ranks, dim)[rank]
             y = (GATHERED if mode == "gather" else SCATTERED)(x, w, -1) + layer.bias  # type: ignore
-        dx, dw = torch.autograd.grad(weighted(y, rank), (x, layer.weight), create_graph=True)
-        (weighted(dx, rank) + weighted(dw, rank)).backward()
-        return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore
+        wanted = [t for t in (x, layer.weight) if t.requires_grad]
+        grads = torch.autograd.grad(weighted(y, rank), wanted, create_graph=True)
+        torch.stack([weighted(grad, rank) for grad in grads]).sum().backward()
+        return *(t.grad for t in wanted), layer.bias.grad  # type: ignore
 
     want = run(program, Mesh(tp=3), False).per_rank
     for got, expected in zip(run(program, Mesh(tp=3), True).per_rank, want, strict=True):
@@ -601,6 +604,72 @@ def test_complex_gradients():
         (x.abs().sum() * 3).backward()
         assert x.grad is not None
         assert close(dx, x.grad)
+
+
+@pytest.mark.parametrize("name", [*varying(2), *replicated(2)])
+def test_a_batch_by_vmap_is_one_collective(name: str):
+    collective, args, _ = (varying(3) | replicated(3))[name]
+
+    def program(is_batched: bool) -> tuple[Tensor, Tensor]:
+        x = torch.stack([numbers(6, 9, seed=10 * axis_index("tp") + k) for k in range(2)], 1).requires_grad_()
+        one = lambda x: collective(x * 2, "tp", *args)  # noqa: E731
+        y = torch.func.vmap(one, 1, 1)(x) if is_batched else torch.stack([one(part) for part in x.unbind(1)], 1)
+        weighted(y, 0).backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    batched, one_by_one = run(program, Mesh(tp=3), True), run(program, Mesh(tp=3), False)
+    for got, want in zip(batched.per_rank, one_by_one.per_rank, strict=True):
+        assert all(map(close, got, want))
+    count = lambda out: len(out.trace.select(kind="collective")) + len(out.trace.select(kind="send"))  # noqa: E731
+    assert 2 * count(batched) == count(one_by_one) > 0
+
+
+def test_hessians_by_torch_func():
+    """jacrev(jacrev(loss)), which batches the second backward pass, against one second derivative after the other."""
+
+    def program() -> tuple[Tensor, Tensor]:
+        rank = axis_index("tp")
+
+        def loss(x: Tensor) -> Tensor:
+            y = all_gather(reduce_scatter(x.sin(), "tp") + scatter_to(copy_to(x, "tp").exp(), "tp", 0), "tp")
+            z = all_reduce(x.cos(), "tp") * gather_from(ring_shift(x, "tp")[:2], "tp", 0)
+            return (y.exp() * z + start(ring_shift, x, "tp").wait()).sum() * (rank + 1)
+
+        x = numbers(6, seed=rank)
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        rows = [torch.autograd.grad(dx[k], leaf, retain_graph=True)[0] for k in range(6)]
+        return torch.func.jacrev(torch.func.jacrev(loss))(x), torch.stack(rows)
+
+    for got, want in run(program, Mesh(tp=3)).per_rank:
+        assert torch.allclose(got, want, rtol=1e-11, atol=1e-11)  # sums of some dozen numbers of size 1 to 1000
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's own use of it
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: all_reduce(x, "tp"),
+        lambda x: start(ring_shift, x, "tp").wait(),
+        lambda x: copy_to(x, "tp"),
+        lambda x: scatter_to(x, "tp"),
+        lambda x: gather_from(x, "tp"),
+        lambda x: all_gather_matmul(x, torch.ones(2, 4), "tp"),
+    ],
+)
+def test_forward_mode_is_refused_in_words(function: Collective):
+    def by_func() -> None:
+        x = torch.ones(2, 2)
+        torch.func.jvp(function, (x,), (x,))
+
+    def by_dual_numbers() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            function(torch.autograd.forward_ad.make_dual(torch.ones(2, 2), torch.ones(2, 2)))
+
+    for program in (by_func, by_dual_numbers):
+        with pytest.raises(RankError, match=r"no forward-mode derivatives .*; take torch.func.vjp or jacrev"):
+            run(program, Mesh(tp=2))
 
 
 def test_functional_gradients():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tplab.mesh import Axis
-from tplab.torch.private import no_dispatch, transform
+from tplab.torch.private import forward_level, no_dispatch, transform
 from tplab.torch.ranks.outcomes import own
 from tplab.torch.ranks.rank import Call, Pending, this_rank
 
@@ -48,11 +48,23 @@ def start_on(call: Call, x: Tensor) -> Pending:
 def varying(x: Tensor, axis: Axis) -> Tensor:
     """The same x, which is replicated, where each rank goes on with it in its own way: its gradient is the sum of
     theirs."""
+    check_no_forward_mode()
     return _Varying.apply(x, axis) if torch.is_grad_enabled() else x.detach()  # type: ignore[return-value]
 
 
 def _is_followed(x: Tensor) -> bool:
+    check_no_forward_mode()
     return (x.requires_grad or transform() is not None) and torch.is_grad_enabled()
+
+
+def check_no_forward_mode() -> None:
+    """Raise NotImplementedError inside of forward-mode differentiation."""
+    if forward_level() >= 0:
+        raise NotImplementedError(
+            "collectives have no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, linearize, forward_ad): "
+            "torch counts their levels for the whole process, in which simulated ranks take turns; take torch.func.vjp "
+            "or jacrev, and jacrev(jacrev(f)) for second derivatives"
+        )
 
 
 # --- nodes of the graph ----------------------------------------------------------------------------------------------
@@ -94,6 +106,16 @@ class _Blocking(torch.autograd.Function):
         x, ctx.exchange = inputs
         if ctx.exchange.keeps:
             ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, exchange: _Exchange) -> tuple[Tensor, int]:
+        """One collective of the whole batch, its dim first."""
+        call = exchange.call
+        params = _BATCHED.get(call.op, lambda *params: params)(*call.params)
+        one = _Exchange(this_rank().call(call.op, call.axis, params, lambda *_: call.peers))  # type: ignore
+        y = _Blocking.apply(x.movedim(in_dims[0], 0), one)
+        exchange.sizes = one.sizes
+        return y, 0  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -187,6 +209,10 @@ class _Varying(torch.autograd.Function):
         _, ctx.axis = inputs
 
     @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: Axis) -> tuple[Tensor, int]:
+        return _Varying.apply(x, axis), in_dims[0]  # type: ignore[return-value]
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _summed(grads[0], ctx.axis), None
 
@@ -244,10 +270,18 @@ _TRANSPOSED: dict[str, Callable[[Call, Tensor, Forward], Tensor | Plan]] = {
 }
 
 
+_BATCHED: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "all_gather": lambda dim: (dim + 1,),
+    "reduce_scatter": lambda dim, op, sizes: (dim + 1, op, sizes),
+    "all_to_all": lambda split_dim, concat_dim: (split_dim + 1, concat_dim + 1),
+}
+"""The parameters of a collective where a dim is put in front of all others; those that are not here stay."""
+
+
 def _used_by_each(call: Call, dy: Tensor) -> Tensor:
     """The gradient of what was replicated is so too; from here on it is each rank's own, and counts in a second
     backward pass for what each rank does with it."""
-    return varying(dy, call.axis) if dy.requires_grad else dy
+    return varying(dy, call.axis) if _is_followed(dy) else dy
 
 
 def _shared(call: Call, dy: Tensor, holds: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tplab.mesh import Axis
-from tplab.torch.comm.autograd import varying
+from tplab.torch.comm.autograd import check_no_forward_mode, varying
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of, own
 from tplab.torch.ranks.rank import this_rank
@@ -58,6 +58,7 @@ def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     backward  dx = all_gather(dy)    each rank sends (R-1)/R of x
     Raises ShapeError where R does not divide the dim.
     """
+    check_no_forward_mode()
     place = this_rank().place(axis)
     dim = dim_of(check_tensor("scatter_to", x), dim, "scatter_to")
     check_divides("scatter_to", x, dim, place)
@@ -72,9 +73,10 @@ def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     forward   y = all_gather(x)      each rank sends (R-1) pieces
     backward  dx = its piece of dy   nothing is sent
     """
+    check_no_forward_mode()
     this_rank().place(axis)
     dim = dim_of(check_tensor("gather_from", x), dim, "gather_from")
-    return _Gather.apply(x, axis, dim, [])  # type: ignore[return-value]
+    return _Gather.apply(x, axis, dim, _Sizes())  # type: ignore[return-value]
 
 
 class _Scatter(torch.autograd.Function):
@@ -91,25 +93,39 @@ class _Scatter(torch.autograd.Function):
         _, ctx.axis, ctx.dim, _ = inputs
 
     @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Any:
+        return _Scatter.apply(x.movedim(in_dims[0], 0), axis, dim + 1, sizes), 0
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return gather_from(grads[0], ctx.axis, ctx.dim), None, None, None
 
 
+class _Sizes:
+    """What each rank has put in along the dim; no list, of which torch.func would make another."""
+
+    all: tuple[int, ...]
+
+
 class _Gather(torch.autograd.Function):
-    """Forward: all pieces, whose sizes are noted in `sizes`. Backward: the piece of this rank."""
+    """Forward: all pieces, whose sizes are noted. Backward: the piece of this rank."""
 
     @staticmethod
-    def forward(x: Tensor, axis: Axis, dim: int, sizes: list[int]) -> Tensor:
+    def forward(x: Tensor, axis: Axis, dim: int, sizes: _Sizes) -> Tensor:
         rank = this_rank()
         pending = rank.begin(rank.call("all_gather", axis, (dim,)), x)
         y = pending.wait()
-        sizes[:] = pending.sizes or [x.shape[dim]]
+        sizes.all = pending.sizes or (x.shape[dim],)
         return y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, int, list[int]], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, int, _Sizes], output: Tensor) -> None:
         _, ctx.axis, ctx.dim, ctx.sizes = inputs
 
     @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, axis: Axis, dim: int, sizes: _Sizes) -> Any:
+        return _Gather.apply(x.movedim(in_dims[0], 0), axis, dim + 1, sizes), 0
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Scatter.apply(grads[0], ctx.axis, ctx.dim, tuple(ctx.sizes)), None, None, None
+        return _Scatter.apply(grads[0], ctx.axis, ctx.dim, ctx.sizes.all), None, None, None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
@@ -14,6 +15,7 @@ from tplab.rings import Piece, gather_lanes, scatter_lanes
 from tplab.sharding import share
 from tplab.torch.comm.collectives import Handle, all_gather, axis_index, axis_size, reduce_scatter, ring_shift, start
 from tplab.torch.comm.rings import checked_direction
+from tplab.torch.private import transform
 from tplab.torch.ranks.meter import mark_sum
 from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of
 from tplab.torch.ranks.rank import this_rank
@@ -51,24 +53,9 @@ class Ring(NamedTuple):
         """The weight as a blocking layer has it, put together from its pieces."""
         if not self.is_stacked:
             return weight
-        pieces = sorted(self._pieces(), key=lambda piece: (piece.owner, piece.begin))
-        return torch.cat([self.weight_of(weight, piece) for piece in pieces], 1 if self.mode == "gather" else 0)
-
-    def restacked(self, whole: Tensor) -> Tensor:
-        """The reverse of `unstacked`."""
-        if not self.is_stacked:
-            return whole
-        num_ranks, plain = axis_size(self.axis), self._replace(is_stacked=False)
-        last = num_ranks if self.mode == "scatter" else 0  # where the own part is
-        pieces = sorted(self._pieces(), key=lambda piece: (piece.distance or last, piece.begin))
-        parts = [plain.weight_of(whole, piece) for piece in pieces]
-        if self.mode == "scatter":
-            return torch.cat(parts).unflatten(0, (num_ranks, self.size))
-        return torch.cat(parts, 1).unflatten(1, (num_ranks, self.size)).transpose(0, 1)
-
-    def _pieces(self) -> list[Piece]:
         lanes = gather_lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
-        return [lanes.own, *lanes.up, *lanes.down]
+        pieces = sorted([lanes.own, *lanes.up, *lanes.down], key=lambda piece: (piece.owner, piece.begin))
+        return torch.cat([self.weight_of(weight, piece) for piece in pieces], 1 if self.mode == "gather" else 0)
 
     def tokens_of(self, whole: Tensor, piece: Piece) -> Tensor:
         """The tokens of `whole`, which has those of all ranks, that a piece is of."""
@@ -144,16 +131,32 @@ def _product(a: Tensor, b: Tensor, into: Tensor, add: bool, bias: Tensor | None 
 
 
 class _RingProduct(torch.autograd.Function):
-    """What both keep for their backward passes.
-
-    Under create_graph these are made of one collective and one product each, which autograd differentiates again:
-    a second derivative overlaps with nothing.
-    """
+    """What both keep for their backward passes."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, ctx.ring = inputs
         ctx.save_for_backward(x, weight)
+
+
+def blocking(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
+    """The same matrices by one collective and one product."""
+    whole = ring.unstacked(weight)
+    if ring.mode == "gather":
+        return F.linear(all_gather(x, ring.axis, ring.dim), whole, bias)
+    y = reduce_scatter(F.linear(x, whole), ring.axis, ring.dim)
+    return y if bias is None else y + bias
+
+
+def _blocking_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The backward pass of `blocking`, for create_graph: autograd can differentiate it again."""
+    x, weight = ctx.saved_tensors
+    wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
+    found = iter(())
+    if wanted:
+        found = iter(torch.autograd.grad(blocking(x, weight, None, ctx.ring), wanted, dy, create_graph=True))
+    dx, dweight = (next(found) if tensor.requires_grad else None for tensor in (x, weight))
+    return dx, dweight, dy.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class AllGatherMatmul(_RingProduct):
@@ -169,12 +172,10 @@ class AllGatherMatmul(_RingProduct):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _blocking_backward(ctx, grads[0])
         (x, weight), ring, dy = ctx.saved_tensors, ctx.ring, grads[0].contiguous()
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # under create_graph
-            dx = reduce_scatter(dy @ ring.unstacked(weight), ring.axis, ring.dim) if needs_dx else None
-            dweight = ring.restacked(dy.T @ all_gather(x, ring.axis, ring.dim)) if needs_dweight else None
-            return dx, dweight, dy.sum(0) if needs_dbias else None, None
         dweight = torch.empty_like(weight) if needs_dweight else None
         beside = _weight_gradient(x, dy, dweight, ring)
         dx = None
@@ -208,12 +209,10 @@ class MatmulReduceScatter(_RingProduct):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _blocking_backward(ctx, grads[0])
         (x, weight), ring, dy = ctx.saved_tensors, ctx.ring, grads[0].contiguous()
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled() and (needs_dx or needs_dweight):  # under create_graph
-            whole = all_gather(dy, ring.axis, ring.dim)
-            dweight = ring.restacked(whole.T @ x) if needs_dweight else None
-            return whole @ ring.unstacked(weight), dweight, dy.sum(0) if needs_dbias else None, None
         dx = torch.empty_like(x) if needs_dx else None
         dweight = torch.empty_like(weight) if needs_dweight else None
         for piece, arrived in _arrivals(dy, ring) if needs_dx or needs_dweight else ():
@@ -237,7 +236,7 @@ def applied(
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     front = x.movedim(dim, 0) if ring.by_tokens else x
-    y = function.apply(front.reshape(-1, front.shape[-1]), weight, bias, ring)
+    y = (function.apply if transform() is None else blocking)(front.reshape(-1, front.shape[-1]), weight, bias, ring)
     assert isinstance(y, Tensor)
     if not ring.by_tokens:
         return y.reshape(*x.shape[:-1], y.shape[-1])
