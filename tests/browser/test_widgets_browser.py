@@ -145,7 +145,7 @@ def test_keys_step_the_focused_widget_and_leave_the_notebook_alone(page: Page, o
     card(book).focus()
     page.keyboard.press("ArrowRight")
     expect(say).to_contain_text("step 1 of 3 — every rank sends its own chunk to the next rank")
-    expect(say).to_contain_text("sent so far 4 KiB a rank of 12 KiB")
+    expect(say).to_contain_text("sent so far: 4 KiB of 12 KiB per rank")
     page.keyboard.press("End")
     expect(say).to_contain_text("step 3 of 3")
     expect(card(book).locator("td.tpl-held")).to_have_count(16)

@@ -248,7 +248,7 @@ def test_single_messages_are_told_by_name():
         recorder.add(step + 1, "receive", "ppermute", step, step + 1, peer=step, contributors=(0,), **about)
     piece = score(recorder.trace(unit="steps"))
     assert words.sentences(piece)[1:] == ["rank 0 sends chunk a to rank 1", "rank 1 sends chunk a to rank 2"]
-    assert words.sent_text(piece, frame(piece, 1).sent) == "sent so far 0 B to 64 B a rank of 0 B to 64 B"
+    assert words.sent_text(piece, frame(piece, 1).sent) == "sent so far: 0 B to 64 B of 0 B to 64 B per rank"
 
 
 def test_the_title_line_and_the_clock():
@@ -256,7 +256,7 @@ def test_the_title_line_and_the_clock():
     assert words.about(piece) == "8 ranks · data 2 × model 4 · over model · 4 KiB chunks"
     assert words.badge(piece) == "modelled · unit times"
     assert words.badge(score(ALL["mlp 4"]())) == "modelled · h100"
-    assert words.sent_text(piece, frame(piece, 2).sent) == "sent so far 8 KiB a rank of 12 KiB"
+    assert words.sent_text(piece, frame(piece, 2).sent) == "sent so far: 8 KiB of 12 KiB per rank"
 
 
 def test_on_the_measured_clock_a_message_is_there_when_it_was_received():
@@ -272,3 +272,13 @@ def test_on_the_measured_clock_a_message_is_there_when_it_was_received():
     assert words.summary(piece) == (
         "Animation of measured on Mesh(tp=2): 1 step, each rank sends 0 B to 64 B (measured)."
     )
+
+
+def test_one_rank_that_sends_several_chunks_is_named():
+    """The root of a broadcast tree sends to several ranks in one round."""
+    recorder = Recorder(Mesh(r=4), "broadcast", "torch")
+    for peer in (1, 2, 3):
+        about = {"step": 0, "bytes": 4, "message": peer, "chunk": recorder.chunk(0, peer), "contributors": (0,)}
+        recorder.add(0, "send", "ppermute", 0.0, 1.0, peer=peer, **about)
+        recorder.add(peer, "receive", "ppermute", 0.0, 1.0, peer=0, **about)
+    assert words.sentences(score(recorder.trace(unit="steps")))[1].startswith("rank 0 sends its own chunks")

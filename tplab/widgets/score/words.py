@@ -113,6 +113,8 @@ class _News:
             one = [f"rank {bars['rank'][row]} sends {self._name(row)} to rank {bars['peer'][row]}" for row in rows]
             return " and ".join(one)
         who = "every rank" if len(senders) == mesh.size else f"{len(senders)} ranks"
+        if len(senders) == 1 < mesh.size:
+            who = f"rank {next(iter(senders))}"
         several = max(senders.values()) > 1
         did = {self._did(row) for row in rows}
         verbs, to = ("sends", "passes on", "adds") if len(did) == 1 else ("", "", ""), self._direction(rows)
@@ -208,8 +210,8 @@ def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:
 
 
 def sent_text(score: Score, sent: list[float]) -> str:
-    """"sent so far 8 KiB a rank of 12 KiB"."""
+    """How much has been sent: sent so far: 8 KiB of 12 KiB per rank"""
     total = score.total_sent.tolist()
     if max(total) == 0:
         return ""
-    return f"sent so far {range_text(sent)} a rank of {range_text(total)}"
+    return f"sent so far: {range_text(sent)} of {range_text(total)} per rank"

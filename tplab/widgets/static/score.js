@@ -94,7 +94,7 @@ export function sentText(score, sent) {
     score.rank.forEach((rank, row) => (score.totalSent[rank] += score.bytes[row]));
   }
   if (!score.totalSent.some((total) => total > 0)) return "";
-  return `sent so far ${rangeText(sent)} a rank of ${rangeText(score.totalSent)}`;
+  return `sent so far: ${rangeText(sent)} of ${rangeText(score.totalSent)} per rank`;
 }
 
 export const head = (score, round) => (round ? `step ${round} of ${numSteps(score)}` : "before the first step");
