@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.frameworks import FRAMEWORKS, Framework, on_each_rank
 from tplab import Mesh, P
-from tplab.errors import MeshError, OutsideRunError, ShapeError
+from tplab.errors import MeshError, OutsideRunError, RankError, ShapeError
 
 MESHES = [
     *(Mesh(tp=size) for size in (1, 2, 3, 4, 8)),
@@ -192,6 +192,37 @@ def test_nothing_and_scalars_can_be_sent(fw, shape):
         assert [result.shape for result in results] == shapes
 
 
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_booleans_are_any_and_all(fw, op):
+    mesh = Mesh(tp=3)
+    xs = [np.array([[True, False, i == 1], [i == 2, i != 0, False]]) for i in range(3)]
+    want = np.all(xs, 0) if op == "min" else np.any(xs, 0)
+
+    def program(x):
+        return (fw.lab.all_reduce(x, "tp", op), fw.lab.reduce_scatter(x, "tp", 1, op), fw.lab.broadcast(x, "tp", 1),
+                fw.lab.ring_shift(x, "tp"))  # fmt: skip
+
+    for rank, results in enumerate(on_each_rank(fw, program, mesh, xs)):
+        for got, right in zip(results, (want, want[:, [rank]], xs[1], xs[rank - 1]), strict=True):
+            np.testing.assert_array_equal(got, right)
+            assert got.dtype == bool
+
+
+@pytest.mark.parametrize("op", REDUCED)
+def test_nothing_can_be_scattered(fw, op):
+    xs = [np.zeros((0, 4), np.float32)] * 2
+    pieces = on_each_rank(fw, lambda x: fw.lab.reduce_scatter(x, "tp", 1, op), Mesh(tp=2), xs)
+    assert [piece.shape for piece in pieces] == [(0, 2)] * 2
+
+
+def test_what_depends_on_nothing_but_empty_tensors(fw):
+    """XLA does not compile this by itself."""
+    program = lambda x, i: fw.lab.all_reduce(x.sum(-1), "tp").sum() + (i != 1).sum()  # noqa: E731
+    arguments = fw.array(np.zeros((0, 4), np.float32)), fw.array(np.zeros((0,), np.int32))
+    out = fw.lab.run(program, Mesh(tp=2), *arguments, in_specs=(P(None, "tp"), P()))
+    assert [float(y) for y in out.per_rank] == [0, 0]
+
+
 # ------------------------------------------------------------------------------------------------------- gradients
 
 # Every collective is linear (max and min piecewise so): y = A x over all ranks of a group, and dx = A^T dy. `back` is
@@ -354,6 +385,28 @@ def test_values_that_make_no_sense(fw, wrong, message):
     """torch's ranks each run the program, and so say which of them raised; JAX traces it once for all."""
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         fw.lab.run(lambda x: wrong(fw.lab, x), MESH, fw.array(np.zeros((4, 10), np.float32)))
+
+
+NO_NUMBERS = {
+    "mean of whole numbers": (np.int32, lambda lab, x: lab.all_reduce(x, "tp", "mean"),
+                              r"all_reduce: the mean of (torch.)?int32 would not be whole numbers; convert to"),
+    "mean of booleans": (bool, lambda lab, x: lab.reduce_scatter(x, "tp", 0, "mean"), r"mean of (torch.)?bool would"),
+    "extreme": (np.complex64, lambda lab, x: lab.all_reduce(x, "tp", "max"), r"no max of (torch.)?complex64; reduce"),
+    "scattered": (np.complex64, lambda lab, x: lab.reduce_scatter(x, "tp", 0, "min"), r"no min of (torch.)?complex64"),
+    "pair": (np.float32, lambda lab, x: lab.ppermute(x, "tp", [(0.7, 1.2)]), r"as \(0, 1\); \(0.7, 1.2\) is none"),
+    "no pair": (np.float32, lambda lab, x: lab.ppermute(x, "tp", [0, 1]), r"as \(0, 1\); 0 is none"),
+    "root": (np.float32, lambda lab, x: lab.broadcast(x, "tp", 1.0), r"root must be a whole number, not 1.0"),
+    "shift": (np.float32, lambda lab, x: lab.ring_shift(x, "tp", 1.0), r"shift must be a whole number, not 1.0"),
+    "dim": (np.float32, lambda lab, x: lab.all_gather(x, "tp", "x"), r"all_gather: dim must be a whole .*'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_numbers_that_are_none_and_types_that_do_not_have_it(fw, name):
+    dtype, wrong, message = NO_NUMBERS[name]
+    with pytest.raises((TypeError, RankError), match=message) as info:
+        fw.lab.run(lambda x: wrong(fw.lab, x), Mesh(tp=2), fw.array(np.zeros((2, 2), dtype)))
+    assert isinstance(info.value.__cause__ if fw.name == "torch" else info.value, TypeError)
 
 
 @pytest.mark.parametrize("call", [

@@ -31,12 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.errors import MeshError, ShapeError
+from tplab.comm import check_pairs, check_reduction, dim_of, pairs_of, root_of, whole_number
 from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
 from tplab.sharding import share
-
-REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class Handle(NamedTuple):
@@ -91,10 +89,10 @@ def all_reduce(x: Any, axis: Axis, op: str = "sum") -> Array:
     x [...]   ->   y [...], the same on every rank
     ring      2(R-1)/R of x is sent by each rank, in 2(R-1) hops
     backward  sum: dx = dy; mean: dy / R; max, min: dy to the ranks that hold the extreme, shared between equals
+    Raises TypeError for the mean of whole numbers and the extreme of complex ones. A sum of booleans is "any".
     """
     place, x = _place(axis), _array("all_reduce", x)
-    if op not in REDUCTIONS:
-        raise ValueError(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
+    op = _reduction("all_reduce", x, op)
     x = vary(x, place.names)
     if op in ("max", "min"):
         return _extreme(x, place.names, op)
@@ -109,7 +107,7 @@ def all_gather(x: Any, axis: Axis, dim: int = 0) -> Array:
     backward  dx = reduce_scatter(dy)
     """
     place, x = _place(axis), _array("all_gather", x)
-    dim = _dim(x, dim, "all_gather")
+    dim = dim_of(x.shape, dim, "all_gather")
     x = vary(x, place.names)
     if x.shape[dim] == 0:  # which XLA refuses
         return x
@@ -122,19 +120,19 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum") -> Array:
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i
     ring      each rank sends (R-1)/R of x, in R-1 hops
     backward  dx = all_gather(dy)   (mean: / R; max, min: to the ranks that hold the extreme)
-    Raises ShapeError where R does not divide the dim.
+    Raises ShapeError where R does not divide the dim; TypeError as all_reduce does.
     """
     place, x = _place(axis), _array("reduce_scatter", x)
-    dim = _dim(x, dim, "reduce_scatter")
-    if op not in REDUCTIONS:
-        raise ValueError(f"op is {op!r}; it must be one of {', '.join(REDUCTIONS)}")
+    dim = dim_of(x.shape, dim, "reduce_scatter")
+    op = _reduction("reduce_scatter", x, op)
     _check_divides("reduce_scatter", x, dim, place)
     x = vary(x, place.names)
     if x.shape[dim] == 0:  # which XLA refuses
         return x
     if op in ("max", "min"):  # XLA can add while it scatters, but JAX has no name for anything else
         pieces = lax.all_to_all(x, place.names, dim, dim, tiled=True)
-        pieces = pieces.reshape(*x.shape[:dim], place.num_ranks, -1, *x.shape[dim + 1 :])
+        size = x.shape[dim] // place.num_ranks
+        pieces = pieces.reshape(*x.shape[:dim], place.num_ranks, size, *x.shape[dim + 1 :])
         return jnp.max(pieces, dim) if op == "max" else jnp.min(pieces, dim)
     total = lax.psum_scatter(x, place.names, scatter_dimension=dim, tiled=True)
     return total if op == "sum" else total / place.num_ranks
@@ -149,7 +147,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> A
     Raises ShapeError where R does not divide `split_dim`.
     """
     place, x = _place(axis), _array("all_to_all", x)
-    split_dim, concat_dim = _dim(x, split_dim, "all_to_all"), _dim(x, concat_dim, "all_to_all")
+    split_dim, concat_dim = dim_of(x.shape, split_dim, "all_to_all"), dim_of(x.shape, concat_dim, "all_to_all")
     _check_divides("all_to_all", x, split_dim, place)
     return lax.all_to_all(vary(x, place.names), place.names, split_dim, concat_dim, tiled=True)
 
@@ -162,9 +160,7 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
     backward  dx = dy on the root, zeros elsewhere
     """
     place, x = _place(axis), _array("broadcast", x)
-    if not 0 <= root < place.num_ranks:
-        last = place.num_ranks - 1
-        raise MeshError(f"broadcast: axis {place.label!r} has positions 0 to {last}; root={root} is not one")
+    root = root_of(root, place.num_ranks, place.label)
     kept = jnp.where(lax.axis_index(place.names) == root, x, jnp.zeros_like(x))
     with jax.named_scope("tplab.broadcast"):
         return lax.psum(kept, place.names).astype(x.dtype)
@@ -178,8 +174,8 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
     Raises MeshError where a position is not on the axis, sends twice or receives twice.
     """
     place, x = _place(axis), _array("ppermute", x)
-    pairs = [(int(a), int(b)) for a, b in perm]
-    _check_pairs(pairs, place)
+    pairs = pairs_of(perm)
+    check_pairs(pairs, place.num_ranks, place.label)
     return _permute(vary(x, place.names), place, pairs)
 
 
@@ -190,7 +186,7 @@ def ring_shift(x: Any, axis: Axis, shift: int = 1) -> Array:
     cost      x is sent once by each rank, in one hop
     backward  dx = ring_shift(dy, -shift)
     """
-    place, x = _place(axis), _array("ring_shift", x)
+    place, x, shift = _place(axis), _array("ring_shift", x), whole_number(shift, "ring_shift: shift")
     x = vary(x, place.names)
     if shift % place.num_ranks == 0:
         return x
@@ -244,29 +240,12 @@ def _array(op: str, x: Any) -> Array:
     raise TypeError(f"{op} sends an array, not {type(x).__name__}; jax.tree.map applies it to each array of a pytree")
 
 
-def _dim(x: Array, dim: int, op: str) -> int:
-    """`dim` counted from the front. Raises ShapeError where `x` does not have it."""
-    if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(
-            f"{op} along dim {dim}: the array has {x.ndim} dims {tuple(x.shape)}"
-            + ("; reshape(1) makes a scalar an array of one element" if x.ndim == 0 else "")
-        )
-    return dim % x.ndim
+def _reduction(op: str, x: Array, reduction: str) -> str:
+    """The reduction by which x is combined: of booleans, "any" is their max. Raises ValueError, TypeError."""
+    is_fraction, is_complex = (bool(jnp.issubdtype(x.dtype, kind)) for kind in (jnp.floating, jnp.complexfloating))
+    check_reduction(op, reduction, x.dtype, is_fraction=is_fraction, is_complex=is_complex)
+    return "max" if reduction == "sum" and x.dtype == jnp.bool_ else reduction
 
 
 def _check_divides(op: str, x: Array, dim: int, place: _Place) -> None:
     share(x.shape[dim], place.num_ranks, f"{op}: dim {dim} has size", axis=place.label)
-
-
-def _check_pairs(pairs: Sequence[tuple[int, int]], place: _Place) -> None:
-    for side, positions in (("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs])):
-        for position in positions:
-            if not 0 <= position < place.num_ranks:
-                last = place.num_ranks - 1
-                raise MeshError(
-                    f"ppermute: axis {place.label!r} has positions 0 to {last}; {position} in {pairs} is not one"
-                )
-            if positions.count(position) > 1:
-                raise MeshError(
-                    f"ppermute: position {position} of axis {place.label!r} {side} twice in {pairs}; once at most"
-                )

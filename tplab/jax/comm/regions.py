@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.errors import ShapeError
+from tplab.comm import dim_of
 from tplab.jax.comm.collectives import all_reduce
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
@@ -66,7 +66,7 @@ def scatter_to(x: Any, axis: Axis, dim: int = -1) -> Array:
     Raises ShapeError where R does not divide the dim.
     """
     mesh, x = this_mesh(), jnp.asarray(x)
-    names, dim = mesh.names(axis), _dim(x, dim, "scatter_to")
+    names, dim = mesh.names(axis), dim_of(x.shape, dim, "scatter_to")
     share(x.shape[dim], mesh.axis_size(names), f"scatter_to: dim {dim} has size", axis=names)
     if len({name in varying_axes(x) for name in names}) == 1:
         return _scattered(x, names, dim)
@@ -83,7 +83,7 @@ def gather_from(x: Any, axis: Axis, dim: int = -1) -> Array:
     backward  dx = its piece of dy   nothing is sent
     """
     names, x = this_mesh().names(axis), jnp.asarray(x)
-    return _gathered(vary(x, names), names, _dim(x, dim, "gather_from"))
+    return _gathered(vary(x, names), names, dim_of(x.shape, dim, "gather_from"))
 
 
 def _gathered(x: Array, names: Names, dim: int) -> Array:
@@ -133,13 +133,3 @@ def _backward(names: Names, _: None, dy: Array) -> tuple[Array]:
 
 
 _summed_gradient.defvjp(_forward, _backward)
-
-
-def _dim(x: Array, dim: int, op: str) -> int:
-    """`dim` counted from the front. Raises ShapeError where `x` does not have it."""
-    if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(
-            f"{op} along dim {dim}: the array has {x.ndim} dims {tuple(x.shape)}"
-            + ("; reshape(1) makes a scalar an array of one element" if x.ndim == 0 else "")
-        )
-    return dim % x.ndim

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from tplab.comm import dim_of
 from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import axis_index, axis_size, ring_shift
 from tplab.jax.comm.rings import checked_direction, varying
@@ -184,11 +185,10 @@ def ring_of(mode: str, x: Array, weight: Array, axis: Axis, dim: int, direction:
     op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
     checked_direction(direction)
     num_ranks = axis_size(axis)
-    if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(f"{op} along dim {dim}: the array has {x.ndim} dims {list(x.shape)}")
+    dim = dim_of(x.shape, dim, op)
     if weight.ndim != 2:
         raise ShapeError(f"{op}: the weight is a matrix [F, D], as nn.Linear has it, not {list(weight.shape)}")
-    by_tokens = dim % x.ndim != x.ndim - 1
+    by_tokens = dim != x.ndim - 1
     expected = x.shape[-1] * (num_ranks if mode == "gather" and not by_tokens else 1)
     if weight.shape[1] != expected:
         pieces = f" of {x.shape[-1]} on each of {num_ranks} ranks" if expected != x.shape[-1] else ""

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -110,7 +111,11 @@ class Compiled:
         places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
         reference = _weak(fn)  # what is kept for fn must not keep fn alive
 
-        def one_rank(key: Any, *arrays: Any) -> Any:
+        def one_rank(key: Any, *given: Any) -> Any:
+            arrays = list(given)
+            if any(0 in np.shape(array) for array in arrays):
+                # XLA makes constants of what is empty, and fails where all of a program's arguments were
+                _, *arrays = lax.optimization_barrier((jax.random.key_data(key), *arrays))
             arguments = list(fixed)
             for place, array in zip(places, arrays, strict=True):
                 arguments[place] = array

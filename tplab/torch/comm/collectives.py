@@ -19,7 +19,6 @@ return is *varying*: each rank's gradient is what its own use of the tensor cont
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
@@ -27,7 +26,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from tplab.errors import MeshError
+from tplab.comm import check_pairs, pairs_of, root_of, whole_number
 from tplab.mesh import Axis
 from tplab.torch.comm.autograd import do, start_on
 from tplab.torch.comm.messages import receive, start_receive
@@ -139,11 +138,8 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Call:
     backward  dx = dy on the root, zeros elsewhere
     """
     check_tensor("broadcast", x)
-    call = this_rank().call("broadcast", axis, (_whole_number(root, "broadcast: root"),))
-    if not 0 <= root < len(call.place.group):
-        last = len(call.place.group) - 1
-        raise MeshError(f"broadcast: axis {call.place.label!r} has positions 0 to {last}; root={root} is not one")
-    return call
+    place = this_rank().place(axis)
+    return this_rank().call("broadcast", axis, (root_of(root, len(place.group), place.label),))
 
 
 @_collective
@@ -155,7 +151,7 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Call:
     Raises MeshError where a position is not on the axis, sends twice or receives twice.
     """
     check_tensor("ppermute", x)
-    return this_rank().call("ppermute", axis, (tuple(map(_pair, perm)),), _peers_in)
+    return this_rank().call("ppermute", axis, (pairs_of(perm),), _peers_in)
 
 
 @_collective
@@ -168,7 +164,7 @@ def ring_shift(x: Tensor, axis: Axis, shift: int = 1) -> Call:
     """
     check_tensor("ring_shift", x)
     if shift.__class__ is not int:
-        shift = _whole_number(shift, "ring_shift: shift")
+        shift = whole_number(shift, "ring_shift: shift")
     return this_rank().call("ring_shift", axis, (shift,), _neighbors)
 
 
@@ -181,39 +177,13 @@ def barrier(axis: Axis | None = None) -> None:
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-def _whole_number(given: Any, name: str) -> int:
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, not {given!r}") from None
-
-
-def _pair(given: Any) -> tuple[int, int]:
-    try:
-        source, target = given
-        return operator.index(source), operator.index(target)
-    except (TypeError, ValueError):
-        raise TypeError(f"ppermute sends along pairs (from index, to index), as (0, 1); {given!r} is none") from None
-
-
 def _neighbors(place: Place, shift: int) -> Peers:
     group, index = place.group, place.index
     return group[(index + shift) % len(group)], group[(index - shift) % len(group)]
 
 
 def _peers_in(place: Place, pairs: tuple[tuple[int, int], ...]) -> Peers:
-    num_ranks = len(place.group)
-    for side, positions in (("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs])):
-        for position in positions:
-            if not 0 <= position < num_ranks:
-                raise MeshError(
-                    f"ppermute: axis {place.label!r} has positions 0 to {num_ranks - 1}; {position} in {list(pairs)} "
-                    "is not one"
-                )
-            if positions.count(position) > 1:
-                raise MeshError(
-                    f"ppermute: position {position} of axis {place.label!r} {side} twice in {list(pairs)}; once at most"
-                )
+    check_pairs(pairs, len(place.group), place.label)
     target = next((place.group[b] for a, b in pairs if a == place.index), None)
     source = next((place.group[a] for a, b in pairs if b == place.index), None)
     return target, source

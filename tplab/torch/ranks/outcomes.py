@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplab.errors import ShapeError
+from tplab import comm
 from tplab.sharding import share
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
-
-REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 def results(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -99,13 +97,9 @@ def check_tensor(op: str, x: Any) -> Tensor:
 @cache
 def check_reduction(op: str, reduction: str, dtype: torch.dtype) -> None:
     """Raise ValueError for a reduction that there is not, TypeError for one that `dtype` does not have."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"op is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
-    is_fraction = dtype.is_floating_point or dtype.is_complex
-    if dtype in WITHOUT_KERNELS or (dtype.is_complex and reduction in ("max", "min")):
-        raise TypeError(f"{op}: there is no {reduction} of {dtype}; torch.view_as_real makes complex numbers real")
-    if reduction == "mean" and not is_fraction:
-        raise TypeError(f"{op}: the mean of {dtype} would not be whole numbers; x.float() makes fractions of them")
+    if dtype in WITHOUT_KERNELS and reduction in comm.REDUCTIONS:
+        raise TypeError(f"{op}: there is no {reduction} of {dtype}; x.view(torch.uint8) makes numbers of it")
+    comm.check_reduction(op, reduction, dtype, is_fraction=dtype.is_floating_point, is_complex=dtype.is_complex)
 
 
 def check_divides(op: str, x: Tensor, dim: int, place: Place) -> None:
@@ -115,14 +109,7 @@ def check_divides(op: str, x: Tensor, dim: int, place: Place) -> None:
 
 def dim_of(x: Tensor, dim: int, op: str) -> int:
     """`dim` counted from the front. Raises ShapeError where `x` does not have it."""
-    if not isinstance(dim, int) and not hasattr(dim, "__index__"):
-        raise TypeError(f"{op}: dim must be a whole number, not {dim!r}")
-    if not -x.dim() <= dim < x.dim():
-        raise ShapeError(
-            f"{op} along dim {dim}: the tensor has {x.dim()} dims {tuple(x.shape)}"
-            + ("; reshape(1) makes a scalar a tensor of one element" if x.dim() == 0 else "")
-        )
-    return int(dim) % x.dim()
+    return comm.dim_of(x.shape, dim, op)
 
 
 def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
