@@ -56,6 +56,7 @@ def test_outputs_read_well_without_a_kernel(name: str):
             assert build.WIDGET_VIEW not in output.get("data", {})
             if "image/png" in output.get("data", {}):
                 assert output.data.get("text/plain"), "a picture goes with a sentence"
+                assert output.metadata.get("image/png", {}).get("alt") == output.data["text/plain"]
     assert (LABS / f"{name}.ipynb").stat().st_size < 1_500_000
 
 

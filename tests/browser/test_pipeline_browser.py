@@ -42,6 +42,37 @@ def test_controls_ask_python(page: Page, open_notebook, theme: str):
     expect(root.locator(".tpl-notice")).to_have_text("")
 
 
+def test_without_a_kernel_it_says_so_once_something_is_asked(page: Page, open_notebook):
+    book = open_notebook([LAB])
+    root = book.output(0).locator(".tplab")
+    expect(figure(root, "makespan")).to_have_text("27")
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    notice = root.locator(".tpl-notice")
+    expect(notice).to_have_text("")
+    root.get_by_label("schedule").select_option("gpipe")
+    expect(notice).to_contain_text("No kernel answers")
+    expect(root.get_by_label("schedule")).to_have_value("zb_h1")  # as the picture, which stays
+    expect(figure(root, "makespan")).to_have_text("27")
+    root.get_by_role("button", name="save as csv").click()
+    expect(notice).to_contain_text("No kernel answers")
+
+
+def test_a_kernel_that_answers_late_is_no_dead_one(page: Page, open_notebook, tmp_path):
+    book = open_notebook([LAB])
+    root = book.output(0).locator(".tplab")
+    expect(figure(root, "makespan")).to_have_text("27")
+    busy = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.05)"
+    page.evaluate(
+        "code => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({ code }); }", busy
+    )
+    root.get_by_label("schedule").select_option("gpipe")
+    expect(root.locator(".tpl-notice")).to_contain_text("No kernel answers")
+    (tmp_path / "go").touch()
+    expect(figure(root, "makespan")).to_have_text("33")
+    expect(root.locator(".tpl-notice")).to_have_text("")
+    expect(root.get_by_label("schedule")).to_have_value("gpipe")
+
+
 def test_actions_are_moved_by_hand(page: Page, open_notebook):
     book = open_notebook([LAB.replace("zb_h1", "one_f_one_b")])
     root = book.output(0).locator(".tplab")

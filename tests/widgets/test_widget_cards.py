@@ -53,8 +53,9 @@ def test_step_can_be_read_and_set():
 @pytest.mark.parametrize("name", ALL)
 def test_without_a_kernel_there_is_a_moving_picture_and_one_sentence(name: str):
     trace = ALL[name]()
-    data, _ = animate(trace)._repr_mimebundle_()
+    data, metadata = animate(trace)._repr_mimebundle_()
     sentence = data["text/plain"]
+    assert metadata[PNG] == {"alt": sentence}
     assert re.fullmatch(rf"Animation of {trace.title} on Mesh\(.*\): \d+ steps?, each rank sends .*\.", sentence)
     assert repr(animate(trace)) == sentence
     assert "application/vnd.jupyter.widget-view+json" in data

@@ -50,7 +50,7 @@ class Gantt(Card):
         """The same picture as an SVG document."""
         pen = SvgPen(still_gantt.WIDTH, still_gantt.height(self.runs))
         still_gantt.draw(pen, self.runs, self.limit)
-        return pen.document()
+        return pen.document(self.sentence)
 
 
 def gantt(

@@ -145,12 +145,15 @@ class PipelineLab(Gantt):
         return True
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
-        """The browser asks: a move, or a file."""
+        """The browser asks for a move or a file, or whether its settings have arrived. Every message has an answer, by
+        which the browser knows that a kernel runs."""
+        answer = {"answered": True}
         if "move" in content:
             self.move(*map(int, content["move"]))
         elif "export" in content:
             kind = content["export"]
-            self.send({"file": f"{self.schedule.name or 'schedule'}.{_SUFFIX[kind]}", "text": self.export(kind)})
+            answer = {"file": f"{self.schedule.name or 'schedule'}.{_SUFFIX[kind]}", "text": self.export(kind)}
+        self.send(answer)
 
     def export(self, kind: str) -> str:
         """The schedule as text: "svg", "csv" (torch's form) or "perfetto" (JSON that ui.perfetto.dev opens)."""

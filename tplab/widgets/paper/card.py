@@ -54,7 +54,8 @@ class Card(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle = super()._repr_mimebundle_(**kwargs) or {}
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return {**data, "text/plain": self.sentence, "image/png": self._picture}, metadata
+        pictures = {**data, "text/plain": self.sentence, "image/png": self._picture}
+        return pictures, {**metadata, "image/png": {"alt": self.sentence}}  # nbconvert writes it into the page
 
     if hasattr(ipywidgets.DOMWidget, "_ipython_display_"):  # ipywidgets 7, as Colab has it, asks this one only
 

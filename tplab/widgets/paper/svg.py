@@ -12,7 +12,7 @@ _ANCHOR = {"l": "start", "m": "middle", "r": "end"}
 
 
 class SvgPen:
-    """A sheet of `width` x `height` pixels, as `Pen` is one. `text` at the end is the whole SVG document."""
+    """A sheet of `width` x `height` pixels, as `Pen` is one."""
 
     def __init__(self, width: float, height: float):
         self.width, self.height = width, height
@@ -59,7 +59,8 @@ class SvgPen:
         )
         return text_width(text, size, bold, mono)
 
-    def document(self) -> str:
+    def document(self, title: str) -> str:
+        """The whole SVG. `title` is what it shows, for those who hear it."""
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         hatch = (
             '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -67,8 +68,8 @@ class SvgPen:
         )
         ground = f'<rect width="{self.width:g}" height="{self.height:g}" fill="{PAPER}"/>'
         font = 'font-family="Inter, system-ui, DejaVu Sans, sans-serif"'
-        body = "\n".join(self._parts)
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>\n{hatch}\n{ground}\n{body}\n</svg>\n'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} {font}>'
+        return "\n".join([head, f"<title>{escape(one_line(title))}</title>", hatch, ground, *self._parts, "</svg>\n"])
 
 
 def _colour(colour: Colour | None) -> str:

@@ -5,8 +5,10 @@ import { unpack } from "./wire.js";
 import { Player } from "./player.js";
 import { GanttChart, inWords } from "./gantt.js";
 
+const PATIENCE = 3000; // milliseconds
+const SILENCE = "No kernel answers, so nothing changes here. Run this cell to use its controls.";
 const SLIDERS = [
-  ["ranks", "ranks"], ["microbatches", "microbatches"], ["virtual_stages", "stages a rank"], ["forward", "F"],
+  ["ranks", "ranks"], ["microbatches", "microbatches"], ["virtual_stages", "stages per rank"], ["forward", "F"],
   ["input_grad", "I"], ["weight_grad", "W"], ["transfer", "transfer"],
 ];
 
@@ -77,7 +79,7 @@ async function render({ model, el: host }) {
   let board = await unpack(model.get("board"));
   const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: `pipeline schedule ${board.title}` });
   const tip = hint(root);
-  let waiting = false, wanted = null;
+  let waiting = false, wanted = null, silence = null, silent = false, drawn = model.get("settings");
 
   // One question at a time: while Python works on one, only the last of the next is kept.
   function ask(changes) {
@@ -87,12 +89,29 @@ async function render({ model, el: host }) {
     waiting = true;
     model.set("settings", wanted);
     wanted = null;
-    model.save_changes();
-    setTimeout(answered, 2000); // where no kernel answers
+    send({ settings: true });
   }
-  function answered() {
-    waiting = false;
+
+  // Python answers every message. Where it does not, no kernel runs, or a busy one, which may still answer.
+  function send(content) {
+    clearTimeout(silence);
+    silence = setTimeout(() => {
+      [silent, waiting, wanted] = [true, false, null];
+      show(drawn);
+      tellNotice();
+    }, PATIENCE);
+    try {
+      model.save_changes();
+      model.send(content);
+    } catch { /* a closed connection is silent, too */ }
+  }
+  function onAnswer(content) {
+    clearTimeout(silence);
+    [silent, waiting, drawn] = [false, false, model.get("settings")];
+    if (content.file) save(content.file, content.text);
     if (wanted) ask({});
+    else show(drawn);
+    tellNotice();
   }
   const show = isLab ? controls(root, model, ask) : () => {};
 
@@ -109,7 +128,7 @@ async function render({ model, el: host }) {
   const shift = (by) => {
     if (chart.chosen === null) return;
     const index = chart.index(chart.chosen);
-    model.send({ move: [chart.runs[0].rank[chart.chosen], index, index + by] });
+    send({ move: [chart.runs[0].rank[chart.chosen], index, index + by] });
   };
   const earlier = button("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
   const later = button("later ▸", "move the chosen action one place later", () => shift(1), { hidden: "" });
@@ -119,7 +138,7 @@ async function render({ model, el: host }) {
     chart.choose(null);
     if (on) note.textContent = "Choose an action; drag it, or move it with the buttons.";
   });
-  const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => model.send({ export: kind })));
+  const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
   const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
   root.append(el("div.tpl-tools", {}, key("f", "F"), key("b", "B"), key("i", "I"), key("w", "W"), key("idle", "idle"), key("held", "activations held"),
     el("span.tpl-space"), ...(isLab ? [earlier, later, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
@@ -130,7 +149,7 @@ async function render({ model, el: host }) {
     hint: tip,
     seek: (time) => player.seek(positionAt(time)),
     pick: (row) => { if (row !== null) note.textContent = `chosen: ${inWords(chart.runs[0], row)}, rank ${chart.runs[0].rank[row]}`; },
-    drop: (rank, index, to) => model.send({ move: [rank, index, to] }),
+    drop: (rank, index, to) => send({ move: [rank, index, to] }),
   });
   const figures = el("div.tpl-figures");
   root.append(note, figures);
@@ -157,9 +176,8 @@ async function render({ model, el: host }) {
     player?.restart(board.moments.length - 1);
   }
   const tellNotice = () => {
-    note.textContent = model.get("notice") ?? "";
-    note.classList.toggle("tpl-wrong", Boolean(model.get("notice")));
-    answered();
+    note.textContent = silent ? SILENCE : (model.get("notice") ?? "");
+    note.classList.toggle("tpl-wrong", Boolean(note.textContent));
   };
   draw();
   player = new Player(root, model, {
@@ -170,24 +188,23 @@ async function render({ model, el: host }) {
   const onBoard = async () => {
     board = await unpack(model.get("board"));
     draw();
-    answered();
   };
   const onSettings = () => show(wanted ?? model.get("settings"));
-  const onFile = (content) => { if (content.file) save(content.file, content.text); };
   model.on("change:board", onBoard);
   if (isLab) {
     onSettings();
     tellNotice();
     model.on("change:settings", onSettings);
     model.on("change:notice", tellNotice);
-    model.on("msg:custom", onFile);
+    model.on("msg:custom", onAnswer);
   }
   const unfollow = followTheme(root, () => chart.draw());
   return () => {
+    clearTimeout(silence);
     model.off("change:board", onBoard);
     model.off("change:settings", onSettings);
     model.off("change:notice", tellNotice);
-    model.off("msg:custom", onFile);
+    model.off("msg:custom", onAnswer);
     unfollow();
     chart.destroy();
     player.destroy();
