@@ -62,9 +62,8 @@ def test_a_kernel_that_answers_late_is_no_dead_one(page: Page, open_notebook, tm
     root = book.output(0).locator(".tplab")
     expect(figure(root, "makespan")).to_have_text("27")
     busy = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.05)"
-    page.evaluate(
-        "code => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({ code }); }", busy
-    )
+    kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+    page.evaluate(f"code => {{ {kernel}.requestExecute({{ code }}); }}", busy)  # and do not wait for it
     root.get_by_label("schedule").select_option("gpipe")
     expect(root.locator(".tpl-notice")).to_contain_text("No kernel answers")
     (tmp_path / "go").touch()
