@@ -20,7 +20,9 @@ from typing import Literal
 
 import nbformat
 import pytest
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import Locator, Page, expect
+
+expect.set_options(timeout=30_000)  # milliseconds; on a busy machine a kernel takes its time
 
 _THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 
@@ -106,7 +108,7 @@ def jupyter_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab
 
 
 def _wait_for(lab: JupyterLab, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise RuntimeError(f"JupyterLab ended with code {server.returncode}:\n{log.read_text()[-4000:]}")
@@ -115,7 +117,7 @@ def _wait_for(lab: JupyterLab, server: subprocess.Popen, log: Path) -> None:
             return
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.1)
-    raise RuntimeError(f"JupyterLab did not answer within 60 s:\n{log.read_text()[-4000:]}")
+    raise RuntimeError(f"JupyterLab did not answer within 120 s:\n{log.read_text()[-4000:]}")
 
 
 @dataclass(frozen=True)

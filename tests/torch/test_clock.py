@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tplab.torch import (
     run,
     start,
 )
+from tplab.torch.ranks import simulated
 from tplab.trace import critical_path
 
 # Figures that floating point holds exactly. An operation takes 1/4 + max(flops / 64, bytes / 32) s, in float64
@@ -448,21 +450,37 @@ def test_a_group_of_one_sends_nothing_and_takes_no_time():
 # --- measured ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_measured_clock_times_each_ranks_own_computing():
+class Stopwatch:
+    """In place of this machine's time: it goes on when it is told to, and not by itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seconds = 0.0
+        monkeypatch.setattr(simulated, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+
+    def go_on(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_the_measured_clock_times_each_ranks_own_computing(monkeypatch: pytest.MonkeyPatch):
+    stopwatch = Stopwatch(monkeypatch)
+
     def program() -> None:
         for _ in range(2):
-            time.sleep(0.02 * (1 + axis_index("tp")))
+            stopwatch.go_on(1.0 + axis_index("tp"))
             ring_shift(torch.ones(4), "tp")
 
     out = run(program, TWO, clock="measured")
     assert (out.trace.clock, out.trace.unit, out.trace.cluster) == ("measured", "s", "laptop")
-    busy = out.trace.busy()
-    assert 0.04 <= busy[0] < 0.07  # not what the other one slept
-    assert 0.08 <= busy[1] < 0.11
-    assert 0.08 <= out.trace.makespan < 0.12
+    assert out.trace.busy().tolist() == pytest.approx([2, 4])  # a rank's own, without what the other one took
+    assert out.trace.makespan == pytest.approx(4, abs=1e-4)  # and what the laptop takes for a message
     for rank in range(2):  # events of one rank do not overlap, and leave no gap
         spans = [(e.start, e.end) for e in out.trace.events if e.rank == rank and e.kind in ("compute", "wait")]
         assert all(b[0] == pytest.approx(a[1]) for a, b in pairwise(spans))
+
+
+def test_the_measured_clock_is_this_machines_time():
+    out = run(lambda: time.sleep(0.02), TWO, clock="measured")
+    assert out.trace.busy().min() >= 0.02
 
 
 def test_the_measured_clock_on_a_named_cluster_models_its_messages():
@@ -474,14 +492,23 @@ def test_the_measured_clock_on_a_named_cluster_models_its_messages():
     assert [e.end - e.start for e in out.trace.events if e.kind == "send"] == pytest.approx([6.0, 6.0])
 
 
-def test_what_tplab_does_itself_is_not_measured():
-    """A reduction of 40 MB that tplab computes for the last rank to come is communication, not that rank's work."""
+def test_what_tplab_does_itself_is_not_measured(monkeypatch: pytest.MonkeyPatch):
+    """The sum that tplab computes for the last rank to come is communication, not that rank's work."""
+    stopwatch, results = Stopwatch(monkeypatch), simulated.results
+    took = []
+
+    def slow_results(*args: Any) -> Any:
+        stopwatch.go_on(1.0)
+        took.append(1.0)
+        return results(*args)
+
+    monkeypatch.setattr(simulated, "results", slow_results)
 
     def program() -> None:
-        x = torch.zeros(2_500_000)
+        x = torch.zeros(4)
         for _ in range(4):
             all_reduce(x, "tp")
 
     out = run(program, Mesh(tp=4), clock="measured")
-    computed = [e.end - e.start for e in out.trace.events if e.kind == "compute"]
-    assert sum(sorted(computed)[:-4]) < 0.02  # all but making x
+    assert took == [1.0] * 4
+    assert out.trace.busy().tolist() == pytest.approx([0] * 4, abs=1e-12)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import inspect
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -52,11 +51,9 @@ def the_kernel_lives_on():
 
 
 def failure(program: Callable, error: type[Exception], mesh: Mesh = FOUR, **options: Any) -> Any:
-    """What running the program raises, at once."""
-    began = time.monotonic()
+    """What running the program raises."""
     with pytest.raises(error) as caught:
         run(program, mesh, **options)
-    assert time.monotonic() - began < 5
     return caught.value
 
 

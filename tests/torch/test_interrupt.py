@@ -68,11 +68,12 @@ def in_runs_inside_all_ranks():
         run(lambda: all_reduce(torch.ones(1), "q"), Mesh(q=3))
         barrier()
 
-def asleep():
-    time.sleep(6)
+gate = threading.Lock()
+gate.acquire()
 
-def in_a_long_tensor_operation():
-    torch.ones(6000, 6000, dtype=torch.int64) @ torch.ones(6000, 6000, dtype=torch.int64)
+def waits_for_something_else():
+    with gate:  # no exception reaches a thread that waits for a lock
+        pass
 
 before = torch.get_rng_state()
 torch.manual_seed(5)
@@ -81,17 +82,17 @@ pressed = 0
 for program, left_behind in PROGRAMS:
     press(0.3 + 0.01 * pressed)
     pressed += 1
-    began = time.monotonic()
     try:
         run(program, Mesh(tp=4))
     except KeyboardInterrupt as interrupt:
-        took, notes = time.monotonic() - began, getattr(interrupt, "__notes__", [])
-    assert took < 4, (program.__name__, took)
+        notes = getattr(interrupt, "__notes__", [])
     assert left_behind == bool(notes), (program.__name__, notes)
     assert torch.equal(torch.get_rng_state(), state)
     assert sys.stdout is sys.__stdout__
     # the kernel lives on, at once
     assert run(lambda: all_reduce(torch.ones(1), "tp").item(), Mesh(tp=4)).per_rank == [4.0] * 4
+    if left_behind:
+        gate.release()
     deadline = time.monotonic() + 30
     while threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -126,7 +127,7 @@ def test_ctrl_c_ends_ranks_that_compute_talk_or_wait():
 
 
 def test_ctrl_c_leaves_a_rank_behind_that_cannot_be_interrupted_and_says_so():
-    interrupted("asleep", left_behind=True)
+    interrupted("waits_for_something_else", left_behind=True)
 
 
 def test_ctrl_c_at_any_moment():

@@ -101,7 +101,7 @@ def test_workers_end_with_whoever_wants_them(how):
     assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
 
 
-def is_gone(pid, within_seconds=10):
+def is_gone(pid, within_seconds=60):
     """Whether the process is no more; one that has ended and was not asked after counts as gone."""
     deadline = time.monotonic() + within_seconds
     while time.monotonic() < deadline:

