@@ -190,10 +190,10 @@ def test_the_lab_shows_the_bug():
     """The cell with the bug is what the check refuses, with the hint about y."""
     cells = [cell.source for cell in build.read_source("01_split_a_layer").cells if cell.cell_type == "code"]
     bug = next(source for source in cells if "def backward(" in source).split("\n\n")[0]
-    names: dict[str, Any] = {"torch": torch, "all_reduce": tt.all_reduce, "all_gather": tt.all_gather}
+    names: dict[str, Any] = {"torch": torch, "tt": tt}
     exec(bug, names)
     expect(check_backward(names["backward"]), False, "how far z is from the hidden activation")
-    mended = bug.replace('all_gather(y, "tp", dim=1)', "target")
+    mended = bug.replace('tt.all_gather(y, "tp", dim=1)', "target")
     assert mended != bug
     exec(mended, names)
     verdict = check_backward(names["backward"])
