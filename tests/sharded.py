@@ -17,6 +17,7 @@ Oracle = Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
 # Sums are the same ones in another order: a few roundings of float64 (2e-16) on sums of a few hundred products.
 TOLERANCE = 1e-12
+ROUNDINGS = 1e-14
 WHOLE = P()
 
 
@@ -36,12 +37,15 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def close(got: Any, want: Any, what: str = "", tolerance: float = TOLERANCE) -> None:
-    """Equal up to rounding, relative to the largest element."""
+def close(got: Any, want: Any, what: str = "", tolerance: float = TOLERANCE, cancelled: float = 0) -> None:
+    """Equal up to rounding, relative to the largest element.
+
+    cancelled   the largest of the numbers that `want` is a small difference of, whose roundings remain in it
+    """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape, f"{what}: {got.shape}, not {want.shape}"
-    error = np.abs(got - want).max(initial=0) / max(np.abs(want).max(initial=0), 1e-300)
-    assert error <= tolerance, f"{what} is off by {error:.2g} of its largest element"
+    error, largest = np.abs(got - want).max(initial=0), np.abs(want).max(initial=0)
+    assert error <= tolerance * largest + ROUNDINGS * cancelled, f"{what} is off by {error:.2g}, of {largest:.2g}"
 
 
 def whole(oracle: Oracle, state: State, x: np.ndarray, c: np.ndarray) -> tuple[Any, Any, dict[str, Any]]:
@@ -114,12 +118,11 @@ def check(
         if dx is not None:
             close(dx, want_dx, "dx")
         assert grads.keys() == want_grads.keys()
+        # Softmax does not see key's bias at all, and a single narrow head hardly its queries: what cancels there are
+        # numbers like those of the other gradients (5e-6 and less remain of them, with roundings of up to 5e-16).
         largest = max(np.abs(want).max(initial=0) for want in want_grads.values())
         for name, want in want_grads.items():
-            if np.abs(want).max(initial=0) < 1e-13 * largest:  # zero but for rounding: softmax does not see key's bias
-                assert np.abs(grads[name]).max(initial=0) < 1e-13 * largest, name
-            else:
-                close(grads[name], want, f"gradient of {name}")
+            close(grads[name], want, f"gradient of {name}", cancelled=largest)
         return trace
 
 
