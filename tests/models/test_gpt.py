@@ -2,13 +2,14 @@
 
 import inspect
 import math
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.frameworks import FRAMEWORKS, Framework
+from tests.frameworks import FRAMEWORKS, Framework, in_both
 from tests.sharded import close, double, flat, nested, numbers
 from tplab import Mesh, P
 from tplab.errors import ShapeError
@@ -20,6 +21,9 @@ BATCH, SEQUENCE, VOCABULARY = 2, 24, 11
 @pytest.fixture(params=FRAMEWORKS)
 def fw(request) -> Framework:
     return FRAMEWORKS[request.param]()
+
+
+BOTH_WAYS = [(False,), (True,)]  # sequence_parallel
 
 
 def config_for(num_ranks, **options):
@@ -163,22 +167,30 @@ def check(fw, num_ranks, config, **options):
     return trace
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "fw, num_ranks, sequence_parallel",
+    in_both(product([1, 2, 3, 4, 8], [False, True]), [(1, False), (3, True), (4, False), (8, True)]),
+    indirect=["fw"],
+)
 def test_the_sharded_model_is_the_whole_one(fw, num_ranks, sequence_parallel):
     check(fw, num_ranks, config_for(num_ranks), sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize("options", [
-    {"activation": "swiglu", "norm": "rms", "bias": False, "num_heads": 4, "num_kv_heads": 2, "width": 8},
-    {"activation": "gelu", "norm": "rms", "hidden": 6, "num_layers": 1},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+LLAMA = {"activation": "swiglu", "norm": "rms", "bias": False, "num_heads": 4, "num_kv_heads": 2, "width": 8}
+OTHER = {"activation": "gelu", "norm": "rms", "hidden": 6, "num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "fw, options, sequence_parallel",
+    in_both(product([LLAMA, OTHER], [False, True]), [(LLAMA, True), (OTHER, False)]),
+    indirect=["fw"],
+    ids=str,
+)
 def test_models_of_other_kinds(fw, options, sequence_parallel):
     check(fw, 2, config_for(2, **options), sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("fw, sequence_parallel", in_both(BOTH_WAYS, [(True,)]), indirect=["fw"])
 def test_parameters_after_three_steps_of_adamw(fw, sequence_parallel):
     """eps is larger than the rounding of gradients that are zero, which AdamW would otherwise make steps of."""
     config = config_for(2, num_layers=1)
@@ -216,22 +228,6 @@ def test_parameters_after_three_steps_of_adamw(fw, sequence_parallel):
         close(got[name], value, name)
 
 
-def test_the_two_frameworks_agree():
-    config = config_for(4)
-    state, (ids, targets) = state_of(config), batch_of(config)
-    results = []
-    for make in FRAMEWORKS.values():
-        fw = make()
-        with double(fw):
-            results.append(evaluated(fw, Mesh(tp=4), config, state, ids, targets)[:3])
-    (logits, loss, grads), (other_logits, other_loss, other_grads) = results
-    close(logits, other_logits, "logits", 1e-10)
-    close(loss, other_loss, "loss", 1e-10)
-    for name in grads:
-        if not name.endswith("key.bias"):
-            close(grads[name], other_grads[name], name, 1e-10)
-
-
 # ------------------------------------------------------------------------------------------------------ what it costs
 
 
@@ -251,6 +247,10 @@ def gradients_trace(fw, config, sequence_parallel):
         return jax.grad(lambda mine: model.loss(nested(mine), ids, targets))(mine)
 
     args = {n: fw.array(v.astype(np.float32)) for n, v in state.items()}, fw.array(ids), fw.array(targets)
+    if fw.name == "jax":  # what is sent is known without numbers, and nothing is compiled for it
+        import jax
+
+        args = jax.eval_shape(lambda *args: args, *args)
     return fw.lab.run(program, Mesh(tp=2), *args).trace
 
 
@@ -294,7 +294,7 @@ def test_one_seed_gives_one_model_on_every_mesh(fw):
         return flat(model.init(jax.random.key(0)))
 
     states = {}
-    for num_ranks in (1, 2, 4):
+    for num_ranks in (1, 4):
         ranks = fw.lab.run(program, Mesh(tp=num_ranks)).per_rank
         states[num_ranks] = joined([{n: fw.numpy(x) for n, x in state.items()} for state in ranks], specs)
     for state in states.values():
