@@ -14,9 +14,9 @@ from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError, SpecError
 from tplab.sharding import join, shard_slices, split
 from tplab.widgets import shards
-from tplab.widgets.product import Tensor, product
-from tplab.widgets.scene import drawing, index_text, ranks_text
 from tplab.widgets.shards import content
+from tplab.widgets.tensors.product import Tensor, product
+from tplab.widgets.tensors.scene import drawing, index_text, ranks_text
 
 MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(a=2, b=2, c=2)]
 SHAPE_X, SHAPE_W = (12, 24), (24, 36)

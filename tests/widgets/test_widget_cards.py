@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,16 @@ def image(data: bytes) -> PngImageFile:
     return PngImageFile(io.BytesIO(data))
 
 
+@cache
+def bundle(name: str) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """What the widget over one of the traces shows without a kernel; drawing it is what takes the time here."""
+    return animate(ALL[name]())._repr_mimebundle_()
+
+
+def moving_picture(name: str) -> PngImageFile:
+    return image(base64.b64decode(bundle(name)[0][PNG]))
+
+
 # --- traits and bundles -------------------------------------------------------------------------------------------
 
 
@@ -53,21 +65,24 @@ def test_step_can_be_read_and_set():
 @pytest.mark.parametrize("name", ALL)
 def test_without_a_kernel_there_is_a_moving_picture_and_one_sentence(name: str):
     trace = ALL[name]()
-    data, metadata = animate(trace)._repr_mimebundle_()
+    data, metadata = bundle(name)
     sentence = data["text/plain"]
     assert metadata[PNG] == {"alt": sentence}
     assert re.fullmatch(rf"Animation of {trace.title} on Mesh\(.*\): \d+ steps?, each rank sends .*\.", sentence)
     assert repr(animate(trace)) == sentence
     assert "application/vnd.jupyter.widget-view+json" in data
-    again, _ = animate(trace)._repr_mimebundle_()
-    assert (again["text/plain"], again[PNG]) == (sentence, data[PNG])
-    still = animate(trace).picture()
-    assert len(still) <= MAX_BYTES
-    assert image(still).is_animated
+    assert 3 / 4 * len(data[PNG]) <= MAX_BYTES
+    assert moving_picture(name).is_animated
+
+
+def test_the_picture_is_a_function_of_the_trace():
+    again, _ = animate(ALL["gather 3"]())._repr_mimebundle_()
+    data, _ = bundle("gather 3")
+    assert (again["text/plain"], again[PNG]) == (data["text/plain"], data[PNG])
 
 
 def test_the_moving_picture_plays_once_and_for_no_more_than_five_seconds():
-    moving = image(animate(ALL["gather 4"]()).picture())
+    moving = moving_picture("gather 4")
     assert moving.info["loop"] == 1
     total = 0.0
     for frame in range(moving.n_frames):
@@ -77,7 +92,7 @@ def test_the_moving_picture_plays_once_and_for_no_more_than_five_seconds():
 
 
 def test_chunks_keep_their_colours_in_the_moving_picture():
-    moving = image(animate(ALL["all-reduce 8"]()).picture())
+    moving = moving_picture("all-reduce 8")
     moving.seek(1)
     seen = {colour for _, colour in moving.convert("RGB").getcolors(1 << 20) or []}
     assert {palette.rgb(hue) for hue in (*palette.HUES, palette.SOFT)} <= seen

@@ -16,6 +16,9 @@ and for labs, of numbers that a cell has:
     bytes_text(...)               "1.5 MB": sizes as the widgets write them
 
 Each is a widget; where no kernel runs it is a picture and a sentence.
+
+Every module here is one of them. What they are made of is in rooms: score/ (a trace, laid out), schedule/ (a pipeline
+schedule), tensors/ (pieces on ranks), paper/ (what all share) and static/ (their JavaScript).
 """
 
 from tplab.widgets.animate import Animation, animate

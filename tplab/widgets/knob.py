@@ -45,7 +45,7 @@ class Bars:
 
 
 class Knob(Card):
-    """The card that `knob` makes. `index` is the place of the chosen option; `option` is the option itself."""
+    """The card that `knob` makes. `index` says which option is chosen; `option` is that option."""
 
     _esm = script("shell", "knob")
     _css = style()
@@ -136,8 +136,8 @@ class Knob(Card):
             end = x + 8 + pen.text(x + 8, y + 12, self.text(row.total), size=11, bold=True, fill=INK, anchor="lm")
             pen.text(end + 7, y + 12, row.note, size=11, fill=DIM, anchor="lm")
             y += LINE_HEIGHT
-        for place, line in enumerate(sentence):
-            pen.text(MARGIN, y + 14 + 17 * place, line, size=11.5, anchor="lm")
+        for number, line in enumerate(sentence):
+            pen.text(MARGIN, y + 14 + 17 * number, line, size=11.5, anchor="lm")
         return encode([pen.image()], [0])
 
     def _track(self, pen: Pen, x: float, y: float) -> None:

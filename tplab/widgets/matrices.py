@@ -87,8 +87,8 @@ class Matrices(Card):
         pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
         if self.title:
             pen.text(MARGIN, MARGIN + 7, self.title, size=13, bold=True, anchor="lm")
-        for place, line in enumerate(lines):
-            pen.text(MARGIN, MARGIN + 7 + (22 if self.title else 0) + 17 * place, line, size=11.5, anchor="lm")
+        for index, line in enumerate(lines):
+            pen.text(MARGIN, MARGIN + 7 + (22 if self.title else 0) + 17 * index, line, size=11.5, anchor="lm")
         for row, height in zip(rows, heights):
             x = MARGIN
             for grid in row:

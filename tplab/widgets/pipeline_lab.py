@@ -10,8 +10,9 @@ import traitlets
 
 from tplab.errors import ScheduleError, TplabError
 from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, faults, simulate, to_csv
-from tplab.widgets.gantt import SCRIPTS, Gantt, board
+from tplab.widgets.gantt import SCRIPTS, Gantt
 from tplab.widgets.paper.card import script, style
+from tplab.widgets.schedule import payload
 
 LIMITS: dict[str, tuple[float, float, float]] = {
     "ranks": (1, 16, 1),
@@ -92,7 +93,7 @@ class PipelineLab(Gantt):
             del self._picture
         with self.hold_sync():
             self.step = min(self.step, float(self.num_steps))
-            self.board = board(self.runs, self.limit)
+            self.board = payload.board(self.runs, self.limit)
             self.notice = self._over_limit(runs, settings)
 
     def _runs(self, settings: dict[str, Any]) -> list[Simulation]:
@@ -124,7 +125,7 @@ class PipelineLab(Gantt):
     # --- by hand -------------------------------------------------------------------------------------------------
 
     def move(self, rank: int, index: int, to: int) -> bool:
-        """Move the action at place `index` of a rank's row to place `to`; says in `notice` why it is not legal."""
+        """Move the action at `index` of a rank's row to index `to`; says in `notice` why it is not legal."""
         try:
             moved = self.schedule.moved(rank, index, to).named(EDITED)
             found = faults(moved, at_most=1)

@@ -12,11 +12,11 @@ import traitlets
 from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
-from tplab.widgets import scene, still_shards
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.units import count_text
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.product import Product, Tensor, product
+from tplab.widgets.tensors import scene, still
+from tplab.widgets.tensors.product import Product, Tensor, product
 
 MOST_RANKS = 1024  # which can be drawn, and told from each other
 
@@ -43,7 +43,7 @@ class Shards(Card):
         return proposal["value"]
 
     def picture(self) -> bytes:
-        return still_shards.still(self.content, self.rank)
+        return still.still(self.content, self.rank)
 
 
 def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:

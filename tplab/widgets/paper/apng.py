@@ -17,7 +17,7 @@ from tplab.widgets.paper.palette import shades
 
 _SOURCE, _OVER = 0, 1  # how a frame is laid on what is there
 _COLOURS = 128
-_CLEAR = 255  # the palette's place for "as it was"
+_CLEAR = 255  # the palette's index for "as it was"
 
 
 def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: int = 1) -> bytes:
@@ -33,15 +33,15 @@ def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: in
     if len(changes) > 1:
         out.append(_chunk(b"acTL", struct.pack(">II", len(changes), plays)))
     number = 0
-    for place, (pixels, x, y, time) in enumerate(changes):
+    for index, (pixels, x, y, time) in enumerate(changes):
         data = zlib.compress(np.pad(pixels, ((0, 0), (1, 0))).tobytes(), 7)  # each line begins with its filter: none
         if len(changes) > 1:
             rows, columns = pixels.shape
-            blend = _OVER if place else _SOURCE
+            blend = _OVER if index else _SOURCE
             control = struct.pack(">IIIIIHHBB", number, columns, rows, x, y, time, 1000, 0, blend)
             out.append(_chunk(b"fcTL", control))
             number += 1
-        if place == 0:
+        if index == 0:
             out.append(_chunk(b"IDAT", data))
         else:
             out.append(_chunk(b"fdAT", struct.pack(">I", number) + data))
@@ -52,10 +52,10 @@ def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: in
 
 def _palette(frames: Sequence[Image.Image]) -> np.ndarray:
     """Our own colours, which may cover few pixels, and then those that cover most of a few of the frames."""
-    few = [frames[place * (len(frames) - 1) // 2].reduce(2) for place in range(3)]
+    few = [frames[index * (len(frames) - 1) // 2].reduce(2) for index in range(3)]
     sheet = Image.new("RGB", (few[0].width, few[0].height * len(few)))
-    for place, image in enumerate(few):
-        sheet.paste(image, (0, place * image.height))
+    for index, image in enumerate(few):
+        sheet.paste(image, (0, index * image.height))
     own = shades()
     common = sheet.quantize(_COLOURS - len(own), method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     others = np.array(common.getpalette() or [], int).reshape(-1, 3)
@@ -63,7 +63,7 @@ def _palette(frames: Sequence[Image.Image]) -> np.ndarray:
 
 
 class _Nearest:
-    """Pixels -> places in a palette of the colours nearest to them. Pillow's own search rounds, and greys the white."""
+    """Pixels -> indices of the nearest colours of a palette. Pillow's own search rounds, and greys the white."""
 
     def __init__(self, palette: np.ndarray):
         self._palette = palette

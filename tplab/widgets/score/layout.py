@@ -36,9 +36,9 @@ class Layout:
     links: dict[tuple[int, int], tuple[float, ...]]
     labels: list[tuple[float, float, str]]
 
-    def slot(self, rank: int, place: int) -> tuple[float, float]:
+    def slot(self, rank: int, index: int) -> tuple[float, float]:
         """The upper left corner of a rank's slot."""
-        row, column = divmod(place, SLOTS_A_ROW)
+        row, column = divmod(index, SLOTS_A_ROW)
         in_row = min(SLOTS_A_ROW, len(self.slots[rank]) - row * SLOTS_A_ROW)
         x, y = self.centres[rank]
         left = x - (in_row * (SLOT + SLOT_GAP) - SLOT_GAP) / 2
@@ -56,7 +56,7 @@ class Columns:
     of_item: list[int]
     names: list[str]
     page_size: int
-    first: list[int]  # for each round the first column that is shown; place 0: before the first round
+    first: list[int]  # for each round the first column that is shown; index 0: before the first round
 
 
 def columns(score: Score) -> Columns:
@@ -66,24 +66,24 @@ def columns(score: Score) -> Columns:
         ranks_of[item].add(rank)
     of_item, taken = [], []
     for ranks in ranks_of:
-        place = next((place for place, there in enumerate(taken) if there.isdisjoint(ranks)), len(taken))
-        if place == len(taken):
+        index = next((index for index, there in enumerate(taken) if there.isdisjoint(ranks)), len(taken))
+        if index == len(taken):
             taken.append(set())
-        taken[place] |= ranks
-        of_item.append(place)
+        taken[index] |= ranks
+        of_item.append(index)
     names = []
-    for place in range(len(taken)):
-        here = [item.name for item, at in zip(score.items, of_item) if at == place]
+    for index in range(len(taken)):
+        here = [item.name for item, at in zip(score.items, of_item) if at == index]
         names.append(" ".join(here) if len(here) <= 3 else f"{here[0]} …")
     page_size = 16 if score.trace.mesh.size <= 16 else 64
     first = np.full(score.num_steps + 1, len(taken))
     rows = (score.bars["item"] >= 0) & (score.bars["step"] >= 0)
-    places = np.array(of_item, int)[score.bars["item"][rows]] if of_item else np.zeros(0, int)
-    np.minimum.at(first, score.bars["step"][rows] + 1, places)
+    indices = np.array(of_item, int)[score.bars["item"][rows]] if of_item else np.zeros(0, int)
+    np.minimum.at(first, score.bars["step"][rows] + 1, indices)
     first[0] = 0
     shown = [0]
-    for place in first[1:].tolist():  # a round without items shows what the one before it did
-        shown.append(place // page_size * page_size if place < len(taken) else shown[-1])
+    for index in first[1:].tolist():  # a round without items shows what the one before it did
+        shown.append(index // page_size * page_size if index < len(taken) else shown[-1])
     return Columns(of_item, names, page_size, shown)
 
 
@@ -147,8 +147,8 @@ def _gap(a: np.ndarray, b: np.ndarray, size: tuple[float, float]) -> float:
 
 def _grid(num_ranks: int, columns: int, size: tuple[float, float]) -> np.ndarray:
     step = np.array([size[0] + LINK_GAP, size[1] + LINK_GAP]) if size[0] > DOT else np.array([46.0, 46.0])
-    places = np.arange(num_ranks)
-    return np.stack([places % columns, places // columns], 1) * step
+    indices = np.arange(num_ranks)
+    return np.stack([indices % columns, indices // columns], 1) * step
 
 
 def _axis_labels(mesh, centres: np.ndarray, columns: int, size: tuple[float, float]) -> list[tuple[float, float, str]]:
@@ -157,7 +157,7 @@ def _axis_labels(mesh, centres: np.ndarray, columns: int, size: tuple[float, flo
     if columns != mesh.shape[last]:
         return []
     above = min(centres[:, 1]) - size[1] / 2 - 34
-    labels = [(float(centres[place, 0]), above, f"{last} {place}") for place in range(columns)]
+    labels = [(float(centres[index, 0]), above, f"{last} {index}") for index in range(columns)]
     for row in range(0, mesh.size, columns):
         where = mesh.coordinates(row)
         text = " ".join(f"{name} {where[name]}" for name in others if mesh.shape[name] > 1)
@@ -240,7 +240,7 @@ def _placed(boxes, centres, size, slots, links, labels) -> Layout:
     margin = 14
     low, high = everything.min(0) - margin, everything.max(0) + margin
     moved = {
-        pair: tuple(round(x - low[place % 2], 2) for place, x in enumerate(curve)) for pair, curve in links.items()
+        pair: tuple(round(x - low[index % 2], 2) for index, x in enumerate(curve)) for pair, curve in links.items()
     }
     labels = [(x - low[0], y - low[1], text) for x, y, text in labels]
     width, height = (high - low).tolist()

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from tplab.trace.critical_path import critical_path
-from tplab.widgets import overlay as over
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import words
 from tplab.widgets.score.layout import columns, layout
@@ -57,29 +56,6 @@ def lanes(score: Score) -> bytes:
     more = {"shape": np.array(written, np.int32)}
     more["flops"] = trace.column("flops")[bars["row"]].astype(float)
     return pack(header, {**_bars(score), **more, "critical": critical_rows(score)})
-
-
-def overlay(of: over.Overlay) -> bytes:
-    """For `timeline` over a prediction: what ran when, and when it was to; static/overlay.js reads it."""
-    schedule = of.predicted.schedule
-    header = {
-        "overlay": True,
-        "title": over.title(of),
-        "about": over.about(of),
-        "badge": words.clock(of.trace),
-        "unit": of.trace.unit,
-        "ranks": schedule.num_ranks,
-        "names": list(of.comparison.ranks),
-        "word": of.word,
-        "stages": schedule.num_stages,
-        "times": of.times.tolist(),
-        "ops": of.ops,
-        "makespan": of.comparison.makespan,
-        "facts": over.facts(of),
-        "computes": True,
-    }
-    others = {f"other_{name}": column for name, column in of.others.items()}
-    return pack(header, {**of.actions, **others})
 
 
 def critical_rows(score: Score) -> np.ndarray:

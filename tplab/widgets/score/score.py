@@ -129,9 +129,9 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
     item = np.where(columns["kind"] == COLLECTIVE, -1, item)
     # A chunk that no message carries would be an empty column. The others keep their order.
     used = np.unique(item[(item >= 0) & np.isin(columns["kind"], (SEND, -1))])
-    place = np.full(len(trace.chunks) + 1, -1)
-    place[used] = np.arange(len(used))
-    item = place[item]
+    index = np.full(len(trace.chunks) + 1, -1)
+    index[used] = np.arange(len(used))
+    item = index[item]
     items: list[tuple[str, int, int, str]] = []
     for chunk in used.tolist():
         origin, piece = trace.chunks[chunk]

@@ -67,7 +67,7 @@ class Picture:
         return pen
 
     def _moved(self, curve: tuple[float, ...]) -> list[float]:
-        return [x + self.at[place % 2] for place, x in enumerate(curve)]
+        return [x + self.at[index % 2] for index, x in enumerate(curve)]
 
     def _link(self, pen: Pen, curve: tuple[float, ...]) -> None:
         moved = self._moved(curve)
@@ -119,8 +119,8 @@ class Picture:
             pen.box(left + 9, top + height - 10, width - 18, 3, fill=LINE)
             pen.box(left + 9, top + height - 10, (width - 18) * self._held(rank, now), 3, fill=WORK)
         pen.text(x, top + 13 if few else y - 3, name[: int(width / 6.2)], size=10.5, bold=True)
-        for place, item in enumerate(layout.slots[rank]):
-            left, top = layout.slot(rank, place)
+        for index, item in enumerate(layout.slots[rank]):
+            left, top = layout.slot(rank, index)
             cell(pen, score, left + self.at[0], top + self.at[1], SLOT, SLOT, item, now.cells.get((rank, item)),
                  (rank, item) in now.arriving, score.items[item].name, ground=SOFT)  # fmt: skip
 
@@ -192,7 +192,7 @@ def moving(score: Score, plays: int = 1, frames: int = 30) -> bytes:
     picture, steps = Picture(score), score.num_steps
     if steps < frames and score.trace.mesh.size <= 16:
         each = max(1, min(8, (frames - 2) // steps))
-        drawn = [picture.draw(place / each) for place in range(steps * each + 1)]
+        drawn = [picture.draw(index / each) for index in range(steps * each + 1)]
         time = round(1000 * (SECONDS - 0.5) / len(drawn))
         data = encode(drawn, [500 + time] + [time] * (len(drawn) - 1), plays)
         if len(data) <= MAX_BYTES:

@@ -50,9 +50,9 @@ def _segments(pen: Pen, members: tuple[int, ...], pool: tuple[int, ...], passed:
               colour: str) -> None:  # fmt: skip
     """Along the lower edge, one segment for every rank whose data can be in a sum; those whose data is are filled."""
     step, thick = (width - 8) / len(pool), 3 if height > 20 else 2
-    for place, rank in enumerate(pool):
+    for index, rank in enumerate(pool):
         fill = mix(LINE, 0.8) if rank not in members else mix(DIM, 0.5) if passed else colour
-        pen.box(5.5 + place * step, height - thick - 1, step - 1, thick, fill=fill)
+        pen.box(5.5 + index * step, height - thick - 1, step - 1, thick, fill=fill)
 
 
 class Table:
@@ -73,8 +73,8 @@ class Table:
         self.width = self.left + self.num_columns * (self.size[0] + self.gap) if self.num_columns else 0.0
         self.height = 44 + self.num_rows * (self.size[1] + self.gap) if self.num_columns else 0.0
 
-    def _corner(self, rank: int, place: int) -> tuple[float, float]:
-        return (self.at[0] + self.left + place * (self.size[0] + self.gap),
+    def _corner(self, rank: int, index: int) -> tuple[float, float]:
+        return (self.at[0] + self.left + index * (self.size[0] + self.gap),
                 self.at[1] + 22 + rank * (self.size[1] + self.gap))  # fmt: skip
 
     def draw_heads(self, pen: Pen) -> None:
@@ -92,17 +92,17 @@ class Table:
     def draw(self, pen: Pen, now: Frame) -> None:
         """The cells at one moment."""
         first = self.columns.first[now.round]
-        for place, name in enumerate(self.columns.names[first : first + self.num_columns]):
-            if place % (8 if self.small else 1) == 0:
-                x, y = self._corner(0, place)
+        for index, name in enumerate(self.columns.names[first : first + self.num_columns]):
+            if index % (8 if self.small else 1) == 0:
+                x, y = self._corner(0, index)
                 pen.text(x + self.size[0] / 2, y - 11, name, size=10.5, fill=DIM)
         holds = {(rank, self.columns.of_item[item]): hold for (rank, item), hold in now.cells.items()}
         arriving = {(rank, self.columns.of_item[item]): item for rank, item in now.arriving}
         for rank in range(self.num_rows):
-            for place in range(min(self.num_columns, len(self.columns.names) - first)):
-                hold = holds.get((rank, first + place))
-                coming = arriving.get((rank, first + place), -1)
-                x, y = self._corner(rank, place)
+            for index in range(min(self.num_columns, len(self.columns.names) - first)):
+                hold = holds.get((rank, first + index))
+                coming = arriving.get((rank, first + index), -1)
+                x, y = self._corner(rank, index)
                 if self.small:
                     pen.box(x, y, *self.size, fill=self._small_fill(hold))
                     continue
@@ -126,7 +126,7 @@ def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple
     label = score.items[item].name
     if len(pool) > 1:
         label = contributors(score.members(hold), pool, score.items[item].op, most)
-    place = score.holds["value"][hold]
-    if place < 0 or score.values[place].size != 1 or most == 1:
+    index = score.holds["value"][hold]
+    if index < 0 or score.values[index].size != 1 or most == 1:
         return label, ""
-    return label, number_text(float(score.values[place].ravel()[0]))
+    return label, number_text(float(score.values[index].ravel()[0]))

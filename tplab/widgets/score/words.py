@@ -64,9 +64,9 @@ def sentences(score: Score) -> list[str]:
     bounds = np.searchsorted(bars["step"][talk][by_round], np.arange(score.num_steps + 1))
     texts = [_before(score)]
     news = _News(score)
-    for place in range(score.num_steps):
-        rows = talk[by_round[bounds[place] : bounds[place + 1]]]
-        begin, end = score.times[place], score.times[place + 1]
+    for index in range(score.num_steps):
+        rows = talk[by_round[bounds[index] : bounds[index + 1]]]
+        begin, end = score.times[index], score.times[index + 1]
         texts.append(news.sentence(rows) + _computing(score, rows, float(begin), float(end)))
     return texts
 

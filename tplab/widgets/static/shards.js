@@ -2,7 +2,7 @@
 import { card, el, followTheme } from "./shell.js";
 import { unpack } from "./wire.js";
 
-// Ranks in a few letters, as scene.py's ranks_text.
+// Ranks in a few letters, as tensors/scene.py's ranks_text.
 export function ranksText(ranks) {
   const last = ranks[ranks.length - 1];
   if (ranks.length > 2 && last - ranks[0] === ranks.length - 1) return `${ranks[0]}–${last}`;

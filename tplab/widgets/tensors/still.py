@@ -9,7 +9,7 @@ from typing import Any
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.pen import Pen, text_width
-from tplab.widgets.scene import ranks_text
+from tplab.widgets.tensors.scene import ranks_text
 
 MARGIN = 18
 
@@ -40,8 +40,8 @@ def still(content: Mapping[str, Any], rank: int = -1) -> bytes:
     else:
         at = (width - grid["width"]) / 2, 54 + content["height"] + gap / 2
     _ranks(pen, grid, *at, rank)
-    for place, line in enumerate(lines):
-        pen.text(MARGIN, 54 + body + 22 + 17 * place, line, size=11.5, anchor="lm")
+    for index, line in enumerate(lines):
+        pen.text(MARGIN, 54 + body + 22 + 17 * index, line, size=11.5, anchor="lm")
     return encode([pen.image()], [0])
 
 
@@ -49,8 +49,8 @@ def _tensor(pen: Pen, drawing: Mapping[str, Any], left: float, top: float, rank:
     x, y = drawing["x"] + left, drawing["y"] + top
     pen.text(x + drawing["width"] / 2, y + drawing["height"] + 13, drawing["name"], size=11.5, bold=True)
     pen.text(x + drawing["width"] / 2, y - 10, drawing["above"], size=10, fill=DIM)
-    for place, line in enumerate(drawing["beside"].replace(" over", "\nover").split("\n") if drawing["beside"] else []):
-        pen.text(x - 8, y + drawing["height"] / 2 - 6 + 13 * place, line, size=10, fill=DIM, anchor="rm")
+    for index, line in enumerate(drawing["beside"].replace(" over", "\nover").split("\n") if drawing["beside"] else []):
+        pen.text(x - 8, y + drawing["height"] / 2 - 6 + 13 * index, line, size=10, fill=DIM, anchor="rm")
     for piece in drawing["pieces"]:
         px, py, width, height = x + piece["x"], y + piece["y"], piece["width"], piece["height"]
         colour = hue(piece["hue"])
@@ -71,10 +71,10 @@ def _ranks(pen: Pen, grid: Mapping[str, Any], left: float, top: float, rank: int
     width, height = grid["size"]
     for x, y, text in grid["labels"]:
         pen.text(left + x, top + y, text, size=10.5, fill=DIM)
-    for place, box in enumerate(grid["boxes"]):
+    for index, box in enumerate(grid["boxes"]):
         x, y = left + box["x"], top + box["y"]
-        pen.box(x, y, width, height, fill=SOFT, edge=ACCENT if place == rank else LINE, radius=8, line=1.2)
-        pen.text(x + width / 2, y + 10, f"rank {place}" if grid["few"] else str(place), size=10, bold=True)
+        pen.box(x, y, width, height, fill=SOFT, edge=ACCENT if index == rank else LINE, radius=8, line=1.2)
+        pen.text(x + width / 2, y + 10, f"rank {index}" if grid["few"] else str(index), size=10, bold=True)
         for mini in box["minis"]:
             mx, my, w, h, px, py, pw, ph, colour = mini
             pen.box(left + mx, top + my, w, h, fill=PAPER, edge=LINE, radius=2)

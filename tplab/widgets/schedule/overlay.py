@@ -16,7 +16,7 @@ from tplab.schedules import Comparison, Simulation, compare
 from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.units import plain, time_text
-from tplab.widgets.pipeline_facts import Fact
+from tplab.widgets.schedule.facts import Fact
 
 MAX_STEPS = 400
 
@@ -29,7 +29,7 @@ class Overlay:
               both. The playhead is a position in these
     actions   one row an action, in the order of the schedule's columns: rank (the row of the schedule), kind, stage,
               microbatch, joined; start, end and busy as executed; due_start and due_end as predicted
-    others    what the ranks computed besides, in that time: rank, op (a place in `ops`), start, end
+    others    what the ranks computed besides, in that time: rank, op (a index in `ops`), start, end
     """
 
     trace: Trace
@@ -136,20 +136,20 @@ def now(over: Overlay, position: float) -> Now:
 def say(over: Overlay, moment: Now) -> tuple[str, str, str]:
     """Where the playhead is, what the ranks do there beside what they were to do, and how far they are."""
     unit, ranks, texts = over.trace.unit, over.comparison.ranks, {}
-    for place, (runs, due) in enumerate(zip(moment.runs, moment.due)):
+    for index, (runs, due) in enumerate(zip(moment.runs, moment.due)):
         does, was = (" + ".join(map(over.name, rows)) for rows in (runs, due))
-        text = f"rank {ranks[place]} runs {does or 'no action'}"
-        texts[place] = text if runs == due else f"{text} ({was or 'nothing'} was due)"
+        text = f"rank {ranks[index]} runs {does or 'no action'}"
+        texts[index] = text if runs == due else f"{text} ({was or 'nothing'} was due)"
     num_actions = len(over.actions["rank"])
     far = f"{moment.done} of {num_actions} actions done, {moment.were_due} due"
     head = f"t = {time_text(moment.time, unit, float(over.times[-1]))}"
     if moment.done == moment.were_due == num_actions:
         return head, "all ranks are done", far
-    apart = [place for place in texts if moment.runs[place] != moment.due[place]]
+    apart = [index for index in texts if moment.runs[index] != moment.due[index]]
     if apart:
         others = "; the others run as predicted" if len(apart) < len(texts) else ""
-        return head, _few([texts[place] for place in apart]) + others, far
-    busy = [text for place, text in texts.items() if moment.runs[place]]
+        return head, _few([texts[index] for index in apart]) + others, far
+    busy = [text for index, text in texts.items() if moment.runs[index]]
     return head, f"{_few(busy)}, as predicted" if busy else "no rank runs an action, as predicted", far
 
 
@@ -245,14 +245,14 @@ def _others(trace: Trace, beside: Comparison) -> tuple[list[str], dict[str, np.n
     ops, op = trace.codes("op")
     lane = np.full(trace.mesh.size, -1)
     lane[list(beside.ranks)] = np.arange(len(beside.ranks))
-    is_compute = np.isin(kind, [place for place, name in enumerate(kinds) if name == "compute"])
+    is_compute = np.isin(kind, [index for index, name in enumerate(kinds) if name == "compute"])
     inside = (end > beside.origin) & (start < beside.origin + beside.makespan) & (end > start)
     rows = np.flatnonzero(is_compute & inside & (lane[rank] >= 0))
     begin, finish = start[rows] - beside.origin, end[rows] - beside.origin
     schedule = beside.predicted.schedule
     is_action = np.zeros(len(rows), bool)
-    for place in range(schedule.num_ranks):  # the actions of a rank follow each other
-        own, span = lane[rank[rows]] == place, slice(schedule.offsets[place], schedule.offsets[place + 1])
+    for index in range(schedule.num_ranks):  # the actions of a rank follow each other
+        own, span = lane[rank[rows]] == index, slice(schedule.offsets[index], schedule.offsets[index + 1])
         before = np.searchsorted(beside.start[span], begin[own], side="right") - 1
         until = np.append(beside.end[span], -np.inf)[before]
         is_action[own] = begin[own] < until

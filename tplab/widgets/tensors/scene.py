@@ -9,14 +9,14 @@ from typing import Any
 
 from tplab.mesh import Mesh
 from tplab.sharding import local_shape, replicas, shard_slices
-from tplab.widgets.product import Product, Tensor
+from tplab.widgets.tensors.product import Product, Tensor
 
 LARGEST = 190.0  # pixels of the longest side
 LEFT, TOP = 64.0, 40.0  # room for a tensor's captions
 
 
 @dataclass(frozen=True)
-class Piece:
+class Tile:
     """A piece of a tensor: where it lies, and the ranks that hold it. For a sum: the ranks it is the sum of."""
 
     x: float
@@ -39,7 +39,7 @@ class Drawing:
     height: float
     above: str
     beside: str
-    pieces: list[Piece]
+    pieces: list[Tile]
     summed: bool  # its pieces are sums over several ranks' products, not made yet
     lines: tuple[int, int]  # rows and columns of elements, where they are few enough to be seen
 
@@ -89,7 +89,7 @@ def drawing(tensor: Tensor, mesh: Mesh, x: float, y: float, pixels: tuple[float,
             strip = (y1 - y0) / len(keys)
             box = (x0 * width, (y0 + place * strip) * height, (x1 - x0) * width, strip * height)
             text = index_text(tensor.shape, [slice(*part) for part in key])
-            pieces.append(Piece(*box, hue=len(pieces) % 8, ranks=tuple(groups[key]), index=text))
+            pieces.append(Tile(*box, hue=len(pieces) % 8, ranks=tuple(groups[key]), index=text))
     lines = (1, 1)
     if tensor.shape:
         lines = (1, tensor.shape[down]) if across is None else (tensor.shape[down], tensor.shape[across])

@@ -12,7 +12,7 @@ from tplab.schedules.action import CODE, B, F, I, W
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.pen import Colour, text_width
 from tplab.widgets.paper.units import ticks, time_text
-from tplab.widgets.pipeline_facts import facts
+from tplab.widgets.schedule.facts import facts
 
 At = Callable[[float], float]
 MARGIN, LEFT, WIDTH = 18, 58, 860
@@ -54,9 +54,9 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None) -
     end = max(run.makespan for run in runs)
     most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
     top = 50.0
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         if len(runs) > 1:
-            sheet.text(MARGIN, top + 8, run.schedule.name or f"schedule {place + 1}", size=11, bold=True, anchor="lm")
+            sheet.text(MARGIN, top + 8, run.schedule.name or f"schedule {index + 1}", size=11, bold=True, anchor="lm")
             top += 20
         _draw_run(sheet, run, top, end, most, limit)
         top += _block(run)
@@ -98,8 +98,8 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
             sheet.text(left - 10, y + bars / 2, f"rank {rank}", size=10.5, fill=DIM, anchor="rm")
         sheet.box(left, y, at(begin + run.makespan) - left, bars, fill=SOFT)
         sheet.hatch(left, y, at(begin + run.makespan) - left, bars, HATCH)
-        for place in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
-            _bar(sheet, run, place, at, y, bars, slots)
+        for index in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
+            _bar(sheet, run, index, at, y, bars, slots)
         _strip(sheet, run, rank, at, y + bars + 1.5, strip, most, limit)
     bottom = top + schedule.num_ranks * (bars + strip + 5)
     for time in ticks(0.0, end, 8, run.costs.unit):
@@ -112,17 +112,17 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
         x += max(text_width(name, 10), wide) + 28
 
 
-def _bar(sheet: Sheet, run: Simulation, place: int, at: At, y: float, size: float, slots: int) -> None:
+def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: float, slots: int) -> None:
     schedule = run.schedule
-    kind, joined = int(schedule.kind[place]), bool(schedule.joined[place])
-    has_second = place + 1 < len(schedule) and bool(schedule.joined[place + 1])
-    x, right = at(float(run.start[place])), at(float(run.end[place]))
+    kind, joined = int(schedule.kind[index]), bool(schedule.joined[index])
+    has_second = index + 1 < len(schedule) and bool(schedule.joined[index + 1])
+    x, right = at(float(run.start[index])), at(float(run.end[index]))
     if joined or has_second:  # a pair shares its time: one above, one below
         if joined:
-            x = at(float(run.start[place - 1]))
+            x = at(float(run.start[index - 1]))
         y, size = (y + size / 2, size / 2) if joined else (y, size / 2)
-    label = schedule.action(place).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
-    draw_action(sheet, kind, int(schedule.microbatch[place]), label, x, right, y, size, schedule.slot[place] / slots)
+    label = schedule.action(index).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
+    draw_action(sheet, kind, int(schedule.microbatch[index]), label, x, right, y, size, schedule.slot[index] / slots)
 
 
 def draw_action(
@@ -162,16 +162,16 @@ def _strip(
         return
     xs = [at(float(time)) for time in times] + [at(float(run.start.min()) + run.makespan)]
     corners = [(xs[1], y + size)]
-    for place in range(1, len(times)):
-        level = y + size * (1 - float(held[place]) / most)
-        corners += [(xs[place], level), (xs[place + 1], level)]
+    for index in range(1, len(times)):
+        level = y + size * (1 - float(held[index]) / most)
+        corners += [(xs[index], level), (xs[index + 1], level)]
     corners.append((corners[-1][0], y + size))
     sheet.area(corners, mix(DIM, 0.36))
     if limit is not None and limit < most:
-        for place in range(1, len(times)):
-            if held[place] > limit + 1e-9:
-                a, b = y + size * (1 - float(held[place]) / most), y + size * (1 - limit / most)
-                sheet.box(xs[place], a, xs[place + 1] - xs[place], b - a, fill=WRONG)
+        for index in range(1, len(times)):
+            if held[index] > limit + 1e-9:
+                a, b = y + size * (1 - float(held[index]) / most), y + size * (1 - limit / most)
+                sheet.box(xs[index], a, xs[index + 1] - xs[index], b - a, fill=WRONG)
     if limit is not None:
         level = y + size * (1 - limit / most)
         sheet.line([(xs[0], level), (xs[-1], level)], ACCENT, 0.8)

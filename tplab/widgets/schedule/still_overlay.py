@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 
 from tplab.schedules.action import KINDS, W
-from tplab.widgets import overlay
-from tplab.widgets.overlay import Overlay
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, LINE, PAPER, SOFT, WORK, hue, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.units import ticks, time_text
+from tplab.widgets.schedule import overlay
+from tplab.widgets.schedule.overlay import Overlay
+from tplab.widgets.schedule.still import LEFT, MARGIN, WIDTH, At, draw_action
 from tplab.widgets.score import words
-from tplab.widgets.still_gantt import LEFT, MARGIN, WIDTH, At, draw_action
 
 TOP = 72.0
 

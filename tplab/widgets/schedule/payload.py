@@ -1,0 +1,98 @@
+"""Schedules as they are sent to the browser: what `gantt` draws from, and `timeline` over a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tplab.schedules import Simulation
+from tplab.widgets.paper.wire import pack
+from tplab.widgets.schedule import overlay as over
+from tplab.widgets.schedule import still
+from tplab.widgets.schedule.facts import facts
+from tplab.widgets.score import words
+
+MAX_STEPS = 400
+
+
+def moments(runs: Sequence[Simulation]) -> np.ndarray:
+    """The times at which the playhead rests: the start, and every moment at which an action ends; or, where those are
+    too many, so many at equal distances."""
+    ends = np.concatenate([run.end - run.start.min(initial=0.0) for run in runs])
+    rounded = np.unique(np.round(ends, 9))
+    last = float(rounded[-1]) if len(rounded) else 0.0
+    if len(rounded) > MAX_STEPS:
+        return np.linspace(0.0, last, MAX_STEPS + 1)
+    rounded = rounded[rounded > 0]
+    return np.concatenate([[0.0], rounded if len(rounded) else [last]])
+
+
+def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
+    """What the browser draws from; static/gantt.js reads it."""
+    header = {
+        "title": runs[0].schedule.name or "schedule",
+        "about": still.about(runs[0]),
+        "badge": still.badge(runs[0]),
+        "unit": runs[0].costs.unit,
+        "limit": limit,
+        "runs": [
+            {
+                "name": run.schedule.name or "schedule",
+                "ranks": run.schedule.num_ranks,
+                "makespan": run.makespan,
+                "peak": float(run.peak_activations.max(initial=0.0)),
+                "facts": facts(run, limit),
+            }
+            for run in runs
+        ],
+    }
+    columns: dict[str, np.ndarray] = {"moments": moments(runs)}
+    for index, run in enumerate(runs):
+        columns |= {f"{name}{index}": column for name, column in _columns(run).items()}
+    return pack(header, columns)
+
+
+def _columns(run: Simulation) -> dict[str, np.ndarray]:
+    schedule, begin = run.schedule, float(run.start.min(initial=0.0))
+    stairs = [run.activations(rank) for rank in range(schedule.num_ranks)]
+    start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one stretch of time
+    return {
+        "rank": schedule.rank,
+        "kind": schedule.kind,
+        "stage": schedule.stage,
+        "slot": schedule.slot,
+        "microbatch": schedule.microbatch,
+        "joined": schedule.joined.astype(np.int8),
+        "start": start - begin,
+        "end": run.end - begin,
+        "waits": run.waits_for,
+        "message": schedule.needs.message,
+        "critical": np.array(run.critical_indices(), np.int32),
+        "stair": np.cumsum([0, *(len(times) for times, _ in stairs)]),
+        "stairTime": np.concatenate([times for times, _ in stairs]) - begin,
+        "stairHeld": np.concatenate([held for _, held in stairs]),
+    }
+
+
+def overlay(of: over.Overlay) -> bytes:
+    """For `timeline` over a prediction: what ran when, and when it was to; static/overlay.js reads it."""
+    schedule = of.predicted.schedule
+    header = {
+        "overlay": True,
+        "title": over.title(of),
+        "about": over.about(of),
+        "badge": words.clock(of.trace),
+        "unit": of.trace.unit,
+        "ranks": schedule.num_ranks,
+        "names": list(of.comparison.ranks),
+        "word": of.word,
+        "stages": schedule.num_stages,
+        "times": of.times.tolist(),
+        "ops": of.ops,
+        "makespan": of.comparison.makespan,
+        "facts": over.facts(of),
+        "computes": True,
+    }
+    others = {f"other_{name}": column for name, column in of.others.items()}
+    return pack(header, {**of.actions, **others})
