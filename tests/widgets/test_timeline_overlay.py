@@ -153,7 +153,7 @@ def test_both_makespans_the_residual_and_the_clock_are_told():
         ("residual", "+4", "50 %"),
         ("bubble", "37.5 %", "predicted 37.5 %"),
         ("largest lag", "+3.25", "B1 of stage 0"),
-        ("other work", "0.5", "a rank"),
+        ("other work", "0.5", "per rank"),
     ]
     exact = overlay(executed(PREDICTED), PREDICTED)
     assert about(exact) == "executed 8 · predicted 8 · residual 0"

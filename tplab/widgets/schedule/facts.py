@@ -11,7 +11,7 @@ from tplab.schedules import Simulation, lower_bounds
 from tplab.widgets.paper.units import plain, time_text
 
 Shape = tuple[int, int, float, float, float, float]
-"""p ranks, m microbatches, v stages a rank, F, I, W of a rank's share of one microbatch."""
+"""p ranks, m microbatches, v stages per rank, F, I, W of a rank's share of one microbatch."""
 
 
 class Fact(NamedTuple):

@@ -27,7 +27,7 @@ class Overlay:
 
     times     times[k] is when the k-th different moment comes at which some action ends; the last one is the end of
               both. The playhead is a position in these
-    actions   one row an action, in the order of the schedule's columns: rank (the row of the schedule), kind, stage,
+    actions   one row per action, in the order of the schedule's columns: rank (the row of the schedule), kind, stage,
               microbatch, joined; start, end and busy as executed; due_start and due_end as predicted
     others    what the ranks computed besides, in that time: rank, op (a index in `ops`), start, end
     """
@@ -214,7 +214,7 @@ def facts(over: Overlay) -> list[Fact]:
         found.append(Fact("largest lag", signed(over, lag), what))
     spent = np.bincount(over.others["rank"], over.others["end"] - over.others["start"], ranks)
     if spent.max() > over.tolerance:
-        found.append(Fact("other work", time_text(float(spent.max()), unit), "a rank"))
+        found.append(Fact("other work", time_text(float(spent.max()), unit), "per rank"))
     return found
 
 

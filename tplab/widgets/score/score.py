@@ -2,7 +2,7 @@
 
     rounds   times[k] is when round k of communication begins; the last one is the trace's end. The playhead is a
              position in rounds: 1.5 is half of the time between times[1] and times[2]
-    bars     one row a thing that a rank did: kind, start, end, what it carried
+    bars     one row per thing that a rank did: kind, start, end, what it carried
     items    what travels: the trace's chunks, then one item for each collective that ran as a single event
     holds    one row a change of what a rank holds of an item: since when, whose data is in it, its values
 

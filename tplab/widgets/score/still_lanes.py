@@ -1,4 +1,4 @@
-"""The timeline under the still picture: one lane a rank, and the playhead."""
+"""The timeline under the still picture: one lane per rank, and the playhead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
 
 class Lanes:
-    """The timeline under the picture: one lane a rank."""
+    """The timeline under the picture: one lane per rank."""
 
     def __init__(self, score: Score, left: float, top: float, width: float):
         self.score, self.top = score, top

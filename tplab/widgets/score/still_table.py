@@ -56,7 +56,7 @@ def _segments(pen: Pen, members: tuple[int, ...], pool: tuple[int, ...], passed:
 
 
 class Table:
-    """What each rank holds: a row a rank, a column an item (or one item of each group)."""
+    """What each rank holds: one row per rank, one column per item (or one item of each group)."""
 
     def __init__(self, score: Score):
         self.score, self.at, self.columns = score, (0.0, 0.0), columns(score)

@@ -31,7 +31,7 @@ def about(score: Score) -> str:
         parts.append(("axis " if len(mesh.axis_names) == 1 else "over ") + ", ".join(axes))
     sizes = bars["bytes"][bars["kind"] == SEND]
     if len(sizes) and sizes.max() > 0:
-        parts.append(range_text(sizes.tolist()) + (" chunks" if sizes.min() == sizes.max() else " a message"))
+        parts.append(range_text(sizes.tolist()) + (" chunks" if sizes.min() == sizes.max() else " per message"))
     return " · ".join(parts)
 
 

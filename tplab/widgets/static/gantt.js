@@ -1,4 +1,4 @@
-// Pipeline schedules on a canvas: a lane a rank, its actions above, what it holds in memory below; one time axis.
+// Pipeline schedules on a canvas: one lane per rank, its actions above, what it holds in memory below; one time axis.
 import { actionBar, actionName, hatch, shape } from "./canvas.js";
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";

@@ -1,4 +1,4 @@
-// The timeline: one lane a rank, computing above and messages below, on one canvas; the playhead lies over it.
+// The timeline: one lane per rank, computing above and messages below, on one canvas; the playhead lies over it.
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 import { COMPUTE, SEND, WAIT } from "./score.js";

@@ -1,4 +1,4 @@
-// What each rank holds: a row a rank, a column an item (or one item of each group). A table where there is room for
+// What each rank holds: one row per rank, one column per item (or one item of each group). A table where there is room for
 // letters, else a canvas of small squares.
 import { colours, el } from "./shell.js";
 import { PASSED, cellText, members, pool } from "./score.js";

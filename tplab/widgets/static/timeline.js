@@ -1,4 +1,4 @@
-// Where the time goes: a lane a rank, on which one can look closer.
+// Where the time goes: one lane per rank, on which one can look closer.
 import { card, el, followTheme, hint } from "./shell.js";
 import { plain, rangeText, timeText } from "./units.js";
 import { unpack } from "./wire.js";
@@ -14,7 +14,7 @@ export function facts(score, busy) {
   const found = [["makespan", timeText(span, score.unit), score.unit === "steps" ? "steps" : ""]];
   if (score.computes) {
     const idle = 100 * (1 - busy.reduce((sum, share) => sum + share, 0) / busy.length);
-    found.push(["busy", `${rangeText(busy.map((share) => Math.round(1000 * share) / 10), plain)} %`, "of the makespan, a rank"]);
+    found.push(["busy", `${rangeText(busy.map((share) => Math.round(1000 * share) / 10), plain)} %`, "of the makespan, per rank"]);
     found.push(["idle", `${plain(Math.round(10 * idle) / 10)} %`, "of all ranks' time"]);
   }
   let compute = 0, all = 0;
