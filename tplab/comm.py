@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tplab.errors import MeshError, ShapeError
+from tplab.errors import MeshError, ShapeError, one_of
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -16,8 +16,7 @@ def check_reduction(op: str, reduction: str, dtype: Any, *, is_fraction: bool, i
 
     The mean of whole numbers would not be whole, and complex numbers have no order. A sum of booleans is "any".
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"op is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
+    one_of("op", reduction, REDUCTIONS)
     if is_complex and reduction in ("max", "min"):
         raise TypeError(f"{op}: there is no {reduction} of {dtype}; reduce the real and imaginary parts on their own")
     if reduction == "mean" and not (is_fraction or is_complex):

@@ -1,5 +1,9 @@
 """What can go wrong, by name. Every message says what happened, the numbers, and the way out."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class TplabError(Exception):
     """Anything tplab raises on purpose."""
@@ -67,3 +71,9 @@ class ParallelError(TplabError, AssertionError):
 
 class PlanError(TplabError, ValueError):
     """A plan to shard a model that cannot be, or that would compute something else."""
+
+
+def one_of(name: str, given: str, choices: Sequence[str]) -> None:
+    """Raise ValueError where `given`, which the caller knows as `name`, is none of the choices."""
+    if given not in choices:
+        raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(choices)}")

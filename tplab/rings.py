@@ -7,18 +7,20 @@ The overlapped layers keep their weights in this order too: `async_weight` and `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tplab.errors import ShapeError
+from tplab.errors import ShapeError, one_of
+from tplab.mesh import Axis
 from tplab.sharding import share
 
 if TYPE_CHECKING:
     import numpy as np
 
+Direction = Literal["up", "down", "both", "split"]
 DIRECTIONS = ("up", "down", "both", "split")
 
 
-class Piece(NamedTuple):
+class RingPiece(NamedTuple):
     """A piece, or half of one, that a rank gets or sends.
 
     distance   its place: that many ranks lie between the rank and the owner, counted the way of the ring; 0: its own
@@ -35,9 +37,14 @@ class Piece(NamedTuple):
 class Lanes(NamedTuple):
     """A rank's pieces: those that travel up, those that travel down, each in the order of their hops, and its own."""
 
-    up: list[Piece]
-    down: list[Piece]
-    own: Piece
+    up: list[RingPiece]
+    down: list[RingPiece]
+    own: RingPiece
+
+    def in_places(self, up: Sequence[Any], down: Sequence[Any]) -> list[Any]:
+        """What belongs to the pieces of each lane, in the order of their distances."""
+        pairs = [*zip(self.up, up, strict=True), *zip(self.down, down, strict=True)]
+        return [item for _, item in sorted(pairs, key=lambda pair: pair[0].distance)]
 
 
 def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes:
@@ -47,17 +54,19 @@ def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes
     "down"    from index + 1, index + 2, ...
     "both"    ceil((R-1)/2) as "up", floor((R-1)/2) as "down"; distances are counted as for "up"
     "split"   first halves (the larger ones, where `size` is odd) as "up", second halves as "down"
+    Raises ValueError for another direction.
     """
+    one_of("direction", direction, DIRECTIONS)
     others = range(1, num_ranks)
     half = size - size // 2
-    own = Piece(0, index, 0, size)
+    own = RingPiece(0, index, 0, size)
     if direction == "split":
-        first = [Piece(distance, (index - distance) % num_ranks, 0, half) for distance in others]
-        second = [Piece(distance, (index + distance) % num_ranks, half, size - half) for distance in others]
+        first = [RingPiece(distance, (index - distance) % num_ranks, 0, half) for distance in others]
+        second = [RingPiece(distance, (index + distance) % num_ranks, half, size - half) for distance in others]
         return Lanes(first, second, own)
     if direction == "down":
-        return Lanes([], [Piece(distance, (index + distance) % num_ranks, 0, size) for distance in others], own)
-    rising = [Piece(distance, (index - distance) % num_ranks, 0, size) for distance in others]
+        return Lanes([], [RingPiece(distance, (index + distance) % num_ranks, 0, size) for distance in others], own)
+    rising = [RingPiece(distance, (index - distance) % num_ranks, 0, size) for distance in others]
     hops_up = num_ranks - 1 if direction == "up" else num_ranks // 2
     return Lanes(rising[:hops_up], rising[hops_up:][::-1], own)
 
@@ -76,6 +85,15 @@ def scatter_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lane
     return Lanes(up, down, own)
 
 
+def check_parts(num_parts: int, num_ranks: int, axis: Axis, way_out: str) -> None:
+    """Raise ShapeError where ring_reduce_scatter has not one part for each rank; `way_out` makes a list of them."""
+    if num_parts != num_ranks:
+        raise ShapeError(
+            f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, and got "
+            f"{num_parts}; {way_out} makes a list of them"
+        )
+
+
 # --- weights of the overlapped layers, kept in the order in which a ring brings what they multiply -------------------
 
 
@@ -91,12 +109,11 @@ def async_weight(weight: Any, num_ranks: int, mode: str, direction: str = "up") 
     NumPy, torch and JAX arrays alike. Raises ShapeError where R does not divide F and D.
     """
     rows, columns = _block_sizes(weight.shape, num_ranks, mode, direction)
-    blocks = weight.reshape(num_ranks, rows, num_ranks, columns)
-    owner = _owners(num_ranks, columns if mode == "gather" else rows, mode, direction)
-    rank, inner = _places(owner)
-    if mode == "gather":
-        return blocks[rank, :, owner, inner].swapaxes(-1, -2)  # dims of index arrays with a slice between come first
-    return blocks[owner, inner, rank, :]
+    order, rank = _order(num_ranks, columns if mode == "gather" else rows, mode, direction)
+    if mode == "scatter":
+        return weight.reshape(-1, num_ranks, columns)[order, rank].reshape(num_ranks, num_ranks, rows, columns)
+    of_rank = weight.reshape(num_ranks, rows, -1).swapaxes(1, 2)  # [rank, D, F/R]
+    return of_rank[rank, order].reshape(num_ranks, num_ranks, columns, rows).swapaxes(2, 3)
 
 
 def blocking_weight(stacked: Any, mode: str, direction: str = "up") -> Any:
@@ -107,44 +124,35 @@ def blocking_weight(stacked: Any, mode: str, direction: str = "up") -> Any:
             "stacked.reshape(R, R, ...) makes it from the pieces of all ranks joined along dim 0"
         )
     num_ranks, _, rows, columns = stacked.shape
-    _block_sizes((num_ranks * rows, num_ranks * columns), num_ranks, mode, direction)
-    owner = _owners(num_ranks, columns if mode == "gather" else rows, mode, direction)
-    arrival = owner.argsort(axis=1)  # for each owner, when its piece arrives
-    rank, inner = _places(owner)
-    if mode == "gather":  # [rank, owner, columns, rows]
-        blocks = stacked[rank, arrival, :, inner].swapaxes(-1, -2).swapaxes(1, 2)
-    else:  # [rank, owner, rows, columns]
-        blocks = stacked[rank, arrival, inner, :].swapaxes(0, 1).swapaxes(1, 2)
-    return blocks.reshape(num_ranks * rows, num_ranks * columns)
+    shape = num_ranks * rows, num_ranks * columns
+    _block_sizes(shape, num_ranks, mode, direction)
+    order, rank = _order(num_ranks, columns if mode == "gather" else rows, mode, direction)
+    back = order.argsort(axis=1)
+    if mode == "scatter":
+        return stacked.reshape(num_ranks, -1, columns)[rank, back].swapaxes(0, 1).reshape(shape)
+    of_rank = stacked.swapaxes(2, 3).reshape(num_ranks, -1, rows)  # [rank, D, F/R]
+    return of_rank[rank, back].swapaxes(1, 2).reshape(shape)
 
 
-def _owners(num_ranks: int, size: int, mode: str, direction: str) -> np.ndarray:
-    """[rank, arrival, element of the piece] -> the rank whose piece it is. "scatter": its own comes last."""
+def _order(num_ranks: int, size: int, mode: str, direction: str) -> tuple[np.ndarray, np.ndarray]:
+    """[rank, place] -> which element of a dim of R pieces a rank keeps there: piece by piece as they arrive, or, for
+    "scatter", as they leave, its own last. With it the ranks [R, 1], to index with."""
     import numpy as np  # here, so that `import tplab` stays quick
 
-    owners = np.empty((num_ranks, num_ranks, size), int)
+    order = []
     for rank in range(num_ranks):
         up, down, own = gather_lanes(rank, num_ranks, size, direction)
-        for piece in (*up, *down, own):
-            arrival = (piece.distance - (mode == "scatter")) % num_ranks
-            owners[rank, arrival, piece.begin : piece.begin + piece.size] = piece.owner
-    return owners
-
-
-def _places(owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each element of `owner`, the rank, and the element's place in the piece; to index with."""
-    import numpy as np
-
-    rank, _, inner = np.ogrid[tuple(map(slice, owner.shape))]
-    return rank, inner
+        last = num_ranks if mode == "scatter" else 0
+        pieces = sorted([own, *up, *down], key=lambda piece: (piece.distance or last, piece.begin))
+        order.append([piece.owner * size + piece.begin + place for piece in pieces for place in range(piece.size)])
+    return np.array(order).reshape(num_ranks, num_ranks * size), np.arange(num_ranks)[:, None]
 
 
 def _block_sizes(shape: Sequence[int], num_ranks: int, mode: str, direction: str) -> tuple[int, int]:
     """Rows and columns of one of R x R blocks."""
     if mode not in ("gather", "scatter"):
         raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter': only these have a blocking form")
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
+    one_of("direction", direction, DIRECTIONS)
     if len(shape) != 2:
         raise ShapeError(f"a weight is a matrix [F, D], as nn.Linear has it, not {list(shape)}")
     rows, columns = (share(size, num_ranks, f"dim {dim} of the weight has size") for dim, size in enumerate(shape))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
+from tplab.errors import one_of
 from tplab.mesh import Axis
+from tplab.models.checks import ACTIVATIONS
 from tplab.sharding import P
 
 NORMS = ("layer", "rms")
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,8 @@ class GPTConfig:
     deviation: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.norm not in NORMS:
-            raise ValueError(f"norm is {self.norm!r}; it must be one of {', '.join(NORMS)}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+        one_of("norm", self.norm, NORMS)
+        one_of("activation", self.activation, ACTIVATIONS)
 
     @property
     def hidden_width(self) -> int:

@@ -7,19 +7,17 @@ Over R ranks, index i. "up" passes pieces on to i + 1, "down" to i - 1; "both" s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.errors import ShapeError
+from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_index, axis_size, ring_shift
 from tplab.jax.ranks.context import vary
 from tplab.mesh import Axis
-
-Direction = Literal["up", "down", "both", "split"]
-DIRECTIONS = ("up", "down", "both", "split")
+from tplab.rings import DIRECTIONS, Direction, check_parts, gather_lanes, scatter_lanes
 
 
 def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = -1) -> list[Any]:
@@ -34,13 +32,12 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     """
     num_ranks = axis_size(axis)
     x = jax.tree.map(lambda leaf: varying(leaf, axis), x)
-    if checked_direction(direction) == "split":
+    lanes = gather_lanes(0, num_ranks, 1, direction)  # whose pieces they are is not asked here
+    if direction == "split":
         first, second = halved(x, dim)
-        up, down = _gathered(first, second, axis, num_ranks - 1, num_ranks - 1)
+        up, down = _gathered(first, second, axis, len(lanes.up), len(lanes.down))
         return [first, *up, second, *down]
-    hops_up = {"up": num_ranks - 1, "down": 0, "both": num_ranks // 2}[direction]
-    up, down = _gathered(x, x, axis, hops_up, num_ranks - 1 - hops_up)
-    return [x, *down] if direction == "down" else [x, *up, *reversed(down)]
+    return [x, *lanes.in_places(*_gathered(x, x, axis, len(lanes.up), len(lanes.down)))]
 
 
 def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int) -> tuple[list[Any], list[Any]]:
@@ -65,24 +62,17 @@ def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction =
     cost       (R-1)/R of all parts is sent by each rank
     """
     num_ranks = axis_size(axis)
-    if len(parts) != num_ranks:
-        raise ShapeError(
-            f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, "
-            f"and got {len(parts)}; jnp.split(x, {num_ranks}, dim) makes a list of them"
-        )
+    check_parts(len(parts), num_ranks, axis, f"jnp.split(x, {num_ranks}, dim)")
     parts = jax.tree.map(lambda leaf: varying(leaf, axis), list(parts))
-    if checked_direction(direction) == "split":
-        halves = [halved(part, dim) for part in parts]
-        first, second = [half for half, _ in halves], [half for _, half in halves]
-        up, down = _collected(first[:-1], second[:-1], axis)
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim), _plus(up, first[-1]), _plus(down, second[-1]))
-    # Index i is owed parts_j[d-1] by j = i + d (or i - d, if "down"), from where it is R-d hops up or d hops down.
-    hops_up = {"up": num_ranks - 1, "down": 0, "both": num_ranks // 2}[direction]
-    nearest = num_ranks - 1 - hops_up
-    rising = parts[nearest:-1]
-    sinking = parts[:-1] if direction == "down" else parts[:nearest][::-1]
+    lanes = scatter_lanes(0, num_ranks, 1, direction)  # the part at place k is for the rank at distance k + 1
+    is_split, first, second = direction == "split", parts, parts
+    if is_split:
+        first, second = zip(*(halved(part, dim) for part in parts), strict=True)
+    rising, sinking = [first[p.distance - 1] for p in lanes.up], [second[p.distance - 1] for p in lanes.down]
     up, down = _collected(rising, sinking, axis)
-    return _plus(down, _plus(up, parts[-1]))
+    if not is_split:
+        return _plus(down, _plus(up, parts[-1]))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim), _plus(up, first[-1]), _plus(down, second[-1]))
 
 
 def ring_all_reduce(x: Any, axis: Axis, direction: Direction = "up") -> Array:
@@ -93,7 +83,8 @@ def ring_all_reduce(x: Any, axis: Axis, direction: Direction = "up") -> Array:
               x is padded to R equal pieces ("split": 2R)
     """
     num_ranks, index = axis_size(axis), axis_index(axis)
-    multiple = 2 * num_ranks if checked_direction(direction) == "split" else num_ranks
+    one_of("direction", direction, DIRECTIONS)
+    multiple = 2 * num_ranks if direction == "split" else num_ranks
     x = varying(x, axis)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
     pieces = flat.reshape(num_ranks, -1)
@@ -152,9 +143,3 @@ def halved(x: Any, dim: int) -> tuple[Any, Any]:
 def varying(x: Any, axis: Axis) -> Array:
     """All pieces of a ring have one type, the rank's own included, which has not travelled."""
     return vary(jnp.asarray(x), (axis,) if isinstance(axis, str) else tuple(axis))
-
-
-def checked_direction(direction: str) -> Direction:
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
-    return direction

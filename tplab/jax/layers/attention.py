@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import axis_size
 from tplab.jax.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
 from tplab.jax.layers.parameters import Params
 from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
+from tplab.models.checks import check_attention_input, check_heads
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class ParallelSelfAttention:
 
     def __call__(self, params: Params, x: Array) -> Array:
         self._check_share()
-        if x.ndim != 3:
-            raise ShapeError(f"ParallelSelfAttention takes x [batch, sequence, {self.width}], and got {list(x.shape)}")
+        check_attention_input(x.shape, self.width)
         x = enter(x, self.axis, self.sequence_dim)  # once, for query, key and value together
         parts, head_width = self._parts, self.width // self.num_heads
         q, k, v = (
@@ -106,32 +105,3 @@ def _attended(q: Array, k: Array, v: Array, causal: bool) -> Array:
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
     shares = jax.nn.softmax(scores, -1).astype(v.dtype)
     return jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(batch, length, num_heads, head_width)
-
-
-def check_heads(
-    width: int, num_heads: int, num_kv_heads: int, num_ranks: int, label: str, sequence_dim: int | None
-) -> None:
-    """Raise ShapeError where the heads cannot be made, or cannot be shared."""
-    if num_heads < 1 or width % num_heads:
-        raise ShapeError(
-            f"a width of {width} does not divide into {num_heads} heads; make it "
-            f"{-(-width // max(num_heads, 1)) * max(num_heads, 1)}, or take a number of heads that divides {width}"
-        )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ShapeError(
-            f"num_kv_heads is {num_kv_heads}, which does not divide the {num_heads} heads: each key and value head "
-            "serves equally many query heads"
-        )
-    if num_heads % num_ranks:
-        raise ShapeError(
-            f"num_heads is {num_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are sharded "
-            f"whole;\nuse a mesh whose {label!r} divides {num_heads}, or {-(-num_heads // num_ranks) * num_ranks} heads"
-        )
-    if num_kv_heads % num_ranks:
-        raise ShapeError(
-            f"num_kv_heads is {num_kv_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are "
-            f"sharded whole;\nuse a mesh whose {label!r} divides {num_kv_heads}, or repeat the rows of each key and "
-            f"value head {num_heads // num_kv_heads} times and leave num_kv_heads out"
-        )
-    if sequence_dim not in (None, 1, -2):
-        raise ShapeError(f"sequence_dim is {sequence_dim}; of x [batch, sequence, width] the sequence is dim 1")

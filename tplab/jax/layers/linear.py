@@ -25,14 +25,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from tplab import sharding
-from tplab.errors import ShapeError
+from tplab.errors import ShapeError, one_of
 from tplab.jax.comm.collectives import all_gather, all_reduce, axis_size, reduce_scatter
 from tplab.jax.comm.regions import copy_to, gather_from, scatter_to
 from tplab.jax.layers.parameters import Params, here, uniform
 from tplab.mesh import Axis
+from tplab.models.checks import (
+    ACTIVATIONS,
+    check_column_input,
+    check_row_input,
+    check_row_modes,
+    check_sequence_dim,
+)
 from tplab.sharding import P
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,7 @@ class ColumnParallelLinear:
 
     def features(self, params: Params, x: Array) -> Array:
         """This rank's features of an x that has entered the region: nothing is sent, nor in the backward pass."""
-        if x.shape[-1] != self.in_features:
-            raise ShapeError(
-                f"ColumnParallelLinear takes x [..., {self.in_features}], and got {list(x.shape)}; every rank needs "
-                f"all input features: gather_from(x, {self.axis!r}) joins pieces of them"
-            )
+        check_column_input(x.shape, self.in_features, self.axis)
         num_here = share(self.out_features, self.axis, "out_features")
         check_weight("ColumnParallelLinear", params["weight"], (num_here, self.in_features), self.axis)
         y = linear(x, params["weight"])
@@ -112,16 +113,7 @@ class RowParallelLinear:
     reduce_output: bool = True
 
     def __post_init__(self) -> None:
-        if self.bias and not self.reduce_output:
-            raise ValueError(
-                "a bias on a partial sum is added once by each of the R ranks, R times in all; give bias=False and add "
-                "it after the sum, or leave reduce_output=True"
-            )
-        if self.sequence_dim is not None and not (self.input_is_parallel and self.reduce_output):
-            raise ValueError(
-                f"sequence_dim={self.sequence_dim} says that the sum is scattered along a dim of the sequence; it "
-                "needs input_is_parallel=True and reduce_output=True"
-            )
+        check_row_modes(self.bias, self.input_is_parallel, self.sequence_dim, self.reduce_output)
 
     @property
     def specs(self) -> Params:
@@ -137,8 +129,7 @@ class RowParallelLinear:
     def __call__(self, params: Params, x: Array) -> Array:
         num_here = share(self.in_features, self.axis, "in_features")
         expected = num_here if self.input_is_parallel else self.in_features
-        if x.shape[-1] != expected:
-            raise ShapeError(_row_input_message(x.shape, expected, self.in_features, self.axis))
+        check_row_input(x.shape, expected, self.in_features, self.axis)
         check_weight("RowParallelLinear", params["weight"], (self.out_features, num_here), self.axis)
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
@@ -173,8 +164,7 @@ class ParallelMLP:
     sequence_dim: int | None = None
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+        one_of("activation", self.activation, ACTIVATIONS)
 
     @property
     def up(self) -> ColumnParallelLinear:
@@ -220,7 +210,7 @@ def enter(x: Array, axis: Axis, sequence_dim: int | None) -> Array:
     """All of x on every rank, on its way into work that they divide; the gradient is the sum of theirs."""
     if sequence_dim is None:
         return copy_to(x, axis)
-    _check_sequence_dim(x, sequence_dim)
+    check_sequence_dim(x.shape, sequence_dim)
     return all_gather(x, axis, sequence_dim)
 
 
@@ -228,7 +218,7 @@ def leave(part: Array, axis: Axis, sequence_dim: int | None) -> Array:
     """The sum of every rank's part: whole on every rank, or this rank's piece along `sequence_dim`."""
     if sequence_dim is None:
         return all_reduce(part, axis)
-    _check_sequence_dim(part, sequence_dim)
+    check_sequence_dim(part.shape, sequence_dim)
     return reduce_scatter(part, axis, sequence_dim)
 
 
@@ -267,23 +257,3 @@ def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) 
 def with_bias(weight: Array, num_biases: int, spec: P) -> Params:
     """A layer's first parameters. Of zeros, too, a rank has a piece: by their type, which their gradient follows."""
     return {"weight": weight} | ({"bias": here(jnp.zeros(num_biases, weight.dtype), spec)} if num_biases else {})
-
-
-def _row_input_message(shape: tuple[int, ...], expected: int, in_features: int, axis: Axis) -> str:
-    way_out = ""
-    if shape and shape[-1] == in_features:
-        way_out = "; that is all of x: give input_is_parallel=False, and each rank takes its piece"
-    elif expected == in_features:
-        way_out = f"; gather_from(x, {axis!r}) joins pieces, or give input_is_parallel=True"
-    return (
-        f"RowParallelLinear takes x [..., {expected}] of {in_features} input features over axis {axis!r}, and got "
-        f"{list(shape)}{way_out}"
-    )
-
-
-def _check_sequence_dim(x: Array, sequence_dim: int) -> None:
-    if x.ndim < 2 or not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
-        raise ShapeError(
-            f"sequence_dim={sequence_dim} of x {list(x.shape)}: it must be a dim before the last one, which holds the "
-            "features"
-        )

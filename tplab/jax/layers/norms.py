@@ -17,12 +17,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import all_reduce
 from tplab.jax.comm.regions import copy_to
 from tplab.jax.layers.linear import check_share, share
 from tplab.jax.layers.parameters import Params, here
 from tplab.mesh import Axis
+from tplab.models.checks import check_norm_input
 from tplab.sharding import P
 
 
@@ -49,7 +49,7 @@ class LayerNorm:
         return {"weight": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
 
     def __call__(self, params: Params, x: Array) -> Array:
-        _check_width("LayerNorm", x, self.width, self.width)
+        check_norm_input("LayerNorm", x.shape, self.width, self.width)
         centred = x - x.mean(-1, keepdims=True)
         y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
         return y * _used(params["weight"], self.sequence_axis) + _used(params["bias"], self.sequence_axis)
@@ -78,7 +78,7 @@ class RMSNorm:
         return {"weight": jnp.ones(self.width)}
 
     def __call__(self, params: Params, x: Array) -> Array:
-        _check_width("RMSNorm", x, self.width, self.width)
+        check_norm_input("RMSNorm", x.shape, self.width, self.width)
         y = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
         return y * _used(params["weight"], self.sequence_axis)
 
@@ -108,7 +108,7 @@ class ParallelLayerNorm:
         return {name: here(value, P(self.axis)) for name, value in LayerNorm(self.width).init().items()}
 
     def __call__(self, params: Params, x: Array) -> Array:
-        _check_width("ParallelLayerNorm", x, share(self.width, self.axis, "width"), self.width)
+        check_norm_input("ParallelLayerNorm", x.shape, share(self.width, self.axis, "width"), self.width)
         centred = x - _mean(x, self.width, self.axis)
         variance = _mean(jnp.square(centred), self.width, self.axis)
         return centred * lax.rsqrt(variance + self.eps) * params["weight"] + params["bias"]
@@ -139,7 +139,7 @@ class ParallelRMSNorm:
         return {"weight": here(jnp.ones(self.width), P(self.axis))}
 
     def __call__(self, params: Params, x: Array) -> Array:
-        _check_width("ParallelRMSNorm", x, share(self.width, self.axis, "width"), self.width)
+        check_norm_input("ParallelRMSNorm", x.shape, share(self.width, self.axis, "width"), self.width)
         return x * lax.rsqrt(_mean(jnp.square(x), self.width, self.axis) + self.eps) * params["weight"]
 
 
@@ -150,13 +150,3 @@ def _mean(x: Array, width: int, axis: Axis) -> Array:
 
 def _used(parameter: Array, sequence_axis: Axis | None) -> Array:
     return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
-
-
-def _check_width(norm: str, x: Array, num_here: int, width: int) -> None:
-    if x.shape[-1] != num_here:
-        way_out = ""
-        if num_here != width:
-            way_out = f" of {width} features over all ranks; LayerNorm and RMSNorm are for whole ones"
-        elif width % max(x.shape[-1], 1) == 0:
-            way_out = "; ParallelLayerNorm and ParallelRMSNorm are for features of which each rank holds some"
-        raise ShapeError(f"{norm} takes x [..., {num_here}], and got {list(x.shape)}{way_out}")

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from jax import Array
 
-from tplab.errors import ShapeError
+from tplab.errors import one_of
 from tplab.jax.comm.collectives import all_gather, axis_size, reduce_scatter
-from tplab.jax.comm.rings import Direction, checked_direction, varying
+from tplab.jax.comm.rings import varying
 from tplab.jax.layers.linear import check_weight, linear, share, with_bias
 from tplab.jax.layers.parameters import Params, uniform
 from tplab.jax.layers.ring_matmul import (
@@ -40,10 +40,11 @@ from tplab.jax.layers.ring_matmul import (
 )
 from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
+from tplab.models.checks import MODES, check_sharded_input
+from tplab.rings import DIRECTIONS, Direction
 from tplab.sharding import P
 
 Mode = Literal["gather", "scatter", "none"]
-MODES = ("gather", "scatter", "none")
 
 
 def all_gather_matmul(x: Array, weight: Array, axis: Axis, *, dim: int = -1, direction: Direction = "up") -> Array:
@@ -107,8 +108,8 @@ class AsyncLinear:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
-        checked_direction(self.direction)
+        one_of("mode", self.mode, MODES)
+        one_of("direction", self.direction, DIRECTIONS)
 
     @property
     def specs(self) -> Params:
@@ -134,7 +135,7 @@ class AsyncLinear:
 
     def __call__(self, params: Params, x: Array) -> Array:
         shape, ring = self._shape, self._ring
-        _check_features("AsyncLinear", x, shape[2], self.in_features)
+        check_sharded_input("AsyncLinear", x.shape, shape[2], self.in_features)
         check_weight("AsyncLinear", params["weight"], shape, self.axis)
         if shape[0] == 1:
             y = linear(x, params["weight"][0])
@@ -177,7 +178,7 @@ class BlockingLinear:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
+        one_of("mode", self.mode, MODES)
 
     @property
     def specs(self) -> Params:
@@ -195,7 +196,7 @@ class BlockingLinear:
     def __call__(self, params: Params, x: Array) -> Array:
         inputs = share(self.in_features, self.axis, "in_features")
         outputs = share(self.out_features, self.axis, "out_features")
-        _check_features("BlockingLinear", x, inputs, self.in_features)
+        check_sharded_input("BlockingLinear", x.shape, inputs, self.in_features)
         shape = {
             "gather": (outputs, self.in_features), "scatter": (self.out_features, inputs), "none": (outputs, inputs)
         }[self.mode]  # fmt: skip
@@ -205,19 +206,3 @@ class BlockingLinear:
         if self.mode == "scatter":
             y = reduce_scatter(y, self.axis, -1)
         return y + params["bias"] if self.bias else y
-
-
-def _check_features(layer: str, x: Array, num_here: int, in_features: int) -> None:
-    if x.shape[-1] != num_here:
-        way_out = "; that is all of x: scatter_to(x, axis) gives each rank its features"
-        raise ShapeError(
-            f"{layer} takes x [..., {num_here}], this rank's share of {in_features} features, and got {list(x.shape)}"
-            + (way_out if x.shape[-1] == in_features else "")
-        )
-
-
-def check_mode(mode: str) -> str:
-    """Raise ValueError for a mode that there is not."""
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
-    return mode

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tplab.comm import dim_of
-from tplab.errors import ShapeError
+from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_index, axis_size, ring_shift
-from tplab.jax.comm.rings import checked_direction, varying
+from tplab.jax.comm.rings import varying
 from tplab.jax.layers.linear import linear, share
 from tplab.jax.ranks.context import vary, varying_axes
 from tplab.mesh import Axis
-from tplab.rings import Lanes, Piece, gather_lanes, scatter_lanes
+from tplab.models.checks import check_ring_weight
+from tplab.rings import DIRECTIONS, Lanes, RingPiece, gather_lanes, scatter_lanes
 
 
 class Ring(NamedTuple):
@@ -33,13 +34,13 @@ class Ring(NamedTuple):
         lanes = gather_lanes if self.mode == "gather" else scatter_lanes
         return lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[RingPiece]:
         """The own one, those that go up, those that go down."""
         lanes = self.lanes()
         return [lanes.own, *lanes.up, *lanes.down]
 
 
-    def place(self, piece: Piece) -> int:
+    def place(self, piece: RingPiece) -> int:
         """Where a stacked weight has what belongs to a piece: of a scatter, the own part leaves last."""
         return piece.distance if self.mode == "gather" else (piece.distance - 1) % axis_size(self.axis)
 
@@ -47,7 +48,7 @@ class Ring(NamedTuple):
 _Key = tuple[int, int]
 
 
-def key_of(piece: Piece) -> _Key:
+def key_of(piece: RingPiece) -> _Key:
     """What tells a piece from the others of a rank."""
     return piece.distance, piece.begin
 
@@ -57,7 +58,7 @@ def of_each(arrays: tuple[Array, ...], ring: Ring) -> dict[_Key, Array]:
     return {key_of(piece): array for piece, array in zip(ring.pieces(), arrays, strict=True)}
 
 
-def arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[Piece, Array]]:
+def arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[RingPiece, Array]]:
     """Every rank's x, piece by piece, this rank's own first; while one is used the next one's hop is under way."""
     x, lanes = varying(x, ring.axis), ring.lanes()
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
@@ -83,7 +84,7 @@ def gathered(x: Array, weights: dict[_Key, Array], ring: Ring) -> Array:
     return total
 
 
-def sums(part: Callable[[Piece], Array], ring: Ring, dim: int) -> Array:
+def sums(part: Callable[[RingPiece], Array], ring: Ring, dim: int) -> Array:
     """The sum of what every rank's `part` makes for this rank; sums are on their way while the next part is made."""
     lanes = ring.lanes()
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
@@ -101,7 +102,7 @@ def sums(part: Callable[[Piece], Array], ring: Ring, dim: int) -> Array:
     return total
 
 
-def _part(x: Array, piece: Piece, ring: Ring, dim: int) -> Array:
+def _part(x: Array, piece: RingPiece, ring: Ring, dim: int) -> Array:
     """The half of x that a piece is, or x."""
     return x if piece.size == ring.size else lax.slice_in_dim(x, piece.begin, piece.begin + piece.size, axis=dim)
 
@@ -183,19 +184,12 @@ def ring_of(mode: str, x: Array, weight: Array, axis: Axis, dim: int, direction:
     Raises ShapeError where sizes do not fit.
     """
     op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
-    checked_direction(direction)
+    one_of("direction", direction, DIRECTIONS)
     num_ranks = axis_size(axis)
     dim = dim_of(x.shape, dim, op)
-    if weight.ndim != 2:
-        raise ShapeError(f"{op}: the weight is a matrix [F, D], as nn.Linear has it, not {list(weight.shape)}")
     by_tokens = dim != x.ndim - 1
-    expected = x.shape[-1] * (num_ranks if mode == "gather" and not by_tokens else 1)
-    if weight.shape[1] != expected:
-        pieces = f" of {x.shape[-1]} on each of {num_ranks} ranks" if expected != x.shape[-1] else ""
-        raise ShapeError(
-            f"{op}: the weight {list(weight.shape)} takes {weight.shape[1]} features, and there are {expected}{pieces};"
-            f"\ngive weight [F, {expected}], as nn.Linear({expected}, F) has it"
-        )
+    num_pieces = num_ranks if mode == "gather" and not by_tokens else 1
+    check_ring_weight(op, weight.shape, x.shape[-1], num_pieces)
     if mode == "gather":
         return Ring(mode, axis, direction, x.shape[dim]), by_tokens
     if by_tokens:

@@ -13,14 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import all_reduce, axis_index, axis_size
 from tplab.jax.layers.linear import check_weight, enter, leave, linear
 from tplab.jax.layers.parameters import Params, normal
 from tplab.mesh import Axis
+from tplab.models.checks import check_loss, check_vocabulary, check_words
 from tplab.sharding import P, cut
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class VocabParallelEmbedding:
     sequence_dim: int | None = None
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise ShapeError(f"vocab_size is {self.vocab_size}; a vocabulary needs one word or more")
+        check_vocabulary(self.vocab_size)
 
     @property
     def specs(self) -> Params:
@@ -97,7 +94,9 @@ def vocab_parallel_cross_entropy(
     """
     ids = _ids(ids)
     begin, num_words, index = _words_here(vocab_size, axis)
-    _check_loss(logits, ids, axis, vocab_size, reduction, label_smoothing)
+    check_loss(logits.shape, ids.shape, reduction, label_smoothing)
+    whose = f"each of the {axis_size(axis)} ranks of axis {axis!r} has"
+    check_words(logits.shape[-1], (num_words,), vocab_size, whose, axis)
     is_counted = ids != ignore_index
 
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
@@ -145,27 +144,3 @@ def _ids(ids: Any) -> Array:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids are whole numbers, not {ids.dtype}; ids.astype(int) makes them so")
     return ids
-
-
-def _check_loss(
-    logits: Array, ids: Array, axis: Axis, vocab_size: int, reduction: str, label_smoothing: float
-) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, from 0 to 1")
-    if logits.shape[:-1] != ids.shape:
-        raise ShapeError(
-            f"logits {list(logits.shape)} are for ids {list(logits.shape[:-1])}, and got ids {list(ids.shape)}; "
-            "the last dim of the logits is that of the words"
-        )
-    num_ranks = axis_size(axis)
-    num_words = len(cut(vocab_size, num_ranks, "ceil")[0])
-    if logits.shape[-1] != num_words:
-        way_out = f"scatter_to(logits, {axis!r}) gives each rank its words" if logits.shape[-1] == vocab_size else (
-            "each rank computes those of its own words, as VocabParallelEmbedding.logits does"
-        )
-        raise ShapeError(
-            f"logits have {logits.shape[-1]} columns, where of {vocab_size} words each of the {num_ranks} ranks of "
-            f"axis {axis!r} has {num_words}; {way_out}"
-        )

@@ -7,20 +7,18 @@ Over R ranks, index i. "up" passes pieces on to i + 1, "down" to i - 1; "both" s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tplab.errors import ShapeError
+from tplab.errors import one_of
 from tplab.mesh import Axis
+from tplab.rings import DIRECTIONS, Direction, check_parts, gather_lanes, scatter_lanes
 from tplab.torch.comm.collectives import axis_index, axis_size, ring_shift, start
 from tplab.torch.private import pytree
 from tplab.torch.ranks.meter import mark_sum
 from tplab.torch.ranks.rank import this_rank
-
-Direction = Literal["up", "down", "both", "split"]
-DIRECTIONS = ("up", "down", "both", "split")
 
 
 def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = -1) -> list[Any]:
@@ -34,13 +32,12 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     cost       (R-1) x is sent by each rank
     """
     num_ranks = axis_size(axis)
-    if checked_direction(direction) == "split":
+    lanes = gather_lanes(0, num_ranks, 1, direction)  # whose pieces they are is not asked here
+    if direction == "split":
         first, second = _halves(x, dim)
-        up, down = _gathered(first, second, axis, num_ranks - 1, num_ranks - 1)
+        up, down = _gathered(first, second, axis, len(lanes.up), len(lanes.down))
         return [first, *up, second, *down]
-    hops_up = {"up": num_ranks - 1, "down": 0, "both": num_ranks // 2}[direction]
-    up, down = _gathered(x, x, axis, hops_up, num_ranks - 1 - hops_up)
-    return [x, *down] if direction == "down" else [x, *up, *reversed(down)]
+    return [x, *lanes.in_places(*_gathered(x, x, axis, len(lanes.up), len(lanes.down)))]
 
 
 def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int) -> tuple[list[Any], list[Any]]:
@@ -67,23 +64,16 @@ def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction =
     cost       (R-1)/R of all parts is sent by each rank
     """
     num_ranks, parts = axis_size(axis), list(parts)
-    if len(parts) != num_ranks:
-        raise ShapeError(
-            f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, and got "
-            f"{len(parts)}; x.chunk({num_ranks}, dim) makes a list of them"
-        )
-    if checked_direction(direction) == "split":
-        halves = [_halves(part, dim) for part in parts]
-        first, second = [half for half, _ in halves], [half for _, half in halves]
-        up, down = _collected(first[:-1], second[:-1], axis)
-        return pytree.tree_map(lambda a, b: torch.cat([a, b], dim), _plus(up, first[-1]), _plus(down, second[-1]))
-    # Index i is owed parts_j[d-1] by j = i + d (by i - d, if "down"), which it reaches in R-d hops up or d hops down.
-    hops_up = {"up": num_ranks - 1, "down": 0, "both": num_ranks // 2}[direction]
-    nearest = num_ranks - 1 - hops_up
-    rising = parts[nearest:-1]
-    sinking = parts[:-1] if direction == "down" else parts[:nearest][::-1]
+    check_parts(len(parts), num_ranks, axis, f"x.chunk({num_ranks}, dim)")
+    lanes = scatter_lanes(0, num_ranks, 1, direction)  # the part at place k is for the rank at distance k + 1
+    is_split, first, second = direction == "split", parts, parts
+    if is_split:
+        first, second = zip(*(_halves(part, dim) for part in parts), strict=True)
+    rising, sinking = [first[p.distance - 1] for p in lanes.up], [second[p.distance - 1] for p in lanes.down]
     up, down = _collected(rising, sinking, axis)
-    return _plus(down, _plus(up, parts[-1]))
+    if not is_split:
+        return _plus(down, _plus(up, parts[-1]))
+    return pytree.tree_map(lambda a, b: torch.cat([a, b], dim), _plus(up, first[-1]), _plus(down, second[-1]))
 
 
 def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tensor:
@@ -94,7 +84,8 @@ def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tenso
               x is padded to R equal pieces ("split": 2R)
     """
     num_ranks, index = axis_size(axis), axis_index(axis)
-    multiple = 2 * num_ranks if checked_direction(direction) == "split" else num_ranks
+    one_of("direction", direction, DIRECTIONS)
+    multiple = 2 * num_ranks if direction == "split" else num_ranks
     flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % multiple))
     pieces = flat.chunk(num_ranks) if flat.numel() else [flat] * num_ranks
     rising = [pieces[(index - 1 - place) % num_ranks] for place in range(num_ranks)]  # so that index i sums piece i
@@ -146,10 +137,3 @@ def _halves(x: Any, dim: int) -> tuple[Any, Any]:
     leaves, structure = pytree.tree_flatten(x)
     cut = [leaf.split([leaf.shape[dim] - leaf.shape[dim] // 2, leaf.shape[dim] // 2], dim) for leaf in leaves]
     return tuple(pytree.tree_unflatten([pair[side] for pair in cut], structure) for side in (0, 1))  # type: ignore
-
-
-def checked_direction(direction: str) -> str:
-    """Raise ValueError for a direction that there is not."""
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
-    return direction

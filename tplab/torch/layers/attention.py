@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tplab.errors import ShapeError
 from tplab.mesh import Axis
+from tplab.models.checks import check_attention_input, check_heads
 from tplab.torch.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
 from tplab.torch.ranks.rank import this_rank
 
@@ -47,8 +47,7 @@ class ParallelSelfAttention(nn.Module):
         self.output = RowParallelLinear(width, width, axis, bias=bias, sequence_dim=sequence_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 3:
-            raise ShapeError(f"ParallelSelfAttention takes x [batch, sequence, {self.width}], and got {list(x.shape)}")
+        check_attention_input(x.shape, self.width)
         x = enter(x, self.axis, self.sequence_dim)  # once, for query, key and value together
         q, k, v = (self._heads(layer.features(x)) for layer in (self.query, self.key, self.value))
         if self.num_kv_heads < self.num_heads:
@@ -66,32 +65,3 @@ class ParallelSelfAttention(nn.Module):
             f"{self.width}, {self.num_heads}, {self.axis!r}, num_kv_heads={self.num_kv_heads}, causal={self.causal}, "
             f"sequence_dim={self.sequence_dim}"
         )
-
-
-def check_heads(
-    width: int, num_heads: int, num_kv_heads: int, num_ranks: int, label: str, sequence_dim: int | None
-) -> None:
-    """Raise ShapeError where the heads cannot be made, or cannot be shared."""
-    if num_heads < 1 or width % num_heads:
-        raise ShapeError(
-            f"a width of {width} does not divide into {num_heads} heads; make it "
-            f"{-(-width // max(num_heads, 1)) * max(num_heads, 1)}, or take a number of heads that divides {width}"
-        )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ShapeError(
-            f"num_kv_heads is {num_kv_heads}, which does not divide the {num_heads} heads: each key and value head "
-            "serves equally many query heads"
-        )
-    if num_heads % num_ranks:
-        raise ShapeError(
-            f"num_heads is {num_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are sharded "
-            f"whole;\nuse a mesh whose {label!r} divides {num_heads}, or {-(-num_heads // num_ranks) * num_ranks} heads"
-        )
-    if num_kv_heads % num_ranks:
-        raise ShapeError(
-            f"num_kv_heads is {num_kv_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are "
-            f"sharded whole;\nuse a mesh whose {label!r} divides {num_kv_heads}, or repeat the rows of each key and "
-            f"value head {num_heads // num_kv_heads} times and leave num_kv_heads out"
-        )
-    if sequence_dim not in (None, 1, -2):
-        raise ShapeError(f"sequence_dim is {sequence_dim}; of x [batch, sequence, width] the sequence is dim 1")

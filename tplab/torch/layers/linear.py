@@ -19,15 +19,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tplab import sharding
-from tplab.errors import ShapeError
+from tplab.errors import one_of
 from tplab.mesh import Axis
+from tplab.models.checks import (
+    ACTIVATIONS,
+    check_column_input,
+    check_row_input,
+    check_row_modes,
+    check_sequence_dim,
+)
 from tplab.sharding import P
-from tplab.torch.comm.collectives import all_gather, all_reduce, axis_size, reduce_scatter
+from tplab.torch.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tplab.torch.comm.regions import copy_to, gather_from, scatter_to
 from tplab.torch.layers.parameters import drawn_uniform
 from tplab.torch.ranks.rank import this_rank
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 
 
 class ColumnParallelLinear(nn.Module):
@@ -60,11 +65,7 @@ class ColumnParallelLinear(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """This rank's features of an x that has entered the region: nothing is sent, nor in the backward pass."""
-        if x.shape[-1] != self.in_features:
-            raise ShapeError(
-                f"ColumnParallelLinear takes x [..., {self.in_features}], and got {list(x.shape)}; every rank needs "
-                f"all input features: gather_from(x, {self.axis!r}) joins pieces of them"
-            )
+        check_column_input(x.shape, self.in_features, self.axis)
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -95,7 +96,7 @@ class RowParallelLinear(nn.Module):
         sequence_dim: int | None = None, reduce_output: bool = True,
     ):  # fmt: skip
         super().__init__()
-        check_row_modes(bias, input_is_parallel, sequence_dim, reduce_output, axis_size(axis))
+        check_row_modes(bias, input_is_parallel, sequence_dim, reduce_output)
         self.in_features, self.out_features, self.axis = in_features, out_features, axis
         self.input_is_parallel, self.sequence_dim, self.reduce_output = input_is_parallel, sequence_dim, reduce_output
         self.num_here = share(in_features, axis, "in_features")
@@ -104,8 +105,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         expected = self.num_here if self.input_is_parallel else self.in_features
-        if x.shape[-1] != expected:
-            raise ShapeError(row_input_message(tuple(x.shape), expected, self.in_features, self.axis))
+        check_row_input(x.shape, expected, self.in_features, self.axis)
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
         part = F.linear(x, self.weight)
@@ -141,8 +141,7 @@ class ParallelMLP(nn.Module):
         sequence_dim: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+        one_of("activation", activation, ACTIVATIONS)
         self.axis, self.activation, self.sequence_dim = axis, activation, sequence_dim
         share(hidden, axis, "hidden")
         if activation == "swiglu":
@@ -167,7 +166,7 @@ def enter(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     """All of x on every rank, on its way into work that they divide; the gradient is the sum of theirs."""
     if sequence_dim is None:
         return copy_to(x, axis)
-    _check_sequence_dim(x, sequence_dim)
+    check_sequence_dim(x.shape, sequence_dim)
     return all_gather(x, axis, sequence_dim)
 
 
@@ -175,7 +174,7 @@ def leave(part: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     """The sum of every rank's part: whole on every rank, or this rank's piece along `sequence_dim`."""
     if sequence_dim is None:
         return all_reduce(part, axis)
-    _check_sequence_dim(part, sequence_dim)
+    check_sequence_dim(part.shape, sequence_dim)
     return reduce_scatter(part, axis, sequence_dim)
 
 
@@ -189,40 +188,3 @@ def share(size: int, axis: Axis, what: str) -> int:
     """How many of `size` things each rank has. Raises ShapeError where they cannot be shared equally."""
     place = this_rank().place(axis)
     return sharding.share(size, len(place.group), f"{what} is", axis=place.label, least=1)
-
-
-def check_row_modes(
-    bias: bool, input_is_parallel: bool, sequence_dim: int | None, reduce_output: bool, num_ranks: int
-) -> None:
-    """Raise ValueError for modes of a row-parallel layer that do not go together."""
-    if bias and not reduce_output:
-        raise ValueError(
-            f"a bias on a partial sum is added once by each of the {num_ranks} ranks, {num_ranks} times in all; give "
-            "bias=False and add it after the sum, or leave reduce_output=True"
-        )
-    if sequence_dim is not None and not (input_is_parallel and reduce_output):
-        raise ValueError(
-            f"sequence_dim={sequence_dim} says that the sum is scattered along a dim of the sequence; it needs "
-            "input_is_parallel=True and reduce_output=True"
-        )
-
-
-def row_input_message(shape: tuple[int, ...], expected: int, in_features: int, axis: Axis) -> str:
-    """What to say where the input of a row-parallel layer has another number of features."""
-    way_out = ""
-    if shape and shape[-1] == in_features:
-        way_out = "; that is all of x: give input_is_parallel=False, and each rank takes its piece"
-    elif expected == in_features:
-        way_out = f"; gather_from(x, {axis!r}) joins pieces, or give input_is_parallel=True"
-    return (
-        f"RowParallelLinear takes x [..., {expected}] of {in_features} input features over axis {axis!r}, and got "
-        f"{list(shape)}{way_out}"
-    )
-
-
-def _check_sequence_dim(x: Tensor, sequence_dim: int) -> None:
-    if x.dim() < 2 or sequence_dim % x.dim() == x.dim() - 1 or not -x.dim() <= sequence_dim < x.dim():
-        raise ShapeError(
-            f"sequence_dim={sequence_dim} of x {list(x.shape)}: it must be a dim before the last one, which holds the "
-            "features"
-        )

@@ -53,7 +53,7 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
         # Of hooks only the innermost are called: these hand on to those that were in force.
         outer = saved_hooks(True)
         pack_on, unpack_on = outer or (lambda x: x, lambda x: x)
-        pieces: dict[Any, _Piece] = {}
+        pieces: dict[Any, _Regathered] = {}
 
         def pack(x: Tensor) -> Any:
             whole = _whole(x)
@@ -61,12 +61,12 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
             if exchange is None or exchange.call.op != "all_gather" or not whole.is_contiguous():
                 return pack_on(x)
             if exchange not in pieces:
-                pieces[exchange] = _Piece(exchange.call, exchange.sizes, whole.detach(), pack_on, unpack_on)
+                pieces[exchange] = _Regathered(exchange.call, exchange.sizes, whole.detach(), pack_on, unpack_on)
             pieces[exchange].num_uses += 1
             return pieces[exchange], x.shape, x.stride(), x.storage_offset() - whole.storage_offset()
 
         def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, tuple) and isinstance(kept[0], _Piece):
+            if isinstance(kept, tuple) and isinstance(kept[0], _Regathered):
                 piece, *view = kept
                 return piece.gathered().as_strided(*view)
             return unpack_on(kept)
@@ -77,7 +77,7 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class _Piece:
+class _Regathered:
     """This rank's piece of a tensor that was gathered. Gathered again it is kept until the last use of it is served."""
 
     def __init__(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tplab.errors import ShapeError
 from tplab.mesh import Axis
+from tplab.models.checks import check_norm_input
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.regions import copy_to
 from tplab.torch.layers.linear import share
@@ -36,7 +36,7 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_width("LayerNorm", x, self.width, self.width)
+        check_norm_input("LayerNorm", x.shape, self.width, self.width)
         weight, bias = _used(self.weight, self.sequence_axis), _used(self.bias, self.sequence_axis)
         return F.layer_norm(x, (self.width,), weight, bias, self.eps)
 
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_width("RMSNorm", x, self.width, self.width)
+        check_norm_input("RMSNorm", x.shape, self.width, self.width)
         return F.rms_norm(x, (self.width,), _used(self.weight, self.sequence_axis), self.eps)
 
     def extra_repr(self) -> str:
@@ -80,7 +80,7 @@ class ParallelLayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(num_here)), nn.Parameter(torch.zeros(num_here))
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_width("ParallelLayerNorm", x, self.weight.shape[0], self.width)
+        check_norm_input("ParallelLayerNorm", x.shape, self.weight.shape[0], self.width)
         centred = x - _mean(x, self.width, self.axis)
         variance = _mean(centred.square(), self.width, self.axis)
         return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
@@ -103,7 +103,7 @@ class ParallelRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(share(width, axis, "width")))
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_width("ParallelRMSNorm", x, self.weight.shape[0], self.width)
+        check_norm_input("ParallelRMSNorm", x.shape, self.weight.shape[0], self.width)
         return x * (_mean(x.square(), self.width, self.axis) + self.eps).rsqrt() * self.weight
 
     def extra_repr(self) -> str:
@@ -122,13 +122,3 @@ def _used(parameter: Tensor, sequence_axis: Axis | None) -> Tensor:
 def _check_axis(axis: Axis | None) -> None:
     if axis is not None:
         this_rank().place(axis)
-
-
-def _check_width(norm: str, x: Tensor, num_here: int, width: int) -> None:
-    if x.shape[-1] != num_here:
-        way_out = ""
-        if num_here != width:
-            way_out = f" of {width} features over all ranks; LayerNorm and RMSNorm are for whole ones"
-        elif width % max(x.shape[-1], 1) == 0:
-            way_out = "; ParallelLayerNorm and ParallelRMSNorm are for features of which each rank holds some"
-        raise ShapeError(f"{norm} takes x [..., {num_here}], and got {list(x.shape)}{way_out}")

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tplab.errors import ShapeError
+from tplab.errors import one_of
 from tplab.mesh import Axis
-from tplab.rings import async_weight
+from tplab.models.checks import MODES, check_sharded_input
+from tplab.rings import DIRECTIONS, Direction, async_weight
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, axis_index, axis_size, reduce_scatter
-from tplab.torch.comm.rings import Direction, checked_direction
 from tplab.torch.layers.linear import share
 from tplab.torch.layers.parameters import drawn_piece, drawn_uniform
 from tplab.torch.layers.ring_matmul import AllGatherMatmul, MatmulReduceScatter, Ring, applied, ring_of
 
 Mode = Literal["gather", "scatter", "none"]
-MODES = ("gather", "scatter", "none")
 
 
 def all_gather_matmul(
@@ -86,7 +85,9 @@ class AsyncLinear(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.in_features, self.out_features, self.axis = in_features, out_features, axis
-        self.mode, self.direction = check_mode(mode), checked_direction(direction)
+        one_of("mode", mode, MODES)
+        one_of("direction", direction, DIRECTIONS)
+        self.mode, self.direction = mode, direction
         inputs, outputs = share(in_features, axis, "in_features"), share(out_features, axis, "out_features")
         num_ranks = axis_size(axis)
         if mode == "none" or num_ranks == 1:
@@ -103,7 +104,7 @@ class AsyncLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_features("AsyncLinear", x, self.weight.shape[-1], self.in_features)
+        check_sharded_input("AsyncLinear", x.shape, self.weight.shape[-1], self.in_features)
         if len(self.weight) == 1:
             return F.linear(x, self.weight[0], self.bias)
         function = AllGatherMatmul if self.mode == "gather" else MatmulReduceScatter
@@ -130,7 +131,8 @@ class BlockingLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, mode: Mode = "gather", bias: bool = True):
         super().__init__()
-        self.in_features, self.out_features, self.axis, self.mode = in_features, out_features, axis, check_mode(mode)
+        one_of("mode", mode, MODES)
+        self.in_features, self.out_features, self.axis, self.mode = in_features, out_features, axis, mode
         self.inputs, outputs = share(in_features, axis, "in_features"), share(out_features, axis, "out_features")
         fan_in = self.inputs if mode == "none" else in_features
         spec = P(None, axis) if mode == "scatter" else P(axis)
@@ -138,7 +140,7 @@ class BlockingLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_features("BlockingLinear", x, self.inputs, self.in_features)
+        check_sharded_input("BlockingLinear", x.shape, self.inputs, self.in_features)
         if self.mode != "scatter":
             return F.linear(all_gather(x, self.axis, -1) if self.mode == "gather" else x, self.weight, self.bias)
         y = reduce_scatter(F.linear(x, self.weight), self.axis, -1)
@@ -148,19 +150,3 @@ class BlockingLinear(nn.Module):
         return (
             f"{self.in_features}, {self.out_features}, {self.axis!r}, mode={self.mode!r}, bias={self.bias is not None}"
         )
-
-
-def _check_features(layer: str, x: Tensor, num_here: int, in_features: int) -> None:
-    if x.shape[-1] != num_here:
-        way_out = "; that is all of x: scatter_to(x, axis) gives each rank its features"
-        raise ShapeError(
-            f"{layer} takes x [..., {num_here}], this rank's share of {in_features} features, and got {list(x.shape)}"
-            + (way_out if x.shape[-1] == in_features else "")
-        )
-
-
-def check_mode(mode: str) -> str:
-    """Raise ValueError for a mode that there is not."""
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
-    return mode

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tplab.errors import ShapeError
+from tplab.errors import ShapeError, one_of
 from tplab.mesh import Axis
-from tplab.rings import Piece, gather_lanes, scatter_lanes
+from tplab.models.checks import check_ring_weight
+from tplab.rings import DIRECTIONS, RingPiece, gather_lanes, scatter_lanes
 from tplab.sharding import share
 from tplab.torch.comm.collectives import Handle, all_gather, axis_index, axis_size, reduce_scatter, ring_shift, start
-from tplab.torch.comm.rings import checked_direction
 from tplab.torch.private import transform
 from tplab.torch.ranks.meter import mark_sum
 from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of
@@ -39,7 +39,7 @@ class Ring(NamedTuple):
     def dim(self) -> int:
         return 0 if self.by_tokens else 1
 
-    def weight_of(self, weight: Tensor, piece: Piece) -> Tensor:
+    def weight_of(self, weight: Tensor, piece: RingPiece) -> Tensor:
         """What of the weight a piece is multiplied with (gather), or made with (scatter)."""
         if self.by_tokens:
             return weight
@@ -57,12 +57,12 @@ class Ring(NamedTuple):
         pieces = sorted([lanes.own, *lanes.up, *lanes.down], key=lambda piece: (piece.owner, piece.begin))
         return torch.cat([self.weight_of(weight, piece) for piece in pieces], 1 if self.mode == "gather" else 0)
 
-    def tokens_of(self, whole: Tensor, piece: Piece) -> Tensor:
+    def tokens_of(self, whole: Tensor, piece: RingPiece) -> Tensor:
         """The tokens of `whole`, which has those of all ranks, that a piece is of."""
         return whole.narrow(0, piece.owner * self.size + piece.begin, piece.size) if self.by_tokens else whole
 
 
-def _arrivals(x: Tensor, ring: Ring) -> Iterator[tuple[Piece, Tensor]]:
+def _arrivals(x: Tensor, ring: Ring) -> Iterator[tuple[RingPiece, Tensor]]:
     """Every rank's x, piece by piece, this rank's own first; while one is used the next one's hop is under way."""
     lanes = gather_lanes(axis_index(ring.axis), axis_size(ring.axis), ring.size, ring.direction)
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
@@ -78,7 +78,7 @@ def _arrivals(x: Tensor, ring: Ring) -> Iterator[tuple[Piece, Tensor]]:
                 yield lane[hop], arrived
 
 
-def _sums(part: Callable[[Piece], Tensor], ring: Ring, beside: Iterator[Any]) -> Tensor:
+def _sums(part: Callable[[RingPiece], Tensor], ring: Ring, beside: Iterator[Any]) -> Tensor:
     """The sum of what every rank's `part` makes for this rank; sums are on their way while the next part is made.
 
     beside   other work, of which a step is done after each send
@@ -108,7 +108,7 @@ def _sent(x: Tensor, ring: Ring, shift: int) -> Handle:
     return start(ring_shift, x, ring.axis, shift)
 
 
-def _part(x: Tensor, piece: Piece, ring: Ring) -> Tensor:
+def _part(x: Tensor, piece: RingPiece, ring: Ring) -> Tensor:
     """The half of x that a piece is, or x."""
     return x if piece.size == ring.size else x.narrow(ring.dim, piece.begin, piece.size)
 
@@ -201,7 +201,7 @@ class MatmulReduceScatter(_RingProduct):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
-        def part(piece: Piece) -> Tensor:
+        def part(piece: RingPiece) -> Tensor:
             a, b = ring.tokens_of(x, piece), ring.weight_of(weight, piece).T
             return a @ b if bias is None or piece.distance else torch.addmm(bias, a, b)
 
@@ -247,18 +247,12 @@ def ring_of(mode: str, x: Tensor, weight: Tensor, axis: Axis, dim: int, directio
     """What a call of one of the two functions is about. Raises ShapeError where sizes do not fit."""
     op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
     dim = dim_of(check_tensor(op, x), dim, op)
-    checked_direction(direction)
+    one_of("direction", direction, DIRECTIONS)
     place = this_rank().place(axis)
     num_ranks, by_tokens = len(place.group), dim != x.dim() - 1
-    if check_tensor(op, weight).dim() != 2:
-        raise ShapeError(f"{op}: the weight is a matrix [F, D], as nn.Linear has it, not {list(weight.shape)}")
-    expected = x.shape[-1] * (num_ranks if mode == "gather" and not by_tokens else 1)
-    if weight.shape[1] != expected:
-        pieces = f" of {x.shape[-1]} on each of {num_ranks} ranks" if expected != x.shape[-1] else ""
-        raise ShapeError(
-            f"{op}: the weight {list(weight.shape)} takes {weight.shape[1]} features, and there are {expected}{pieces};"
-            f"\ngive weight [F, {expected}], as nn.Linear({expected}, F) has it"
-        )
+    check_tensor(op, weight)
+    num_pieces = num_ranks if mode == "gather" and not by_tokens else 1
+    check_ring_weight(op, weight.shape, x.shape[-1], num_pieces)
     if mode == "gather":
         return Ring(mode, axis, direction, x.numel() // max(1, x.shape[-1]) if by_tokens else x.shape[-1], by_tokens)
     if by_tokens:

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tplab.errors import ShapeError
 from tplab.mesh import Axis
+from tplab.models.checks import check_loss, check_vocabulary, check_words
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.layers.linear import enter, leave
 from tplab.torch.layers.parameters import drawn_normal
 from tplab.torch.ranks.rank import this_rank
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -37,8 +35,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, vocab_size: int, width: int, axis: Axis, *, sequence_dim: int | None = None):
         super().__init__()
         self.vocab_size, self.width, self.axis, self.sequence_dim = vocab_size, width, axis, sequence_dim
-        if vocab_size < 1:
-            raise ShapeError(f"vocab_size is {vocab_size}; a vocabulary needs one word or more")
+        check_vocabulary(vocab_size)
         self.weight = nn.Parameter(drawn_normal((vocab_size, width), P(axis), 1.0))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -79,7 +76,9 @@ def vocab_parallel_cross_entropy(
     Raises IndexError for an id that is no word, ShapeError for logits of another width.
     """
     begin, num_words = words_here(vocab_size, axis)
-    _check_loss(logits, ids, axis, vocab_size, reduction, label_smoothing)
+    _check_whole(ids)
+    check_loss(logits.shape, ids.shape, reduction, label_smoothing)
+    _check_words(logits.shape[-1], vocab_size, axis)
     is_counted = ids != ignore_index
     _check_ids(ids, vocab_size, is_counted)
 
@@ -132,28 +131,8 @@ def _check_ids(ids: Tensor, vocab_size: int, is_counted: Tensor | None = None) -
         )
 
 
-def _check_loss(
-    logits: Tensor, ids: Tensor, axis: Axis, vocab_size: int, reduction: str, label_smoothing: float
-) -> None:
-    _check_whole(ids)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, from 0 to 1")
-    if logits.shape[:-1] != ids.shape:
-        raise ShapeError(
-            f"logits {list(logits.shape)} are for ids {list(logits.shape[:-1])}, and got ids {list(ids.shape)}; "
-            "the last dim of the logits is that of the words"
-        )
+def _check_words(num_columns: int, vocab_size: int, axis: Axis) -> None:
     place = this_rank().place(axis)
-    _, num_words = words_here(vocab_size, axis)
-    most = len(cut(vocab_size, len(place.group), "ceil")[0])
-    if logits.shape[-1] not in (num_words, most):
-        way_out = f"scatter_to(logits, {axis!r}) gives each rank its words" if logits.shape[-1] == vocab_size else (
-            "each rank computes those of its own words, as VocabParallelEmbedding.logits does"
-        )
-        raise ShapeError(
-            f"logits have {logits.shape[-1]} columns, where of {vocab_size} words rank {place.index} of the "
-            f"{len(place.group)} of axis {place.label!r} has {num_words}"
-            + (f" (or {most}, padded)" if most != num_words else "") + f"; {way_out}"
-        )
+    words = cut(vocab_size, len(place.group), "ceil")
+    whose = f"rank {place.index} of the {len(place.group)} of axis {place.label!r} has"
+    check_words(num_columns, (len(words[place.index]), len(words[0])), vocab_size, whose, axis)
