@@ -603,6 +603,9 @@ def test_what_does_not_fit_is_told_in_words():
     refused("parameter .4, 4. is int32; parameters are trained", stages=[LayerSpec(Linear, "int32")] * 2)
     refused("tied names stage 5; there are stages 0 to 1", tied=[((0, "0.weight"), (5, "0.weight"))])
     refused("'wait' of stage 0, which it does not have; it has 0.weight", tied=[((0, "wait"), (1, "0.weight"))])
+    for wrong in ["weight"], "weight", [(0, "weight")], [[("weight", 0)]]:
+        refused(r"where it must say \(stage, name\), a list of them for each parameter", tied=wrong)
+    refused("layer 1 is 'relu', which cannot be called; a layer is a LayerSpec", TypeError, stages=[Linear(), "relu"])
     refused("copies must have one shape", stages=[LayerSpec(Linear), LayerSpec(Linear, "float32")],
             tied=[((0, "0.weight"), (1, "0.weight"))])  # fmt: skip
 

@@ -484,6 +484,94 @@ def test_times_of_processes_and_of_a_cluster():
     assert flops.tolist() == [2 * 8 * 8 * 8]
 
 
+# ----------------------------------------------------------------------------------------------------- hooks
+
+
+class Hooked(nn.Linear):
+    """Its output's gradient times 10, and its weight's times 3; both counted."""
+
+    def __init__(self):
+        super().__init__(D, D, dtype=torch.float64)
+        self.calls = [0, 0]
+        self.weight.register_hook(lambda g: self.count(1, g * 3))
+
+    def count(self, which, g):
+        self.calls[which] += 1
+        return g
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(lambda g: self.count(0, g * 10))
+        return y
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), zb_h1(2, 3), zb_v(2, 3)], ids=lambda s: s.name)
+@pytest.mark.parametrize("every", [None, 1])
+def test_hooks_of_tensors_run_once_for_each_microbatch(schedule, every):
+    batch = [(x, x + 1) for x in torch.randn(3, 2, D, dtype=torch.float64)]
+    layers = [Hooked() for _ in range(schedule.num_stages)]
+    for x, target in batch:
+        (F.mse_loss(nn.Sequential(*layers)(x), target) / 3).backward()
+    want = [(layer.weight.grad, [3, 3]) for layer in layers]
+    states = [layer.state_dict() for layer in layers]
+
+    def program():
+        held = {n: Hooked() for n in schedule.placement[axis_index("pp")]}
+        for n, layer in held.items():
+            layer.load_state_dict(states[n])
+        stages = {n: nn.Sequential(layer) for n, layer in held.items()}
+        train_batch(schedule, stages, batch, F.mse_loss, checkpoint_every=every)
+        return {n: (layer.weight.grad, layer.calls) for n, layer in held.items()}
+
+    found = {n: value for held in run(program, Mesh(pp=2)).per_rank for n, value in held.items()}
+    for n, (grad, calls) in enumerate(want):
+        torch.testing.assert_close(found[n][0], grad)
+        assert found[n][1] == calls
+
+
+@pytest.mark.parametrize("schedule", [gpipe(2, 4), zb_h1(2, 4), chimera(2, 4)], ids=lambda s: s.name)
+def test_post_accumulate_grad_hooks_are_called_once_with_the_whole_gradient(schedule):
+    """When the parts of other ranks, and those of tied names, are in it: an optimizer may step in such a hook."""
+
+    def program():
+        seen = []
+        stages = {n: linear() for n in dict.fromkeys(schedule.placement[axis_index("pp")])}
+        for n, stage in stages.items():
+            stage.weight.register_post_accumulate_grad_hook(lambda p, n=n: seen.append((n, p.grad.clone())))
+            stage.bias.register_post_accumulate_grad_hook(lambda p: seen.append("frozen"))
+            stage.bias.requires_grad_(False)
+        x = torch.randn(2, 4) + axis_index("dp")
+        train_batch(schedule, stages, [(x, x + k) for k in range(4)], F.mse_loss, data_axis="dp",
+                    tied=[[(0, "weight"), (1, "weight")]])  # fmt: skip
+        assert sorted(n for n, _ in seen) == sorted(stages)
+        return [(grad, stages[n].weight.grad) for n, grad in seen]
+
+    ranks = run(program, Mesh(dp=2, pp=2)).per_rank
+    (first, _) = ranks[0][0]
+    for rank in ranks:
+        for then, now in rank:
+            assert torch.equal(then, now) and torch.equal(then, first)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("schedule", [gpipe(2, 4), zb_h1(2, 4)], ids=lambda s: s.name)
+def test_statistics_move_once_also_where_activations_are_computed_again(schedule, every):
+    def program(every):
+        torch.manual_seed(1)
+        stage = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Tanh(), nn.BatchNorm1d(D))
+        x = torch.randn(4, 3, D)
+        train_batch(schedule, stage, [(y, y) for y in x], F.mse_loss, checkpoint_every=every)
+        return dict(stage.state_dict()), [p.grad for p in stage.parameters()]
+
+    for (state, grads), (want, want_grads) in zip(
+        run(program, Mesh(pp=2), every).per_rank, run(program, Mesh(pp=2), None).per_rank, strict=True
+    ):
+        assert want["1.num_batches_tracked"] == 4
+        for name, value in want.items():
+            torch.testing.assert_close(state[name], value)
+        torch.testing.assert_close(grads, want_grads)
+
+
 # ---------------------------------------------------------------------------------------------------- errors
 
 
@@ -526,12 +614,31 @@ def test_what_does_not_fit_is_told_in_words():
     refused("nothing that enters stage 1 is of floating point", stages=lambda i: Floats() if i else halves)
     refused("checkpoint_every=2 needs the layers of stage 0, which is a Linear", checkpoint_every=2)
     refused("checkpoint_every is 0", stages=lambda i: nn.Sequential(linear()), checkpoint_every=0)
+    for value in None, F.relu, 3:
+        words = "takes an nn.Module for each stage, not .*; stages_of"
+        refused(words, stages=lambda i, value=value: value, error=TypeError)
+        refused("stage 0 is .*; it must be an nn.Module", stages=lambda i, value=value: [value], error=TypeError)
+    with pytest.raises(RankError, match=r"TypeError at .*: layer 1 is 'relu', which cannot be called; a layer is a"):
+        run(lambda: stages_of([linear(), "relu"], gpipe(2, 1)), Mesh(pp=2))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_a_loss_without_a_gradient_is_refused_as_by_backward(every):
+    def detached(y, target):
+        return F.mse_loss(y.detach(), target)
+
+    words = "the loss of microbatch 0 depends on nothing that has a gradient"
+    refused(words, loss=detached, stages=lambda i: nn.Sequential(linear()), checkpoint_every=every)
+    refused(words, gpipe(1, 2), lambda i: nn.Sequential(linear()).requires_grad_(False), mesh=Mesh(pp=1),
+            checkpoint_every=every)  # fmt: skip
 
 
 def test_ties_that_cannot_be_are_told_in_words():
     refused("tied names stage 5; there are stages 0 to 1", tied=[((0, "weight"), (5, "weight"))])
     refused("'wait' of stage 0, which it does not have; it has weight, bias", tied=[((0, "wait"), (1, "weight"))])
     refused(r"'bias' of stage 0 is \[4\] here, and its copy at position 1", tied=[((0, "bias"), (1, "weight"))])
+    for wrong in ["weight"], "weight", [(0, "weight")], [[("weight", 0)]], [[(0, "weight", 1)]], 3:
+        refused(r"where it must say \(stage, name\), a list of them for each parameter", tied=wrong)
 
 
 class Returns(nn.Module):
@@ -559,6 +666,14 @@ def test_batches_that_cannot_be_split():
     assert torch.equal(b, a + 1) and y.shape == (3, 2)
     with pytest.raises(ShapeError, match="batch has size 6, which 4 microbatches cannot share equally;\npad it to 8"):
         split_batch(x, x, 4)
+    for inputs, targets, words in [
+        ([1, 2], [3, 4], "the inputs have an object of type list; give a tensor, or a tuple"),
+        (x, {"ids": x}, "the targets have an object of type dict"),
+        ((x, None), x, "the inputs have an object of type NoneType"),
+        (x, torch.tensor(1.0), "the targets have a tensor without dims"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            split_batch(inputs, targets, 2)
     with pytest.raises(ShapeError, match="batches of 2, 6; they must agree"):
         split_batch(x, x[:2], 2)
 

@@ -66,7 +66,16 @@ class TiedSpec(LayerSpec):
 
 
 def layer_names(layers: Sequence[Any]) -> list[str]:
-    """What each layer is called, for "type:regex" partitions and for printing."""
+    """What each layer is called, for "type:regex" partitions and for printing.
+
+    Raises TypeError for what is no layer.
+    """
+    for place, layer in enumerate(layers):
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            raise TypeError(
+                f"layer {place} is {layer!r}, which cannot be called; a layer is a LayerSpec, a layer that is there "
+                "already, or a function"
+            )
     return [layer.name if isinstance(layer, LayerSpec) else _name(layer) for layer in layers]
 
 

@@ -13,9 +13,16 @@ def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[
     """A batch as microbatches for `train_batch`: pairs of equal slices along dim 0, of tensors or tuples of tensors.
 
     Raises ShapeError where the batch cannot be shared equally: the mean of the microbatches' means would not be the
-    mean of the batch.
+    mean of the batch. Raises TypeError for what is neither a tensor nor a tuple of them.
     """
     sides = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
+    for what, side in zip(("inputs", "targets"), sides):
+        for x in side:
+            if not getattr(x, "shape", ()):
+                raise TypeError(
+                    f"split_batch cuts tensors along dim 0, and the {what} have {_kind(x)}; give a tensor, or a tuple "
+                    "of tensors"
+                )
     sizes = {x.shape[0] for side in sides for x in side}
     if len(sizes) != 1:
         raise ShapeError(f"inputs and targets have batches of {', '.join(map(str, sorted(sizes)))}; they must agree")
@@ -44,3 +51,7 @@ def check_microbatches(microbatches: Sequence[Any], expected: int) -> Sequence[t
                 "gives them"
             )
     return microbatches
+
+
+def _kind(x: Any) -> str:
+    return "a tensor without dims" if hasattr(x, "shape") else f"an object of type {type(x).__name__}"

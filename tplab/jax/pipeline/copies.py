@@ -12,8 +12,9 @@ from jax import Array, lax
 from tplab.errors import ScheduleError
 from tplab.jax.comm.collectives import all_reduce, axis_index
 from tplab.jax.pipeline.flat import Flat, Kind, cut
-from tplab.jax.pipeline.stages import Blueprints, Tied
+from tplab.jax.pipeline.stages import Blueprints
 from tplab.mesh import Axis
+from tplab.pipeline.tied import Tied, check_tied, check_tied_name
 
 Places = Sequence[tuple[int, int]]
 """(rank, where in its flat array)."""
@@ -64,19 +65,12 @@ def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:
 
 
 def _tied(blueprints: Blueprints, tied: Tied) -> Iterator[Copies]:
+    check_tied(tied, len(blueprints.stages))
     for tie in tied:
         pieces = []
         for stage, name in tie:
-            if not 0 <= stage < len(blueprints.stages):
-                raise ScheduleError(
-                    f"tied names stage {stage}; there are stages 0 to {len(blueprints.stages) - 1}"
-                )
             names = blueprints.stages[stage].names()
-            if name not in names:
-                raise ScheduleError(
-                    f"tied names parameter {name!r} of stage {stage}, which it does not have; it has "
-                    f"{', '.join(names) or 'no parameters'}"
-                )
+            check_tied_name(stage, name, names)
             pieces.append(blueprints.stages[stage].layout.pieces[names.index(name)])
         (first, name), one = tie[0], pieces[0]
         for (stage, other), piece in zip(tie, pieces):

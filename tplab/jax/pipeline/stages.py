@@ -20,12 +20,10 @@ from tplab.jax.ranks.context import run_key, this_mesh
 from tplab.mesh import Axis
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.pipeline.partition import Partition, cut_layers
+from tplab.pipeline.tied import Tied
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import Placement, one_way
-
-Tied = Sequence[Sequence[tuple[int, str]]]
-"""Parameters that are one: of each, where it is, as (stage, name)."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from tplab.jax.pipeline.flat import Flat
 from tplab.jax.pipeline.passes import Loss
 from tplab.jax.pipeline.plan import plan
 from tplab.jax.pipeline.programs import Batch, programs_of
-from tplab.jax.pipeline.stages import Stages, Tied, alike, as_params
+from tplab.jax.pipeline.stages import Stages, alike, as_params
 from tplab.jax.pipeline.ticks import Ticks
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
 from tplab.pipeline.microbatches import check_microbatches
+from tplab.pipeline.tied import Tied
 from tplab.schedules import Action, Costs, Schedule, check
 from tplab.schedules.execute import require_ranks
 
@@ -111,7 +112,8 @@ def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:
     if isinstance(stages, tuple) and len(stages) == 2 and callable(stages[0]):
         return stages
     raise TypeError(
-        f"train_batch takes stages_of(layers, schedule), or a pair (function, params), not a {type(stages).__name__}"
+        f"train_batch takes stages_of(layers, schedule), or a pair (function, params), not an object of type "
+        f"{type(stages).__name__}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,16 +10,14 @@ from torch import Tensor, nn
 
 from tplab.errors import ScheduleError
 from tplab.mesh import Axis
+from tplab.pipeline.tied import Tied, check_tied, check_tied_name
 from tplab.schedules.placement import Placement
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.graph import Gradients
 from tplab.torch.pipeline.stage import Stage
-from tplab.torch.private import base_of
+from tplab.torch.private import base_of, post_accumulate_hooks
 from tplab.torch.ranks.rank import this_rank
-
-Tied = Sequence[Sequence[tuple[int, str]]]
-"""Parameters that are one: of each, where it is, as (stage, name)."""
 
 
 class _Copies(NamedTuple):
@@ -34,7 +32,7 @@ class GradientSync:
 
     Over `data_axis` they are averaged, stage by stage. Then those of copies along `axis` are added up: each rank that
     holds one sends its part to the others, and adds all parts in the order of ranks, so that copies stay equal to the
-    last bit. At the end all go to `.grad`.
+    last bit. At the end all go to `.grad`, and the parameters' post-accumulate-grad hooks are called.
     """
 
     def __init__(
@@ -89,6 +87,9 @@ class GradientSync:
         for found in gradients.values():
             for parameter, grad in found.items():
                 parameter.grad = _own(grad) if parameter.grad is None else parameter.grad + grad
+        for parameter in dict.fromkeys(parameter for found in gradients.values() for parameter in found):
+            for hook in list((post_accumulate_hooks(parameter) or {}).values()):
+                hook(parameter)
 
     def _part(self, copies: _Copies, gradients: Mapping[int, Gradients]) -> Tensor:
         """The sum of the gradients of this rank's copies."""
@@ -104,17 +105,11 @@ class GradientSync:
         """What this rank has copies of: what is tied by name, then what is in stages that several ranks hold."""
         ranks_of = {n: [r for r, held in enumerate(placement) if n in held] for held in placement for n in held}
         in_a_tie = set()
+        check_tied(tied, 1 + max(ranks_of))
         for tie in tied:
-            for stage, _ in tie:
-                if stage not in ranks_of:
-                    raise ScheduleError(f"tied names stage {stage}; there are stages 0 to {max(ranks_of)}")
             here = [(stage, name) for stage, name in tie if stage in self._stages]
             for stage, name in here:
-                if name not in self._names[stage]:
-                    raise ScheduleError(
-                        f"tied names {_where((stage, name))}, which it does not have; it has "
-                        f"{', '.join(self._names[stage]) or 'no parameters'}"
-                    )
+                check_tied_name(stage, name, self._names[stage])
             in_a_tie |= set(here)
             if here:
                 yield _Copies(here, sorted({rank for stage, _ in tie for rank in ranks_of[stage]}))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from tplab.errors import ScheduleError
@@ -24,8 +24,13 @@ class Piece(NamedTuple):
     """
 
     function: Function
+    module: nn.Module
     parameters: list[nn.Parameter]
     wants_grads: bool
+
+    def run(self, inputs: Tensors) -> tuple[Graph, Tensors]:
+        """The graph of its forward pass, and the outputs."""
+        return Graph.of(self.function, self.parameters, self.wants_grads, inputs)
 
 
 class Stage:
@@ -46,7 +51,7 @@ class Stage:
         wants_grads = not self.is_first
         for group in groups:
             parameters = [p for p in group.parameters() if p.requires_grad]
-            self.pieces.append(Piece(self._called(group), parameters, wants_grads))
+            self.pieces.append(Piece(self._called(group), group, parameters, wants_grads))
             wants_grads = wants_grads or bool(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -116,17 +121,16 @@ class Pass:
             self.outputs = self._recomputable(inputs) if stage.recomputes else self._kept(inputs)
 
     def _kept(self, inputs: Tensors) -> Tensors:
-        graph, outputs = Graph.of(*self._pieces[0], inputs)
+        graph, outputs = self._pieces[0].run(inputs)
         self._graphs = [graph]
         return outputs
 
     def _recomputable(self, inputs: Tensors) -> Tensors:
-        with torch.no_grad():
-            for piece in self._pieces:
-                self._entered.append(inputs)
-                self._marks.append(self._redraw.mark())
-                inputs = piece.function(*inputs)
-        return tuple(x.detach() for x in inputs)
+        for piece in self._pieces:
+            self._entered.append(inputs)
+            self._marks.append(self._redraw.mark())
+            inputs = piece.run(inputs)[1]  # with a graph, which is dropped: layers may look whether they are trained
+        return inputs
 
     def _backwards(self) -> Iterator[Graph]:
         """The graphs from the last to the first; where activations are computed again, each when its turn comes."""
@@ -134,8 +138,8 @@ class Pass:
         while self._entered:
             piece, inputs = self._pieces[len(self._entered) - 1], self._entered.pop()
             self._redraw.go_back(self._marks.pop())
-            with self._redraw:
-                graph, _ = Graph.of(*piece, inputs)
+            with self._redraw, _buffers_aside(piece.module):
+                graph, _ = piece.run(inputs)
             yield graph
 
     def backward(self, grads: Tensors) -> tuple[Tensors, Gradients]:
@@ -173,6 +177,19 @@ class Pass:
         and the parameters, which are there anyway."""
         kept = chain(*self._entered, *(graph.tensors() for graph in self._graphs))
         return bytes_of(kept, [*self._given, *self._stage.module.parameters(), *self._stage.module.buffers()])
+
+
+@contextmanager
+def _buffers_aside(module: nn.Module) -> Iterator[None]:
+    """Within this, the module writes to copies of its buffers: what it computes again does not count twice there."""
+    found = [(part, name, x) for part in module.modules() for name, x in part.named_buffers(recurse=False)]
+    for part, name, x in found:
+        setattr(part, name, x.clone())
+    try:
+        yield
+    finally:
+        for part, name, x in found:
+            setattr(part, name, x)
 
 
 def _kind(outputs: object) -> str:

@@ -11,10 +11,10 @@ from torch import nn
 from tplab.mesh import Axis
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.pipeline.partition import Partition, cut_layers
+from tplab.pipeline.tied import Tied
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import one_way
-from tplab.torch.pipeline.copies import Tied
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import InTurn
 from tplab.torch.ranks.rank import current_rank_or_none, this_rank

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from tplab.errors import ScheduleError, ShapeError
 from tplab.mesh import Axis
 from tplab.pipeline.microbatches import check_microbatches
+from tplab.pipeline.tied import Tied
 from tplab.schedules import Action, Costs, Schedule
 from tplab.schedules.execute import program, require_ranks
 from tplab.torch.comm.collectives import all_reduce, start
 from tplab.torch.comm.messages import receive, send
-from tplab.torch.pipeline.copies import GradientSync, Tied
+from tplab.torch.pipeline.copies import GradientSync
 from tplab.torch.pipeline.graph import Gradients, Tensors, add_gradients, has_gradient
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
@@ -50,7 +51,9 @@ def train_batch(
                   last stage at the targets; a tuple as input is several tensors
     loss          loss(output, target) -> a scalar
     ->            the mean of the microbatches' losses, in float64, the same on every rank. Its gradients are added to
-                  `.grad` of the parameters, as `backward` would
+                  `.grad` of the parameters, as `backward` would. Hooks of tensors run once per microbatch, as in plain
+                  accumulation; a parameter's post-accumulate-grad hooks once per batch, when its gradient is complete:
+                  before that, other ranks' parts of it are missing
 
     data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
                   mean over it
@@ -58,7 +61,8 @@ def train_batch(
                   their gradients are added up, and each gets the sum; the same on every rank. `stages_of` finds them.
                   Copies of one stage on two ranks (Chimera, DualPipe) are tied without being named
     checkpoint_every  every so many layers of a stage (an nn.Sequential) what passes between them is forgotten, and
-                  computed again in the backward pass
+                  computed again in the backward pass, where buffers are not written to again: statistics of a
+                  BatchNorm move once per microbatch
     costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
                   time. So the trace of a real run can be laid over `simulate(schedule, costs)`
     held          a list that gets, after each action, how many bytes this rank holds for its backward passes
@@ -218,6 +222,12 @@ class _Worker:
                 raise ShapeError(
                     f"the loss of microbatch {microbatch} is {what}; it must be one number, as .mean() or .sum() give"
                 )
+            if not value.requires_grad:
+                raise ScheduleError(
+                    f"the loss of microbatch {microbatch} depends on nothing that has a gradient, so nothing would be "
+                    "trained; look for detach(), no_grad() or item() in the loss and the last stage, or for parameters "
+                    "that are all frozen"
+                )
             return (value,)
 
         return finish
@@ -254,6 +264,11 @@ def _modules_of(
     held = tuple(dict.fromkeys(schedule.placement[index]))
     if isinstance(stages, nn.Module):
         stages = [stages]
+    if not isinstance(stages, Mapping | Sequence):
+        raise TypeError(
+            f"train_batch takes an nn.Module for each stage, not {stages!r}; stages_of(layers, schedule) makes them, "
+            "also of functions"
+        )
     if not isinstance(stages, Mapping):
         if len(stages) != len(held):
             raise ScheduleError(
@@ -267,6 +282,9 @@ def _modules_of(
         raise ScheduleError(
             f"position {index} of axis {label!r} holds {_stages(held)}, and was given {_stages(list(stages))}: {wrong}"
         )
+    for n in held:
+        if not isinstance(stages[n], nn.Module):
+            raise TypeError(f"stage {n} is {stages[n]!r}; it must be an nn.Module: stages_of makes one of functions")
     return {n: stages[n] for n in held}
 
 
