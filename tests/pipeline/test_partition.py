@@ -80,6 +80,24 @@ def test_the_most_even_of_the_best():
     assert partition([7, 1, 1, 1, 1, 1, 1], 3).stage_costs == [7, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "ends, placement, largest",
+    [((1, 1), wrapped(1, 16), 7 * 28 + 2), ((2, 3), wrapped(4, 4), 7 * 8 + 3), ((2, 3), wave(4, 3), 7 * 8 + 3)],
+    ids=["one rank", "four stages per rank", "a wave"],
+)
+def test_many_layers_alike(ends, placement, largest):
+    """Blocks between an embedding and a head: 28 on one rank; 32 on four, of which each has eight."""
+    costs = [ends[0], *[7] * (28 if len(placement) == 1 else 32), ends[1]]
+    made = partition(costs, sum(map(len, placement)), placement=placement)
+    assert made.largest == largest
+
+
+def test_one_rank_cuts_evenly_within_its_memory():
+    assert partition([9, 1, 1, 1, 1, 1, 1], 3, placement=wrapped(1, 3)).bounds == (0, 2, 4, 7)
+    with pytest.raises(ShapeError, match=r"no partition into 3 stages keeps every rank within its memory of 14;"):
+        partition([9, 1, 1, 1, 1, 1, 1], 3, placement=wrapped(1, 3), memory_limit=14)
+
+
 BLOCK, WIDTH, VOCABULARY = 7_085_568, 768, 65
 GPT_LITE = [0, *[BLOCK] * 12, 2 * WIDTH, WIDTH * VOCABULARY, 0]  # 16 layers; the embeddings, in a lambda, count 0
 

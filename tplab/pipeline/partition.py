@@ -18,10 +18,10 @@ from tplab.schedules.placement import Placement, linear
 
 @dataclass(frozen=True)
 class Partition:
-    """Consecutive layers a stage.
+    """Consecutive layers in each stage.
 
     bounds      stage s has the layers bounds[s] to bounds[s + 1] - 1
-    costs       what was balanced, a figure a layer
+    costs       what was balanced, a figure per layer
     weights     parameters of each layer
     placement   the stages of each rank
     method      what `costs` are
@@ -68,7 +68,7 @@ class Partition:
         return bisect_right(self.bounds, layer) - 1
 
     def __str__(self) -> str:
-        """One line a stage: its rank, its layers, its parameters, and its cost where that is something else."""
+        """One line per stage: its rank, its layers, its parameters, and its cost where that is something else."""
         home = {stage: rank for rank, held in enumerate(self.placement) for stage in held}
         wide = max(len(f"{weight:,}") for weight in self.stage_weights)
         lines = []
@@ -93,20 +93,21 @@ def partition(
     memory: Sequence[Number] | Sequence[Sequence[Number]] | None = None,
     memory_limit: Number | Sequence[Number] | None = None,
 ) -> Partition:
-    """Cut layers into `parts` stages, one layer at least each, so that the largest rank is as small as can be: exactly.
+    """Cut layers into `parts` stages of at least one layer: the exact cut whose busiest rank has the least.
 
     weights     parameters of each layer
     method      what is balanced: "parameters"; "uniform", the number of layers; "type:regex", the number of layers
-                whose name matches (upper and lower case alike); or a figure a layer, as measured seconds
+                whose name matches (upper and lower case alike); or a figure per layer, as measured seconds
     names       of the layers, for "type:regex" and for printing
-    placement   the stages of each rank, from `tplab.schedules.placement`: wrapped, V or wave; one stage a rank if left
-                out. A rank's cost is the sum over its stages
+    placement   the stages of each rank, from `tplab.schedules.placement`: wrapped, V or wave; one stage per rank if
+                left out. A rank's cost is the sum over its stages
     memory      what each layer takes [layers], or takes on each rank [ranks, layers] (an early rank keeps more
                 activations); left out, its weights
-    memory_limit  what a rank has (one figure, or one a rank); left out, no limit
+    memory_limit  what a rank has (one figure, or one per rank); left out, no limit
 
-    With one stage a rank this takes milliseconds, with two seconds at most for a hundred layers; with three or more,
-    seconds to minutes, unless layers are few or much alike. One stage a rank: of all best partitions the most even one.
+    For a hundred layers this takes milliseconds with one stage per rank, under a second with two (with memory limits, a
+    minute), and much longer with three or more, unless layers are much alike. With one stage per rank, of all best
+    partitions it is the most even one.
     DeepSpeed's partition_balanced minimises largest - smallest instead, and so makes 5 of [1, 4, 2, 2, 2] in 4 parts.
     """
     costs, label = _costs(weights, method, names)
@@ -144,18 +145,18 @@ def _costs(
     """(what is balanced, its name)."""
     costs: Sequence[Number]
     if names and len(names) != len(weights):
-        raise ShapeError(f"{len(names)} names for {len(weights)} layers; give one a layer")
+        raise ShapeError(f"{len(names)} names for {len(weights)} layers; give one per layer")
     if not isinstance(method, str):
         costs, label = [_plain(cost) for cost in method], "cost"
         if len(costs) != len(weights):
-            raise ShapeError(f"{len(costs)} measured costs for {len(weights)} layers; give one a layer")
+            raise ShapeError(f"{len(costs)} measured costs for {len(weights)} layers; give one per layer")
     elif method == "parameters":
         costs, label = [_plain(weight) for weight in weights], method
     elif method == "uniform":
         costs, label = [1] * len(weights), "layers"
     elif method.startswith("type:"):
         if not names:
-            raise ShapeError(f"method {method!r} looks at the layers' names; pass names=[...], one a layer")
+            raise ShapeError(f"method {method!r} looks at the layers' names; pass names=[...], one per layer")
         pattern = re.compile(method[len("type:") :], re.IGNORECASE)
         costs, label = [int(bool(pattern.search(name))) for name in names], method[len("type:") :]
         if not any(costs):
@@ -163,7 +164,7 @@ def _costs(
                 f"no layer's name matches {pattern.pattern!r}; the names are {', '.join(sorted(set(names)))}"
             )
     else:
-        raise ShapeError(f"method is 'parameters', 'uniform', 'type:regex' or a figure a layer, not {method!r}")
+        raise ShapeError(f"method is 'parameters', 'uniform', 'type:regex' or a figure per layer, not {method!r}")
     if any(cost < 0 or not math.isfinite(cost) for cost in costs):
         raise ShapeError(f"the cost of a layer is {min(costs)}; it must be finite, 0 or more")
     return costs, label
