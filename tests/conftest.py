@@ -1,7 +1,10 @@
-"""What all tests share: how hard hypothesis tries, and what happens where there is no browser."""
+"""What all tests share: how hard hypothesis and XLA try, how much memory they keep, what happens without a browser."""
 
+import ctypes
+import gc
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("tplab")
+
+# Programs that run once, for microseconds, need no optimizing; it would take most of the tests' time. With 0 instead of
+# 1 they are compiled as everywhere else: CI does so on one Python, and labs and benchmarks always.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+MOST_MEMORY = 1_200_000_000
+"""Bytes of this process beyond which compiled JAX programs go after a test. Each holds up to 0.2 GB until then."""
 
 _BROWSERS = (
     "chromium",
@@ -48,6 +58,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if IN_CI:
             pytest.fail(_NO_BROWSER, pytrace=False)
         pytest.skip(_NO_BROWSER)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Let go of what JAX compiled, once it has become much: 5,000 tests compile several GB."""
+    if "jax" in sys.modules and _resident_bytes() > MOST_MEMORY:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
+
+
+def _resident_bytes() -> int:
+    """0 where the system does not say, which Linux does."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
