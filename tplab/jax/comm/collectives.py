@@ -1,4 +1,4 @@
-"""Collectives over an axis of the mesh: what ranks say to each other.
+"""Collectives over an axis of the mesh: what ranks send each other.
 
 They are XLA's own, and can be used in any `jax.shard_map`. `start(op, x, ...)` begins one and gives a handle, as in
 torch; here the compiler, not the program, decides what overlaps, and it looks only at which result needs which.
@@ -139,7 +139,7 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum") -> Array:
 
 
 def all_to_all(x: Any, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Array:
-    """Cut x into one piece a rank along `split_dim`, give piece i to the rank at index i, join along `concat_dim`.
+    """Cut x into one piece per rank along `split_dim`, give piece i to the rank at index i, join along `concat_dim`.
 
     x [.., R n, .., m, ..]   ->   y [.., n, .., R m, ..]
     cost      each rank sends (R-1)/R of x
@@ -167,7 +167,7 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
 
 
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
-    """Send x along pairs (from index, to index) of `axis`; a rank to which nobody sends gets zeros.
+    """Send x along pairs (from index, to index) of `axis`; a rank that is sent nothing gets zeros.
 
     x [...]   ->   y [...]: what the sender holds
     backward  dx = ppermute(dy), pairs reversed

@@ -1,1 +1,13 @@
-"""From what JAX traced and XLA compiled to a trace."""
+"""From a rank's program to its trace.
+
+1. JAX traces the program once for all ranks: a jaxpr (`jaxprs` reads one).
+2. `divergence` refuses a program in which only some ranks would reach a collective. `decisions` lets it report which
+   branches each rank took and how often its loops ran, where data decides that.
+3. `walk` follows the jaxpr on all ranks at once and makes `tasks`: what is computed and sent, and which task needs
+   which. It keeps what each variable holds (`held`): its values where they are small, and whose data it is. It knows
+   JAX's collectives from `exchange`, and the actions of a pipeline's schedule from `actions`.
+4. `timing` runs the tasks on the modelled clock, each as soon as what it needs is there.
+5. `trace` records them as events.
+
+`compiled` is apart from these: it reads what XLA made of a program in the end.
+"""

@@ -100,7 +100,7 @@ class Actions:
         return found
 
     def _merged(self, first: int, tail: tuple[int, ...], doing: Mapping[int, _Doing]) -> tuple[int, ...]:
-        """Make the tasks from `first` on, an action's on several ranks, one task a rank; `tail` is what they need.
+        """Make the tasks from `first` on, an action's on several ranks, one task per rank; `tail` is what they need.
 
         Where ranks talk to each other in an action, as in tensor parallelism, it is one before and one after.
         Returns the numbers of the last ones.

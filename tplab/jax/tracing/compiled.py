@@ -1,7 +1,7 @@
 """What XLA made of a program: the collectives in the compiled module, and the memory that it takes.
 
-A `trace` shows the collectives that a program asked for. XLA may merge some, split some, and where `jit` is given
-shardings it puts in those that it needs. This is where they can be seen.
+A trace shows the collectives that a program asks for. XLA may merge or split some, and where `jit` is given shardings
+it inserts those that it needs. They are listed here.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def temporary_bytes(
 ) -> int:
     """The memory that `fn`, compiled, takes on each rank beside its arguments and results. Nothing is run.
 
-    Arguments are those of `collectives_in`. All ranks run one program, so that all take as much; XLA settles where in
-    it everything lies, and what may lie where something else has been.
+    Arguments are those of `collectives_in`. All ranks run one program and need the same memory; XLA decides where each
+    array is placed, and which arrays may reuse the place of another.
     """
     return int(_compiled(fn, args, in_specs, out_specs, on).memory_analysis().temp_size_in_bytes)
 
@@ -187,7 +187,7 @@ def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _dtype(name: str) -> str:
-    """XLA's name of a type as everybody else's."""
+    """NumPy's name of a type that XLA names."""
     if name == "pred":
         return "bool"
     if name.startswith("f8"):
@@ -213,7 +213,7 @@ def _bytes_sent(op: str, shape: tuple[int, ...], dtype: str, num_ranks: int) -> 
 
 
 def _groups(line: str) -> Groups:
-    """Ranks by group: "{{0,1},{2,3}}" as it stands, or "[2,2]<=[4]": 0 to 3 in two rows of two; perhaps transposed."""
+    """Ranks by group: "{{0,1},{2,3}}" as written, or "[2,2]<=[4]": 0 to 3 in two rows of two; perhaps transposed."""
     if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", line):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", match[1]))
     if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):

@@ -3,7 +3,7 @@
 A jaxpr says what a branch or a loop does; which branch, and how often, may depend on numbers that are there only while
 the program runs. Such a program is compiled with one more result: a list that each rank fills in the program's order.
 Its first element counts the entries. An entry is the index of the branch that a `cond` took, or the number of
-iterations of a `while`, which stands before what the iterations themselves report.
+iterations of a `while`, which comes before the entries of the iterations themselves.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _settled(carry: list[bool], body: Callable[[list[bool]], list[bool]]) -> tup
 
 
 class _Reporter:
-    """Runs a jaxpr with one more array in hand: the report, to which the chosen equations append."""
+    """Runs a jaxpr, and carries the report along, to which the chosen equations append."""
 
     def __init__(self, jaxpr: Any, reported: frozenset[int]):
         self._reported = reported

@@ -28,7 +28,7 @@ class Label(NamedTuple):
 
 
 class _Node:
-    """A computation that is carried out when somebody asks for what it gives."""
+    """A computation that is carried out when its results are first asked for."""
 
     __slots__ = ("inputs", "results", "rule")
 

@@ -1,9 +1,8 @@
 """The trace of a run, from what JAX traced.
 
-Nobody tells when the parts of a compiled program ran. But its jaxpr is all of it: every collective with its axes and
-shapes, and what is computed between them. It is written out as tasks (`walk`), and these are run on the modelled clock
-(`timing`), with overlap wherever the data flow allows it, as XLA may do. What no result needs is left out, as XLA does.
-`collectives_in` lists what XLA made of the collectives in the end.
+A compiled program does not say when its parts ran, but its jaxpr has all of them: every collective with its axes and
+shapes, and what is computed in between. They run on the modelled clock, with overlap wherever the data flow allows it,
+as XLA may do. What no result needs is left out, as XLA does.
 """
 
 from __future__ import annotations

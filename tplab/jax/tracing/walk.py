@@ -32,7 +32,7 @@ class Walk:
     def __init__(self, mesh: Mesh, chunk: Callable[[int, int], int], reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
-        self.kept: list[int] = []  # tasks with an effect: they are done also where nobody needs their result
+        self.kept: list[int] = []  # tasks with an effect: they are done also where no result needs them
         self._num_chunks = [0] * mesh.size
         self._actions = Actions(self.tasks, chunk, mesh.size)
         self._decided: tuple[Needs, int] = (), 0  # what decided that we are here, and how many tasks there were then
