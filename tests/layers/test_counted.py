@@ -457,5 +457,6 @@ def test_the_papers_figures():
 def test_what_cannot_be_counted_is_said():
     with pytest.raises(ShapeError, match="8 heads cannot be shared by 3 ranks"):
         activation_bytes(16, 2, 32, 8, 3)
-    with pytest.raises(ShapeError, match="the sequence has length 10, which 4 ranks cannot share equally;\npad it to 12"):
+    told = "the sequence has length 10, which 4 ranks cannot share equally;\npad it to 12"
+    with pytest.raises(ShapeError, match=told):
         activation_bytes(10, 2, 32, 8, 4, sequence_parallel=True)

@@ -577,7 +577,7 @@ def test_a_row_before_its_column_is_refused_when_it_runs(num_ranks):
 def test_a_plan_that_is_none():
     for plan in ("column", None, [("lm_head", "vocab")]):
         with pytest.raises(PlanError, match=f"the plan is of type {type(plan).__name__}; it must be a dict"):
-            run(lambda model, plan=plan: parallelize(model, plan), Mesh(tp=1), gpt2())
+            run(lambda model, plan=plan: parallelize(model, plan), Mesh(tp=1), gpt2())  # type: ignore[arg-type]
     model = nn.ModuleDict({"words": nn.Embedding(6, 4, max_norm=1.0)})
     with pytest.raises(PlanError, match="words is an embedding with max_norm or scale_grad_by_freq"):
         run(lambda model: parallelize(model, {"words": "vocab"}), Mesh(tp=2), model)

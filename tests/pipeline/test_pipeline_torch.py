@@ -261,7 +261,7 @@ def test_dropout_inside_torchs_checkpoint_and_inside_that_of_train_batch():
         for index, layer in enumerate(stage):
             layer.is_checkpointed = is_checkpointed
             with torch.no_grad():
-                layer.weight.fill_(0.1 + index)
+                layer.weight.fill_(0.1 + index)  # type: ignore[operator]
         xs = torch.arange(24.0).reshape(4, 6)
         train_batch(one_f_one_b(2, 2), stage, split_batch(xs, xs, 2), F.mse_loss, checkpoint_every=every)
         return [layer.weight.grad for layer in stage]

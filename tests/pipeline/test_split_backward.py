@@ -265,7 +265,7 @@ class Hooked(nn.Module):
         self.words = nn.Embedding(11, D)
         for place, (layer, (_, hooks)) in enumerate(zip(self.layers, steps)):
             if "parameter" in hooks:
-                layer.weight.register_hook(self.hook(f"parameter {place}"))
+                layer.weight.register_hook(self.hook(f"parameter {place}"))  # type: ignore[operator]
             if "module" in hooks:
                 layer.register_full_backward_hook(
                     lambda module, into, out, place=place: self.seen(f"module {place}", *filter(torch.is_tensor, into))
@@ -277,7 +277,7 @@ class Hooked(nn.Module):
         return tuple(g * 1.25 for g in grads) or None
 
     def hook(self, name):
-        return lambda g: self.seen(name, g)[0]
+        return lambda g: self.seen(name, g)[0]  # type: ignore[index]
 
     def forward(self, x):
         x = x if x.is_floating_point() else self.words(x)

@@ -3,6 +3,7 @@
 import pickle
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_nothing_that_comes_over_a_socket_is_unpickled():
 
 def test_ranks_meet_where_only_this_user_can_look():
     def program():
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         return stat.S_IMODE(Path(store.underlying_store.path).parent.stat().st_mode)
 
     assert run(program, Mesh(tp=2), on="processes").per_rank == [0o700, 0o700]
