@@ -116,12 +116,12 @@ for layers in (1, 2, 3):
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
-def sharded(whole):
+def by_plan(whole):
     return parallelize(whole, gpt2_plan(whole))
 
 for ranks in (1, 2, 4):
     both = {"inputs": (ids,), "kwargs": {"labels": ids}}
-    report = check_parallel(sharded, gpt2(), **both, mesh=Mesh(tp=ranks), optimizer=adamw)
+    report = check_parallel(by_plan, gpt2(), **both, mesh=Mesh(tp=ranks), optimizer=adamw)
     print(f"tp = {ranks}: {len(report.rows)} tensors, {len(report.wrong)} wrong")
     assert report.ok
 

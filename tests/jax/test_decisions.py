@@ -128,7 +128,7 @@ def test_a_number_of_iterations_that_is_not_known_is_said():
     out = run(CONTROLS["cond"][0], TP2, jax.ShapeDtypeStruct((4,), np.float32))
     with pytest.raises(TraceError, match=r"which branch the cond at test_decisions.py:\d+ takes is not known"):
         _ = out.trace
-    with pytest.raises(TraceError, match=r"rank 0 did not run here; run it on arrays \(.*, not inside jit\)"):
+    with pytest.raises(TraceError, match=r"not all ranks ran here; run it on arrays \(.*, not inside jit\)"):
         jax.jit(lambda x: run(CONTROLS["cond"][0], TP2, x).trace)(np.ones(4, np.float32))
 
 

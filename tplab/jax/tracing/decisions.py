@@ -8,7 +8,7 @@ iterations of a `while`, which comes before the entries of the iterations themse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -91,17 +91,23 @@ class Reports:
             entries = np.asarray(shard.data)
             self._lists[(shard.index[0].start or 0) // len(entries)] = entries
 
-    def of(self, eqn: Any, ranks: Iterable[int], where: str) -> dict[int, int] | None:
-        """What each of these ranks decided at `eqn`. None where it does not report, and can be worked out."""
+    def of(self, eqn: Any, ranks: Sequence[int], where: str) -> dict[int, int] | None:
+        """What each of these ranks decided at `eqn`. None where that must be worked out: `eqn` does not report, or not
+        all of the ranks ran here, as when a program runs on shapes."""
         if id(eqn) not in self._reported:
             return None
-        return {rank: self._entry(rank, eqn, where) for rank in ranks}
+        found = {rank: self._entry(rank, eqn, where) for rank in ranks if self._lists[rank] is not None}
+        return found if len(found) == len(ranks) else None
+
+    def why_unknown(self, eqn: Any) -> str:
+        """Why a decision that is not reported may not be known."""
+        if id(eqn) in self._reported:
+            return "not all ranks ran here; run it on arrays (not on shapes, not inside jit) and in one process"
+        return "it depends on an operation that means nothing outside of the program"
 
     def _entry(self, rank: int, eqn: Any, where: str) -> int:
         entries, place = self._lists[rank], self._next[rank]
-        if entries is None:
-            why = f"rank {rank} did not run here; run it on arrays (not on shapes, not inside jit) and in one process"
-            raise unknown(eqn, where, why)
+        assert entries is not None
         if place >= len(entries):
             decided, kept = int(entries[0]), len(entries) - 1
             why = f"the run decided {decided:,} branches and loops, of which {kept:,} are kept; trace a shorter run"

@@ -219,7 +219,10 @@ class Walk:
         counts = self._reports.of(eqn, ranks, where)
         for times in range(MOST_ITERATIONS):
             (goes_on,) = self._call(params["cond_jaxpr"], [*for_cond, *carry], ranks, where)
-            values = _known(eqn, goes_on, where) if counts is None else {rank: counts[rank] > times for rank in ranks}
+            if counts is None:
+                values = self._known(eqn, goes_on, where)
+            else:
+                values = {rank: counts[rank] > times for rank in ranks}
             ranks = tuple(rank for rank in ranks if values[rank])
             self._wait_for(goes_on)
             if not ranks:
@@ -235,7 +238,7 @@ class Walk:
     def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """On each rank the branch that it takes."""
         branches, (which, *operands) = eqn.params["branches"], inputs
-        values = self._reports.of(eqn, ranks, where) or _known(eqn, which, where)
+        values = self._reports.of(eqn, ranks, where) or self._known(eqn, which, where)
         taken = {rank: min(max(int(values[rank]), 0), len(branches) - 1) for rank in ranks}
         self._wait_for(which)
         outcomes = []
@@ -246,6 +249,13 @@ class Walk:
         takers = [takers for takers, _ in outcomes]
         chosen = [self._either(list(zip(takers, column, strict=True))) for column in columns]
         return [held.after(self._decided[0]) for held in chosen]
+
+    def _known(self, eqn: Any, decision: Held, where: str) -> PerRank:
+        """What each rank decides at an equation whose decision is worked out."""
+        values = decision.values()
+        if values is None:
+            raise unknown(eqn, where, self._reports.why_unknown(eqn))
+        return values
 
     def _wait_for(self, decision: Held) -> None:
         """From here on, until `_decided` is put back, everything waits for this as well."""
@@ -275,14 +285,6 @@ def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dic
     first = {rank: next(label for held in inputs if (label := held.label(rank)) is not None) for rank in known}
     adding = frozenset(rank for rank, label in known.items() if len(label.contributors) > len(first[rank].contributors))
     return {"labels": known, "adding": adding}
-
-
-def _known(eqn: Any, decision: Held, where: str) -> PerRank:
-    """What each rank decides at an equation that does not report."""
-    values = decision.values()
-    if values is None:
-        raise unknown(eqn, where, "it depends on an operation that means nothing outside of the program")
-    return values
 
 
 def _makes_tasks(eqn: Any) -> bool:
