@@ -100,11 +100,11 @@ def run_jax(
     schedule: Schedule, microbatches: Batch | Callable[[int], Batch], mesh: Mesh | None = None, **options: Any
 ) -> tuple[list[Any], Any]:
     """The same in JAX. All ranks run one program, which takes the microbatches as arrays."""
-    import jax
     import jax.numpy as jnp
 
     from tplab import P
     from tplab.jax import run, stages_of, train_batch
+    from tplab.jax.ranks.wide import in_float64
 
     class Layers:
         """A stage; two of the same widths are the same program."""
@@ -134,7 +134,7 @@ def run_jax(
         loss, grads = train_batch(schedule, held, given, lambda y, target: ((y - target) ** 2).mean(), **options)
         return loss, [grads[stage] for stage in range(schedule.num_stages)]
 
-    with jax.enable_x64(True):
+    with in_float64():
         out = run(program, mesh, xs, ys, in_specs=P("dp") if callable(microbatches) else P())
         placement = schedule.placement * len(own)
         results = [

@@ -27,9 +27,9 @@ def double(fw: Framework) -> Iterator[None]:
     if fw.name == "torch":
         yield
         return
-    import jax
+    from tplab.jax.ranks.wide import in_float64
 
-    with jax.enable_x64(True):
+    with in_float64():
         yield
 
 

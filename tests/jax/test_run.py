@@ -1,14 +1,12 @@
 """`tplab.jax.run`: what goes in, what comes out, when it is compiled, what is refused, and that it never dies."""
 
 import gc
-import importlib
 import os
 import socket
 import subprocess
 import sys
 import textwrap
 import weakref
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P
 from tplab.errors import ClusterError, MeshError, OutsideRunError, ReplicationError, ShapeError, SpecError
 from tplab.jax import all_gather, all_reduce, axis_index, copy_to, rank_key, ring_shift, run
+from tplab.jax.ranks.wide import in_float64
 
 TP2, TP4, GRID = Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=4)
 
@@ -148,9 +147,8 @@ def test_double_precision_where_jax_is_told_to():
 
     random = np.random.default_rng(0).normal
     x, a = random(size=(5, 8)), random(size=(8, 3))
-    home: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
     for wide in (False, True, False):
-        with home.enable_x64(wide):
+        with in_float64(wide):
             out = run(program, TP4, x, a, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
             assert out.value.dtype == (np.float64 if wide else np.float32)
             np.testing.assert_allclose(out.value, x @ a, rtol=0, atol=1e-14 if wide else 1e-5)

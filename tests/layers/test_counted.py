@@ -288,7 +288,7 @@ def test_torch_keeps_no_scores(num_ranks, dropout):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_torch_tensor_by_tensor(num_ranks):
-    """Every tensor that is kept has its line in the paper's account, and the other way round."""
+    """Every tensor that is kept has its line in the paper's account, and every line its tensor."""
     kept = kept_by_a_layer(FRAMEWORKS["torch"](), num_ranks, False)
     expected = Counter(activation_tensors(SEQUENCE, BATCH, WIDTH, HEADS, num_ranks, scores=False).values())
     expected[TOKENS * 2] += 4  # norms' statistics

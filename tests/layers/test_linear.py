@@ -281,7 +281,7 @@ def test_each_rank_holds_its_share_of_the_parameters(fw):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_row_parallel_bias_is_added_once(fw, num_ranks):
-    """text-generation-inference #1036: inside the sum it would count once a rank."""
+    """text-generation-inference #1036: inside the sum it would count once per rank."""
     make = lambda lab: lab.RowParallelLinear(8, 3, "tp")  # noqa: E731
     state = {"weight": np.zeros((3, 8)), "bias": np.ones(3)}
     ones = lambda state, x: F.linear(x, state["weight"], state["bias"])  # noqa: E731

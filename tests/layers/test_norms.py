@@ -53,7 +53,7 @@ def test_sharded_features_are_normalised_as_a_whole(fw, kind, sums, num_ranks):
     make = lambda lab: getattr(lab, "Parallel" + kind)(WIDTH, "tp")  # noqa: E731
     features = P(None, None, "tp")
     trace = check(fw, Mesh(tp=num_ranks), make, ORACLES[kind], state, specs, X, features, features)
-    if num_ranks > 1:  # forward and backward, one number a token each
+    if num_ranks > 1:  # forward and backward, one number per token each
         events = trace.select(kind="collective", rank=0).events
         assert [event.op for event in events] == ["all_reduce"] * 2 * sums
         assert {event.shape for event in events} == {(2, SEQUENCE, 1)}

@@ -15,6 +15,7 @@ import optax
 from tests.sharded import close, flat, numbers
 from tplab import Mesh, P
 from tplab.errors import ShapeError, SpecError
+from tplab.jax.ranks.wide import in_float64
 from tplab.models.gpt import GPTConfig
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +26,7 @@ IDS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 7))
 
 @pytest.fixture(autouse=True)
 def double():
-    with jax.enable_x64(True):
+    with in_float64():
         yield
 
 

@@ -1,4 +1,4 @@
-"""The gradient of every collective, held against the same sums and slices on one rank; and all that autograd can do.
+"""The gradient of every collective, compared with the same sums and slices on one rank; and all that autograd can do.
 
 In float64 to 1e-12: the sums are the same ones, in another order at most.
 """
@@ -165,7 +165,7 @@ def test_second_derivatives_are_those_of_the_whole(R: int, mode: str, name: str)
     else:
         weighted(torch.stack(dxs).sum(0), 0).backward()
     for dx, x in zip(run(program, Mesh(tp=R)).per_rank, xs, strict=True):
-        zero = torch.zeros_like(x)  # nobody sent to this rank: nothing depends on its x
+        zero = torch.zeros_like(x)  # no rank sent to this one: nothing depends on its x
         assert close(zero if dx is None else dx, zero if x.grad is None else x.grad)
 
 

@@ -15,6 +15,7 @@ from tests.sharded import close, flat
 from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError
 from tplab.jax.models.plain import plain_logits, plain_loss
+from tplab.jax.ranks.wide import in_float64
 from tplab.jax.tracing.compiled import collectives_in_text
 from tplab.models.gpt import GPTConfig, gpt_specs
 from tplab.torch.models.dtensor import shard_with_dtensor, whole, with_dtensor
@@ -137,7 +138,7 @@ def test_ours_and_jit():
     config = config_for(1)
     state = whole_state(config)
     _, want_loss, want_grads = plain_in_torch(config, state)
-    with jax.enable_x64(True):
+    with in_float64():
         (loss, grads, of_jit), (our_loss, our_grads, ours) = in_jax(config, state)
         same(loss, grads, want_loss, want_grads)
         same(our_loss, our_grads, want_loss, want_grads)
@@ -151,7 +152,7 @@ def test_plain_logits_are_the_same_in_both():
     config = config_for(1)
     state = whole_state(config)
     model, *_ = plain_in_torch(config, state)
-    with jax.enable_x64(True), torch.no_grad():
+    with in_float64(), torch.no_grad():
         logits = plain_logits(nested_in_jax(state), jax.numpy.asarray(IDS), config)
         close(logits, model(torch.tensor(IDS)).numpy(), "logits")
 

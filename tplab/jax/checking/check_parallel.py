@@ -16,6 +16,7 @@ from tplab.errors import SpecError
 from tplab.jax.models.huggingface import shard_params
 from tplab.jax.ranks.context import varying_axes
 from tplab.jax.ranks.specs import spread
+from tplab.jax.ranks.wide import in_float64
 from tplab.jax.run import run
 from tplab.layout import Layout
 from tplab.mesh import Mesh
@@ -162,7 +163,7 @@ def _answer_again(theirs: _Side, weights: Mapping[str, Sequence[np.ndarray]]) ->
     def other(x: Any) -> Any:
         return np.asarray(x, dtype) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else np.asarray(x)
 
-    with jax.enable_x64(True):
+    with in_float64():
         params, inputs = jax.tree.map(other, theirs.params), tuple(map(other, theirs.inputs))
         try:
             return _Side(theirs.model, params, inputs, theirs.kwargs, theirs.mesh, theirs.loss).answer(weights)[0]

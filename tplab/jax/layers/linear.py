@@ -2,7 +2,7 @@
 
 A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
 what they contribute. One after the other they need one sum in the forward pass and one in the backward pass, whatever
-elementwise function stands between them (Shoeybi et al. 2019, section 3).
+elementwise function is between them (Shoeybi et al. 2019, section 3).
 
 With `sequence_dim` the activations outside of the pair are sharded along that dim (Korthikanti et al. 2022, section
 4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.
@@ -224,7 +224,7 @@ def leave(part: Array, axis: Axis, sequence_dim: int | None) -> Array:
 
 def linear(x: Array, weight: Array) -> Array:
     """x @ weight.T, without a transposed weight: its gradient, too, comes as [out, in], and what sums it over
-    data-parallel ranks has nothing to turn round."""
+    data-parallel ranks has nothing to transpose."""
     return jnp.einsum("...i,oi->...o", x, weight)
 
 

@@ -54,7 +54,7 @@ def key_of(piece: RingPiece) -> _Key:
 
 
 def of_each(arrays: tuple[Array, ...], ring: Ring) -> dict[_Key, Array]:
-    """An array a piece, to be looked up."""
+    """One array per piece, to be looked up."""
     return {key_of(piece): array for piece, array in zip(ring.pieces(), arrays, strict=True)}
 
 

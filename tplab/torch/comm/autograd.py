@@ -87,7 +87,7 @@ class _Exchange:
 
     @property
     def keeps(self) -> bool:
-        """Whether the gradient needs x and y: that of an extreme goes to who holds it."""
+        """Whether the gradient needs x and y: that of an extreme goes to the ranks that hold it."""
         return any(param in ("max", "min") for param in self.call.params)
 
 

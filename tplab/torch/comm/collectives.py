@@ -117,7 +117,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: str = "sum") -> Call
 
 @_collective
 def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Call:
-    """Cut x into one piece a rank along `split_dim`, give piece i to the rank at index i, join along `concat_dim`.
+    """Cut x into one piece per rank along `split_dim`, give piece i to the rank at index i, join along `concat_dim`.
 
     x [.., R n, .., m, ..]   ->   y [.., n, .., R m, ..]
     cost      each rank sends (R-1)/R of x
@@ -144,7 +144,7 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Call:
 
 @_collective
 def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Call:
-    """Send x along pairs (from index, to index) of `axis`; a rank to which nobody sends gets zeros.
+    """Send x along pairs (from index, to index) of `axis`; a rank that is sent nothing gets zeros.
 
     x [...]   ->   y [...]: what the sender holds, of its shape
     backward  dx = ppermute(dy), pairs reversed

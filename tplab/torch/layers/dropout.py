@@ -25,7 +25,7 @@ def dropout(x: Tensor, p: float, *, axis: Axis | None = None) -> Tensor:
     mask back; the seed of `run` does. torch.utils.checkpoint gets the same mask again. Ranks that are to agree must
     drop equally often. For evaluation leave it out, or give p=0.
     """
-    if has_torch_function_unary(x):  # somebody watches: check_parallel
+    if has_torch_function_unary(x):  # check_parallel watches
         return handle_torch_function(dropout, (x,), x, p, axis=axis)
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; it is the share that is dropped, from 0 up to, but not including, 1")

@@ -2,7 +2,7 @@
 
 A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
 what they contribute. One after the other they need one sum in the forward pass and one in the backward pass, whatever
-elementwise function stands between them (Shoeybi et al. 2019, section 3).
+elementwise function is between them (Shoeybi et al. 2019, section 3).
 
 With `sequence_dim` the activations outside of the pair are sharded along that dim (Korthikanti et al. 2022, section
 4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.

@@ -29,7 +29,7 @@ def saved_tensors(fn: Callable[..., Any], *args: Any) -> SavedTensors:
         storage = x.untyped_storage()
         if not isinstance(_whole(x), nn.Parameter):
             about = SavedTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), storage.nbytes(), _made_by(x))
-            kept.setdefault(storage.data_ptr(), (about, x))  # with x, whose memory is then nobody else's meanwhile
+            kept.setdefault(storage.data_ptr(), (about, x))  # with x, whose memory no other tensor takes meanwhile
         return x
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):

@@ -69,7 +69,7 @@ class ParallelLayerNorm(nn.Module):
     """LayerNorm over D features of which each rank of `axis` (R ranks) holds some.
 
     x [..., D/R]   weight, bias [D/R]   ->   y [..., D/R]
-    forward   two all_reduces of 1 number a token: the mean, then the variance about it
+    forward   two all_reduces of 1 number per token: the mean, then the variance about it
     backward  as many
     """
 
@@ -93,7 +93,7 @@ class ParallelRMSNorm(nn.Module):
     """RMSNorm over D features of which each rank of `axis` (R ranks) holds some.
 
     x [..., D/R]   weight [D/R]   ->   y [..., D/R]
-    forward   one all_reduce of 1 number a token
+    forward   one all_reduce of 1 number per token
     backward  as many
     """
 

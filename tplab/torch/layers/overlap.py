@@ -1,12 +1,12 @@
 """Overlapped linear layers: products whose communication travels while they are computed (collective matmul).
 
-A product that needs an all_gather before it is cut into one product a piece: while one is multiplied the next one is on
-its way. A product that needs a reduce_scatter after it is cut into one product a part: while one is computed the sum of
-those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation via
+A product that needs an all_gather before it is cut into one product per piece: while one is multiplied, the next one is
+on its way. A product that needs a reduce_scatter after it is cut into one product per part: while one is computed, the
+sum of those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation via
 decomposition"; Megatron's tp-comm-overlap is the same over tokens.
 
 R ranks, index i. Pieces travel as in `ring`: "up" to i + 1, "down" to i - 1, "both" half of the pieces each way,
-"split" half of every piece each way. A sum is rounded once a hop.
+"split" half of every piece each way. A sum is rounded once per hop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Mode = Literal["gather", "scatter", "none"]
 def all_gather_matmul(
     x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, direction: Direction = "up"
 ) -> Tensor:  # fmt: skip
-    """all_gather(x, axis, dim) @ weight.T, one product a piece: each hop runs beside the product of the piece before.
+    """all_gather(x, axis, dim) @ weight.T, one product per piece: each hop runs beside the product of the piece before.
 
     dim=-1      features: x [..., D/R]   weight [F, D]   ->   y [..., F], the products of the pieces added up
     another     tokens: x [.., n, .., D]   weight [F, D]   ->   y [.., R n, .., F], the products one behind the other
@@ -50,7 +50,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, direction: Direction = "up"
 ) -> Tensor:  # fmt: skip
-    """reduce_scatter(x @ weight.T, axis, dim), one product a part: each hop runs beside the product of the next part.
+    """reduce_scatter(x @ weight.T, axis, dim), one product per part: each hop runs beside the product of the next part.
 
     dim=-1      features: x [..., K]   weight [F, K]   ->   y [..., F/R]: part i of the sum over ranks
     another     tokens: x [.., R n, .., K]   weight [F, K]   ->   y [.., n, .., F]
@@ -120,7 +120,7 @@ class AsyncLinear(nn.Module):
 
 
 class BlockingLinear(nn.Module):
-    """What AsyncLinear computes, by one collective and one product: what it is held against.
+    """What AsyncLinear computes, by one collective and one product. Tests compare the two.
 
     x [..., D/R]   bias [F/R]   ->   y [..., F/R]
     "gather"    weight [F/R, D]   y = all_gather(x, -1) @ weight.T + bias

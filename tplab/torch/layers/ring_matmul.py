@@ -25,7 +25,7 @@ class Ring(NamedTuple):
     """How one layer's tensors, as matrices [tokens, features], are cut into pieces that travel.
 
     size         of a piece: of its features (dim 1), or with by_tokens of its tokens (dim 0)
-    is_stacked   the weight is [R, ..], a piece each, in the order of the ring
+    is_stacked   the weight is [R, ..], one piece per rank, in the order of the ring
     """
 
     mode: str
@@ -187,7 +187,7 @@ class AllGatherMatmul(_RingProduct):
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, dweight: Tensor | None, ring: Ring) -> Iterator[None]:
-    """dweight = dy.T @ x of all ranks, a step a piece of x."""
+    """dweight = dy.T @ x of all ranks, one step per piece of x."""
     if dweight is None:
         return
     for piece, arrived in _arrivals(x, ring):

@@ -1,7 +1,7 @@
 """The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
 
 Of V words each of R ranks has ceil(V / R), the last ranks fewer: rank i those from i * ceil(V / R) on. Logits of all
-words are never brought together: the loss needs one maximum and two sums a token (Shoeybi et al. 2019, section 3).
+words are never brought together: the loss needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def vocab_parallel_cross_entropy(
     With z the logits less their maximum m over all words, e the label_smoothing and t the id:
     forward   loss = log sum_v exp z_v - (1-e) z_t - e/V sum_v z_v     averaged over the tokens that are not ignored
     backward  dlogits = softmax(logits) - (1-e) [v = t] - e/V, times dloss     nothing is sent
-    cost      an all_reduce of 1 number a token (m) and one of 2 (the first sum and z_t; 3 with label smoothing), where
-              gathering the logits would send (R-1)/R V a token
+    cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), where
+              gathering the logits would send (R-1)/R V per token
 
     No logit is too large: exp is taken of numbers up to 0. Logits of 16 bits are computed with as float32, and so is
     the loss. Columns beyond the vocabulary, which pad the last ranks' logits, count for nothing and get no gradient.
