@@ -104,7 +104,7 @@ def run_jax(
 
     from tplab import P
     from tplab.jax import run, stages_of, train_batch
-    from tplab.jax.ranks.wide import in_float64
+    from tplab.jax.private import in_float64
 
     class Layers:
         """A stage; two of the same widths are the same program."""

@@ -27,7 +27,7 @@ def double(fw: Framework) -> Iterator[None]:
     if fw.name == "torch":
         yield
         return
-    from tplab.jax.ranks.wide import in_float64
+    from tplab.jax.private import in_float64
 
     with in_float64():
         yield

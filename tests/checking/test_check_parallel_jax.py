@@ -12,7 +12,7 @@ from tests.sharded import numbers
 from tplab import Mesh, P
 from tplab.errors import ParallelError, SpecError
 from tplab.jax import axis_index, axis_size
-from tplab.jax.ranks.wide import in_float64
+from tplab.jax.private import in_float64
 from tplab.models.gpt import GPTConfig
 
 SPECS = {"up": P(None, "tp"), "down": P("tp"), "bias": P()}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P
 from tplab.errors import ClusterError, MeshError, OutsideRunError, ReplicationError, ShapeError, SpecError
 from tplab.jax import all_gather, all_reduce, axis_index, copy_to, rank_key, ring_shift, run
-from tplab.jax.ranks.wide import in_float64
+from tplab.jax.private import in_float64
 
 TP2, TP4, GRID = Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=4)
 
@@ -101,6 +102,32 @@ def test_specs_over_structures():
     assert [leaf.tolist() for leaf in one_for_all.value] == [[0, 1, 2, 3], [0, 1]]
 
 
+WEIGHTS = {"w": P("tp"), "b": P("tp")}
+
+
+@pytest.mark.parametrize("in_specs", [
+    None, P(), P("tp"), (P("tp"), None), (WEIGHTS, P("tp")), ({"w": P(), "b": None}, P()),
+])  # fmt: skip
+def test_none_as_an_argument_and_in_one(in_specs):
+    def program(params, mask):
+        return params["w"] * (2 if mask is None and params["b"] is None else 3)
+
+    out = run(program, TP2, {"w": np.arange(4.0), "b": None}, None, in_specs=in_specs)
+    is_split = "tp" in str(in_specs)
+    assert out.per_rank[1].tolist() == ([4, 6] if is_split else [0, 2, 4, 6])
+
+
+def test_none_in_results():
+    x = np.arange(4.0)
+    for out_specs in (P("tp"), (P("tp"), P()), (P("tp"), None)):
+        out = run(lambda x: (x, None), TP2, x, in_specs=P("tp"), out_specs=out_specs)
+        assert out.value[0].tolist() == x.tolist()
+        assert out.value[1] is None
+        assert out.per_rank[1][1] is None
+    assert run(lambda: None, TP2, out_specs=P()).value is None
+    assert run(lambda: None, TP2).per_rank == [None, None]
+
+
 def test_jax_own_partition_specs_are_taken_too():
     spec = jax.sharding.PartitionSpec("tp")
     assert run(lambda x: x, TP2, np.arange(4), in_specs=spec, out_specs=spec).value.tolist() == [0, 1, 2, 3]
@@ -176,6 +203,33 @@ def test_its_collectives_work_in_a_shard_map_of_ones_own():
     assert jax.jit(double)(jnp.arange(4)).tolist() == [6]
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_under_a_mesh_of_set_mesh(kind):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
+    program = lambda x: all_reduce(x, "tp")  # noqa: E731
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(2.0), jax.sharding.PartitionSpec("x"))
+        out = run(program, TP2, x, out_specs=P())
+        assert out.value.tolist() == [0, 2]
+        assert len(out.trace.select(kind="collective")) == 2
+        assert len(lab.collectives_in(program, TP2, x)) == 1
+        whole = lambda x: run(program, TP2, x, out_specs=P()).value.sum()  # noqa: E731
+        if kind == "Auto":
+            assert jax.grad(whole)(x).tolist() == [2, 2]
+        else:
+            with pytest.raises(MeshError, match=r"inside jit or grad under a mesh of jax.set_mesh with Explicit axes"):
+                jax.grad(whole)(x)
+
+
+def test_the_trace_of_arguments_that_were_given_away():
+    """As a jitted update with donate_argnums does it, before somebody asks for the trace."""
+    x = jnp.ones(4)
+    out = run(lambda x: ring_shift(x, "tp"), TP2, x)
+    x.delete()
+    assert out.trace.bytes_sent() == 32
+    assert out.per_rank[0].tolist() == [1, 1, 1, 1]
+
+
 def test_a_result_says_what_it_is():
     out = run(lambda: axis_index("tp"), TP2)
     assert repr(out) == "Result of lambda on Mesh(tp=2): value, per_rank, trace"
@@ -184,24 +238,59 @@ def test_a_result_says_what_it_is():
 # ------------------------------------------------------------------------------------------------------ compiling
 
 
-def test_compiled_once_for_each_kind_of_arguments():
-    traced = []
+def compiled(*args: Any, **options: Any) -> object:
+    """What `run` calls: the same object as long as nothing is compiled anew."""
+    return run(*args, **options)._compiled
 
+
+def test_compiled_once_for_each_kind_of_arguments():
     def program(x, y):
-        traced.append(None)
         return x * y
 
+    kinds = [compiled(program, TP2, np.ones(2, np.float32), 2.0)]
     for _ in range(3):
-        run(program, TP2, np.ones(2, np.float32), 2.0)
-        run(program, TP2, jnp.ones(2), 3.0)
-    assert len(traced) == 1
-    run(program, TP2, np.ones(3, np.float32), 2.0)
-    assert len(traced) == 2
-    run(program, TP2, np.ones(3, np.float32), 2)
-    assert len(traced) == 3
-    run(program, TP4, np.ones(3, np.float32), 2)
-    run(program, TP4, np.ones(4, np.float32), 2, in_specs=(P("tp"), P()))
-    assert len(traced) == 5
+        assert compiled(program, TP2, np.ones(2, np.float32), 2.0) is kinds[0]
+        assert compiled(program, TP2, jnp.ones(2), 3.0) is kinds[0]
+    kinds.append(compiled(program, TP2, np.ones(3, np.float32), 2.0))
+    kinds.append(compiled(program, TP2, np.ones(3, np.float32), 2))
+    kinds.append(compiled(program, TP4, np.ones(3, np.float32), 2))
+    kinds.append(compiled(program, TP4, np.ones(4, np.float32), 2, in_specs=(P("tp"), P())))
+    assert len(set(map(id, kinds))) == 5
+    with jax.default_matmul_precision("highest"):
+        assert compiled(program, TP2, jnp.ones(2), 3.0) is not kinds[0]
+
+
+def test_traced_once_where_nothing_changes(capsys):
+    def program(x):
+        print("traced")
+        return x
+
+    for _ in range(3):
+        run(program, TP2, 1.0)
+    assert capsys.readouterr().out == "traced\n"
+
+
+def test_traced_but_not_compiled_again_where_what_changes_makes_no_difference():
+    calls: list[int] = []
+
+    def program(x):
+        calls.append(len(calls))
+        return x
+
+    assert len({id(compiled(program, TP2, 1.0)) for _ in range(4)}) == 1
+    assert calls == [0, 1, 2, 3]
+
+
+def test_a_program_that_reads_what_cannot_be_compared_is_traced_at_every_call():
+    random = np.random.default_rng(0)
+
+    def program(x):
+        return x + random.integers(1, 3)
+
+    got = [float(run(program, TP2, 1.0).per_rank[0]) for _ in range(8)]
+    again = np.random.default_rng(0)
+    assert got == [1 + again.integers(1, 3) for _ in range(8)]
+    assert len({id(compiled(program, TP2, 1.0)) for _ in range(8)}) <= 2
 
 
 def test_two_functions_of_the_same_name_do_not_collide():
@@ -278,18 +367,6 @@ def test_methods_partials_and_objects_can_be_run():
     assert double.forward.__func__ is Layer.forward
 
 
-def test_a_function_that_changes_what_it_reads_is_not_compiled_again_for_that():
-    calls = []
-
-    def program(x):
-        calls.append(len(calls))
-        return x
-
-    for _ in range(4):
-        run(program, TP2, 1.0)
-    assert calls == [0]
-
-
 # --------------------------------------------------------------------------------------------------------- random
 
 
@@ -310,15 +387,12 @@ def test_twenty_runs_with_dropout_give_the_same_bits():
 
 
 def test_a_seed_does_not_compile_anew():
-    traced = []
-
     def program():
-        traced.append(None)
         return jax.random.uniform(rank_key())
 
-    values = [float(v) for seed in range(4) for v in run(program, TP2, seed=seed).per_rank]
-    assert len(set(values)) == 8
-    assert len(traced) == 1
+    runs = [run(program, TP2, seed=seed) for seed in (0, 1, 2**32, 2**70, 2**70 + 1)]
+    assert len({float(piece) for out in runs for piece in out.per_rank}) == 10
+    assert len({id(out._compiled) for out in runs}) == 1
 
 
 def test_a_key_may_be_an_argument():
@@ -400,9 +474,12 @@ def test_copies_for_work_that_is_divided_differ_as_far_as_types_know():
     lambda x: x if axis_index("tp") else -x,
     lambda x: sum(x for _ in range(axis_index("tp"))),
     lambda x: x[: int(axis_index("tp"))],
+    lambda x: x[: axis_index("tp")],
+    lambda x: jnp.zeros(axis_index("tp")),
+    lambda x: x[x > 0],
 ])  # fmt: skip
 def test_python_cannot_ask_what_a_rank_is(program):
-    with pytest.raises(jax.errors.JAXTypeError) as caught:
+    with pytest.raises((TypeError, IndexError)) as caught:
         run(program, TP2, np.ones(2))
     (note,) = [note for note in caught.value.__notes__ if "JAX has removed" not in note]
     assert "traces the program once for all ranks" in note
@@ -424,10 +501,31 @@ def test_what_the_program_raises_comes_out_as_it_is():
     ({"on": "processes"}, ValueError, r"on='processes' is for tplab.torch; .*jax.distributed.initialize"),
     ({"on": "abacus"}, ValueError, r"on is 'abacus', and JAX knows no such devices here"),
     ({"cluster": "abacus"}, ClusterError, r"no cluster is named 'abacus'"),
+    ({"seed": -1}, ValueError, "seed is -1; it must be a whole number, 0 or more"),
+    ({"seed": "a"}, ValueError, "seed is 'a'; it must be a whole number, 0 or more"),
+    ({"keep_values": -5}, ValueError, "keep_values is -5; it must be a whole number, 0 or more"),
 ])  # fmt: skip
 def test_options_that_make_no_sense(options, error, message):
     with pytest.raises(error, match=message):
         run(lambda x: x, TP2, np.ones(2), **options)
+
+
+@pytest.mark.parametrize("args", [(lambda x: x, 4), (TP2, lambda x: x), (None, TP2)])
+def test_a_function_and_a_mesh(args):
+    with pytest.raises(TypeError, match=r"run takes a function and a mesh, as run\(f, Mesh\(tp=4\), ...\), not"):
+        run(*args)
+
+
+@pytest.mark.parametrize("result", ["done", {"a": ["done"]}, lambda x: x, {1, 2}, TP2])
+def test_results_that_no_compiled_program_can_have(result):
+    with pytest.raises(TypeError, match=r"the program returned .*, of type .*; a compiled program returns arrays"):
+        run(lambda: result, TP2)
+
+
+def test_a_run_in_a_rank_s_program():
+    message = r"run was called in the program of a rank, on Mesh\(tp=4\)\. .*tplab.torch, where a rank can call run"
+    with pytest.raises(MeshError, match=message):
+        run(lambda x: run(lambda y: y, TP2, x).per_rank[0], TP4, np.ones(2))
 
 
 # -------------------------------------------------------------------------------------------------------- devices
@@ -441,6 +539,12 @@ def test_more_ranks_than_devices():
     with pytest.raises(MeshError, match="Restart the kernel"):
         lab.prepare(64)
     lab.prepare(8)  # that many there are
+
+
+def test_a_mesh_that_is_too_large_is_refused_at_once():
+    for refused in (lambda: run(lambda: 1, Mesh(tp=2**20)), lambda: lab.prepare(2**20)):
+        with pytest.raises(MeshError, match=r"1,048,576 ranks, and tplab has JAX simulate at most 1,024 CPU devices"):
+            refused()
 
 
 def test_as_many_devices_as_the_mesh_needs():

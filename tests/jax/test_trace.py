@@ -309,8 +309,8 @@ def test_record_says_of_how_many_messages_values_are_kept():
 
     assert kept(np.ones(64)) == 6
     assert kept(np.ones(65)) == 0
-    assert kept(np.ones(4), record=4) == 4
-    assert kept(np.ones(4), record=0) == 0
+    assert kept(np.ones(4), keep_values=4) == 4
+    assert kept(np.ones(4), keep_values=0) == 0
 
 
 def test_types_that_numpy_does_not_have_are_shown_as_float32():

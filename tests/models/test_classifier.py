@@ -165,7 +165,7 @@ def trained(fw, sizes, x, labels, state, overlap, direction="up", keep=False):
     args = fw.array(x), fw.array(labels), {name: fw.array(value) for name, value in state.items()}
     before_each = {name: P(None, *spec) for name, spec in specs.items()} if keep else {}
     out = fw.lab.run(
-        program, Mesh(tp=4), *args, in_specs=(P(), P(), specs), out_specs=(before_each, P(), P()), record=0
+        program, Mesh(tp=4), *args, in_specs=(P(), P(), specs), out_specs=(before_each, P(), P()), keep_values=0
     )
     states, losses, accuracy = out.value
     return {name: fw.numpy(value) for name, value in states.items()}, fw.numpy(losses), float(accuracy)
@@ -283,4 +283,4 @@ def test_in_torch_it_learns_in_bfloat16_too():
             optimizer.step()
         return (model(x).argmax(-1) == labels).float().mean()
 
-    assert run(program, Mesh(tp=4), x, labels, out_specs=P(), record=0).value == 1
+    assert run(program, Mesh(tp=4), x, labels, out_specs=P(), keep_values=0).value == 1

@@ -15,7 +15,7 @@ import optax
 from tests.sharded import close, flat, numbers
 from tplab import Mesh, P
 from tplab.errors import ShapeError, SpecError
-from tplab.jax.ranks.wide import in_float64
+from tplab.jax.private import in_float64
 from tplab.models.gpt import GPTConfig
 
 transformers = pytest.importorskip("transformers")

@@ -285,7 +285,7 @@ def test_values_are_kept_of_as_many_messages_as_asked():
     def program():
         return [all_reduce(torch.ones(2), "tp") for _ in range(10)]
 
-    events = run(program, Mesh(tp=2), on="processes", record=8).trace.select(kind="collective").events
+    events = run(program, Mesh(tp=2), on="processes", keep_values=8).trace.select(kind="collective").events
     assert sum(event.values is not None for event in events) == 8
 
 

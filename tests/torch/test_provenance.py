@@ -436,9 +436,9 @@ def test_contents_are_kept_of_so_many_messages():
             x = ring_shift(x, "tp") + piece(SMALL)
         all_gather(x, "tp")
 
-    whole = run(program, FOUR, record=1000).trace
+    whole = run(program, FOUR, keep_values=1000).trace
     for record in (0, 6):
-        trace = run(program, FOUR, record=record).trace
+        trace = run(program, FOUR, keep_values=record).trace
         messages = trace.select(kind="send").events
         assert sum(e.values is not None for e in messages) == record
         assert sum(e.chunk >= 0 for e in messages) == record

@@ -15,7 +15,7 @@ from tests.sharded import close, flat
 from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError
 from tplab.jax.models.plain import plain_logits, plain_loss
-from tplab.jax.ranks.wide import in_float64
+from tplab.jax.private import in_float64
 from tplab.jax.tracing.compiled import collectives_in_text
 from tplab.models.gpt import GPTConfig, gpt_specs
 from tplab.torch.models.dtensor import shard_with_dtensor, whole, with_dtensor

@@ -9,13 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from tplab.cost.cluster import Cluster, find
 from tplab.errors import SpecError
+from tplab.jax.ranks.context import without_mesh
 from tplab.jax.ranks.devices import rank_of_device
 from tplab.jax.ranks.program import Compiled, is_shape, program_of
 from tplab.jax.tracing.trace import decisions_of, trace_of
 from tplab.mesh import Mesh
+from tplab.options import check_run
 from tplab.trace.trace import Trace
 
 _KEPT_FOR_TRACE = 4096  # elements of an argument
@@ -33,10 +36,10 @@ class Result:
 
     def __init__(
         self, compiled: Compiled, outputs: Any, reports: jax.Array | None, arrays: Sequence[Any], seed: int,
-        cluster: Cluster | None, record: int,
+        cluster: Cluster | None, keep_values: int,
     ):  # fmt: skip
         self._compiled, self._outputs, self._reports = compiled, outputs, reports
-        self._seed, self._cluster, self._record = seed, cluster, record
+        self._seed, self._cluster, self._keep_values = seed, cluster, keep_values
         # The trace shows values where they are small; what is large need not be kept alive for it.
         self._small = [None if is_shape(a) or np.size(a) > _KEPT_FOR_TRACE else a for a in arrays]
 
@@ -59,8 +62,10 @@ class Result:
 
     @cached_property
     def trace(self) -> Trace:
-        arguments = [self._compiled.key(self._seed), *self._small]
-        return trace_of(self._compiled, arguments, self._reports, self._cluster, self._record)
+        # An argument may have been given away since, to a jitted update with donate_argnums: its values are gone.
+        small = [None if _is_gone(a) else a for a in self._small]
+        arguments = [self._compiled.key(self._seed), *small]
+        return trace_of(self._compiled, arguments, self._reports, self._cluster, self._keep_values)
 
     def __repr__(self) -> str:
         program = self._compiled.program
@@ -77,15 +82,15 @@ def run(
     cluster: str | Cluster | None = None,
     clock: str = "modelled",
     seed: int = 0,
-    record: int = 1000,
+    keep_values: int = 1000,
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
     args        what `fn` is called with: arrays (JAX's or NumPy's), numbers, any pytree of them. Each rank gets the
-                piece that in_specs gives it, or all. Strings, functions and other objects reach it as they are.
-                A jax.ShapeDtypeStruct stands for an array of which there is no more: nothing is run then, the trace
-                is the same, and the results are shapes too
-    in_specs    one P an argument (or a structure of them, or one P for all); without, every rank gets everything
+                piece that in_specs gives it, or all. None, strings, functions and other objects reach it as they
+                are. A jax.ShapeDtypeStruct is an array without its numbers: nothing is run then, the trace is the
+                same, and the results are shapes too
+    in_specs    one P per argument (or a structure of them, or one P for all); without, every rank gets everything
     out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks must be
                 known to be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's not
     on          "simulated": on GPUs or TPUs if there are as many as ranks, otherwise on CPU devices that JAX simulates.
@@ -94,16 +99,19 @@ def run(
                 one unit of time and computing none
     clock       "modelled"
     seed        what each rank's `rank_key()` is derived from, together with its number
-    record      of how many messages the trace keeps the values (of at most 64 elements)
+    keep_values of how many messages the trace keeps the values (of at most 64 elements)
 
     `fn` is traced once and compiled for all ranks (one `jax.shard_map` under one `jax.jit`), again for each structure,
-    shape and dtype of args; a further call costs a dispatch and returns before the result is there. What `fn` reads
-    from outside is built in. If one of its globals or closure's values is another object at the next call, it is
-    compiled anew; a NumPy array changed in place and an attribute that changed are not noticed: pass them as arguments.
+    shape and dtype of args; a further call costs a dispatch and returns before the result is there. What `fn` can read
+    beside its arrays (globals, closures, attributes, and what functions read that it calls or is given) is compared at
+    every call, and if anything has changed, `fn` is traced anew. If it can read what cannot be compared, such as a
+    generator of random numbers, it is traced at every call. A large NumPy array is better an argument than a global:
+    it is read whole for the comparison.
 
     Raises ReplicationError, SpecError, ShapeError, MeshError, DeadlockError where a collective is in a branch or loop
     that only some of its ranks may take, and what `fn` raises while it is traced.
     """
+    check_run(fn, mesh, seed=seed, keep_values=keep_values)
     if clock != "modelled":
         if clock == "measured":
             raise ValueError(
@@ -113,10 +121,11 @@ def run(
             )
         raise ValueError(f"clock is {clock!r}; it must be 'modelled'")
     known = None if cluster is None else find(cluster)
-    compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, args)
-    placed = compiled.place(arrays)
-    outputs, reports = decisions_of(compiled).run(compiled, placed, seed)
-    return Result(compiled, outputs, reports, placed, seed, known, record)
+    with without_mesh(*jax.tree.leaves(args)):
+        compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, args)
+        placed = compiled.place(arrays)
+        outputs, reports = decisions_of(compiled).run(compiled, placed, int(seed))
+    return Result(compiled, outputs, reports, placed, int(seed), known, int(keep_values))
 
 
 def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:
@@ -132,3 +141,7 @@ def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[
     with jax.default_device(jax.local_devices(backend="cpu")[0] if is_plain else None):
         # The shape is the rank's own: a scalar has travelled as one element, and XLA does not cut what has no elements.
         return [p if p is None else (jnp.asarray(np.asarray(p)) if is_plain else p).reshape(shape) for p in pieces]
+
+
+def _is_gone(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()

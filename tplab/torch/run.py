@@ -62,7 +62,7 @@ def run(
     cluster: str | Cluster | None = None,
     clock: str = "modelled",
     seed: int = 0,
-    record: int = 1000,
+    keep_values: int = 1000,
     device: str | torch.device | None = None,
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
@@ -79,7 +79,7 @@ def run(
     clock       "modelled", or "measured": the ranks' own computing is timed on this machine, messages are modelled
                 (on `cluster`, or this laptop), unless they are real
     seed        every rank draws from a generator of its own, derived from (seed, rank); the caller's is untouched
-    record      of how many messages the trace keeps the values (of at most 64 elements)
+    keep_values of how many messages the trace keeps the values (of at most 64 elements)
     device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU; "meta" for
                 tensors without numbers, of which the modelled clock counts what real ones of any size would cost
 
@@ -97,7 +97,7 @@ def run(
     place = None if device is None else torch.empty(0, device=device).device
     if on not in ("simulated", "processes"):
         raise ValueError(f"on is {on!r}; it must be 'simulated' or 'processes'")
-    for name, given in (("seed", seed), ("record", record)):
+    for name, given in (("seed", seed), ("keep_values", keep_values)):
         if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
             raise ValueError(f"{name} is {given!r}; it must be a whole number, 0 or more")
     title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
@@ -106,9 +106,9 @@ def run(
         from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
 
         run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
-        per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=record, device=place, title=title)
+        per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title)
         return Result(per_rank, make_trace, mesh, out_specs)
     per_rank, make_trace = run_on_simulated_ranks(
-        fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=record, device=place, title=title
+        fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place, title=title
     )
     return Result(per_rank, make_trace, mesh, out_specs)

@@ -14,9 +14,9 @@ from tplab.checking.report import ParallelReport, perturbed
 from tplab.checking.verdict import Rounding
 from tplab.errors import SpecError
 from tplab.jax.models.huggingface import shard_params
+from tplab.jax.private import in_float64
 from tplab.jax.ranks.context import varying_axes
 from tplab.jax.ranks.specs import spread
-from tplab.jax.ranks.wide import in_float64
 from tplab.jax.run import run
 from tplab.layout import Layout
 from tplab.mesh import Mesh

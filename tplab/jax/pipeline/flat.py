@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.jax.ranks.context import axes_of_type, vary, varying_axes
+from tplab.jax.private import varying_axes_of
+from tplab.jax.ranks.context import vary, varying_axes
 
 
 class Kind(NamedTuple):
@@ -102,7 +103,7 @@ def add_at(x: Array, begin: Any, more: Array) -> Array:
 
 def kind_of(x: Any, axes: Iterable[str] = ()) -> Kind:
     """Of an array or its type; `axes` are added to those along which it differs."""
-    found = varying_axes(x) if isinstance(x, jax.Array) else axes_of_type(x)
+    found = varying_axes(x) if isinstance(x, jax.Array) else varying_axes_of(x)
     return Kind(str(x.dtype), tuple(sorted({*found, *axes})))
 
 

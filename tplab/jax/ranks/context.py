@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType
 
-from tplab.errors import OutsideRunError
+from tplab.errors import MeshError, OutsideRunError
+from tplab.jax.private import pvary, varying_axes_of
 from tplab.mesh import Mesh
 
 _root_key: ContextVar[Any] = ContextVar("tplab_root_key", default=None)
@@ -62,20 +65,30 @@ def rank_key() -> Any:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The axes along which JAX's types say that `x` may differ from rank to rank."""
-    return axes_of_type(jax.typeof(x))
-
-
-def axes_of_type(kind: Any) -> frozenset[str]:
-    """Those along which arrays of this type may differ."""
-    manual = getattr(kind, "manual_axis_type", None)  # jax 0.10; until then the type held the axes itself
-    return manual.varying if manual is not None else kind.vma
+    return varying_axes_of(jax.typeof(x))
 
 
 def vary(x: Any, names: tuple[str, ...]) -> Any:
     """`x`, said to differ along axes: the values stay, and its gradient becomes the sum over the ranks of each axis."""
     missing = tuple(name for name in names if name not in varying_axes(x))
-    if not missing:
-        return x
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, missing, to="varying")
-    return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # until jax 0.8
+    return pvary(x, missing) if missing else x
+
+
+def without_mesh(*arrays: Any) -> AbstractContextManager[Any]:
+    """Inside, there is no mesh of `jax.set_mesh`: a run brings its own. Raises MeshError where JAX cannot do that."""
+    around = jax.sharding.get_abstract_mesh()
+    if around.manual_axes:
+        raise MeshError(
+            f"run was called in the program of a rank, on {this_mesh()}. In JAX all ranks are one compiled program, "
+            "and one of them cannot have ranks of its own: call the function itself, on a mesh that has the axes of "
+            "both runs, or use tplab.torch, where a rank can call run"
+        )
+    if AxisType.Explicit in around.axis_types and any(isinstance(array, Tracer) for array in arrays):
+        raise MeshError(
+            "run was called inside jit or grad under a mesh of jax.set_mesh with Explicit axes, and JAX does not go "
+            "from that mesh to another while it traces: leave the mesh first, `with jax.set_mesh(...)` around the rest"
+        )
+    return jax.sharding.use_abstract_mesh(_NO_MESH) if around.axis_names else nullcontext()
+
+
+_NO_MESH = AbstractMesh((), ())

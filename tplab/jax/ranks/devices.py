@@ -8,7 +8,6 @@ waited for 40 seconds, XLA ends the process.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -20,10 +19,13 @@ import numpy as np
 from jax.sharding import AxisType
 
 from tplab.errors import MeshError
+from tplab.jax.private import knows_patience_flag
 from tplab.mesh import Mesh
 
 NUM_CPU_DEVICES = 16
 """CPU devices that JAX gets when nobody asks for more; one that is not used costs nothing."""
+
+_MOST_CPU_DEVICES = 1024  # that tplab asks for; of 2,048 the first message takes 15 seconds
 
 # A device may have two programs under way, one of which waits for other devices that are still in the one before; each
 # holds a thread. With 2 threads a device nothing has starved, with 1.5 all of it has; 3 cost a product 5 % of its time.
@@ -39,8 +41,10 @@ def prepare(num_devices: int = NUM_CPU_DEVICES) -> None:
     """Let JAX have at least `num_devices` CPU devices. Only needed for a mesh of more than 16 ranks.
 
     Must come before JAX is first used (before the first array is made). Raises MeshError where it comes too late and
-    there are fewer.
+    there are fewer, and for more than 1,024.
     """
+    if num_devices > _MOST_CPU_DEVICES:
+        raise MeshError(_too_few(num_devices, "cpu"))
     if not _arrange(num_devices) and len(jax.devices("cpu")) < num_devices:
         raise MeshError(_too_few(num_devices, "cpu"))
 
@@ -62,9 +66,7 @@ def _arrange(num_devices: int) -> bool:
     os.environ["NPROC"] = str(num_threads)  # XLA reads it when it makes its CPU client, and offers no other way
     _threads[0] = num_threads
     flags = os.environ.get("XLA_FLAGS", "")
-    # XLA ends a process for a flag it does not know: older ones do not, and libtpu brings flags of its own
-    knows = jax.__version_info__ >= (0, 8) and importlib.util.find_spec("libtpu") is None
-    if knows and _PATIENCE not in flags:
+    if knows_patience_flag() and _PATIENCE not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_PATIENCE}={_PATIENCE_SECONDS}".strip()
     return True
 
@@ -88,7 +90,8 @@ def _devices(count: int, on: str) -> Sequence[Any]:
             "jax.distributed.initialize() before anything else, and run uses the devices of all of them"
         )
     if on == "simulated":
-        _arrange(max(count, NUM_CPU_DEVICES))  # in time if this is JAX's first use, and without effect if not
+        # In time if this is JAX's first use, and without effect if not.
+        _arrange(count if NUM_CPU_DEVICES < count <= _MOST_CPU_DEVICES else NUM_CPU_DEVICES)
         default = jax.devices()
         if default[0].platform != "cpu" and len(default) >= count:
             return _of_every_process(default, count)
@@ -131,6 +134,11 @@ def _too_few(count: int, platform: str) -> str:
     have = len(jax.devices(platform))
     if platform != "cpu":
         return f"the mesh has {count} ranks, and JAX {have} {platform} devices; use a smaller mesh, or on='cpu'"
+    if count > _MOST_CPU_DEVICES:
+        return (
+            f"the mesh has {count:,} ranks, and tplab has JAX simulate at most {_MOST_CPU_DEVICES:,} CPU devices, each "
+            "of which has threads of its own; use a smaller mesh"
+        )
     return (
         f"the mesh has {count} ranks, and JAX made {have} CPU devices when it was first used; their number is fixed "
         f"from then on.\nRestart the kernel, and let its first lines be\n"

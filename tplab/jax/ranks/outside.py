@@ -1,111 +1,312 @@
-"""What a function reads from outside itself: globals and closures, whose values a compiled program has built in.
+"""What a program reads from outside itself: globals, closures, attributes. When it is compiled, they are built in.
 
-`jax.jit` never looks again, and a notebook is made of globals that change. So `run` compares these values at every
-call, and compiles anew where one is another object than before.
+`jax.jit` never looks again, and a notebook is made of globals that change. So `run` looks at every call: if everything
+that the program can read is as it was when the program was traced, the compiled program is called. Otherwise it is
+traced anew.
 """
 
 from __future__ import annotations
 
-import dis
+import builtins
 import functools
+import hashlib
+import re
+import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    FunctionType,
+    GenericAlias,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+    UnionType,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_MOST = 1000  # values looked at; beyond it a large container counts as one
+import jax
+import numpy as np
+
+from tplab.jax.ranks.names import names_in, paths_in
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+_MOST = 20_000  # objects looked at; a program that can reach more is traced at every call
+
+_STATELESS = {"jax", "jaxlib", "tplab", "optax", "math", "cmath", "functools", "itertools", "operator", "typing"}
+"""Modules in which nothing changes that a program reads: it may do with them what it likes."""
+
+_TRUSTED = _STATELESS | {
+    "numpy", "builtins", "collections", "contextlib", "dataclasses", "enum", "abc", "types", "copy", "numbers", "re",
+    "inspect", "_operator", "_functools", "_collections", "_collections_abc", "einops", "flax", "equinox", "chex",
+}  # fmt: skip
+"""Modules whose functions and classes depend on their arguments alone."""
+
+_UNSEEN = {id(f) for f in (open, input, eval, exec, compile, globals, breakpoint, __import__, id)}
+_UNSEEN_NAMES = {"__globals__", "__closure__", "cell_contents", "f_globals", "f_locals", "f_back", "_getframe"}
+"""What can read anything."""
+
+_PLAIN = {int, bool, str, bytes, type(None), range, type(Ellipsis), type(NotImplemented), Mesh, P}
+_PRINTED = {float, complex, slice}  # compared by what they print: 0.0 is not -0.0, and NaN is NaN
+_SEQUENCES = {list, tuple, deque, set, frozenset}
+_MAPPINGS = {dict, MappingProxyType, OrderedDict, defaultdict}
+_READ = (*_SEQUENCES, *_MAPPINGS, *_PLAIN, *_PRINTED, SimpleNamespace, object)
+"""Types of which all that they hold is read, also where a class of Python's inherits from them."""
+
+_OF_C = (GetSetDescriptorType, WrapperDescriptorType, MethodDescriptorType, ClassMethodDescriptorType)
+"""What a class that is written in C has for members."""
+
+_UNCHANGING = (
+    CodeType, GenericAlias, UnionType, MemberDescriptorType, *_OF_C, MethodWrapperType,
+    type(NamedTuple("_", [("field", int)]).__dict__["field"]), re.Pattern, np.ufunc, type(np.dot), np.dtype, jax.Array,
+    jax.Device, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.tree_util.PyTreeDef,
+)  # fmt: skip
+"""Types whose objects never change: the same object is the same value."""
+
+_WRAPPERS = (type(functools.lru_cache(lambda: None)), type(jax.jit(lambda: None)))
+
+_NOT_READ = {
+    "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__annotate__",
+    "__annotate_func__", "__annotations_cache__", "__dataclass_fields__", "__dataclass_params__", "__match_args__",
+    "__slots__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__",
+    "__orig_bases__", "__hash__",
+}  # fmt: skip
+"""What a class holds and its methods do not compute with."""
+
+_NO_VALUE = NotImplemented  # of a name: not None, which is a value
 
 
 class Outside:
-    """The values that `fn` read from outside when this was made. They are not kept alive by it, where that can be.
+    """Everything that a call of some functions can read, as it is now.
 
-    Looked at are the globals and closure of `fn`, of the functions of its own module that it calls, and the items of
-    lists, tuples, dicts and sets. Numbers and strings are compared by value, all else by identity: an array that is
-    changed in place is not noticed (pass it as an argument), nor is an attribute of an object.
+    values      one entry for each thing that can be read: equal if all of it is equal
+    codes       those of the functions among it that are not of a trusted module, by id
+    is_known    False if there is something that cannot be compared, such as a generator of random numbers
+
+    Numbers, strings and NumPy arrays are compared by value; JAX's arrays, which never change, by identity; containers
+    and objects by what they hold; functions by their code and by what they can read in turn. Functions and classes of
+    JAX, NumPy and tplab count as constant. Whatever can be referred to weakly is not kept alive.
     """
 
-    def __init__(self, fn: Callable[..., Any]):
-        self._values = [_weakly(value) for value in _read_by(fn)]
+    def __init__(self, roots: Sequence[Any]):
+        self.is_known = True
+        self.codes: list[int] = []
+        self._values: list[Any] = []
+        self._references: list[Callable[[], Any]] = []
+        self._read(roots)
+        self.values = tuple(self._values)
 
-    def unchanged(self, fn: Callable[..., Any]) -> bool:
-        """Whether `fn` would read the same values now."""
-        now = list(_read_by(fn))
-        return len(now) == len(self._values) and all(map(_same, self._values, now))
+    def same_as(self, other: Outside) -> bool:
+        """Whether a program that was traced with `other` would be traced alike now."""
+        return self.is_known and other.is_known and self.values == other.values and other.is_alive()
 
+    def is_alive(self) -> bool:
+        """Whether everything is still there. An id in `values` means nothing otherwise."""
+        return all(reference() is not None for reference in self._references)
 
-class _Strong:
-    """As a weak reference is called, for what cannot have one."""
+    def _read(self, roots: Sequence[Any]) -> None:
+        seen: dict[int, int] = {}
+        held = []  # objects made on the way, lest their ids be given to others
+        pending = list(reversed(roots))
+        while pending and self.is_known:
+            value = pending.pop()
+            kind = type(value)
+            if kind in _PLAIN:
+                self._values.append((kind, value))
+            elif kind in _PRINTED:
+                self._values.append((kind, repr(value)))
+            elif id(value) in seen:
+                self._values.append(("again", seen[id(value)]))
+            else:
+                seen[id(value)] = len(seen)
+                held.append(value)
+                self.is_known = len(seen) <= _MOST
+                pending += reversed(self._parts(value, kind))
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __call__(self) -> Any:
-        return self.value
-
-
-def _weakly(value: Any) -> Callable[[], Any]:
-    if isinstance(value, _PLAIN):
-        return _Strong(value)
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return _Strong(value)
-
-
-def _same(before: Callable[[], Any], now: Any) -> bool:
-    value = before()
-    return value is now or (type(value) is type(now) and isinstance(now, _PLAIN) and value == now)
-
-
-_EMPTY = type("_Empty", (), {})()  # a name that has no value yet
-
-
-def _read_by(fn: Callable[..., Any]) -> Iterator[Any]:
-    """Every value, in an order that depends on the program's text alone."""
-    seen: set[int] = set()
-    pending: list[Any] = [fn]
-    if not isinstance(fn, FunctionType | MethodType | functools.partial):
-        pending.append(vars(type(fn)).get("__call__"))  # of an object that can be called
-    module: dict[str, Any] | None = None
-    while pending and len(seen) < _MOST:
-        value = pending.pop()
-        if isinstance(value, MethodType):
-            pending += [value.__self__, value.__func__]
-            continue
+    def _parts(self, value: Any, kind: type) -> Sequence[Any]:
+        """Note what is to be compared of a value itself. Returns what else can be read through it."""
+        if kind is FunctionType:
+            return self._function(value)
+        if kind is BuiltinFunctionType:
+            return self._builtin(value)
+        if kind in _SEQUENCES or kind in _MAPPINGS:
+            return self._items(value, kind)
+        if kind is np.ndarray or isinstance(value, np.generic):
+            return self._numbers(np.asarray(value), kind)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, ModuleType):
+            self.is_known &= _is_of(value.__name__, _STATELESS)
+            return ()
+        if isinstance(value, _UNCHANGING):
+            return self._itself(value)
+        if isinstance(value, _WRAPPERS):
+            return [*self._itself(value), value.__wrapped__]  # type: ignore[attr-defined]
+        self._values.append(kind.__name__)
+        if kind is MethodType:
+            return value.__func__, value.__self__
         if isinstance(value, functools.partial):
-            pending += [value.func, value.args, value.keywords]
-            continue
-        if isinstance(value, FunctionType):
-            module = value.__globals__ if module is None else module
-            yield value
-            if id(value) not in seen and value.__globals__ is module:
-                seen.add(id(value))
-                pending += [module.get(name, _EMPTY) for name in _global_names(value.__code__)]
-                pending += [_contents(cell) for cell in value.__closure__ or ()]
-        elif isinstance(value, list | tuple | set | frozenset | dict):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield len(value)
-                pending += [*value, *value.values()] if isinstance(value, dict) else value
-        else:
-            yield value
+            return kind, value.func, value.args, value.keywords, vars(value)
+        if isinstance(value, staticmethod | classmethod):
+            return (value.__func__,)
+        if isinstance(value, property):
+            return value.fget, value.fset, value.fdel
+        if isinstance(value, functools.cached_property):
+            return (value.func,)
+        return self._object(value, kind)
+
+    def _itself(self, value: Any) -> tuple[()]:
+        try:
+            self._references.append(weakref.ref(value))
+        except TypeError:
+            self._references.append(lambda: value)
+        self._values.append(id(value))
+        return ()
+
+    def _function(self, function: FunctionType) -> list[Any]:
+        code = function.__code__
+        self._itself(code)
+        cells = dict(zip(code.co_freevars, map(_content, function.__closure__ or ()), strict=True))
+        parts = [function.__defaults__, function.__kwdefaults__, vars(function)]
+        parts += [content for content in cells.values() if not isinstance(content, ModuleType)]
+        if not _is_of(function.__globals__.get("__name__", ""), _TRUSTED):
+            self.codes.append(id(code))
+            self.is_known &= _UNSEEN_NAMES.isdisjoint(names_in(code))
+            for kind, name, attributes in paths_in(code):
+                if kind == "cell":
+                    value = cells.get(name, _NO_VALUE)
+                elif kind == "import":
+                    value = sys.modules.get(name, sys)
+                else:
+                    value = function.__globals__.get(name, vars(builtins).get(name, _NO_VALUE))
+                parts += _beyond_modules(value, attributes)
+        return parts
+
+    def _builtin(self, function: Any) -> Sequence[Any]:
+        owner = function.__self__
+        if owner is None or isinstance(owner, ModuleType):
+            self.is_known &= _is_of(function.__module__ or "", _TRUSTED) and id(function) not in _UNSEEN
+            return self._itself(function)
+        self._values.append(function.__name__)  # a method: an object of its own at each access
+        return (owner,)
+
+    def _items(self, value: Any, kind: type) -> list[Any]:
+        self._values.append((kind.__name__, len(value)))
+        if kind in _SEQUENCES:
+            return list(value)
+        return [getattr(value, "default_factory", None), *value, *value.values()]
+
+    def _numbers(self, array: np.ndarray, kind: type) -> list[Any]:
+        if array.dtype.hasobject:
+            self._values.append((kind, array.shape))
+            return array.ravel().tolist()
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        known = content.tobytes() if content.size <= 1024 else hashlib.blake2b(content.data).digest()
+        self._values.append((kind, array.shape, array.dtype, known))
+        return []
+
+    def _class(self, value: type) -> list[Any]:
+        parts: list[Any] = list(self._itself(value))
+        for base in value.__mro__:
+            if not _is_of(base.__module__, _TRUSTED):
+                members = {name: member for name, member in vars(base).items() if name not in _NOT_READ}
+                self._values.append(tuple(members))
+                parts += [*members.values(), type(base)]
+        return parts
+
+    def _object(self, value: Any, kind: type) -> list[Any]:
+        """An object of a class that is written in Python: its class, its attributes, and what it holds as a number, a
+        string or a container."""
+        self.is_known &= all(map(_is_transparent, kind.__mro__))
+        if not self.is_known:
+            return []
+        attributes = {
+            name: _slot(member, value)
+            for base in kind.__mro__
+            for name, member in vars(base).items()
+            if isinstance(member, MemberDescriptorType)
+        }
+        worked_out = _worked_out(kind)
+        own = getattr(value, "__dict__", {})
+        attributes |= {name: attribute for name, attribute in own.items() if name not in worked_out}
+        self._values.append(tuple(attributes))
+        parts = [kind, *attributes.values()]
+        for base in kind.__mro__:
+            if base in _PLAIN or base in _PRINTED:
+                self._values.append(base.__repr__(value))  # type: ignore[call-arg]
+            elif base in _SEQUENCES or base in _MAPPINGS:
+                self._values.append(base.__len__(value))
+                parts += base.__iter__(value)
+                if base in _MAPPINGS:
+                    parts += base.values(value)
+        return parts
 
 
-def _contents(cell: Any) -> Any:
+def roots_in(structure: Any) -> Iterator[Any]:
+    """What a structure of arguments holds beside its leaves: the classes of its nodes, and what they keep."""
+    if (about := structure.node_data()) is not None:
+        kind, kept = about
+        if kind not in (tuple, list, dict, type(None)):
+            yield kind
+        if kept:
+            yield kept
+        for child in structure.children():
+            yield from roots_in(child)
+
+
+def _is_of(module: str, modules: set[str]) -> bool:
+    return module.partition(".")[0] in modules and not module.startswith("numpy.random")
+
+
+def _beyond_modules(value: Any, attributes: Sequence[str]) -> list[Any]:
+    """What is read of the value of a name: all of it, but of a module only the attribute that stands there."""
+    for attribute in attributes:
+        if not isinstance(value, ModuleType) or _is_of(value.__name__, _STATELESS):
+            break
+        value = getattr(value, attribute, _NO_VALUE)
+    return [value]
+
+
+def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _EMPTY
+        return _NO_VALUE
 
 
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """The globals that a function's code reads, and that of the functions defined in it."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names.update(_global_names(constant))
-    return tuple(sorted(names))
+def _slot(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return _NO_VALUE
+
+
+def _is_transparent(cls: type) -> bool:
+    """Whether it is written in Python, or all that its objects hold is read. What C code keeps cannot be seen."""
+    if cls in _READ or cls.__module__ == "typing":
+        return True
+    return not any(
+        isinstance(member, _OF_C) and member.__objclass__ is cls and name not in ("__dict__", "__weakref__")
+        for name, member in vars(cls).items()
+    )
+
+
+def _worked_out(kind: type) -> set[str]:
+    """The attributes that a trusted class computes from the others when they are first asked for."""
+    return {
+        name
+        for base in kind.__mro__
+        if _is_of(base.__module__, _TRUSTED)
+        for name, member in vars(base).items()
+        if isinstance(member, functools.cached_property)
+    }

@@ -3,73 +3,108 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tplab.errors import SpecError
+from tplab.jax.private import retracing, trace_context
 from tplab.jax.ranks.context import random_key, vary
 from tplab.jax.ranks.devices import jax_mesh, needs_pacing
-from tplab.jax.ranks.outside import Outside
+from tplab.jax.ranks.equal import equal
+from tplab.jax.ranks.outside import Outside, roots_in
 from tplab.jax.ranks.specs import check, check_results, is_spec, spec_of_each, to_jax
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
-_KEPT_PER_FUNCTION = 32
+_KEPT = 16  # programs of a function, and compiled forms of a program
+
+_ALONE = "alone"  # what a program is traced under that calls no function beside those it defines itself
 
 
 def program_of(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, on: str) -> Program:
-    """The compiled form of `fn` for these specs: the one of an earlier call, unless it would do something else now.
+    """`fn` on a mesh with these specs: the program of an earlier call, if there was one.
 
     It lives as long as `fn`. Another function is another program, also one of the same name and text.
     """
-    key: tuple[Any, ...] = (mesh, _hashable(in_specs), _hashable(out_specs), on)
-    anchor = fn
-    if isinstance(fn, MethodType):  # made anew at each access; the function it is made of is what stays
-        anchor, key = fn.__func__, (*key, id(fn.__self__))  # whether it is the same object, Outside tells
+    key = (mesh, _hashable(in_specs), _hashable(out_specs), on)
     try:
-        known = _programs.setdefault(anchor, {})
-    except TypeError:  # cannot be a key: compiled for this call alone
+        known = _programs.setdefault(fn.__func__ if isinstance(fn, MethodType) else fn, {})
+    except TypeError:  # it cannot be a key: compiled for this call alone
         return Program(fn, mesh, in_specs, out_specs, on)
-    program = known.get(key)
-    if program is None or not program.outside.unchanged(fn):
-        known.pop(key, None)
-        if len(known) >= _KEPT_PER_FUNCTION:
-            del known[next(iter(known))]
-        program = known[key] = Program(fn, mesh, in_specs, out_specs, on)
+    program = known.get(key) or Program(fn, mesh, in_specs, out_specs, on)
+    _keep(known, key, program)
     return program
 
 
 class Program:
-    """`fn` on a mesh, with specs, and what was compiled of it: one `Compiled` a structure, shapes and dtypes."""
+    """`fn` on a mesh, with specs, and what was compiled of it."""
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, on: str):
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
         check(in_specs, "in_specs", mesh)
         check(out_specs, "out_specs", mesh)
         self.jax_mesh = jax_mesh(mesh, on)
-        self.outside = Outside(fn)
         self.title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
-        self._compiled: dict[Any, Compiled] = {}
+        self._known: dict[Any, _Known] = {}
 
     def compiled(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Compiled, list[Any]]:
-        """What to call for `args`, and the arrays to call it with."""
+        """What to call for `args`, and the arrays to call it with.
+
+        It is there already if everything that `fn` can read, outside and in the arguments, is as it was. Otherwise
+        `fn` is traced; and if that gives the same program after all, what was compiled for it serves again.
+        """
         leaves, structure = jax.tree.flatten(args)
-        key = (structure, jax.config.jax_enable_x64, *map(_kind, leaves))  # type: ignore[attr-defined]
-        found = self._compiled.get(key)
-        if found is None:
-            found = self._compiled[key] = Compiled(self, fn, args)
-            self.outside = Outside(fn)  # once more: what fn changed itself is no reason to trace it again
-        return found, [leaf for leaf in leaves if _is_array(leaf)]
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        kind = structure, trace_context(), *map(_kind, leaves)
+        outside = Outside([fn, *roots_in(structure), *(leaf for leaf in leaves if not _is_array(leaf))])
+        key = kind, outside.values if outside.is_known else object()
+        known = self._known.get(key)
+        if known is None or not outside.same_as(known.outside):
+            known = self._traced(fn, args, kind, outside)
+        _keep(self._known, key, known)
+        return known.compiled, arrays
+
+    def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...], kind: Any, outside: Outside) -> _Known:
+        # What JAX has traced of a loop's body, or of what jit and checkpoint wrap, it finds again by the function
+        # alone. It may do so as long as nothing has changed: within one token.
+        is_alone = outside.is_known and len(outside.codes) == 1
+        tokens = (known.token for known in self._known.values() if outside.same_as(known.outside))
+        token = _ALONE if is_alone else next(tokens, object())
+        with retracing(token):
+            made = Compiled(self, fn, args)
+        for_gradients = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        for (other, _), known in self._known.items():
+            # Of equal programs the same lines are shown if they are of the same functions.
+            if other == kind and known.outside.codes == outside.codes and known.compiled.equals(made, for_gradients):
+                made = known.compiled
+        return _Known(outside, token, made)
+
+
+class _Known(NamedTuple):
+    """What was compiled, for which state of everything outside, and the token under which JAX has traced it."""
+
+    outside: Outside
+    token: object
+    compiled: Compiled
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """As the latest; the oldest goes if there are too many."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > _KEPT:
+        del known[next(iter(known))]
 
 
 class Compiled:
@@ -95,32 +130,46 @@ class Compiled:
         self._whole = _sharding(program.jax_mesh, PartitionSpec())
         self._paced = needs_pacing(program.jax_mesh)
         self.piece_shapes: list[tuple[int, ...]] = []
-        self.jitted = jax.jit(self._mapped(fn, leaves, structure))
         try:
-            traced = self.jitted.trace(self.key(0), *self.place(list(filter(_is_array, leaves))))
-        except _UNKNOWN_YET as error:
-            error.add_note(_ONE_TRACE_FOR_ALL)
+            self._trace(jax.jit(self._mapped(fn, leaves, structure)), filter(_is_array, leaves))
+        except Exception as error:
+            if _asks_for_numbers(error):
+                error.add_note(_ONE_TRACE_FOR_ALL)
             raise
+
+    def equals(self, other: Compiled, for_gradients: bool) -> bool:
+        """Whether both are the same program, and their results have one structure."""
+        return self.structure == other.structure and equal(self.jaxpr, other.jaxpr, for_gradients)
+
+    def _trace(self, function: Any, arrays: Iterable[Any]) -> None:
+        arguments = self.key(0), *self.place(list(arrays))
+        traced = function.trace(*arguments)
         self.jaxpr, self.structure = traced.jaxpr, jax.tree.structure(traced.out_info)
         self._shapes = jax.tree.map(lambda about: jax.ShapeDtypeStruct(about.shape, about.dtype), traced.out_info)
+        # From here on what was traced is run, and `fn` is not asked again: it may read something else by then.
+        call = jaxpr_as_fun(jax.make_jaxpr(function)(*arguments))
+
+        def called(*arguments: Any) -> Any:
+            return self.structure.unflatten(call(*arguments))
+
+        called.__name__ = self.program.title
+        self.jitted = jax.jit(called)
 
     def _mapped(self, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Callable[..., Any]:
         """The program of all ranks: a function of the random key and the arrays among `leaves`."""
         program = self.program
-        fixed = [None if _is_array(leaf) else leaf for leaf in leaves]  # strings, functions: part of the program
         places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
-        reference = _weak(fn)  # what is kept for fn must not keep fn alive
 
         def one_rank(key: Any, *given: Any) -> Any:
             arrays = list(given)
             if any(0 in np.shape(array) for array in arrays):
                 # XLA makes constants of what is empty, and fails where all of a program's arguments were
                 _, *arrays = lax.optimization_barrier((jax.random.key_data(key), *arrays))
-            arguments = list(fixed)
+            arguments = list(leaves)  # strings, functions: part of the program
             for place, array in zip(places, arrays, strict=True):
                 arguments[place] = array
             with random_key(key):
-                result = jax.tree.map(_array, reference()(*structure.unflatten(arguments)))
+                result = jax.tree.map(_array, fn(*structure.unflatten(arguments)))
             self.piece_shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(result)]
             if program.out_specs is None:
                 return jax.tree.map(lambda leaf: _stackable(leaf, program.mesh.axis_names), result)
@@ -153,15 +202,23 @@ class Compiled:
         return _root_key(seed, self._whole)
 
 
+def _asks_for_numbers(error: Exception) -> bool:
+    """Whether it says that something must be known while the program is traced. Of shapes and slices JAX says so in
+    errors of Python's own, which show what was given in place of a number."""
+    return isinstance(error, _UNKNOWN_YET) or (isinstance(error, TypeError | IndexError) and "Tracer" in str(error))
+
+
 _UNKNOWN_YET = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
 _ONE_TRACE_FOR_ALL = (
     "tplab.jax.run traces the program once for all ranks, so a value that differs from rank to rank (axis_index) or "
-    "comes from an argument is not known while it does: Python's if, while and range cannot ask for it. Use jnp.where, "
-    "jax.lax.cond or jax.lax.fori_loop; or tplab.torch, where every rank runs the Python itself."
+    "comes from an argument is not known while it does: Python's if, while and range, shapes and slices cannot depend "
+    "on it. Use jnp.where, jax.lax.cond, jax.lax.fori_loop or jax.lax.dynamic_slice; or tplab.torch, where every rank "
+    "runs the Python itself."
 )
 
 
@@ -175,7 +232,7 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
     if not isinstance(array, np.ndarray):
         return array  # a number: jit knows best
     # A copy, because JAX may use NumPy's memory as it is, and would see what is written there until it has run.
-    own = np.array(array, jax.dtypes.canonicalize_dtype(array.dtype))
+    own = np.array(array, jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")))
     return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
 
@@ -190,7 +247,15 @@ def is_shape(leaf: Any) -> bool:
 
 
 def _array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    """A leaf of a rank's result."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if not isinstance(leaf, np.ndarray | np.generic | int | float | complex) and not hasattr(leaf, "__array__"):
+        raise TypeError(
+            f"the program returned {leaf!r}, of type {type(leaf).__name__}; a compiled program returns arrays, numbers "
+            "and None, in tuples, lists and dicts of any depth"
+        )
+    return jnp.asarray(leaf)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -198,33 +263,12 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a program is compiled for: shape and dtype of an array; a number's type; anything else itself."""
+    """What a program is compiled for: shape and dtype of an array; the type of a number, or of anything else."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # an array of random keys has none
     if isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, False
-    if isinstance(leaf, int | float | complex):
-        return type(leaf)
-    try:
-        hash(leaf)
-    except TypeError:
-        return _Same(leaf)
-    return type(leaf), leaf
-
-
-class _Same:
-    """A key that equals only itself for the same object, which it keeps."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    return type(leaf)
 
 
 def _hashable(specs: Any) -> Any:
@@ -235,13 +279,6 @@ def _hashable(specs: Any) -> Any:
     return structure, tuple(leaves)
 
 
-def _weak(fn: Callable[..., Any]) -> Callable[[], Any]:
-    try:
-        return weakref.WeakMethod(fn) if isinstance(fn, MethodType) else weakref.ref(fn)
-    except TypeError:
-        return lambda: fn
-
-
 @lru_cache(maxsize=256)
 def _sharding(mesh: jax.sharding.Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, spec)
@@ -250,5 +287,13 @@ def _sharding(mesh: jax.sharding.Mesh, spec: PartitionSpec) -> NamedSharding:
 @lru_cache(maxsize=64)
 def _root_key(seed: int, everywhere: NamedSharding) -> Any:
     if everywhere.is_fully_addressable:
-        return jax.device_put(jax.random.key(seed), everywhere)
-    return jax.jit(jax.random.key, out_shardings=everywhere)(seed)
+        return jax.device_put(_key_of(seed), everywhere)
+    return jax.jit(lambda: _key_of(seed), out_shardings=everywhere)()
+
+
+def _key_of(seed: int) -> Any:
+    """A key takes 32 bits of a number; the others are folded in."""
+    key, rest = jax.random.key(seed % 2**32), seed >> 32
+    while rest:
+        key, rest = jax.random.fold_in(key, rest % 2**32), rest >> 32
+    return key

@@ -14,9 +14,9 @@ from tplab.sharding import P, check_spec
 
 
 def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
-    """One P for each leaf of `args`.
+    """One P for each leaf of `args`; None is none.
 
-    `specs` is None (every rank gets everything), one P for all, or a sequence with an entry an argument; an entry is
+    `specs` is None (every rank gets everything), one P for all, or a sequence with one entry per argument; an entry is
     None, a P for all arrays in that argument, or a structure of them.
     """
     if specs is None or is_spec(specs):
@@ -29,14 +29,18 @@ def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
 
 
 def spread(spec: Any, tree: Any, name: str) -> list[P]:
-    """One P a leaf of `tree`, from a structure of specs of the same shape, in which one may stand for a whole part."""
+    """One P per leaf of `tree`, from a structure of specs of the same shape, in which one may stand for a whole part.
+
+    None in the tree is no leaf, as JAX has it: whatever spec stands there, it has nothing to split.
+    """
+    specs = jax.tree.map(lambda leaf: P(*(leaf or ())), spec, is_leaf=_is_leaf)
     try:
-        full = jax.tree.broadcast(spec, tree, is_leaf=_is_leaf)
+        full = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
         raise SpecError(
             f"{name} has {spec!r} where the value is {jax.tree.structure(tree)}; give a P, or the same structure"
         ) from error
-    return [P() if leaf is None else P(*leaf) for leaf in jax.tree.leaves(full, is_leaf=_is_leaf)]
+    return jax.tree.leaves(full, is_leaf=is_spec)
 
 
 def check(specs: Any, name: str, mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from tplab.cost import collectives as cost
+from tplab.jax.ranks.context import without_mesh
 from tplab.jax.ranks.program import program_of
 from tplab.mesh import Mesh
 
@@ -100,8 +101,9 @@ def temporary_bytes(
 def _compiled(fn: Callable[..., Any], args: tuple[Any, ...], in_specs: Any, out_specs: Any, on: str) -> Any:
     if args and isinstance(args[0], Mesh):
         mesh, *rest = args
-        compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, tuple(rest))
-        lowered = compiled.jitted.lower(compiled.key(0), *compiled.place(arrays))
+        with without_mesh():
+            compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, tuple(rest))
+            lowered = compiled.jitted.lower(compiled.key(0), *compiled.place(arrays))
     else:
         lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args)  # type: ignore[attr-defined]
     return lowered.compile()

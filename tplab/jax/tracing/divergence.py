@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from tplab.errors import DeadlockError, TraceError
-from tplab.jax.ranks.context import axes_of_type
+from tplab.jax.private import varying_axes_of
 from tplab.jax.tracing.decisions import Reports
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import Held
@@ -37,9 +37,9 @@ def refuse_divergence(jaxpr: Any, mesh: Mesh) -> None:
 def _differs_along(eqn: Any) -> frozenset[str]:
     """The axes along which ranks may decide differently at an equation."""
     if eqn.primitive.name == "cond":
-        return axes_of_type(eqn.invars[0].aval)
+        return varying_axes_of(eqn.invars[0].aval)
     if eqn.primitive.name == "while":
-        return axes_of_type(opened(eqn.params["cond_jaxpr"])[0].outvars[0].aval)
+        return varying_axes_of(opened(eqn.params["cond_jaxpr"])[0].outvars[0].aval)
     return frozenset()
 
 

@@ -1,0 +1,52 @@
+"""Every name of JAX that is private, or not the same in all versions that tplab runs on. Tried on 0.7.2 and 0.10.2."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.experimental
+from jax._src import config
+
+# A new value of this context makes JAX trace again what it has traced before: the bodies of its loops, what jit and
+# checkpoint wrap. All of them it keeps by the function, whatever has changed that the function reads.
+_retracing = jax.make_user_context(default_value=None)
+
+
+def retracing(token: Hashable) -> AbstractContextManager[None]:
+    """A context in which JAX reuses what it has traced in the context of the same token only."""
+    return _retracing(token)
+
+
+def trace_context() -> Hashable:
+    """All of JAX's settings that decide what a traced function becomes: precision, types, devices, the mesh."""
+    return config.trace_context()
+
+
+def in_float64(wide: bool = True) -> AbstractContextManager[None]:
+    """Inside, JAX computes in float64 what it is given in float64; with False, in float32 as it does by itself.
+    `jax.enable_x64` since 0.8."""
+    home = jax if hasattr(jax, "enable_x64") else jax.experimental
+    return home.enable_x64(wide)  # type: ignore[attr-defined]
+
+
+def varying_axes_of(kind: Any) -> frozenset[str]:
+    """The axes along which arrays of a type may differ. The type held them itself until 0.9."""
+    manual = getattr(kind, "manual_axis_type", None)
+    return manual.varying if manual is not None else kind.vma
+
+
+def pvary(x: Any, axes: tuple[str, ...]) -> Any:
+    """`x`, said to differ along axes. `jax.lax.pcast` since 0.8."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axes, to="varying")
+    return jax.lax.pvary(x, axes)  # type: ignore[attr-defined]
+
+
+def knows_patience_flag() -> bool:
+    """Whether XLA knows how to wait longer for a rank than 40 seconds. It ends a process for a flag that it does not
+    know: those before 0.8 do not, and libtpu brings flags of its own."""
+    return jax.__version_info__ >= (0, 8) and importlib.util.find_spec("libtpu") is None
