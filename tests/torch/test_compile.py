@@ -44,7 +44,7 @@ MADE = {
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo reads it
 @pytest.mark.parametrize(
-    "backend, options", [("eager", {}), ("aot_eager", {"record": 0}), ("eager", {"cluster": "h100"})]
+    "backend, options", [("eager", {}), ("aot_eager", {"keep_values": 0}), ("eager", {"cluster": "h100"})]
 )
 def test_what_is_compiled_gives_the_same_output_and_gradient(backend: str, options: dict):
     """Followed operation by operation, not followed, and on a modelled clock."""

@@ -532,7 +532,7 @@ def test_options_that_run_does_not_have():
         ({"clock": "sundial"}, "clock is 'sundial'; it must be 'modelled' or 'measured'"),
         ({"cluster": "abacus"}, "no cluster is named 'abacus'"),
         ({"cluster": 3}, "cluster is 3"),
-        ({"record": -1}, "record is -1"),
+        ({"keep_values": -1}, "keep_values is -1"),
     ]:
         with pytest.raises(ValueError, match=message):
             run(f, FOUR, **options)

@@ -106,9 +106,12 @@ def run(
         from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
 
         run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
-        per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title)
+        per_rank, make_trace = run_there(
+            fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
+        )
         return Result(per_rank, make_trace, mesh, out_specs)
     per_rank, make_trace = run_on_simulated_ranks(
-        fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place, title=title
+        fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place,
+        title=title,
     )
     return Result(per_rank, make_trace, mesh, out_specs)
