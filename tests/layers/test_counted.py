@@ -455,7 +455,7 @@ def test_the_papers_figures():
 
 
 def test_what_cannot_be_counted_is_said():
-    with pytest.raises(ShapeError, match="8 heads cannot be shared by 3 ranks"):
+    with pytest.raises(ShapeError, match="num_heads is 8, which 3 ranks cannot share equally: heads are sharded whole"):
         activation_bytes(16, 2, 32, 8, 3)
     told = "the sequence has length 10, which 4 ranks cannot share equally;\npad it to 12"
     with pytest.raises(ShapeError, match=told):
