@@ -31,10 +31,7 @@ lab: .venv/lab ## set up on the first run, then open JupyterLab on your own copi
 	$(BIN)/python labs/open_labs.py $(LAB_FLAGS)
 
 # The browser waits more than it computes, so that its tests run beside the others and tell at the end.
-test: lint ## everything: ruff, types, unit and property tests, labs, browser
-	@$(MAKE) --no-print-directory browser > .venv/browser.log 2>&1 & browser=$$!; \
-	  $(MAKE) --no-print-directory unit labs-test; others=$$?; \
-	  wait $$browser; browser=$$?; cat .venv/browser.log; exit $$((others || browser))
+test: lint unit labs-test browser ## everything: ruff, types, unit and property tests, labs, browser
 
 lint: .venv/test ## ruff and pyright
 	$(BIN)/ruff check .
