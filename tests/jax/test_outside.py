@@ -7,6 +7,7 @@ import random
 import time
 import types
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import jax
@@ -102,6 +103,12 @@ class Colour(enum.Enum):
 
 class Own(dict):
     pass
+
+
+class Shy:
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("not now")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -323,7 +330,7 @@ def test_what_programs_read_every_day_can_be_compared(value):
 
 
 @pytest.mark.parametrize("value", [
-    iter([1]), np.random.default_rng(0), np.random.rand, random.random, time.time, open, np,
+    iter([1]), np.random.default_rng(0), np.random.rand, random.random, time.time, datetime, open, np, Shy(),
 ])  # fmt: skip
 def test_what_cannot_be_compared(value):
     assert not Outside([lambda: value]).is_known

@@ -131,7 +131,10 @@ class Outside:
                 seen[id(value)] = len(seen)
                 held.append(value)
                 self.is_known = len(seen) <= _MOST
-                pending += reversed(self._parts(value, kind))
+                try:
+                    pending += reversed(self._parts(value, kind))
+                except Exception:  # an object that does not let itself be looked at, whatever it raises
+                    self.is_known = False
 
     def _parts(self, value: Any, kind: type) -> Sequence[Any]:
         """Note what is to be compared of a value itself. Returns what else can be read through it."""
@@ -219,6 +222,7 @@ class Outside:
         parts: list[Any] = list(self._itself(value))
         for base in value.__mro__:
             if not _is_of(base.__module__, _TRUSTED):
+                self.is_known &= _is_transparent(base)
                 members = {name: member for name, member in vars(base).items() if name not in _NOT_READ}
                 self._values.append(tuple(members))
                 parts += [*members.values(), type(base)]
