@@ -528,8 +528,8 @@ def test_options_that_run_does_not_have():
     def f() -> None: ...
 
     for options, message in [
-        ({"on": "the moon"}, "on is 'the moon'; it must be 'simulated' or 'processes'"),
-        ({"clock": "sundial"}, "clock is 'sundial'; it must be 'modelled' or 'measured'"),
+        ({"on": "the moon"}, "on is 'the moon'; it must be 'simulated', 'processes', or None"),
+        ({"clock": "sundial"}, "clock is 'sundial'; it must be 'modelled', 'measured', or None"),
         ({"cluster": "abacus"}, "no cluster is named 'abacus'"),
         ({"cluster": 3}, "cluster is 3"),
         ({"keep_values": -1}, "keep_values is -1"),

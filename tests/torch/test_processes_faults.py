@@ -83,8 +83,6 @@ def test_arguments_and_results_that_do_not_fit():
         run(lambda x: x, Mesh(tp=2), 3, in_specs=P("tp"), on="processes")
     with pytest.raises(ReplicationError, match="ranks 0, 1 return the same"):
         run(lambda: torch.tensor([axis_index("tp") + 0.5]), Mesh(tp=2), out_specs=P(), on="processes")
-    with pytest.raises(ValueError, match="'simulated' or 'processes'"):
-        run(lambda: 1, Mesh(tp=2), on="threads")
     assert run(os.getpid, Mesh(tp=2), on="processes").per_rank == pids  # none of these is the processes' fault
 
 

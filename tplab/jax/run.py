@@ -78,9 +78,9 @@ def run(
     *args: Any,
     in_specs: Any = None,
     out_specs: Any = None,
-    on: str = "simulated",
+    on: str | None = None,
     cluster: str | Cluster | None = None,
-    clock: str = "modelled",
+    clock: str | None = None,
     seed: int = 0,
     keep_values: int = 1000,
 ) -> Result:
@@ -94,10 +94,10 @@ def run(
     out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks must be
                 known to be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's not
     on          "simulated": on GPUs or TPUs if there are as many as ranks, otherwise on CPU devices that JAX simulates.
-                "cpu", "gpu" or "tpu": on those
+                "cpu", "gpu" or "tpu": on those. None: "simulated"
     cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes
                 one unit of time and computing none
-    clock       "modelled"
+    clock       "modelled", which None is too
     seed        what each rank's `rank_key()` is derived from, together with its number
     keep_values of how many messages the trace keeps the values (of at most 64 elements)
 
@@ -112,7 +112,7 @@ def run(
     that only some of its ranks may take, and what `fn` raises while it is traced.
     """
     check_run(fn, mesh, seed=seed, keep_values=keep_values)
-    if clock != "modelled":
+    if clock not in (None, "modelled"):
         if clock == "measured":
             raise ValueError(
                 "clock='measured' is for tplab.torch: XLA compiles all of a rank's program into one call, and tells "
@@ -122,7 +122,7 @@ def run(
         raise ValueError(f"clock is {clock!r}; it must be 'modelled'")
     known = None if cluster is None else find(cluster)
     with without_mesh(*jax.tree.leaves(args)):
-        compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, args)
+        compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on or "simulated").compiled(fn, args)
         placed = compiled.place(arrays)
         outputs, reports = decisions_of(compiled).run(compiled, placed, int(seed))
     return Result(compiled, outputs, reports, placed, int(seed), known, int(keep_values))

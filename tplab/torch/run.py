@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
-from tplab.errors import SpecError
+from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
+from tplab.options import check_run
 from tplab.torch.ranks import results
 from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.trace.trace import Trace
@@ -58,9 +58,9 @@ def run(
     *args: Any,
     in_specs: Any = None,
     out_specs: Any = None,
-    on: str = "simulated",
+    on: str | None = None,
     cluster: str | Cluster | None = None,
-    clock: str = "modelled",
+    clock: str | None = None,
     seed: int = 0,
     keep_values: int = 1000,
     device: str | torch.device | None = None,
@@ -72,46 +72,79 @@ def run(
     in_specs    one P an argument (or a structure of them, or one P for all); without, every rank gets everything
     out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks is
                 checked: ReplicationError names the ranks that differ
-    on          "simulated": ranks in this process that take turns. "processes": a process each, through
-                torch.distributed. Under torchrun the processes that exist are the ranks, whatever `on` says
+    on          "simulated": ranks in this process that take turns; of several runs in several threads, one at a time.
+                "processes": one process per rank, through torch.distributed. None: under torchrun the processes that
+                it has started are the ranks; elsewhere ranks are simulated
     cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes
-                one unit of time and computing none
-    clock       "modelled", or "measured": the ranks' own computing is timed on this machine, messages are modelled
-                (on `cluster`, or this laptop), unless they are real
-    seed        every rank draws from a generator of its own, derived from (seed, rank); the caller's is untouched
+                one unit of time and computing none. On processes everything is real, and a cluster is refused
+    clock       "modelled", or "measured": the ranks' own computing is timed on this machine, and messages are modelled
+                (on `cluster`, or this laptop) where they are not real. None: measured on processes, elsewhere modelled
+    seed        every rank draws from a torch generator of its own, derived from (seed, rank); the caller's is untouched
     keep_values of how many messages the trace keeps the values (of at most 64 elements)
     device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU; "meta" for
                 tensors without numbers, of which the modelled clock counts what real ones of any size would cost
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
-    Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks.
+    Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks. torch's default dtype and
+    sys.stdout are each rank's own; Python's and NumPy's generators are not. Simulated ranks compute with as many
+    threads as the caller (`torch.set_num_threads`): large tensors gain by several, for small ones one is as fast.
 
     Raises RankError (a rank raised; its own error is the cause), CollectiveMismatchError, DeadlockError,
     ReplicationError, SpecError, ShapeError. Ctrl-C ends all ranks.
     """
-    if not isinstance(mesh, Mesh) or not callable(fn):
-        raise TypeError(f"run takes a function and a mesh, as run(f, Mesh(tp=4), ...), not {fn!r} and {mesh!r}")
-    if clock not in ("modelled", "measured"):
-        raise ValueError(f"clock is {clock!r}; it must be 'modelled' or 'measured'")
-    known = find(cluster) if cluster is not None else THIS_LAPTOP if clock == "measured" else None
+    check_run(fn, mesh, seed=seed, keep_values=keep_values)
     place = None if device is None else torch.empty(0, device=device).device
-    if on not in ("simulated", "processes"):
-        raise ValueError(f"on is {on!r}; it must be 'simulated' or 'processes'")
-    for name, given in (("seed", seed), ("keep_values", keep_values)):
-        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
-            raise ValueError(f"{name} is {given!r}; it must be a whole number, 0 or more")
-    title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
     is_launched = os.environ.keys() >= _TORCHRUNS
-    if is_launched or on == "processes":
-        from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
-
-        run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
-        per_rank, make_trace = run_there(
-            fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
-        )
+    is_simulated = _is_simulated(on, is_launched)
+    clock = _clock(clock, cluster, is_simulated)
+    title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
+    if is_simulated:
+        _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")
+        known = find(cluster) if cluster is not None else THIS_LAPTOP if clock == "measured" else None
+        per_rank, make_trace = run_on_simulated_ranks(
+            fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place,
+            title=title,
+        )  # fmt: skip
         return Result(per_rank, make_trace, mesh, out_specs)
-    per_rank, make_trace = run_on_simulated_ranks(
-        fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place,
-        title=title,
-    )
+    from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
+
+    if not is_launched:
+        _check_size(mesh, MOST_PROCESSES, "processes on this machine")
+    run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
+    per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title)
     return Result(per_rank, make_trace, mesh, out_specs)
+
+
+def _is_simulated(on: str | None, is_launched: bool) -> bool:
+    """Whether ranks are simulated. Raises ValueError where the caller and the environment disagree."""
+    if on not in (None, "simulated", "processes"):
+        raise ValueError(f"on is {on!r}; it must be 'simulated', 'processes', or None to leave it to run")
+    if is_launched and on == "simulated":
+        raise ValueError(
+            f"on='simulated', but torchrun has started this process as one of {os.environ['WORLD_SIZE']} ranks; leave "
+            "`on` out to run on those, or start the script with python instead of torchrun"
+        )
+    return on == "simulated" or (on is None and not is_launched)
+
+
+def _clock(clock: str | None, cluster: str | Cluster | None, is_simulated: bool) -> str:
+    """The clock to use. Raises ValueError for one that there is not, and for a model of what is real."""
+    if clock not in (None, "modelled", "measured"):
+        raise ValueError(f"clock is {clock!r}; it must be 'modelled', 'measured', or None to leave it to run")
+    if is_simulated:
+        return clock or "modelled"
+    for name, given in (("clock", clock), ("cluster", cluster)):
+        if given not in (None, "measured"):
+            raise ValueError(
+                f"{name}={given!r} is for simulated ranks: processes send real messages, and their time is measured; "
+                f"leave {name} out, or run on='simulated'"
+            )
+    return "measured"
+
+
+MOST_SIMULATED, MOST_PROCESSES = 1 << 12, 1 << 8
+
+
+def _check_size(mesh: Mesh, most: int, what: str) -> None:
+    if mesh.size > most:
+        raise MeshError(f"{mesh} has {mesh.size:,} ranks, and run takes at most {most:,} {what}; take a smaller mesh")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tplab.lines import notebook_cells
 from tplab.mesh import Mesh
 from tplab.torch.private import pytree
 from tplab.torch.processes.journal import trace_of
@@ -95,7 +96,7 @@ def run_on_processes(
     """
     check_arguments(args, in_specs, mesh)
     args = tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in args)
-    settings, cells = Settings.here(mesh.size), notebook_cells()
+    settings, cells = Settings.here(mesh.size), {Path(file).name: number for file, number in notebook_cells().items()}
     program = Program(fn, mesh, args, in_specs, seed, record, device, settings, cells, title)
     with explained(fn, args):
         parcel = Parcel(program.settings, program)
@@ -116,11 +117,3 @@ def run_on_processes(
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def notebook_cells() -> dict[str, int]:
-    """File name -> number, of the cells of the notebook that runs in this process."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    names = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    return {Path(filename).name: number for filename, number in names.items()}

@@ -119,6 +119,7 @@ def entries_of(specs: Any, count: int, name: str, what: str) -> list[Any]:
     """One entry of `specs` for each of `count` things."""
     if specs is None or isinstance(specs, P):
         return [specs] * count
+    _check_whose(specs, name)
     if not isinstance(specs, tuple | list):
         raise SpecError(f"{name} is {specs!r}; give a P, or a tuple with one P for each of the {count} {what}")
     if len(specs) != count:
@@ -132,6 +133,7 @@ def spread(spec: Any, tree: Any, name: str) -> list[P]:
         spec = P()
     if isinstance(spec, P):
         return [spec] * len(pytree.tree_leaves(tree))
+    _check_whose(spec, name)
     if type(spec) is not type(tree) or not isinstance(tree, tuple | list | dict) or len(spec) != len(tree):
         kind = type(tree).__name__
         raise SpecError(f"{name} has {spec!r} where the value is a {kind}; give a P, or the same structure")
@@ -139,6 +141,13 @@ def spread(spec: Any, tree: Any, name: str) -> list[P]:
         raise SpecError(f"{name} has the keys {sorted(spec)} where the value has {sorted(tree)}; give the same ones")
     keys = list(tree) if isinstance(tree, dict) else range(len(tree))
     return [leaf for key in keys for leaf in spread(spec[key], tree[key], name)]
+
+
+def _check_whose(spec: Any, name: str) -> None:
+    """Raise SpecError for a PartitionSpec of JAX's own: it looks the same as a P."""
+    if type(spec).__module__.partition(".")[0] == "jax":
+        entries = ", ".join(map(repr, spec))
+        raise SpecError(f"{name} has JAX's own PartitionSpec; write `from tplab import P`, and here P({entries})")
 
 
 def _tensor_of(array: np.ndarray) -> Tensor:

@@ -42,7 +42,7 @@ def run_on_simulated_ranks(
     sheets: list[Sheet] = []
 
     def owns(kernels: Own) -> list[Own]:
-        stream = beneath(kernels.stdout)
+        stream = beneath(kernels[2])
         sheets.extend(Sheet(stream, lambda rank=rank: current_rank_or_none() is rank) for rank in ranks)
         return [state.of_rank(seed, rank, kernels, cast(TextIO, sheets[rank])) for rank in mesh.ranks]
 

@@ -38,7 +38,7 @@ class OneCore:
         self._older: set[int] = set()  # the threads that there were then
         self._moving = Lock()
         self._num_short = 0
-        self._since = self._used = 0.0
+        self._since = 0.0
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):
                 for thread in threads:
@@ -48,15 +48,12 @@ class OneCore:
                 self._cores = os.sched_getaffinity(0)
 
     def turn_begins(self) -> None:
-        """Called in the rank's thread, as the next one."""
-        self._since, self._used = time.perf_counter(), time.thread_time()
+        """Called by each rank as its turn begins."""
+        self._since = time.perf_counter()
 
     def turn_ends(self) -> None:
-        # time in which others had the core does not count; but to ask for it takes longer
-        if time.perf_counter() - self._since > SHORT_SECONDS and time.thread_time() - self._used > SHORT_SECONDS:
-            self._num_short = 0
-            if self._core:
-                self.leave()
+        if time.perf_counter() - self._since > SHORT_SECONDS:
+            self.leave()
         else:
             self._num_short += 1
             if self._num_short == 2 * len(self._threads) and len(self._cores) > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tplab import comm
 from tplab.sharding import share
-from tplab.torch.ranks.rank import MESSAGES, Call, Place
+from tplab.torch.ranks.rank import MESSAGES, UNWAITED, Call, Pending, Place
 
 
 def results(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -89,6 +89,8 @@ def own(x: Tensor) -> Tensor:
 
 def check_tensor(op: str, x: Any) -> Tensor:
     """Raise TypeError where `x` is not a tensor."""
+    if isinstance(x, Pending):
+        raise TypeError(f"{op}: {UNWAITED}")
     if not isinstance(x, Tensor):
         raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor makes one of numbers")
     return x

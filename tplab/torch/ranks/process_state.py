@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
 
 from tplab.torch.ranks.generators import generators
 
-
-class Own(NamedTuple):
-    """What a rank keeps of it while it does not have the turn; or the kernel, while ranks have it.
-
-    draws    the states of torch's default generators
-    dtype    torch's default dtype
-    stdout   where `print` writes to
-    """
-
-    draws: list[Tensor]
-    dtype: torch.dtype
-    stdout: TextIO
+Own = tuple[list[Tensor], torch.dtype, TextIO]
+"""What a rank keeps while it does not have the turn, or the kernel while ranks have it: the states of torch's default
+generators, torch's default dtype, and sys.stdout. A plain tuple, as each turn makes one."""
 
 
 class ProcessState:
@@ -29,19 +20,20 @@ class ProcessState:
 
     def __init__(self, device: torch.device | None):
         self._generators = generators(device)
-        self._get_draws = [generator.get for generator in self._generators]
+        self._gets = [generator.get for generator in self._generators]
+        self._sets = [generator.set for generator in self._generators]
 
     def take(self) -> Own:
         """As it is now."""
-        return Own([get() for get in self._get_draws], torch.get_default_dtype(), sys.stdout)
+        return [get() for get in self._gets], torch.get_default_dtype(), sys.stdout
 
     def put(self, own: Own) -> None:
-        for generator, state in zip(self._generators, own.draws):
-            generator.set(state)
-        if torch.get_default_dtype() is not own.dtype:
-            torch.set_default_dtype(own.dtype)
-        sys.stdout = own.stdout
+        draws, dtype, sys.stdout = own
+        for set_state, state in zip(self._sets, draws):
+            set_state(state)
+        if torch.get_default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
 
     def of_rank(self, seed: int, rank: int, kernels: Own, stdout: TextIO) -> Own:
         """What a rank begins with: random numbers of its own, all else as the kernel has it."""
-        return Own([generator.state(seed, rank) for generator in self._generators], kernels.dtype, stdout)
+        return [generator.state(seed, rank) for generator in self._generators], kernels[1], stdout

@@ -113,9 +113,16 @@ class Doing(NamedTuple):
 
 
 class Pending(ABC):
-    """A collective that has been started."""
+    """A collective that has been started. It is no tensor: whoever uses it as one is told to wait for it."""
 
     __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {UNWAITED}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        raise TypeError(f"{getattr(func, '__name__', func)}: {UNWAITED}")
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -134,6 +141,20 @@ class Pending(ABC):
     def __init_subclass__(cls) -> None:
         if "wait" in vars(cls):
             not_compiled(vars(cls)["wait"])
+
+
+UNWAITED = "this is a collective that was started, not yet its result; call .wait(), which gives the tensor"
+
+
+def _refused(self: Pending, *_: Any) -> Any:
+    raise TypeError(UNWAITED)
+
+
+for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
+    setattr(Pending, f"__{_name}__", _refused)
+    setattr(Pending, f"__r{_name}__", _refused)
+for _name in ("neg", "getitem", "float", "lt", "gt"):
+    setattr(Pending, f"__{_name}__", _refused)
 
 
 class Rank(ABC):
