@@ -13,9 +13,7 @@ from tplab.torch.ranks.simulated import SimulatedRank
 _OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
 
 
-def named(
-    rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines
-) -> BaseException:
+def named(rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines) -> BaseException:
     """What a rank raised, saying which rank it was. tplab's own errors stay what they are; but not those of another
     run, which the rank has made inside its program. That of this run, `failure`, names its ranks already."""
     if error is failure:
@@ -35,9 +33,7 @@ def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
     for group in groups:
         for meeting in group.open.values():
             rank, site = meeting.first
-            return CollectiveMismatchError(
-                unmet_text(site.call.key, meeting.number, rank, site.where, meeting.absent)
-            )
+            return CollectiveMismatchError(unmet_text(site.call.key, meeting.number, rank, site.where, meeting.absent))
     return None
 
 
