@@ -72,8 +72,8 @@ def gpt(blocks=12, width=64, heads=4, places=32):
     return [LayerSpec(Embed, 65, places, width), *[LayerSpec(Block, width, heads)] * blocks, *ends]
 
 # %% [markdown]
-# And a program for one rank: build its stages, train one batch of `m` microbatches, and write down after every action how
-# many bytes are kept for backward passes (`held`).
+# And a program for one rank: build its stages, and train one batch of `m` microbatches. The trace says, after every action,
+# how many bytes the rank keeps for backward passes.
 
 # %%
 def loss(logits, targets):
@@ -84,24 +84,20 @@ def batch(size, length=32):
     return ids, ids.roll(-1, 1)
 
 def train(schedule, layers, data_axis=None):
-    stages, held = stages_of(layers, schedule), []
+    stages = stages_of(layers, schedule)
     microbatches = split_batch(*batch(schedule.num_microbatches), schedule.num_microbatches)
-    train_batch(schedule, stages, microbatches, loss, data_axis=data_axis, held=held)
-    return held
-
-def peak(held):
-    return max(num_bytes for _, num_bytes in held)
+    train_batch(schedule, stages, microbatches, loss, data_axis=data_axis)
 
 # %% tags=["opening-picture"]
 p, m = 4, 8  # ranks, microbatches
 alone = run(train, Mesh(pp=p), one_f_one_b(p, 1), gpt())
-one = measured_costs(one_f_one_b(p, 1), alone.trace, alone.per_rank).activation  # bytes that each stage keeps of one
+one = measured_costs(one_f_one_b(p, 1), alone.trace).activation  # bytes that each stage keeps of one
 ran, said = {}, {}
 for name, rule in [("GPipe", gpipe), ("1F1B", one_f_one_b)]:
     said[name] = simulate(rule(p, m), Costs(activation=one))
-    ran[name] = run(train, Mesh(pp=p), rule(p, m), gpt()).per_rank
+    ran[name] = run(train, Mesh(pp=p), rule(p, m), gpt()).trace
 levels(
-    {name: {f"rank {r}": measured_strip(said[name], r, ran[name][r]) for r in (0, 3)} for name in ran},
+    {name: {f"rank {r}": measured_strip(said[name], r, ran[name]) for r in (0, 3)} for name in ran},
     predicted={name: {f"rank {r}": said[name].activation_bytes(r) for r in (0, 3)} for name in ran},
     title="Held for backward passes", about="four ranks, eight microbatches · bytes measured, steps modelled",
     sentence="GPipe: every rank holds eight microbatches. 1F1B: rank 0 holds four of them, rank 3 one.",
@@ -126,13 +122,13 @@ levels(
 
 # %%
 by_hand = [(p - r) * 3 for r in range(p)]
-device = run(train, Mesh(pp=1), one_f_one_b(1, m), gpt()).per_rank[0]
+device = run(train, Mesh(pp=1), one_f_one_b(1, m), gpt()).trace
 unit = one[0] / 3  # looking words up keeps nothing but the words
-for name, held in [("one device", [device]), *ran.items()]:
-    print(f"{name:10} holds", *[round(peak(of_rank) / unit) for of_rank in held])
+for name, its_trace in [("one device", device), *ran.items()]:
+    print(f"{name:10} holds", *[round(most / unit) for most in its_trace.peak_bytes])
 assert by_hand == [12, 9, 6, 3]
-assert [round(peak(held) / unit) for held in ran["1F1B"]] == by_hand
-assert round(peak(device) / unit) == 12
+assert [round(most / unit) for most in ran["1F1B"].peak_bytes] == by_hand
+assert round(device.peak_bytes[0] / unit) == 12
 
 # %% [markdown]
 # (26: the last rank also keeps what norm, head and loss need, of eight microbatches.) The simulation of lab 07, given the bytes of one
@@ -140,7 +136,7 @@ assert round(peak(device) / unit) == 12
 
 # %%
 for name, rule in [("GPipe", gpipe), ("1F1B", one_f_one_b)]:
-    assert [peak(held) for held in ran[name]] == list(said[name].peak_bytes)
+    assert list(ran[name].peak_bytes) == list(said[name].peak_bytes)
     assert list(said[name].peak_activations) == ([m] * p if rule is gpipe else [p - r for r in range(p)])
 
 # %% [markdown]
@@ -295,15 +291,16 @@ print("no gradient, and in nobody's list")
 
 # %%
 def everything(schedule):
-    stages, held = stages_of(gpt(), schedule), []
-    train_batch(schedule, stages, split_batch(*batch(m), m), loss, held=held)
+    stages = stages_of(gpt(), schedule)
+    train_batch(schedule, stages, split_batch(*batch(m), m), loss)
     optimizer = torch.optim.Adam(stages.parameters())
     optimizer.step()
     weights = stages.parameters()
     averages = [x for states in optimizer.state.values() for x in states.values() if x.dim()]
-    return [sum(x.nbytes for x in tensors) for tensors in (weights, [w.grad for w in weights], averages)] + [peak(held)]
+    return [sum(x.nbytes for x in tensors) for tensors in (weights, [w.grad for w in weights], averages)]
 
-shares = run(everything, Mesh(pp=p), one_f_one_b(p, m)).per_rank
+out = run(everything, Mesh(pp=p), one_f_one_b(p, m))
+shares = [[*rest, most] for rest, most in zip(out.per_rank, out.trace.peak_bytes)]
 print("        weights  gradients  Adam  activations (MB)")
 for rank, (weights, gradients, adam, activations) in enumerate(shares):
     print(f"rank {rank}  {weights / 1e6:7.1f}  {gradients / 1e6:9.1f}  {adam / 1e6:4.1f}  {activations / 1e6:11.1f}")
@@ -334,15 +331,20 @@ def layer(a):  # keeps its input, and a - 1 tensors as large
     return nn.Sequential(nn.Linear(16, wide or 16), nn.Tanh(), *([nn.Linear(wide, 16)] if wide else []))
 
 def deep(a, every):
-    """Of 16 layers: the peak of all live tensors and what F keeps, in inputs of a layer."""
-    schedule, x, held = one_f_one_b(1, 1), torch.ones(512, 16), []
+    """Of 16 layers: the peak of all live tensors, in bytes."""
+    schedule, x = one_f_one_b(1, 1), torch.ones(512, 16)
     stages = stages_of([LayerSpec(layer, a)] * 16, schedule)
     with LiveBytes() as live:
-        train_batch(schedule, stages, [(x, x)], F.mse_loss, held=held, checkpoint_every=every)
-    return live.peak / x.nbytes, peak(held) / x.nbytes
+        train_batch(schedule, stages, [(x, x)], F.mse_loss, checkpoint_every=every)
+    return live.peak
+
+def in_inputs(a, every):
+    """The peak of all live tensors, and what F keeps, in inputs of a layer."""
+    out, one_input = run(deep, Mesh(pp=1), a, every), 512 * 16 * 4
+    return out.per_rank[0] / one_input, out.trace.peak_bytes[0] / one_input
 
 ks = (1, 2, 4, 8, 16)
-found = {a: {k: run(deep, Mesh(pp=1), a, k).per_rank[0] for k in ks} for a in (1, 4, 9)}
+found = {a: {k: in_inputs(a, k) for k in ks} for a in (1, 4, 9)}
 for k, (most, kept) in found[1].items():
     print(f"k = {k:2}: {16 / k + k:4.1f} by the formula, {most:4.1f} counted")
     assert kept == 16 / k - 1  # the first input is the batch itself
@@ -386,18 +388,18 @@ assert round(unit / (32 * 64 * 4)) == 12  # a block keeps this many inputs [1, 3
 
 # %%
 def gradients(schedule, every):
-    stages, held = stages_of(gpt(), schedule), []
+    stages = stages_of(gpt(), schedule)
     with LiveBytes() as live:
-        train_batch(schedule, stages, split_batch(*batch(m), m), loss, held=held, checkpoint_every=every)
-    return [parameter.grad for parameter in stages.parameters()], peak(held), live.peak
+        train_batch(schedule, stages, split_batch(*batch(m), m), loss, checkpoint_every=every)
+    return [parameter.grad for parameter in stages.parameters()], live.peak
 
-plain = run(gradients, Mesh(pp=p), one_f_one_b(p, m), None).per_rank
-print(f"no checkpoints: rank 0 keeps {plain[0][1] / 1e6:.2f} MB, and has {plain[0][2] / 1e6:.2f} MB alive at most")
-for every in (1, 2, 3):
-    again = run(gradients, Mesh(pp=p), one_f_one_b(p, m), every).per_rank
-    for (ours, *_), (theirs, *_) in zip(again, plain):
+plain = run(gradients, Mesh(pp=p), one_f_one_b(p, m), None)
+for name, every in [("no checkpoints", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)]:
+    out = run(gradients, Mesh(pp=p), one_f_one_b(p, m), every)
+    for (ours, _), (theirs, _) in zip(out.per_rank, plain.per_rank):
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(ours, theirs))
-    print(f"every {every}: rank 0 keeps {again[0][1] / 1e6:.2f} MB, and has {again[0][2] / 1e6:.2f} MB alive at most")
+    kept, alive = out.trace.peak_bytes[0], out.per_rank[0][1]
+    print(f"{name}: rank 0 keeps {kept / 1e6:.2f} MB, and has {alive / 1e6:.2f} MB alive at most")
 
 # %% [markdown]
 # What is kept *between* forward and backward nearly vanishes. What is alive at the peak does not fall as far: the piece
@@ -427,7 +429,7 @@ ways = {
     "1F1B, rank 0": [(one_f_one_b(4, n), Mesh(pp=4), None) for n in counts],
 }
 grown = {
-    way: [peak(run(train, mesh, rule, gpt(blocks=4), axis).per_rank[0]) for rule, mesh, axis in runs]
+    way: [run(train, mesh, rule, gpt(blocks=4), axis).trace.peak_bytes[0] for rule, mesh, axis in runs]
     for way, runs in ways.items()
 }
 levels({"": {way: (counts, kept) for way, kept in grown.items()}}, title="Gradient accumulation on four workers",
@@ -452,15 +454,15 @@ assert round(stops[-1] / unit) == round(flat_line[0] / unit) == 4  # blocks; a w
 def group(schedule, ids, targets):
     part, n = axis_index("dp"), schedule.num_microbatches
     mine = slice(part * n, (part + 1) * n)  # other sequences for each pipeline
-    stages, held = stages_of(gpt(blocks=8), schedule), []
-    value = train_batch(schedule, stages, split_batch(ids[mine], targets[mine], n), loss, data_axis="dp", held=held)
-    return value, sum(parameter.nbytes for parameter in stages.parameters()), peak(held)
+    stages = stages_of(gpt(blocks=8), schedule)
+    value = train_batch(schedule, stages, split_batch(ids[mine], targets[mine], n), loss, data_axis="dp")
+    return value, sum(parameter.nbytes for parameter in stages.parameters())
 
 values, sizes, bubbles = [], [], []
 for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
     mesh, schedule = Mesh(dp=pipelines, pp=ranks), one_f_one_b(ranks, 16 // pipelines)
     out = run(group, mesh, schedule, *batch(16))
-    value, weights, kept = out.per_rank[0]
+    (value, weights), kept = out.per_rank[0], out.trace.peak_bytes[0]
     values, sizes = [*values, value.item()], [*sizes, weights]
     bubbles.append(simulate(schedule).bubble_fraction)
     print(f"{ranks} x {pipelines}  pipeline of rank 0: {mesh.groups('pp')[0]}  copies of its stage: {mesh.groups('dp')[0]}")
@@ -559,16 +561,16 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 
 # %%
 
-def in_jax(rule, every, held):
+def in_jax(rule, every):
     x, schedule = jnp.ones((8, 4, 32, 32)), rule(4, 8)
     stages = tj.stages_of([LayerSpec(Mlp)] * 4, schedule)
     pairs = [(one, one) for one in x]
-    return tj.train_batch(schedule, stages, pairs, lambda y, t: ((y - t) ** 2).mean(), held=held, checkpoint_every=every)
+    return tj.train_batch(schedule, stages, pairs, lambda y, t: ((y - t) ** 2).mean(), checkpoint_every=every)
 
 planned = {}
 for name, rule, every in [("GPipe", gpipe, None), ("1F1B", one_f_one_b, None), ("1F1B, recomputed", one_f_one_b, 1)]:
-    held = []
-    planned[name] = tj.temporary_bytes(partial(in_jax, rule, every, held), Mesh(pp=4)), [peak(of_rank) for of_rank in held]
+    of_rule = partial(in_jax, rule, every)
+    planned[name] = tj.temporary_bytes(of_rule, Mesh(pp=4)), tj.run(of_rule, Mesh(pp=4)).trace.peak_bytes
 
 # %% tags=["nbval-ignore-output"]
 for name, (temporaries, needed) in planned.items():
@@ -596,20 +598,24 @@ assert total["1F1B"] > max(needed)  # and has what the fullest one needs
 
 # %%
 def equal_layers(schedule, every=None):
-    stages, held, x = stages_of([LayerSpec(Block, 32, 4)] * 6, schedule), [], torch.ones(2, 16, 32)
-    train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, F.mse_loss, held=held, checkpoint_every=every)
-    return peak(held), sum(parameter.nbytes for parameter in stages.parameters())
+    stages, x = stages_of([LayerSpec(Block, 32, 4)] * 6, schedule), torch.ones(2, 16, 32)
+    train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, F.mse_loss, checkpoint_every=every)
+    return sum(parameter.nbytes for parameter in stages.parameters())
 
-((A, N),) = run(equal_layers, Mesh(pp=1), one_f_one_b(1, 6)).per_rank
+def kept_and_weights(schedule, every=None):
+    out = run(equal_layers, Mesh(pp=schedule.num_ranks), schedule, every)
+    return list(zip(out.trace.peak_bytes, out.per_rank))
+
+((A, N),) = kept_and_weights(one_f_one_b(1, 6))
 L, s = 6, 2 * 16 * 32 * 4
 for ranks in (2, 3, 6):
     for rule, every, microbatch in [(gpipe, None, A), (one_f_one_b, None, A), (one_f_one_b, 1, L * s)]:
-        for r, (kept, weights) in enumerate(run(equal_layers, Mesh(pp=ranks), rule(ranks, 6), every).per_rank):
+        for r, (kept, weights) in enumerate(kept_and_weights(rule(ranks, 6), every)):
             in_flight = 6 if rule is gpipe else ranks - r
             of_loss = in_flight * s if r == ranks - 1 and not every else 0  # it keeps the output
             of_batch = in_flight * s if r == 0 else 0  # the first input is there anyway
             assert kept - of_loss + of_batch == in_flight * microbatch / ranks and weights == N / ranks
-split = [kept for kept, _ in run(equal_layers, Mesh(pp=3), zb_h1(3, 6)).per_rank]
+split = [kept for kept, _ in kept_and_weights(zb_h1(3, 6))]
 print("ZB-H1, three ranks:", *(f"{kept / A:.1f}" for kept in split), "of A")
 assert split[2] > 1.4 * A
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ from tplab.schedules import (
     gpipe,
     interleaved_1f1b,
     measured_costs,
+    measured_strip,
     one_f_one_b,
     simulate,
     zb_h1,
@@ -369,25 +371,20 @@ class Big:
 # ------------------------------------------------------------------------------------------------------- memory
 
 
-def in_a_pipeline(schedule, x, held=None, **options):
+def in_a_pipeline(schedule, x, **options):
     stages = stages_of([LayerSpec(Block)] * 2 * schedule.num_stages, schedule)
     batch = split_batch(x, x, schedule.num_microbatches)
-    return train_batch(schedule, stages, batch, mean_squares, held=held, **options)
+    return train_batch(schedule, stages, batch, mean_squares, **options)
 
 
 X = np.random.default_rng(0).normal(size=(32, 16, D))
-
-
-def held_by(schedule, **options):
-    held, mesh = [], Mesh(pp=schedule.num_ranks)
-    return held, run(partial(in_a_pipeline, held=held, **options), mesh, schedule, X, out_specs=(P(), P("pp")))
 
 
 def test_bytes_held_are_those_of_the_vjp():
     """What F keeps is part of what `saved_tensors` lists: no weights, nothing that is cheap to make again. At the end
     nothing is held, and the most is what the simulation says."""
     schedule = zb_h1(3, 4)
-    held, out = held_by(schedule)
+    trace = run(in_a_pipeline, Mesh(pp=3), schedule, X, out_specs=(P(), P("pp"))).trace
 
     def middle(params, x):
         for layer in params:
@@ -396,15 +393,12 @@ def test_bytes_held_are_those_of_the_vjp():
 
     params = begun([LayerSpec(Block)] * 2)
     kept = saved_tensors(middle, params, jnp.asarray(X[:8]))
-    assert 0.5 * kept.bytes < held[1][0][1] < kept.bytes
-    for of_rank in held:
-        assert of_rank[-1][1] == 0
-        by_name = {str(action): num_bytes for action, num_bytes in of_rank}
-        assert len(by_name) == len(of_rank) == 12
-    costs = measured_costs(schedule, out.trace, held)
-    predicted = simulate(schedule, costs)
-    for rank, of_rank in enumerate(held):
-        assert max(num_bytes for _, num_bytes in of_rank) == pytest.approx(predicted.peak_bytes[rank])
+    predicted = simulate(schedule, measured_costs(schedule, trace))
+    assert trace.peak_bytes == pytest.approx(predicted.peak_bytes)
+    for rank in range(3):
+        _, held = measured_strip(predicted, rank, trace)
+        assert held[-1] == 0 and len(held) == 1 + 12
+        assert rank != 1 or 0.5 * kept.bytes < held[1] < kept.bytes
 
 
 def text_of(fn, mesh):
@@ -427,12 +421,11 @@ def test_what_xla_allocates_falls_with_the_schedule():
 
     one, found = 64 * 32 * 8, {}
     for rule in (gpipe, one_f_one_b):
-        held = []
-        this = partial(program, rule(2, 8), held=held)
+        this = partial(program, rule(2, 8))
         found[rule] = temporary_bytes(this, Mesh(pp=2))
         copies = re.findall(rf"f64\[{8 if rule is gpipe else 2},64,32\]\S* copy\(", text_of(this, Mesh(pp=2)))
         assert len(copies) <= 5  # of zeros, before the loop
-        slots = max(num_bytes for of_rank in held for _, num_bytes in of_rank)
+        slots = run(this, Mesh(pp=2)).trace.peak_bytes.max()
         # of each of the 4 layers its tanh; and what enters, where it is not the batch's own
         assert slots == one * (8 * 5 if rule is gpipe else 2 * 4)
         inputs, inbox, outside = 2 * 8 * one, 8 * one, 12 * one
@@ -450,8 +443,8 @@ def test_slots_are_the_peak_of_the_schedule(rule):
     made = plan(schedule, [0] * schedule.num_stages, [keeping])
     peak = simulate(schedule).peak_activations * schedule.stages_per_rank  # in microbatches of one stage
     assert made.stash[buffer] == max(peak)
-    for held, most in zip(made.held, peak, strict=True):
-        assert max(num_bytes for _, num_bytes in held) == 16 * most
+    for row, most in zip(schedule.by_rank(), peak, strict=True):
+        assert max(accumulate(keeping.change(action.kind) for action in row)) == 16 * most
     sent = sum(len(made.rounds[number]) for number in made.round_of.flat)
     assert sent == 2 * (schedule.num_stages - 1) * schedule.num_microbatches  # each cut, each way; nothing else
 

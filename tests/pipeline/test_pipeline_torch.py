@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from tplab import Mesh
 from tplab.errors import RankError, ScheduleError, ShapeError
@@ -28,7 +29,7 @@ from tplab.schedules import (
     zb_h1,
     zb_v,
 )
-from tplab.schedules.measured import compare, measured_costs
+from tplab.schedules.measured import compare, measured_costs, measured_strip
 from tplab.torch import axis_index, run, split_batch, stages_of, train_batch
 from tplab.torch import dropout as shared_dropout
 from tplab.torch.pipeline.redraw import Redraw
@@ -280,16 +281,14 @@ def test_recomputed_activations_change_nothing(schedule, every):
 
 
 def held_by(schedule, **options):
-    """What each rank held, with two blocks a stage."""
+    """A trace of it, with two blocks in each stage."""
 
     def program():
         stages = {n: nn.Sequential(Block(), Block()) for n in schedule.placement[axis_index("pp")]}
-        x, held = torch.ones(3, 5, D, dtype=torch.float64), []
-        train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, F.mse_loss, held=held, **options)
-        return held
+        x = torch.ones(3, 5, D, dtype=torch.float64)
+        train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, F.mse_loss, **options)
 
-    out = run(program, Mesh(pp=schedule.num_ranks))
-    return out.per_rank, out.trace
+    return run(program, Mesh(pp=schedule.num_ranks)).trace
 
 
 def flops_by_kind(schedule, **options):
@@ -297,19 +296,14 @@ def flops_by_kind(schedule, **options):
 
     def program():
         stages = {n: nn.Sequential(linear(), nn.Tanh(), linear()) for n in schedule.placement[axis_index("pp")]}
-        x, flops = torch.ones(3, 4), {}
+        x = torch.ones(3, 4)
+        train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, F.mse_loss, **options)
 
-        class Counting(list):
-            def append(self, entry):
-                kind = entry[0].kind
-                flops[kind] = flops.get(kind, 0) + counter.get_total_flops() - sum(flops.values())
-
-        with FlopCounterMode(display=False) as counter:
-            train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, F.mse_loss, held=Counting(), **options)
-        return flops
-
-    (found,) = run(program, Mesh(pp=1)).per_rank
-    return found
+    flops = Counter()
+    for event in run(program, Mesh(pp=1), cluster="h100").trace.select(kind="compute").events:
+        if event.where.startswith("stage"):
+            flops[event.op[0]] += event.flops
+    return flops
 
 
 def test_flops_of_the_whole_batch():
@@ -318,10 +312,11 @@ def test_flops_of_the_whole_batch():
     split = flops_by_kind(zb_h1(1, 4))
     assert whole["F"] == split["F"] > 0
     assert split["I"] + split["W"] == whole["B"]
+    once = 4  # the losses of four microbatches are added up
     again = flops_by_kind(one_f_one_b(1, 4), checkpoint_every=1)
-    assert again["B"] == whole["B"] + whole["F"]
+    assert again["B"] == whole["B"] + whole["F"] - once
     again = flops_by_kind(zb_h1(1, 4), checkpoint_every=1)
-    assert again["I"] + again["W"] == whole["B"] + whole["F"]
+    assert again["I"] + again["W"] == whole["B"] + whole["F"] - once
     assert again["W"] == split["W"]
 
 
@@ -331,18 +326,17 @@ def test_flops_of_the_whole_batch():
 def test_bytes_held_are_those_predicted(schedule):
     """After every action, on every rank: the strip of the simulation, with the bytes of one microbatch put in."""
 
-    per_rank, trace = held_by(schedule)
-    costs = measured_costs(schedule, trace, per_rank)
+    trace = held_by(schedule)
+    costs = measured_costs(schedule, trace)
     assert np.min(costs.activation) > 3 * 5 * D * 8 * 10  # two blocks keep more than ten tensors of x's size
     predicted = simulate(schedule, costs)
-    for rank, held in enumerate(per_rank):
-        peak = max(num_bytes for _, num_bytes in held)
-        assert peak == pytest.approx(predicted.peak_bytes[rank])
-        assert held[-1][1] == 0
-        strip = [num_bytes for action, num_bytes in held if action.is_compute]
+    assert trace.peak_bytes == pytest.approx(predicted.peak_bytes)
+    for rank in range(schedule.num_ranks):
+        strip = measured_strip(predicted, rank, trace)[1][1:]
+        assert strip[-1] == 0
         steps = predicted.activation_bytes(rank)[1][1:]
         if not schedule.splits_backward:  # else equal times are ordered otherwise
-            assert strip == pytest.approx(steps.tolist())
+            assert strip == pytest.approx(steps)
 
 
 class Alive(TorchDispatchMode):
@@ -398,26 +392,23 @@ def test_bytes_held_are_what_really_lives():
 
 
 def test_recomputing_keeps_only_what_enters_the_pieces():
-    (kept,), _ = held_by(gpipe(1, 4))
-    (recomputed,), _ = held_by(gpipe(1, 4), checkpoint_every=1)
+    (kept,), (recomputed,) = (held_by(gpipe(1, 4), checkpoint_every=every).peak_bytes for every in (None, 1))
     one = 3 * 5 * D * 8
-    peak = [max(num_bytes for _, num_bytes in held) for held in (kept, recomputed)]
-    assert peak[1] == 4 * one  # four microbatches, what enters the second block; the first one's input is the batch's
-    assert peak[0] > 10 * peak[1]
+    assert recomputed == 4 * one  # of four microbatches what enters the second block; the first's input is the batch's
+    assert kept > 10 * recomputed
 
 
 def test_the_microbatch_itself_is_not_counted():
     """Targets are slices of a whole batch, whose memory is there anyway; as inputs are."""
 
     def program(num_microbatches):
-        ids, held = torch.arange(8 * 5).reshape(8, 5) % D, []
+        ids = torch.arange(8 * 5).reshape(8, 5) % D
         batch = split_batch(ids, ids.flip(0), 8)[:num_microbatches]
         stage = nn.Sequential(nn.Embedding(D, D), nn.Linear(D, D))
-        train_batch(gpipe(1, num_microbatches), stage, batch, cross_entropy, held=held)
-        return max(num_bytes for _, num_bytes in held)
+        train_batch(gpipe(1, num_microbatches), stage, batch, cross_entropy)
 
-    (one,) = run(program, Mesh(pp=1), 1).per_rank
-    assert run(program, Mesh(pp=1), 4).per_rank == [4 * one]
+    one, four = (run(program, Mesh(pp=1), count).trace.peak_bytes for count in (1, 4))
+    assert four == 4 * one
     # the linear layer's input, the loss's log softmax, and the sum of its weights
     assert one == 5 * D * 4 + 5 * D * 4 + 4
 
@@ -427,7 +418,7 @@ def test_memory_of_accumulation():
     all of them in GPipe, as many as there are ranks in 1F1B."""
 
     def peak(schedule):
-        return max(num_bytes for _, num_bytes in held_by(schedule)[0][0])
+        return held_by(schedule).peak_bytes[0]
 
     one = peak(one_f_one_b(1, 1))
     assert [peak(one_f_one_b(1, m)) for m in (2, 6)] == [one, one]

@@ -15,7 +15,7 @@ from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
 from tplab.pipeline.layer_spec import layer_names, ties
 from tplab.pipeline.partition import Partition, partition
-from tplab.schedules import Costs, interleaved_1f1b, one_f_one_b, simulate
+from tplab.schedules import Costs, interleaved_1f1b, measured_costs, one_f_one_b, simulate
 from tplab.widgets.matrices import Panel
 
 WORDS, SEQUENCE, MICROBATCHES = 65, 16, 4
@@ -185,18 +185,15 @@ def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[in
 
     schedule = interleaved_1f1b(1, 1, virtual_stages=len(layers))  # every layer is a stage, all on one rank
 
-    def program() -> list[Any]:
-        held: list[Any] = []
-        train_batch(schedule, stages_of(layers, schedule, "uniform"), [(ids, ids)], _cross_entropy, held=held)
-        return held
+    def program() -> None:
+        train_batch(schedule, stages_of(layers, schedule, "uniform"), [(ids, ids)], _cross_entropy)
 
-    out = run(program, Mesh(pp=1), cluster="h100")  # FLOPs are counted where there is a cluster to time them
+    trace = run(program, Mesh(pp=1), cluster="h100").trace  # FLOPs are counted where there is a cluster to time them
     flops = dict.fromkeys([f"stage {place}" for place in range(len(layers))], 0)
-    for event in out.trace.select(kind="compute").events:
+    for event in trace.select(kind="compute").events:
         if event.op == "F0":
             flops[event.where] += event.flops
-    after = [num_bytes for action, num_bytes in out.per_rank[0] if action.kind == "F"]
-    kept = np.diff(after, prepend=0).tolist()
+    kept = np.asarray(measured_costs(schedule, trace).activation, int).tolist()
     return list(flops.values()), [BYTES_A_PARAMETER * size for size in num_parameters(layers)], kept
 
 
@@ -306,14 +303,15 @@ def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) ->
     schedule = one_f_one_b(trial.ranks, 2 * trial.ranks)
 
     def program() -> int:
-        stages, held = stages_of(layers, schedule, bounds=bounds), []
-        train_batch(schedule, stages, [(ids, ids)] * schedule.num_microbatches, _cross_entropy, held=held)
+        stages = stages_of(layers, schedule, bounds=bounds)
+        train_batch(schedule, stages, [(ids, ids)] * schedule.num_microbatches, _cross_entropy)
         optimizer = torch.optim.Adam(stages.parameters(), foreach=False)
         optimizer.step()
         made = [[p, p.grad, *optimizer.state[p].values()] for p in stages.parameters()]
-        return max(num_bytes for _, num_bytes in held) + sum(x.nbytes for xs in made for x in xs if x.dim())
+        return sum(x.nbytes for xs in made for x in xs if x.dim())
 
-    took = run(program, Mesh(pp=trial.ranks)).per_rank
+    out = run(program, Mesh(pp=trial.ranks))
+    took = [held + int(most) for held, most in zip(out.per_rank, out.trace.peak_bytes)]
     free = replace(trial, limit=math.inf).best().bounds
     return (
         f"Your model, run so on {trial.ranks} ranks: the fullest one took {max(took):,} bytes of {trial.limit:,}. "

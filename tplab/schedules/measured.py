@@ -18,20 +18,14 @@ from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import Simulation
 from tplab.trace.trace import Trace
 
-Held = Sequence[tuple[Action, int]]
-"""What one rank held for its backward passes after each action, in bytes: what `train_batch(held=...)` fills."""
 
-
-def measured_costs(
-    schedule: Schedule, trace: Trace, held: Sequence[Held] | None = None, *, axis: Axis = "pp", batch: int = -1
-) -> Costs:
-    """What each action took in the trace of a run of `train_batch`, as the costs of `simulate`.
+def measured_costs(schedule: Schedule, trace: Trace, *, axis: Axis = "pp", batch: int = -1) -> Costs:
+    """What each action took in the trace of a run of `train_batch`, as the costs of `simulate`: its time; the bytes of
+    each stage's activations, and the part of them that I lets go.
 
     A message takes as long as the quickest one did: others may have waited until their receiver looked.
 
     trace   of the run. Of several batches in it, `batch` says which
-    held    one list per rank, as train_batch(held=...) has filled it: the costs then have the bytes of each stage's
-            activations too, and the part of them that I lets go
     axis    of the pipeline; with more axes, the ranks of the group of rank 0 count
     """
     took = _times(schedule, trace, axis, batch)
@@ -40,7 +34,7 @@ def measured_costs(
     for kind, table in tables.items():
         rows = np.flatnonzero(took.schedule.kind == kind)
         table[took.schedule.stage[rows], took.schedule.microbatch[rows]] = duration[rows]
-    activation, part_freed = (1.0, 0.0) if held is None else _bytes(schedule, held)
+    activation, part_freed = _bytes(took)
     messages = trace.select(kind="send", op="send", axis=axis)
     travel = messages.column("end") - messages.column("start")
     return Costs(
@@ -80,32 +74,25 @@ def compare(
     return _beside(predicted, trace, took, axis)
 
 
-def measured_strip(run: Simulation, rank: int, held: Held) -> tuple[np.ndarray, np.ndarray]:
-    """(times, bytes held from then on) of one rank: a staircase that begins at 0.
+def measured_strip(
+    run: Simulation, rank: int, trace: Trace, *, axis: Axis = "pp", batch: int = -1
+) -> tuple[np.ndarray, np.ndarray]:
+    """(times, bytes held from then on) of the rank at position `rank` of `axis`: a staircase that begins at 0.
 
-    The bytes are measured, the times are those of `run`, so that it can be laid over `run.activation_bytes(rank)`,
+    The bytes are those of `trace`, the times those of `run`, so that it can be laid over `run.activation_bytes(rank)`,
     which is all predicted. As there, F takes its bytes when it begins, and the others let go when they end.
 
-    held   what `train_batch(held=...)` filled on this rank, for the schedule of `run`
-    Raises ScheduleError where it is of another one.
+    trace, axis, batch   as in `measured_costs`
+    Raises ScheduleError where the trace is of another schedule than `run`.
     """
-    schedule = run.schedule.compute_only()
-    ran = [(action, num_bytes) for action, num_bytes in held if action.is_compute]
-    row = schedule.by_rank()[rank]
-    for index, (action, (was, _)) in enumerate(zip(row, ran)):
-        if action.alone() != was.alone():
-            raise ScheduleError(
-                f"rank {rank} ran {in_words(was)} as action {index} where the schedule has {in_words(action)}; `held` "
-                "must be of a run of this schedule, and of this rank"
-            )
-    if len(row) != len(ran):
-        raise ScheduleError(f"rank {rank} has {len(row)} actions in the schedule and {len(ran)} in `held`")
-    computes = np.flatnonzero(run.schedule.kind <= max(COMPUTE))
-    indices = computes[schedule.offsets[rank] : schedule.offsets[rank + 1]]
-    is_forward = np.array([action.kind == "F" for action in row], bool)
-    times = np.where(is_forward, run.start[indices], run.end[indices])
+    took = _times(run.schedule, trace, axis, batch)
+    if (took.held < 0).any():
+        raise ScheduleError("the trace does not say what its ranks held; it must be of a run of train_batch")
+    own = slice(*took.schedule.offsets[rank : rank + 2])
+    indices = np.flatnonzero(run.schedule.kind <= max(COMPUTE))[own]
+    times = np.where(took.schedule.kind[own] == F, run.start[indices], run.end[indices])
     order = np.argsort(times, kind="stable")
-    return np.append(0.0, times[order]), np.append(0.0, np.array([num_bytes for _, num_bytes in ran])[order])
+    return np.append(0.0, times[order]), np.append(0.0, took.held[own][order])
 
 
 def _beside(predicted: Simulation, trace: Trace, took: _Times, axis: Axis) -> Comparison:
@@ -181,13 +168,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Times:
-    """When each action started and ended, and how long its rank was busy with it [actions of `schedule`]; who ran the
-    rows, and which batch of how many it is."""
+    """When each action started and ended, how long its rank was busy with it, and what it held then [actions of
+    `schedule`]; who ran the rows, and which batch of how many it is."""
 
     schedule: Schedule
     start: np.ndarray
     end: np.ndarray
     busy: np.ndarray
+    held: np.ndarray
     ranks: tuple[int, ...]
     batch: int
     num_batches: int
@@ -199,7 +187,8 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
     group = trace.mesh.group(0, axis)
     if len(group) != schedule.num_ranks:
         raise ScheduleError(f"the trace has {len(group)} ranks along {axis!r}, and the schedule {schedule.num_ranks}")
-    start, end, busy = (np.zeros(len(schedule)) for _ in range(3))
+    columns = np.zeros((4, len(schedule)))
+    start, end, busy, held = columns
     if not len(schedule):
         raise ScheduleError("the schedule has no actions, so there are no times to compare")
     num_batches = 0
@@ -213,10 +202,9 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
                 f"{batch}; it must be the trace of a run of train_batch with it"
             )
         first = int(schedule.offsets[rank])
-        for index, (began, ended, worked) in enumerate(runs[batch]):
-            start[first + index], end[first + index], busy[first + index] = began, ended, worked
+        columns[:, first : first + len(row)] = np.transpose(runs[batch])
         num_batches = max(num_batches, len(runs))
-    return _Times(schedule, start, end, busy, group, batch % max(num_batches, 1), num_batches)
+    return _Times(schedule, start, end, busy, held, group, batch % max(num_batches, 1), num_batches)
 
 
 def _one_by_one(schedule: Schedule) -> Schedule:
@@ -239,8 +227,9 @@ def _actions_only(run: Simulation) -> Simulation:
 _ACTION = re.compile(r"[FBIW]\d+")
 
 
-def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tuple[float, float, float]]]:
-    """(start, end, busy) of each action of a row, for each time it was run whole. An action may be several events."""
+def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tuple[float, float, float, int]]]:
+    """(start, end, busy, held) of each action of a row, for each time it was run whole. An action may be several
+    events."""
     names = [(action.label, f"stage {action.stage}") for action in row]
     made = []
     for event in trace.select(rank=rank, kind="compute").events:
@@ -248,7 +237,7 @@ def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tu
         if not (_ACTION.fullmatch(event.op) and event.where.startswith("stage ")):
             continue  # what the rank computes besides
         if made and name == names[len(made) - 1]:
-            made[-1] = made[-1][0], event.end, made[-1][2] + event.duration
+            made[-1] = made[-1][0], event.end, made[-1][2] + event.duration, event.held
             continue
         if len(made) == len(row):
             yield made
@@ -259,24 +248,24 @@ def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tu
                 f"rank {rank} ran {event.op} of {event.where} where the schedule has {has}; the trace must be of this "
                 "schedule"
             )
-        made.append((event.start, event.end, event.duration))
+        made.append((event.start, event.end, event.duration, event.held))
     if made and len(made) == len(row):
         yield made
 
 
-def _bytes(schedule: Schedule, held: Sequence[Held]) -> tuple[list[float], list[float]]:
+def _bytes(took: _Times) -> tuple[list[float] | float, list[float] | float]:
     """Bytes that F of each stage keeps (the mean over microbatches), and the part that I lets go."""
-    kept, freed = np.zeros((2, schedule.num_stages)), np.zeros((2, schedule.num_stages))
-    for one in held:
-        before = 0
-        for action, num_bytes in one:
-            if action.kind in ("F", "I"):
-                sums, change = (kept, num_bytes - before) if action.kind == "F" else (freed, before - num_bytes)
-                sums[:, action.stage] += change, 1
-            before = num_bytes
-    activation = kept[0] / np.maximum(kept[1], 1)
-    part = freed[0] / np.maximum(freed[1], 1) / np.maximum(activation, 1)
-    return activation.tolist(), part.tolist()
+    schedule = took.schedule
+    if (took.held < 0).any():  # a trace of something else than train_batch
+        return 1.0, 0.0
+    change = np.diff(took.held, prepend=0.0)  # each rank begins, and ends, with nothing
+    means = []
+    for kind, sign in ((F, 1), (I, -1)):
+        rows = np.flatnonzero(schedule.kind == kind)
+        count = np.bincount(schedule.stage[rows], minlength=schedule.num_stages)
+        means.append(np.bincount(schedule.stage[rows], sign * change[rows], schedule.num_stages) / np.maximum(count, 1))
+    kept, freed = means
+    return kept.tolist(), (freed / np.maximum(kept, 1)).tolist()
 
 
 def _line(who: str, predicted: float, measured: float) -> str:

@@ -23,6 +23,7 @@ NUMBERS: dict[str, type[np.generic]] = {
     "message": np.int64,
     "step": np.int32,
     "chunk": np.int32,
+    "held": np.int64,
 }
 """Fields that are numbers, and how they are stored. No peer is -1."""
 
@@ -30,7 +31,7 @@ STORED = tuple(name for name in COLUMNS if name != "values")
 """Fields with a column; values are kept by row, for few events have them."""
 
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
-DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": ""}
+DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
 
 ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks")
 """What a trace says besides its mesh and its events."""

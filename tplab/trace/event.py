@@ -28,6 +28,7 @@ class Event:
     contributors    the ranks whose data is in it
     values          what is carried, or what a collective returned, where it is small (bfloat16 and the like as float32)
     where           the line of the program
+    held            compute: bytes that the rank keeps for backward passes when it is over; -1: not known
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Event:
     contributors: tuple[int, ...] = ()
     values: np.ndarray | None = field(default=None, compare=False)
     where: str = ""
+    held: int = -1
 
     @property
     def duration(self) -> float:

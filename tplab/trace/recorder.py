@@ -17,7 +17,7 @@ _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contribu
 _WIDTH = len(_NOTED)
 _FULL = _BLOCK * _WIDTH
 _FORMS = tuple(name for name in STORED if name not in _NOTED)
-"""The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where."""
+"""The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held."""
 
 
 class Recorder:
@@ -59,9 +59,10 @@ class Recorder:
     def form(
         self, rank: int, kind: str, op: str, axis: str | None = None, group: tuple[int, ...] = (),
         peer: int | None = None, flops: int = 0, shape: tuple[int, ...] = (), dtype: str = "", where: str = "",
+        held: int = -1,
     ) -> int:  # fmt: skip
         """The form of events of which these fields are the same, for `note`."""
-        row = rank, kind, op, axis, group, -1 if peer is None else peer, flops, shape, dtype, where
+        row = rank, kind, op, axis, group, -1 if peer is None else peer, flops, shape, dtype, where, held
         return self._form(row, row)
 
     def message_form(
@@ -69,7 +70,7 @@ class Recorder:
         where: str,
     ) -> int:  # fmt: skip
         """The form of messages: of two events each, the send on `source` and the receive on `target`."""
-        rest = 0, shape, dtype, where
+        rest = 0, shape, dtype, where, -1
         send = source, "send", op, axis, group, target, *rest
         return ~self._form(("message", *send), send, (target, "receive", op, axis, group, source, *rest))
 
@@ -118,10 +119,10 @@ class Recorder:
         self, rank: int, kind: str, op: str, start: float, end: float, *, axis: str | None = None,
         group: tuple[int, ...] = (), peer: int | None = None, bytes: int = 0, flops: int = 0,
         shape: tuple[int, ...] = (), dtype: str = "", message: int = -1, step: int = -1, chunk: int = -1,
-        contributors: tuple[int, ...] = (), values: np.ndarray | None = None, where: str = "",
+        contributors: tuple[int, ...] = (), values: np.ndarray | None = None, where: str = "", held: int = -1,
     ) -> None:  # fmt: skip
         """Take down one event; the arguments are the fields of `Event`."""
-        form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where)
+        form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held)
         self.note(form, start, end, bytes, message, step, chunk, contributors, values)
 
     def add_message(

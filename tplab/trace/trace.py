@@ -202,6 +202,13 @@ class Trace:
             return np.zeros(self.mesh.size)
         return np.clip(1 - self.busy() / self.makespan, 0.0, 1.0)  # rounding may leave -1e-16
 
+    @property
+    def peak_bytes(self) -> np.ndarray:
+        """The most that each rank held for backward passes, in bytes: of ranks that ran `train_batch`, else 0."""
+        most = np.zeros(self.mesh.size, np.int64)
+        np.maximum.at(most, self._numbers["rank"], self._numbers["held"])
+        return most
+
     def table(self) -> str:
         """One line per operation: how often it ran, what it sent, how long it took, all ranks together."""
         lines = [("kind", "op", "axis", "events", "bytes", f"time ({self.unit}, {self.clock})")]

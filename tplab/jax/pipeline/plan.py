@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -43,6 +43,11 @@ class Keeping(NamedTuple):
     outlasting: frozenset[Buffer]
     left: tuple[Buffer, ...]
 
+    def change(self, kind: str) -> int:
+        """Bytes that a pass of this kind adds to what is kept; less than 0 where it lets go."""
+        saved, outlasting, left = (sum(buffer.num_bytes for buffer in buffers) for buffers in self)
+        return {"F": saved, "B": -saved, "I": left + outlasting - saved, "W": -left - outlasting}[kind]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -59,7 +64,6 @@ class Plan:
     round_of  [ticks, exchanges] of them, after each tick
     inbox     slots of the inbox
     stash     buffer -> slots
-    held      of each rank, (action, bytes that it then keeps for backward passes)
     """
 
     table: dict[Any, np.ndarray]
@@ -68,7 +72,6 @@ class Plan:
     round_of: np.ndarray
     inbox: int
     stash: dict[Buffer, int]
-    held: list[list[tuple[Action, int]]]
 
 
 def plan(schedule: Schedule, program_of: Sequence[int], keeping: Sequence[Keeping]) -> Plan:
@@ -91,7 +94,7 @@ class _Planner:
         passes = self._actions()
         rounds, round_of, inbox = self._messages()
         stash = self._stash()
-        return Plan(dict(self.table), passes, rounds, round_of, inbox, stash, self._held())
+        return Plan(dict(self.table), passes, rounds, round_of, inbox, stash)
 
     def _actions(self) -> tuple[tuple[str, int], ...]:
         """Note what each rank does."""
@@ -159,19 +162,6 @@ class _Planner:
             return [first, whole]
         return [first, self._place("I", action)] + ([self._place("W", action)] if outlasts else [])
 
-    def _held(self) -> list[list[tuple[Action, int]]]:
-        held: list[list[tuple[Action, int]]] = []
-        for row in self.schedule.by_rank():
-            total, lines = 0, []
-            for action in row:
-                keeping = self.keeping[self.program_of[action.stage]]
-                saved, left = _bytes(keeping.saved), _bytes(keeping.left)
-                outlasting = _bytes(keeping.outlasting)
-                total += {"F": saved, "B": -saved, "I": left + outlasting - saved, "W": -left - outlasting}[action.kind]
-                lines.append((action, total))
-            held.append(lines)
-        return held
-
     def _place(self, kind: str, action: Action) -> int:
         return self.places[kind, action.stage, action.microbatch]
 
@@ -200,7 +190,3 @@ class _Slots:
         slot = heappop(free)
         heappush(taken, (end, slot))
         return slot
-
-
-def _bytes(buffers: Iterable[Buffer]) -> int:
-    return sum(buffer.num_bytes for buffer in buffers)

@@ -77,7 +77,8 @@ class Ticks:
         row: Row = dict(zip(self.table, values))
         numbers = row["stage"], row["microbatch"], self.group[row["home"]], seconds
         for number, (kind, program) in enumerate(self.plan.passes, 1):
-            act = action(kind, partial(self._act, kind, self.programs[program], row))
+            one = self.programs[program]
+            act = action(kind, partial(self._act, kind, one, row), one.keeping.change(kind))
             state = _when(row["action"] == number, lambda state, act=act: act(state, *numbers), state)
         ways = [partial(_exchange, pairs, self.axis) for pairs in self.plan.rounds]
         arrived = [lax.switch(number, ways, state.message) for number in rounds]

@@ -20,17 +20,14 @@ from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
 from tplab.pipeline.microbatches import check_microbatches
 from tplab.pipeline.tied import Tied
-from tplab.schedules import Action, Costs, Schedule, check
+from tplab.schedules import Costs, Schedule, check
 from tplab.schedules.execute import require_ranks
-
-Held = list[list[tuple[Action, int]]]
-"""Of each rank, what it holds for its backward passes after each of its actions: (action, bytes)."""
 
 
 def train_batch(
     schedule: Schedule, stages: Stages | tuple[Callable[..., Any], Any], microbatches: Sequence[tuple[Any, Any]],
     loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None, tied: Tied | None = None,
-    checkpoint_every: int | None = None, costs: Costs | None = None, held: Held | None = None, key: Any = None,
+    checkpoint_every: int | None = None, costs: Costs | None = None, key: Any = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a
     rank's program; the rank at position r of `axis` runs row r.
@@ -60,8 +57,6 @@ def train_batch(
                   backward pass
     costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
                   time. So the trace can be laid over `simulate(schedule, costs, lockstep=True)`
-    held          a list that gets, when the program is traced, one list for each rank: its actions, and the bytes that
-                  it holds for its backward passes after each
     key           the batch's random key, the same on every rank: layers that have a parameter of this name are given
                   one made of it, of the microbatch and of the layer's place in the model alone. So dropout draws the
                   same numbers in every schedule of the same layers, computed again or not
@@ -73,6 +68,7 @@ def train_batch(
         I   that of the input only; keep what W needs, let go of the rest       W   those of the parameters
     B is I and W at once, to the FLOP. An overlapped pair runs one after the other. A STEP is left to the caller.
 
+    The trace has each action as an event, and in it the bytes that the rank then holds for backward passes (`held`).
     Lock-step: a tick is over when its slowest rank is, and its messages have arrived. A message is one flat array a
     dtype, as long as the longest between any two stages; who has nothing to send sends nothing. Stages of the same
     layers are compiled once.
@@ -96,9 +92,6 @@ def train_batch(
     batch = Batch(pairs, key, axes)
     programs, program_of = programs_of(blueprints, params, batch, loss, checkpoint_every)
     planned = plan(schedule, program_of, [program.keeping for program in programs])
-    if held is not None:
-        held += planned.held
-
     end = Ticks(schedule, planned, programs, blueprints, params, batch, axis, costs).run()
     total = all_reduce(end.loss, axis) / schedule.num_microbatches
     if data_axis is not None:

@@ -18,8 +18,9 @@ STORE = "store"
 """The kind of what only puts away what has arrived. It is no action of the schedule, and no event."""
 
 
-def action(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as an action of this kind, so that the trace knows it as one.
+def action(kind: str, function: Callable[..., Any], keeps: int = 0) -> Callable[..., Any]:
+    """`function` as an action of this kind, so that the trace knows it as one. It adds `keeps` to the bytes that the
+    rank holds for backward passes; less than 0 where it lets go.
 
     Its last four arguments say of what: the stage, the microbatch, the rank where the microbatch begins, and how long
     the action takes on a clock that counts steps. They are for the trace; XLA leaves them out. STORE has none.
@@ -28,24 +29,26 @@ def action(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any) -> Any:
         return function(*args)
 
-    called.__name__ = _PREFIX + kind
+    called.__name__ = f"{_PREFIX}{kind}.{keeps}"
     return jax.jit(called)
 
 
 def kind_of_action(params: Mapping[str, Any]) -> str:
-    """The kind of action that a call with these parameters is; "" if none."""
+    """The kind of action that a call with these parameters is, and what it keeps, "F.1024"; "" if it is none."""
     name = str(params.get("name", ""))
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
 
 
 @dataclass(frozen=True)
 class _Doing:
-    """What a rank does: its name, where, the chunk that is the microbatch, and how long it takes in steps."""
+    """What a rank does: its name, where, the chunk that is the microbatch, how long it takes in steps, and the bytes
+    that the rank holds afterwards."""
 
     op: str
     where: str
     chunk: int
     seconds: float
+    held: int
 
 
 class Actions:
@@ -57,6 +60,7 @@ class Actions:
     def __init__(self, tasks: list[Task], chunk: Callable[[int, int], int], num_ranks: int):
         self._tasks, self._chunk, self._num_ranks = tasks, chunk, num_ranks
         self._passed: dict[int, set[int]] = defaultdict(set)  # microbatch's chunk -> ranks that have worked on it
+        self._held = [0] * num_ranks  # bytes for backward passes
         self._before: tuple[int, ...] = ()  # the exchanges before the actions of this tick
         self._after: list[int] = []  # and those after them
 
@@ -64,17 +68,21 @@ class Actions:
         self, kind: str, inputs: list[Held], decided_by: tuple[int, ...], ranks: tuple[int, ...],
         run: Callable[[], list[Held]],
     ) -> list[Held]:  # fmt: skip
-        """An action, which `run` walks through: one task per rank. What it computes is not looked into.
+        """An action of a kind, "F.1024", which `run` walks through: one task per rank. What it computes is not looked
+        into.
 
         decided_by   the tasks, by number, that decided that it is done at all
         """
         first, needs = len(self._tasks), {*decided_by, *(task for held in inputs for task in held.needs)}
+        kind, _, keeps = kind.partition(".")
         results = run()
         if kind == STORE:
             del self._tasks[first:]
             return [Held(held, needs) for held in results]
         if self._after:
             self._before, self._after = tuple(self._after), []
+        for rank in ranks:
+            self._held[rank] += int(keeps)
         doing = self._doing(kind, inputs[-_NUM_NUMBERS:], ranks)
         labels: list[Label | None] = [None] * self._num_ranks
         for rank, about in doing.items():
@@ -96,7 +104,7 @@ class Actions:
         for rank in ranks:
             stage, microbatch, origin, seconds = (column[rank] for column in values)
             chunk = self._chunk(int(origin), int(microbatch))
-            found[rank] = _Doing(f"{kind}{microbatch}", f"stage {stage}", chunk, float(seconds))
+            found[rank] = _Doing(f"{kind}{microbatch}", f"stage {stage}", chunk, float(seconds), self._held[rank])
         return found
 
     def _merged(self, first: int, tail: tuple[int, ...], doing: Mapping[int, _Doing]) -> tuple[int, ...]:
@@ -129,5 +137,5 @@ def _one(parts: list[Task], rank: int, about: _Doing, needs: tuple[int, ...], se
     shape, dtype = ((), "") if main is None else (main.shape, main.dtype)
     return Task(
         "compute", about.op, (rank,), needs, shape, dtype, sum(part.num_bytes for part in parts), about.where,
-        sum(part.flops for part in parts), labels={rank: Label(about.chunk, ())}, seconds=seconds,
+        sum(part.flops for part in parts), labels={rank: Label(about.chunk, ())}, seconds=seconds, held=about.held,
     )  # fmt: skip

@@ -22,6 +22,7 @@ class Task:
     adding    compute: the ranks whose own data joins there what they received
     carried   message: what is sent. collective, compute: what comes out
     seconds   compute: of an action of a schedule, how long it takes on the clock that counts steps; None: it is none
+    held      compute: of an action, the bytes that the rank keeps for backward passes when it is over; -1: it is none
     together  message: all ranks of a group wait for each other before it, and until it has arrived
     costs     the name under which tplab.cost knows the collective, where it is not `op`
     """
@@ -42,6 +43,7 @@ class Task:
     adding: frozenset[int] = frozenset()
     carried: Held | None = None
     seconds: float | None = None
+    held: int = -1
     together: bool = False
     costs: str = ""
 

@@ -124,8 +124,9 @@ class _Taking:
             if timed:
                 about |= {"bytes": task.num_bytes, "flops": task.flops}
             self.recorder.add(
-                rank, "compute", task.op, *span, shape=task.shape, dtype=task.dtype, where=task.where, **about
-            )
+                rank, "compute", task.op, *span, shape=task.shape, dtype=task.dtype, where=task.where, held=task.held,
+                **about,
+            )  # fmt: skip
 
     def _message(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         group_of = {rank: group for group in task.groups for rank in group}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,14 +25,12 @@ from tplab.torch.private import pytree
 from tplab.torch.ranks.rank import Doing, this_rank
 
 Loss = Callable[[Any, Any], Tensor]
-Held = list[tuple[Action, int]]
-"""What a rank holds for its backward passes after each action: (action, bytes)."""
 
 
 def train_batch(
     schedule: Schedule, stages: Mapping[int, nn.Module] | Sequence[nn.Module] | nn.Module,
     microbatches: Sequence[tuple[Any, Any]], loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None,
-    tied: Tied | None = None, checkpoint_every: int | None = None, costs: Costs | None = None, held: Held | None = None,
+    tied: Tied | None = None, checkpoint_every: int | None = None, costs: Costs | None = None,
 ) -> Tensor:  # fmt: skip
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called by each rank
     of `axis`, inside its program; the rank at position r runs row r.
@@ -65,7 +64,6 @@ def train_batch(
                   BatchNorm move once per microbatch
     costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
                   time. So the trace of a real run can be laid over `simulate(schedule, costs)`
-    held          a list that gets, after each action, how many bytes this rank holds for its backward passes
 
     What each action does:
         F   take the input, run the stage, keep what the backward pass needs; the last stage goes on to the loss
@@ -75,6 +73,7 @@ def train_batch(
     nothing can wait for ever that `check` lets pass. An overlapped pair runs one after the other. A STEP is left to the
     caller.
 
+    The trace has each action as an event, and in it the bytes that the rank then holds for backward passes (`held`).
     Dropout draws from the seed of the run, the number of the batch, the stage and the microbatch: the same numbers in
     every schedule of the same stages, on however many ranks, computed again or not. Shapes may differ from microbatch
     to microbatch and from call to call: every message brings its own.
@@ -88,8 +87,6 @@ def train_batch(
             sync.reduce(action.stage, worker.gradients)
         else:
             worker.run(action)
-        if held is not None:
-            held.append((action, worker.num_bytes()))
     sync.finish(worker.gradients)
     mean = all_reduce(worker.total_loss, axis) / len(microbatches)
     return mean if data_axis is None else all_reduce(mean, data_axis, "mean")
@@ -114,6 +111,7 @@ class _Worker:
         self._arriving: dict[tuple[str, int, int], Any] = {}  # what F or B of a stage and microbatch will take
         self._leaving: dict[tuple[str, int, int], Any] = {}  # what is to be sent
         self._passes: dict[tuple[int, int], Pass] = {}
+        self._kept: dict[tuple[int, int], int] = {}  # bytes of each pass
         self._losses: dict[int, Tensor] = {}
         self._batch = self.rank.draws.get("batches", 0)  # how many there were before
         self.rank.draws["batches"] = self._batch + 1
@@ -164,10 +162,6 @@ class _Worker:
     def weight_grad(self, number: int, microbatch: int) -> None:
         with self._doing("W", number, microbatch):
             add_gradients(self.gradients[number], self._passes.pop((number, microbatch)).weight_grads())
-
-    def num_bytes(self) -> int:
-        """What is kept for backward passes."""
-        return sum(kept.num_bytes() for kept in self._passes.values())
 
     # --- what passes between stages ------------------------------------------------------------------------------
 
@@ -234,11 +228,16 @@ class _Worker:
 
     # --- the trace -----------------------------------------------------------------------------------------------
 
-    def _doing(self, kind: str, number: int, microbatch: int) -> Any:
-        """The action's event in the trace: "F3" at "stage 1"."""
+    @contextmanager
+    def _doing(self, kind: str, number: int, microbatch: int) -> Iterator[None]:
+        """The action's event in the trace, "F3" at "stage 1", with the bytes that are kept after it."""
         label = self._chunk(microbatch, ())
         takes = self.durations.get((kind, number, microbatch), 0.0)
-        return self.rank.doing(Doing(f"{kind}{microbatch}", f"stage {number}", label, takes))
+        with self.rank.doing(Doing(f"{kind}{microbatch}", f"stage {number}", label, takes)):
+            yield
+            made = self._passes.get((number, microbatch))
+            self._kept[number, microbatch] = 0 if made is None else made.num_bytes()
+            self.rank.held = sum(self._kept.values())
 
     def _chunk(self, microbatch: int, contributors: tuple[int, ...]) -> Any:
         home = self.place.group[self.schedule.rank_of(0, microbatch)]

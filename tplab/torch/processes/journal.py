@@ -52,11 +52,12 @@ class Met(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What the rank computed, and for what, where the program says so."""
+    """What the rank computed, and for what, where the program says so; and what it held for backward passes then."""
 
     start: float
     end: float
     doing: Doing | None
+    held: int
 
 
 class Added(NamedTuple):
@@ -90,7 +91,7 @@ class Journal:
         """The same on a clock that shows so much more."""
         other = Journal(self.rank)
         other.start, other.end = self.start + seconds, self.end + seconds
-        other.computed = [Computed(start + seconds, end + seconds, about) for start, end, about in self.computed]
+        other.computed = [one._replace(start=one.start + seconds, end=one.end + seconds) for one in self.computed]
         other.added = [added._replace(time=added.time + seconds) for added in self.added]
         other.sent = [sent._replace(start=sent.start + seconds) for sent in self.sent]
         other.received = {key: arrival + seconds for key, arrival in self.received.items()}
@@ -115,11 +116,11 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         return -1 if label.chunk < 0 else recorder.chunk(origin_rank, piece)
 
     for journal in journals:
-        for start, end, doing in journal.computed:
+        for start, end, doing, held in journal.computed:
             op, where, label, _ = doing or _ANYTHING
             recorder.add(
                 journal.rank, "compute", op, start - origin, end - origin, chunk=chunk_of(label),
-                contributors=label.contributors, where=where,
+                contributors=label.contributors, where=where, held=held,
             )  # fmt: skip
         for op, start, end, axis, where in journal.waited:
             recorder.add_wait(journal.rank, op, start - origin, end - origin, axis, where)

@@ -63,10 +63,10 @@ class RecordedRank(Rank):
         if self._meter.is_open:
             self._meter.close()
 
-    def catch_up(self) -> float:
-        """Note what this rank has computed since it was last seen. Returns the time."""
+    def catch_up(self, held: int = -1) -> float:
+        """Note what this rank has computed since it was last seen, and what it holds now. Returns the time."""
         now = time.perf_counter()
-        self.journal.computed.append(Computed(self._seen_at, now, self._doing))
+        self.journal.computed.append(Computed(self._seen_at, now, self._doing, held))
         return now
 
     @contextmanager
@@ -76,7 +76,7 @@ class RecordedRank(Rank):
         self._doing = about
         try:
             yield
-            self.catch_up()
+            self.catch_up(self.held)
         finally:
             self._doing = None
             self.go_on()

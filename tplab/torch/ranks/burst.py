@@ -25,10 +25,10 @@ class Burst:
             self._begin(start)
         self.end, self.flops, self.num_bytes = end, self.flops + flops, self.num_bytes + num_bytes
 
-    def note(self) -> None:
-        """Take the event down."""
+    def note(self, held: int = -1) -> None:
+        """Take the event down. `held`: what the rank keeps for backward passes at its end."""
         op, where, label, _ = self.about
         self.recorder.add(
             self.rank, "compute", op, self.start, self.end, bytes=self.num_bytes, flops=self.flops, chunk=label.chunk,
-            contributors=label.contributors, where=where,
+            contributors=label.contributors, where=where, held=held,
         )  # fmt: skip

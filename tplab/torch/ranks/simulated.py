@@ -114,7 +114,7 @@ class SimulatedRank(Rank):
             elif self.world.cluster is None:
                 self.clock += about.takes
                 self._doing.end = self.clock
-            self._doing.note()
+            self._doing.note(self.held)
         finally:
             self._doing = None
 
