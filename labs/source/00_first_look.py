@@ -10,8 +10,8 @@
 #
 # ![Eight ranks in a ring. Each passes a sum to the next rank, which adds its own number. After seven hops every rank has the sum of all eight.](images/00_first_look.png)
 #
-# *Eight ranks start with one number each. In every step a rank sends its sum to the next rank, receives one, and adds
-# its own number to it. After seven steps every sum is 28. This picture was drawn from a program that ran: the one
+# *Eight ranks start with one number each. In every step, each rank sends its sum to the next rank, receives one, and
+# adds its own number to it. After seven steps every sum is 28. This picture was drawn from a program that ran: the one
 # below.*
 
 # %%
@@ -136,7 +136,7 @@ except RankError as error:
 #
 # Now every rank has eight numbers, and we want all eight sums on every rank. If ranks pass on whole tensors, each of
 # them sends its eight numbers seven times: 224 bytes. `ring_all_reduce` cuts the tensors into eight pieces, and each
-# rank sends only one piece per step. The small marks under a piece show which ranks' numbers are in it. In the first
+# rank sends only one piece at a time. The small marks under a piece show which ranks' numbers are in it. In the first
 # seven steps the sums grow; in the next seven the finished sums travel around the ring.
 
 # %%

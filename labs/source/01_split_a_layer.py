@@ -60,7 +60,8 @@ matrices({"rank 0": left, "rank 1": right}, "Columns of A give columns of Y")
 # %%
 first, second = X[:, :1] @ A[:1], X[:, 1:] @ A[1:]
 assert (first + second == X @ A).all()
-matrices({"rank 0": first, "rank 1": second, "their sum": first + second}, "Rows of A give terms of Y")
+terms = {"rank 0": first, "rank 1": second, "their sum": first + second}
+matrices(terms, "Rows of A give terms of Y")
 
 # %% [markdown]
 # This answers the question at the top. An entry of `Y` is a sum over the *rows* of `A`:
@@ -178,11 +179,13 @@ plain = x
 for a_k, b_k in pairs:
     plain = np.tanh(plain @ a_k) @ b_k
 
-specs = (P(), [SPECS[1:]] * 3, None)  # for x, for each pair, and None for what is no tensor
+specs = (P(), [SPECS[1:]] * 3, None)  # x, each pair; None for what is no tensor
 for sum_every_pair in (True, False):
-    out = tt.run(deep, Mesh(tp=4), x, pairs, sum_every_pair, in_specs=specs, out_specs=P())
+    arguments = x, pairs, sum_every_pair
+    out = tt.run(deep, Mesh(tp=4), *arguments, in_specs=specs, out_specs=P())
     is_right = np.allclose(out.value, plain)
-    print(f"{3 if sum_every_pair else 1} x all_reduce: {'right' if is_right else 'wrong'}")
+    num_sums = 3 if sum_every_pair else 1
+    print(f"{num_sums} x all_reduce: {'right' if is_right else 'wrong'}")
 
 # %% [markdown]
 # After the first pair, a rank holds only a *term* of `Z`. The next pair applies `tanh`, which must see the finished sum,
@@ -272,7 +275,8 @@ def step(x, a, b, target, enter=tt.copy_to):
     ((z - target) ** 2).sum().backward()
     return x.grad, a.grad, b.grad
 
-in_torch = tt.run(step, Mesh(tp=2), X, A, B, T, in_specs=(*SPECS, P()), out_specs=SPECS)
+TWO, ALL = Mesh(tp=2), (*SPECS, P())  # the specs of x, a, b and the target
+in_torch = tt.run(step, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 for name, grad in zip(("dX", "dA", "dB"), in_torch.value):
     assert np.allclose(grad, grads[name], rtol=0, atol=1e-12)
 animate(in_torch.trace)
@@ -285,10 +289,11 @@ animate(in_torch.trace)
 def step_without_f(x, a, b, target):
     return step(x, a, b, target, enter=lambda x, axis: x)
 
-per_rank = tt.run(step_without_f, Mesh(tp=2), X, A, B, T, in_specs=(*SPECS, P())).per_rank
+per_rank = tt.run(step_without_f, TWO, X, A, B, T, in_specs=ALL).per_rank
 parts = [dx for dx, da, db in per_rank]
 assert np.allclose(parts[0] + parts[1], grads["dX"])
-matrices({"rank 0, without f": parts[0], "rank 1, without f": parts[1], "right": grads["dX"]}, "dX")
+shown = {f"rank {rank}, without f": part for rank, part in enumerate(parts)}
+matrices({**shown, "right": grads["dX"]}, "dX")
 
 # %% [markdown]
 # ## The same in JAX
@@ -308,9 +313,10 @@ def step_in_jax(x, a, b, target):
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, a, b)
 
-in_jax = tj.run(step_in_jax, Mesh(tp=2), X, A, B, T, in_specs=(*SPECS, P()), out_specs=SPECS)
+in_jax = tj.run(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 for name, grad in zip(("dX", "dA", "dB"), in_jax.value):
-    print(name, "right" if np.allclose(grad, grads[name], rtol=1e-5, atol=1e-5) else "wrong")
+    is_right = np.allclose(grad, grads[name], rtol=1e-5, atol=1e-5)  # float32
+    print(name, "right" if is_right else "wrong")
 
 # %% [markdown]
 # JAX's types record along which axes a value may differ from rank to rank. `x` is the same on all ranks; `a` is not.
@@ -321,7 +327,7 @@ for name, grad in zip(("dX", "dA", "dB"), in_jax.value):
 # XLA may rearrange the program. `collectives_in` lists what is left in the compiled program:
 
 # %%
-tj.collectives_in(step_in_jax, Mesh(tp=2), X, A, B, T, in_specs=(*SPECS, P()), out_specs=SPECS)
+tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 
 # %% [markdown]
 # ## Split the data as well
@@ -348,10 +354,11 @@ specs = (P("dp"), P(None, "tp"), P("tp", None), P("dp"))
 grids = {}
 for mesh in (Mesh(dp=8, tp=1), Mesh(dp=4, tp=2), Mesh(dp=2, tp=4), Mesh(dp=1, tp=8)):
     out = tt.run(grid_step, mesh, x, a, b, target, in_specs=specs, out_specs=specs[:3])
-    assert all(np.allclose(grad, wanted) for grad, wanted in zip(out.value, want.values()))
+    assert all(map(np.allclose, out.value, want.values()))
     grids[mesh] = out.trace
     tp, dp = (out.trace.bytes_sent(rank=0, axis=axis) for axis in ("tp", "dp"))
-    print(f"{mesh}: rank 0 sends {tp:>4} B along tp and {dp:>3} B along dp, in total {tp + dp} B")
+    both = f"{tp:>4} B along tp and {dp:>3} B along dp, in total {tp + dp} B"
+    print(f"{mesh}: rank 0 sends {both}")
 
 # %% [markdown]
 # At these sizes 4 × 2 sends the least. In general it depends on what is larger: along `tp` a rank sends activations,
@@ -377,12 +384,17 @@ animate(grids[Mesh(dp=2, tp=4)])
 # %%
 R, size = 4, 4  # ranks; bytes per float32
 sizes = tokens, width, hidden = 1024, 1024, 4096
-large = [torch.randn(*shape) for shape in ((tokens, width), (width, hidden), (hidden, width))]
-on_h100 = tt.run(mlp, Mesh(tp=R), *large, in_specs=SPECS, out_specs=P(), cluster="h100").trace
-counted = on_h100.select(rank=0, op="mm").column("flops").sum(), on_h100.bytes_sent(rank=0)
-assert counted == (4 * tokens * width * hidden // R, 2 * (R - 1) * tokens * width * size // R)
-print(f"per rank: {counted[0]:,} operations, {counted[1]:,} bytes sent, {on_h100.makespan * 1e6:.1f} µs,")
-print(f"of which it waits {on_h100.idle_share()[0]:.0%}")
+shapes = (tokens, width), (width, hidden), (hidden, width)
+large = [torch.randn(*shape) for shape in shapes]
+options = {"in_specs": SPECS, "out_specs": P()}
+on_h100 = tt.run(mlp, Mesh(tp=R), *large, **options, cluster="h100").trace
+computed = on_h100.select(rank=0, op="mm").column("flops").sum()
+sent = on_h100.bytes_sent(rank=0)
+assert computed == 4 * tokens * width * hidden // R
+assert sent == 2 * (R - 1) * tokens * width * size // R
+print(f"per rank: {computed:,} operations, {sent:,} bytes sent,")
+time, waits = on_h100.makespan * 1e6, on_h100.idle_share()[0]
+print(f"{time:.1f} µs, of which it waits {waits:.0%}")
 timeline(on_h100)
 
 # %% [markdown]
@@ -394,8 +406,8 @@ timeline(on_h100)
 # finish early wait for the last one, because real computers are never quite even.
 
 # %%
-tt.run(mlp, Mesh(tp=4), *large, in_specs=SPECS, clock="measured")  # to warm up
-timeline(tt.run(mlp, Mesh(tp=4), *large, in_specs=SPECS, out_specs=P(), clock="measured").trace)
+tt.run(mlp, Mesh(tp=4), *large, **options, clock="measured")  # to warm up
+timeline(tt.run(mlp, Mesh(tp=4), *large, **options, clock="measured").trace)
 
 # %% [markdown]
 # When are eight ranks worth having? Here are two layers of the size that large language models use, in bfloat16. Change
@@ -407,12 +419,13 @@ from tplab.widgets import Bars, Row, knob
 
 h100 = find("h100")
 
-def seconds(ranks, tokens, width, hidden, dtype="bfloat16", size=2):  # size: bytes per number
-    mine = hidden // ranks
+def seconds(ranks, tokens, width, hidden, dtype="bfloat16", size=2):
+    mine = hidden // ranks  # and size is the bytes per number
     up = matmul_flops(tokens, width, mine), matmul_bytes(tokens, width, mine, size)
-    activation = tokens * mine, 2 * tokens * mine * size  # each entry is read and written once
+    activation = tokens * mine, 2 * tokens * mine * size  # entries are read and written
     down = matmul_flops(tokens, mine, width), matmul_bytes(tokens, mine, width, size)
-    work = sum(h100.compute_seconds(flops, moved, dtype) for flops, moved in (up, activation, down))
+    parts = up, activation, down
+    work = sum(h100.compute_seconds(flops, moved, dtype) for flops, moved in parts)
     link = h100.group_link(range(ranks))
     the_sum = collective("all_reduce", tokens * width * size, ranks, link).seconds
     return {"computing": work, "the sum": the_sum}
@@ -424,12 +437,14 @@ def bars(hidden):
     total = {ranks: sum(part.values()) for ranks, part in parts.items()}
     rows = [Row("1 rank", parts[1])]
     for n in (2, 4, 8):
-        rows.append(Row(f"{n} ranks", parts[n], f"{total[1] / total[n]:.1f} × as fast"))
-    return Bars(rows, f"On 8 ranks the sum takes {parts[8]['the sum'] / total[8]:.0%} of the time.")
+        faster = f"{total[1] / total[n]:.1f} × as fast"
+        rows.append(Row(f"{n} ranks", parts[n], faster))
+    share = parts[8]["the sum"] / total[8]
+    return Bars(rows, f"On 8 ranks the sum takes {share:.0%} of the time.")
 
-options = {hidden: bars(hidden) for hidden in (1024, 2048, 4096, 8192, 16384, 32768, 65536)}
+widths = {hidden: bars(hidden) for hidden in (2**n for n in range(10, 17))}
 about = f"{TOKENS:,} tokens, width {WIDTH:,}, bfloat16, modelled on an H100 node"
-knob("Two layers on more ranks", "hidden width", options, start=4096, about=about)
+knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about)
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
@@ -487,11 +502,11 @@ check_backward(backward)
 # ## Your turn
 #
 # **A bias, added once.** Write a row-parallel layer for an input that every rank holds whole: `x @ w + bias`. This rank
-# holds some rows of `w`, all of `x`, and all of the bias. A well-known library once had this layer
+# holds some rows of `w`, all of `x`, and all of the bias; every rank returns the same. A well-known library once had this layer
 # [wrong](https://github.com/huggingface/text-generation-inference/issues/1036).
 
 # %%
-def row_linear(x, w, bias):  # x [B, D]   w [D/tp, K]   bias [K]   ->   [B, K], the same on every rank
+def row_linear(x, w, bias):  # x [B, D]   w [D/tp, K]   bias [K]   ->   [B, K]
     ...
 
 # %%
@@ -509,7 +524,7 @@ check_row_linear(row_linear)
 # `torch.nn.functional.silu`. The check differentiates your function.
 
 # %%
-def gated(x, a, g, b):  # x [B, D]   a, g [D, F/tp]   b [F/tp, D]   ->   [B, D], on every rank
+def gated(x, a, g, b):  # x [B, D]   a, g [D, F/tp]   b [F/tp, D]   ->   [B, D]
     ...
 
 # %%

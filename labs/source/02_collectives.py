@@ -3,7 +3,7 @@
 #
 # **What does each collective cost, and why is the ring hard to beat?**
 #
-# One hour. Know first: [lab 00](00_first_look.ipynb), and from [lab 01](01_split_a_layer.ipynb) what is summed over
+# Time: one hour. Prerequisites: [lab 00](00_first_look.ipynb), and from [lab 01](01_split_a_layer.ipynb) what is summed over
 # `tp` and what over `dp`.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/02_collectives.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/02_collectives.ipynb)

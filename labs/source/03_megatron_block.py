@@ -3,7 +3,7 @@
 #
 # **A transformer block has six matrices. Why do its ranks stop to talk only four times, and where?**
 #
-# One hour. Know first: what attention and a residual are; columns, rows, $f$ and $g$ from [lab
+# Time: one hour. Prerequisites: what attention and a residual are; columns, rows, $f$ and $g$ from [lab
 # 01](01_split_a_layer.ipynb); `all_gather` and `reduce_scatter` from [lab 02](02_collectives.ipynb).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/03_megatron_block.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/03_megatron_block.ipynb)

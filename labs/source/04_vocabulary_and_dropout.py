@@ -3,7 +3,7 @@
 #
 # **What must ranks tell each other to agree on a loss, and on which numbers to drop?**
 #
-# One hour. Know first: [lab 01](01_split_a_layer.ipynb), where $f$ and $g$ come from, and the block of
+# Time: one hour. Prerequisites: [lab 01](01_split_a_layer.ipynb), where $f$ and $g$ come from, and the block of
 # [lab 03](03_megatron_block.ipynb).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/04_vocabulary_and_dropout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/04_vocabulary_and_dropout.ipynb)

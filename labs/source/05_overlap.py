@@ -3,7 +3,7 @@
 #
 # **How can a layer send its input around the ring, and take hardly longer for it?**
 #
-# One hour. Know first: the ring of [lab 02](02_collectives.ipynb), the layers of [lab 03](03_megatron_block.ipynb).
+# Time: one hour. Prerequisites: the ring of [lab 02](02_collectives.ipynb), the layers of [lab 03](03_megatron_block.ipynb).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/05_overlap.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/05_overlap.ipynb)
 #

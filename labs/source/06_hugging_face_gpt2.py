@@ -3,7 +3,7 @@
 #
 # **How do I shard a model that I did not write, and know that it is right?**
 #
-# One hour. Know first: [lab 03](03_megatron_block.ipynb) and [lab 04](04_vocabulary_and_dropout.ipynb).
+# Time: one hour. Prerequisites: [lab 03](03_megatron_block.ipynb) and [lab 04](04_vocabulary_and_dropout.ipynb).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/06_hugging_face_gpt2.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/06_hugging_face_gpt2.ipynb)
 #

@@ -3,7 +3,7 @@
 #
 # **Where do the bubbles of a pipeline come from, and which of them can be filled?**
 #
-# One hour. Know first: [lab 00](00_first_look.ipynb). A schedule is a plan, and can be judged before anything runs.
+# Time: one hour. Prerequisites: [lab 00](00_first_look.ipynb). A schedule is a plan, and can be judged before anything runs.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/07_pipeline_schedules.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/07_pipeline_schedules.ipynb)
 #

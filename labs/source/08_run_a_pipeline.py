@@ -3,7 +3,7 @@
 #
 # **Does a pipeline compute the same gradients, and does it take the time that its schedule promised?**
 #
-# An hour and a half. Know first: the schedules of [lab 07](07_pipeline_schedules.ipynb), and the clocks of
+# Time: an hour and a half. Prerequisites: the schedules of [lab 07](07_pipeline_schedules.ipynb), and the clocks of
 # [lab 01](01_split_a_layer.ipynb). There a schedule was a plan. Here it runs.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/08_run_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/08_run_a_pipeline.ipynb)

@@ -3,7 +3,7 @@
 #
 # **Where does a pipeline's memory go, and why does the first stage need more of it?**
 #
-# An hour and a half. Know first: the schedules of [lab 07](07_pipeline_schedules.ipynb), and [lab 08](08_run_a_pipeline.ipynb),
+# Time: an hour and a half. Prerequisites: the schedules of [lab 07](07_pipeline_schedules.ipynb), and [lab 08](08_run_a_pipeline.ipynb),
 # which runs them.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_pipeline_memory.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_pipeline_memory.ipynb)

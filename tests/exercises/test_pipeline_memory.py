@@ -131,7 +131,7 @@ def test_the_small_models_can_be_checked_in_the_head():
 @pytest.mark.parametrize(
     "cut, said",
     [
-        (best_cut(lambda sums: max(sums) - min(sums)), "The busiest rank has 7, and 6 can be done"),
+        (best_cut(lambda sums: max(sums) - min(sums)), "The busiest rank has 7, and 6 is possible"),
         (best_cut(max, lambda rank, ranks: ranks), "later ranks have more room than that"),
         (best_cut(max, lambda rank, ranks: 1), "[0, 2, 4, 6] gives rank 0 10 bytes.\nRank 0 of 3 holds 3 microbatches"),
         (best_cut(max, lambda rank, ranks: 0), "[0, 1, 7] gives rank 1 24 bytes.\nRank 1 of 2 holds 1 microbatch in"),

@@ -78,8 +78,8 @@ def computable(x: Tensor, w: Tensor, mesh: Mesh) -> bool:
     [
         (((8, 16), P(None, "tp")), ((12, 8), P()), "x has 16 columns and w 12 rows"),
         (((8, 16), P("tp", None)), ((16, 8), P(None, "tp")), "block on the diagonal.*gather x or w over 'tp' first"),
-        (((8, 16), P("tp", None)), ((16, 8), P("tp", None)), "computed by nobody; gather w over 'tp' first"),
-        (((8, 16), P(None, "tp")), ((16, 8), P(None, "tp")), "computed by nobody; gather x over 'tp' first"),
+        (((8, 16), P("tp", None)), ((16, 8), P("tp", None)), "computed by no rank; gather w over 'tp' first"),
+        (((8, 16), P(None, "tp")), ((16, 8), P(None, "tp")), "computed by no rank; gather x over 'tp' first"),
         (((8, 16), P(None, "dp")), ((16, 8), P("tp", None)), "do not belong together; split both alike"),
         (((8, 16, 2), P()), ((16, 8), P()), "x has 3 dims"),
         (((8, 16), P("pp")), ((16, 8), P()), "names axis 'pp'"),

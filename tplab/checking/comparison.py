@@ -162,8 +162,8 @@ def each_input(in_specs: Any, num_inputs: int) -> list[P]:
 
 
 def noise_for(name: str, values: np.ndarray) -> np.ndarray | None:
-    """Noise for a parameter that is constant, as biases and norms begin: a bias of zeros may be added as often as one
-    likes, and nobody sees it. None where it is not constant."""
+    """Noise for a parameter that is constant, as biases and norms begin: a bias of zeros may be added any number of
+    times without showing. None where it is not constant."""
     if values.size < 2 or not (values == values.flat[0]).all():
         return None
     return 0.1 * np.random.default_rng(crc32(name.encode())).standard_normal(values.shape)

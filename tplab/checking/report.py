@@ -14,7 +14,7 @@ from tplab.errors import ParallelError
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of a parallel model, held against the unsharded reference.
+    """One tensor of a parallel model, compared with the unsharded reference.
 
     kind        "value" (a parameter before the step), "output", "activation" (of a module inside), "loss", "gradient",
                 "parameter" (after the optimizer's step) or "dropout"

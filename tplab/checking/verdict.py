@@ -95,9 +95,9 @@ def judge(
     pieces: Sequence[np.ndarray | None], reference: np.ndarray | None, layout: Layout, mesh: Mesh, rounding: Rounding,
     *, what: str = "gradient", largest: float = 0.0, own: float | None = None,
 ) -> Verdict:  # fmt: skip
-    """Hold what each rank has against its piece of the unsharded answer.
+    """Compare what each rank has with its piece of the unsharded answer.
 
-    pieces      one a rank of the mesh; None where a rank has none
+    pieces      one per rank of the mesh; None where a rank has none
     reference   the whole; None where there is none
     layout      how it lies on the mesh. A piece may be padded: what is beyond the layout's must be zeros
     what        "gradient", "output", "loss", "parameter"

@@ -1,4 +1,4 @@
-"""Grading an exercise: the learner's program runs on several meshes, with real tensors, and is held against the plain
+"""Grading an exercise: the learner's program runs on several meshes, with real tensors, and is compared with the plain
 answer. What comes out is a `Verdict`, which says what is wrong, on which rank, and shows it.
 
 A verdict never raises: a notebook with an unsolved exercise runs from top to bottom.
@@ -131,7 +131,7 @@ def untouched(name: str) -> Verdict:
 
 
 def grade(fn: Callable[..., Any], exercise: Exercise, framework: Framework = "torch") -> Verdict:
-    """Hold `fn` against the plain answer on every mesh of the exercise, with other tensors each time."""
+    """Compare `fn` with the plain answer on every mesh of the exercise, with other tensors each time."""
     name = exercise.name
     if not_started(fn):
         return untouched(name)

@@ -13,7 +13,7 @@ from tplab.sharding import P
 
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """One number a rank, in any order."""
+    """One number per rank, in any order."""
     return {"x": rng.permutation(np.arange(10.0, 10.0 + mesh.axis_size("ring")))}
 
 
@@ -42,7 +42,7 @@ LARGEST = Exercise(
         ),
         Mistake(
             "largest",
-            "It is the largest of all but one: with R ranks, a number needs R - 1 hops to reach everybody.",
+            "It is the largest of all but one: with R ranks, a number needs R - 1 hops to reach every rank.",
             lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True),
         ),
         Mistake(

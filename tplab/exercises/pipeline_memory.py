@@ -105,7 +105,7 @@ def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
         if shapes:
             return (
                 f"layer {place}, {layer_names(layers)[place]}, computes with a tensor {shapes[0]} that is no parameter "
-                "of its own: nobody counts it there, and nobody trains it"
+                "of its own: it is neither counted nor trained"
             )
         x = x.detach()
     return ""
@@ -283,7 +283,7 @@ def _hint(trial: Trial, bounds: list[int], largest: float, least: float) -> str:
     """What a cut that is not the best looks like."""
     if _careful(trial) == tuple(bounds):
         return "Only rank 0 holds as many microbatches as there are ranks: later ranks have more room than that."
-    return f"The busiest rank has {largest:,g}, and {least:,g} can be done: everybody waits for that one."
+    return f"The busiest rank has {largest:,g}, and {least:,g} is possible: all the others wait for it."
 
 
 def _careful(trial: Trial) -> tuple[int, ...] | None:

@@ -97,7 +97,7 @@ def check_three_slots(fn: Callable[[], Any]) -> Verdict:
 
 
 def solve(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
-    """Hold what `fn` returns against a puzzle. Never raises."""
+    """Compare what `fn` returns with a puzzle. Never raises."""
     name = puzzle.name
     try:
         given = fn()
@@ -111,7 +111,7 @@ def solve(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
             return Verdict(
                 False,
                 f"{name}: it has {shape[0]} ranks, {shape[1]} microbatches and {shape[2]} stages; asked for are "
-                f"{puzzle.ranks}, {puzzle.microbatches} and one stage a rank.",
+                f"{puzzle.ranks}, {puzzle.microbatches} and one stage per rank.",
             )
         wrong = faults(schedule, memory_limit=puzzle.slots, at_most=1)
         if wrong:
@@ -137,5 +137,5 @@ def _read(text: str) -> Schedule:
 
 
 def _of_rows(rows: list[str]) -> Schedule:
-    """A schedule of one stage a rank, from texts such as "F0 B0"."""
+    """A schedule of one stage per rank, from texts such as "F0 B0"."""
     return Schedule([[Action.parse(f"{rank}{cell}") for cell in row.split()] for rank, row in enumerate(rows)])

@@ -115,8 +115,8 @@ def run(
     if clock not in (None, "modelled"):
         if clock == "measured":
             raise ValueError(
-                "clock='measured' is for tplab.torch: XLA compiles all of a rank's program into one call, and tells "
-                "nobody when its parts ran.\nThe parts on a modelled clock: clock='modelled', cluster='laptop'. "
+                "clock='measured' is for tplab.torch: XLA compiles all of a rank's program into one call, and does "
+                "not say when its parts ran.\nThe parts on a modelled clock: clock='modelled', cluster='laptop'. "
                 "The call as a whole: time jax.block_until_ready(run(...).value). Inside XLA: jax.profiler.trace"
             )
         raise ValueError(f"clock is {clock!r}; it must be 'modelled'")

@@ -97,7 +97,7 @@ def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[scene.Drawing]
     own = [next(piece for piece in d.pieces if rank in piece.ranks) for d in drawings]
     if isinstance(of, Tensor):
         others = [other for other in own[0].ranks if other != rank]
-        shared = f", and so do {scene.ranks_text(others)}" if others else ", nobody else does"
+        shared = f", and so do {scene.ranks_text(others)}" if others else ", and no other rank does"
         return f"holds {of.name}{own[0].index}{shared}"
     multiplies = f"multiplies {of.x.name}{own[0].index} by {of.w.name}{own[1].index}"
     if of.x.axes(1) != of.w.axes(0):  # one of the two is whole: only the matching part of it is used

@@ -19,7 +19,7 @@ from tplab.widgets.score.score import Score, score
 
 class Timeline(Card):
     """The card that `timeline` makes. `step` is where the playhead is, as in `Animation`; over a prediction, as in
-    `Gantt`. `comparison` is what it is held against, or None."""
+    `Gantt`. `comparison` is what it is compared with, or None."""
 
     _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "overlay", "timeline")
     _css = style()

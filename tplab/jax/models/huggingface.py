@@ -55,7 +55,7 @@ def shard_params(params: Params, specs: Any, mesh: Mesh, *, on: str = "simulated
 
 def _padded(leaf: Any, spec: P, mesh: Mesh) -> Any:
     if len(spec) > np.ndim(leaf):
-        raise SpecError(f"{spec} has {len(spec)} entries, and the parameter has {np.ndim(leaf)} dims; give one a dim")
+        raise SpecError(f"{spec} has {len(spec)} entries, and the parameter has {np.ndim(leaf)} dims; give one per dim")
     sizes = [0 if entry is None else -np.shape(leaf)[dim] % mesh.axis_size(entry) for dim, entry in enumerate(spec)]
     if not any(sizes):
         return leaf

@@ -1,4 +1,4 @@
-"""The GPT in plain jax.numpy, unsharded: what the sharded one is held against, and what `jax.jit` can shard by itself.
+"""The GPT in plain jax.numpy, unsharded: what the sharded one is compared with, and what `jax.jit` can shard by itself.
 
     params = shard_params(params, GPT(config).specs, Mesh(tp=4))
     step = jax.jit(jax.grad(partial(plain_loss, config=config)))

@@ -157,8 +157,7 @@ class Side:
                 ]
                 return question(model, here, kwargs)
 
-        where: dict[str, Any] = {} if self.on is None else {"on": self.on}
-        return run(program, self.mesh, self.reference, list(self.inputs), dict(self.kwargs), **where).per_rank
+        return run(program, self.mesh, self.reference, list(self.inputs), dict(self.kwargs), on=self.on).per_rank
 
     def _named(self, model: nn.Module) -> dict[str, nn.Parameter]:
         return {self.rename(name): p for name, p in model.named_parameters(remove_duplicate=False)}

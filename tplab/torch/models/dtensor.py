@@ -1,6 +1,6 @@
 """torch's own tensor parallelism, DTensor, on ranks of this process; and what it sends, to be held beside ours.
 
-The ranks are torch's LocalTensorMode: each tensor is one a rank, and each operation is done for all of them in turn.
+The ranks are torch's LocalTensorMode: each tensor is one per rank, and each operation is done for all of them in turn.
 """
 
 from __future__ import annotations

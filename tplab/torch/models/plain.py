@@ -1,4 +1,4 @@
-"""The GPT in torch's own layers, unsharded: what the sharded one is held against, and what DTensor can shard."""
+"""The GPT in torch's own layers, unsharded: what the sharded one is compared with, and what DTensor can shard."""
 
 from __future__ import annotations
 

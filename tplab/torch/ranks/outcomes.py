@@ -105,7 +105,7 @@ def check_reduction(op: str, reduction: str, dtype: torch.dtype) -> None:
 
 
 def check_divides(op: str, x: Tensor, dim: int, place: Place) -> None:
-    """Raise ShapeError where dim `dim` of `x` cannot be cut into one equal piece a rank."""
+    """Raise ShapeError where dim `dim` of `x` cannot be cut into one equal piece per rank."""
     share(x.shape[dim], len(place.group), f"{op}: dim {dim} has size", axis=place.label)
 
 

@@ -47,7 +47,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the table of what each rank holds is laid out: a row a rank, and in which column each item stands.
+    """How the table of what each rank holds is laid out: a row per rank, and the column of each item.
 
     Items that never meet on a rank (those of different groups) share columns. Where there are many, the table shows
     one page of them at a time.

@@ -68,7 +68,7 @@ def product(x: Tensor, w: Tensor, mesh: Mesh, name: str = "y") -> Product:
         if axis in columns:
             raise SpecError(
                 f"the rows of {x.name} and the columns of {w.name} are both split over {axis!r}: a rank would compute "
-                f"only its block on the diagonal, and nobody the others; "
+                f"only its block on the diagonal, and no rank the other blocks; "
                 f"gather {x.name} or {w.name} over {axis!r} first"
             )
     for axis in inner:
@@ -77,7 +77,7 @@ def product(x: Tensor, w: Tensor, mesh: Mesh, name: str = "y") -> Product:
             other = w if outer is x else x
             raise SpecError(
                 f"{axis!r} splits the inner dim of {other.name} and the outer dim of {outer.name}: the other parts of "
-                f"a rank's sum are computed by nobody; gather {other.name} over {axis!r} first"
+                f"a rank's sum are computed by no rank; gather {other.name} over {axis!r} first"
             )
     y = Tensor(name, (x.shape[0], w.shape[1]), P(_entry(rows), _entry(columns)) if rows + columns else P())
     local_rows, _ = local_shape(x.shape, x.spec, mesh)
