@@ -399,7 +399,7 @@ timeline(on_h100)
 
 # %% [markdown]
 # Look at the end of each lane. The sum cannot begin before the last product is done, and there is nothing left to
-# compute in the meantime. So every rank waits until the sum is complete: the sum is *exposed*. Lab 05 shows how to hide
+# compute in the meantime. So every rank waits until the sum is complete: the sum is *exposed*. Lab 08 shows how to hide
 # it.
 #
 # Now the same program with its products **measured** on your machine. (The messages are still modelled.) Ranks that

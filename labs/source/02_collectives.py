@@ -853,7 +853,7 @@ check_gather(gather)
 # (the two rings and their numbers). Misha Laskin, [Sharding Large
 # Models](https://www.mishalaskin.com/posts/tensor_parallel) (8 x 2 and 4 x 4).
 #
-# Next: [03 A Megatron block](03_megatron_block.ipynb).
+# Next: [04 A Megatron block](04_megatron_block.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

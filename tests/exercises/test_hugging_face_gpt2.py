@@ -1,4 +1,4 @@
-"""Lab 06's exercises: the layer mended and the plan written pass; known mistakes are named; nothing raises."""
+"""Lab 09's exercises: the layer mended and the plan written pass; known mistakes are named; nothing raises."""
 
 from __future__ import annotations
 

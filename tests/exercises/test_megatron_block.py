@@ -1,4 +1,4 @@
-"""The checks of lab 03: solutions pass in both frameworks, and each known mistake is told by name."""
+"""The checks of lab 04: solutions pass in both frameworks, and each known mistake is told by name."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tplab.torch import all_gather, all_reduce, axis_index, axis_size, copy_to, 
 
 def in_the_lab(start: str) -> str:
     """The function that a cell of the lab begins with."""
-    cells = [cell.source for cell in build.read_source("03_megatron_block").cells if cell.cell_type == "code"]
+    cells = [cell.source for cell in build.read_source("04_megatron_block").cells if cell.cell_type == "code"]
     return next(source for source in cells if source.startswith(start)).split("\n\n")[0]
 
 

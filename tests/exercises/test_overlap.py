@@ -1,4 +1,4 @@
-"""Lab 05's exercises: right and overlapped passes; right and blocking is told from wrong."""
+"""Lab 08's exercises: right and overlapped passes; right and blocking is told from wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 09: their solutions pass, known mistakes get their hint, and nothing raises."""
+"""The exercises of lab 13: their solutions pass, known mistakes get their hint, and nothing raises."""
 
 from __future__ import annotations
 

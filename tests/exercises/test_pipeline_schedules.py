@@ -1,4 +1,4 @@
-"""Lab 07's exercises: right answers pass, known mistakes get their hint, and nothing raises."""
+"""Lab 10's exercises: right answers pass, known mistakes get their hint, and nothing raises."""
 
 from __future__ import annotations
 

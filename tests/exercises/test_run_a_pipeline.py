@@ -1,4 +1,4 @@
-"""Lab 08's exercises: the solutions pass, stubs are not started, and every known mistake gets its hint."""
+"""Lab 11's exercises: the solutions pass, stubs are not started, and every known mistake gets its hint."""
 
 from __future__ import annotations
 

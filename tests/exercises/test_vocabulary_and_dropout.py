@@ -1,4 +1,4 @@
-"""The checks of lab 04: solutions pass in both frameworks, and each known mistake is told by name."""
+"""The checks of lab 06: solutions pass in both frameworks, and each known mistake is told by name."""
 
 import base64
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def expect(verdict: Verdict, passed: bool | None, *parts: str) -> None:
 
 def code_of(name: str) -> str:
     """The lab's cell that defines this function, up to the first empty line."""
-    cells = [cell.source for cell in build.read_source("04_vocabulary_and_dropout").cells if cell.cell_type == "code"]
+    cells = [cell.source for cell in build.read_source("06_vocabulary_and_dropout").cells if cell.cell_type == "code"]
     return next(source for source in cells if f"def {name}(" in source).split("\n\n")[0]
 
 

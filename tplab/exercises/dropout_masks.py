@@ -1,4 +1,4 @@
-"""The second bug of lab 04: a block whose dropout masks are read off its result."""
+"""The second bug of lab 06: a block whose dropout masks are read off its result."""
 
 from __future__ import annotations
 

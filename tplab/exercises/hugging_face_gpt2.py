@@ -1,4 +1,4 @@
-"""The exercises of lab 06: a layer of somebody else's sharded GPT-2 to repair, and a plan to write for a Llama."""
+"""The exercises of lab 09: a layer of somebody else's sharded GPT-2 to repair, and a plan to write for a Llama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 03: mend a bias that counts once a rank, write a block with half the sums, split its tokens."""
+"""The exercises of lab 04: mend a bias that counts once a rank, write a block with half the sums, split its tokens."""
 
 from __future__ import annotations
 

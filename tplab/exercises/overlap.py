@@ -1,4 +1,4 @@
-"""The exercises of lab 05: products that must be right, and whose communication must be hidden."""
+"""The exercises of lab 08: products that must be right, and whose communication must be hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 09: a model of which one matrix hides from the pipeline, and a cut under a memory limit."""
+"""The exercises of lab 13: a model of which one matrix hides from the pipeline, and a cut under a memory limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 07: a rank's row of 1F1B, and two puzzles with a limit on time and memory."""
+"""The exercises of lab 10: a rank's row of 1F1B, and two puzzles with a limit on time and memory."""
 
 from __future__ import annotations
 

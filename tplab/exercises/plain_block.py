@@ -1,4 +1,4 @@
-"""A transformer block in NumPy, with gradients worked out by hand: the plain answer of lab 03's exercises.
+"""A transformer block in NumPy, with gradients worked out by hand: the plain answer of lab 04's exercises.
 
 Each part gives what it computes, and its backward pass: a function of dy that gives the gradients.
 """

@@ -1,4 +1,4 @@
-"""The exercises of lab 08: how many forwards to run ahead over a slow link, and a worker that splits its backward."""
+"""The exercises of lab 11: how many forwards to run ahead over a slow link, and a worker that splits its backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 04: mend a loss on sharded logits, find the most likely word. The masks: dropout_masks.py."""
+"""The exercises of lab 06: mend a loss on sharded logits, find the most likely word. The masks: dropout_masks.py."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 # %% [markdown]
-# # 05 Overlap
+# # 08 Overlap
 #
 # **How can a layer send its input around the ring, and take hardly longer for it?**
 #
-# Time: one hour. Prerequisites: the ring of [lab 02](02_collectives.ipynb), the layers of [lab 03](03_megatron_block.ipynb).
+# Time: one hour. Prerequisites: the ring of [lab 02](02_collectives.ipynb), the layers of [lab 04](04_megatron_block.ipynb).
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/05_overlap.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/05_overlap.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/08_overlap.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/08_overlap.ipynb)
 #
-# ![A timeline of eight ranks. On each, eight products stand in a row; under seven of them a message travels.](images/05_overlap.png)
+# ![A timeline of eight ranks. On each, eight products stand in a row; under seven of them a message travels.](images/08_overlap.png)
 #
 # *One linear layer on eight ranks of an H100 node. While a piece of the input is multiplied, the next piece is on its
 # way.*
@@ -401,7 +401,7 @@ check_product_scatter(product_scatter)
 # parallelism](https://uvadlc-notebooks.readthedocs.io/en/latest/tutorial_notebooks/scaling/JAX/tensor_parallel_async.html)
 # (`async_gather`, `async_scatter`, `TPAsyncDense`, `TPNorm`; it says that a split gather gives 2N - 1 pieces: there are 2N).
 #
-# Next: [06 A Hugging Face GPT-2](06_hugging_face_gpt2.ipynb).
+# Next: [09 A Hugging Face GPT-2](09_hugging_face_gpt2.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

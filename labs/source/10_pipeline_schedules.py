@@ -1,13 +1,13 @@
 # %% [markdown]
-# # 07 Pipeline schedules
+# # 10 Pipeline schedules
 #
 # **Where do the bubbles of a pipeline come from, and which of them can be filled?**
 #
 # Time: one hour. Prerequisites: [lab 00](00_first_look.ipynb). A schedule is a plan, and can be judged before anything runs.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/07_pipeline_schedules.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/07_pipeline_schedules.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/10_pipeline_schedules.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/10_pipeline_schedules.ipynb)
 #
-# ![Two schedules of four ranks and eight microbatches. The lower one, whose backward is split, ends sooner.](images/07_pipeline_schedules.png)
+# ![Two schedules of four ranks and eight microbatches. The lower one, whose backward is split, ends sooner.](images/10_pipeline_schedules.png)
 #
 # *The same work on four ranks, twice. A box is one microbatch on one rank: F its forward, B its backward; below, B is
 # split into I and W. Hatched: the **bubble**, time in which a rank idles. The strip under a rank: **activations**, what
@@ -421,7 +421,7 @@ gantt(found)
 # 2022, [Breadth-first](https://arxiv.org/abs/2211.05953). Misha Laskin,
 # [Sharding Large Models](https://www.mishalaskin.com/posts/tensor_parallel) (the naive pipeline).
 #
-# Next: [08 Run a pipeline](08_run_a_pipeline.ipynb).
+# Next: [11 Run a pipeline](11_run_a_pipeline.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

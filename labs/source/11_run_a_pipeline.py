@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 08 Run a pipeline
+# # 11 Run a pipeline
 #
 # **Does a pipeline compute the same gradients, and does it take the time that its schedule promised?**
 #
-# Time: an hour and a half. Prerequisites: the schedules of [lab 07](07_pipeline_schedules.ipynb), and the clocks of
+# Time: an hour and a half. Prerequisites: the schedules of [lab 10](10_pipeline_schedules.ipynb), and the clocks of
 # [lab 01](01_split_a_layer.ipynb). There a schedule was a plan. Here it runs.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/08_run_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/08_run_a_pipeline.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/11_run_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/11_run_a_pipeline.ipynb)
 #
-# ![Four ranks that pass microbatches on, what each of them holds, and a timeline: forwards and backwards, messages beneath.](images/08_run_a_pipeline.png)
+# ![Four ranks that pass microbatches on, what each of them holds, and a timeline: forwards and backwards, messages beneath.](images/11_run_a_pipeline.png)
 #
 # *Eight microbatches pass four ranks, as 1F1B has it; the picture is drawn from the run. On this clock a message takes a step
 # too, so that 1F1B takes 49 steps and not 33; the 50th adds up the losses.*
@@ -113,7 +113,7 @@ def train(schedule, stage, microbatches, loss):
                 send(y.detach(), "pp", r + 1)
             else:
                 total += y.item()
-            kept[k] = x, y  # until its backward: what the peak of lab 07 counts
+            kept[k] = x, y  # until its backward: what the peak of lab 10 counts
         else:
             x, y = kept.pop(k)
             y.backward(receive("pp", r + 1) if r < last else None)  # adds to .grad of the weights
@@ -327,7 +327,7 @@ assert run(partial(products, zb_h1), Mesh(pp=1)).per_rank == run(partial(product
 #
 # `costs=` says how long actions take on the clock that counts steps. With F = I = W = 1, and messages that take their link
 # for one step each (`links="queue"`: the next one waits for the link), every action of the real run must stand where the
-# simulation of lab 07 puts it.
+# simulation of lab 10 puts it.
 
 # %%
 schedule, queue = zb_h1(p, m), Costs(message_bytes=1, bandwidth=1, links="queue")
@@ -430,7 +430,7 @@ def in_jax(layers_of, schedule, loss, weights, inputs, targets, **options):  # i
 # for all: a loop over the schedule's ticks. In each, a rank does what the table has for it; then all exchange messages. A
 # tick is over when its slowest rank is: **lock-step**.
 #
-# **Predict.** In lock-step GPipe takes 33, 1F1B 40, ZB-H1 27 (lab 07; messages free). Which is best when an exchange takes
+# **Predict.** In lock-step GPipe takes 33, 1F1B 40, ZB-H1 27 (lab 10; messages free). Which is best when an exchange takes
 # as long as a forward?
 #
 # <details><summary>Answer</summary>
@@ -529,7 +529,7 @@ print(f"gradients, along dp: {along['dp']:,} bytes; activations and theirs, alon
 # %% [markdown]
 # ## Turn the knob: how many microbatches?
 #
-# Lab 07 says: the more, the smaller the bubble. Here are four transformer blocks, 1,024 wide, one on each of four modelled
+# Lab 10 says: the more, the smaller the bubble. Here are four transformer blocks, 1,024 wide, one on each of four modelled
 # H100s; the batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. (Tensors without numbers: on this
 # clock sizes are all that counts.) Which number is best? Guess first.
 
@@ -574,7 +574,7 @@ assert idle == sorted(idle, reverse=True)  # always less idle
 assert min(times) == times[3] < times[4]  # and yet 16 is slower than 8
 for num, share in zip(steps, idle):
     print(f"{num:2} microbatches: {1e3 * steps[num].makespan:4.1f} ms, idle {share:.0%}, by the formula {(p - 1) / (num + p - 1):.0%}")
-    assert np.isclose(share, (p - 1) / (num + p - 1), atol=0.02)  # the formula of lab 07
+    assert np.isclose(share, (p - 1) / (num + p - 1), atol=0.02)  # the formula of lab 10
 
 # %% [markdown]
 # ## What it costs
@@ -606,7 +606,7 @@ assert 4 * 4 * m * reduced == 16 * (2 * m * (p - 1) * b * S * D * itemsize)  # f
 #
 # ## A bug to repair: a deadlock
 #
-# When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39 (lab 07). More forwards ahead would
+# When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39 (lab 10). More forwards ahead would
 # hide the messages. Somebody doubled their number, on all ranks but the first: that one holds the most already.
 
 # %%
@@ -666,7 +666,7 @@ check_train_split(train_split)
 # [Zero bubble](https://arxiv.org/abs/2401.10241) (I and W). Bruno Magalhães,
 # [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io) (a model as a list of layers, `train_batch`).
 #
-# Next: [09 Pipeline memory](09_pipeline_memory.ipynb).
+# Next: [13 Pipeline memory](13_pipeline_memory.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

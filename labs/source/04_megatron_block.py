@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 03 A Megatron block
+# # 04 A Megatron block
 #
 # **A transformer block has six matrices. Why do its ranks stop to talk only four times, and where?**
 #
 # Time: one hour. Prerequisites: what attention and a residual are; columns, rows, $f$ and $g$ from [lab
 # 01](01_split_a_layer.ipynb); `all_gather` and `reduce_scatter` from [lab 02](02_collectives.ipynb).
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/03_megatron_block.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/03_megatron_block.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/04_megatron_block.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/04_megatron_block.ipynb)
 #
-# ![One training step of a block on four ranks: long stretches of computing, and four all_reduces between them.](images/03_megatron_block.png)
+# ![One training step of a block on four ranks: long stretches of computing, and four all_reduces between them.](images/04_megatron_block.png)
 #
 # *One training step of a block on four ranks. Grey is computing. Twice on the way forward and twice on the way back
 # all of them wait for a sum. Every other line of the block runs without a word between the ranks.*
@@ -849,7 +849,7 @@ check_tokens_split(tokens_split)
 # overview](https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/neuronx-distributed/tensor_parallelism_overview.html).
 # Chowdhery et al. 2022, [PaLM](https://arxiv.org/abs/2204.02311).
 #
-# Next: [04 Vocabulary and dropout](04_vocabulary_and_dropout.ipynb).
+# Next: [06 Vocabulary and dropout](06_vocabulary_and_dropout.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 04 Vocabulary and dropout
+# # 06 Vocabulary and dropout
 #
 # **What must ranks tell each other to agree on a loss, and on which numbers to drop?**
 #
 # Time: one hour. Prerequisites: [lab 01](01_split_a_layer.ipynb), where $f$ and $g$ come from, and the block of
-# [lab 03](03_megatron_block.ipynb).
+# [lab 04](04_megatron_block.ipynb).
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/04_vocabulary_and_dropout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/04_vocabulary_and_dropout.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/06_vocabulary_and_dropout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/06_vocabulary_and_dropout.ipynb)
 #
-# ![Four ranks in a ring. Three times every rank puts in a short tensor, and all end with the combined one.](images/04_vocabulary_and_dropout.png)
+# ![Four ranks in a ring. Three times every rank puts in a short tensor, and all end with the combined one.](images/06_vocabulary_and_dropout.png)
 #
 # *The loss of four tokens. Each rank has a quarter of their logits, and nobody ever gathers them. Three times the ranks
 # combine one number a token: the largest logit, a sum, and the logit of the right word. Then all know the loss.*
@@ -523,7 +523,7 @@ assert np.isclose(gathers.bytes_sent() / small, WORDS / 6)
 # ## Dropout: one mask or four?
 #
 # Dropout sets each number to zero with probability $p$, and divides the others by $1 - p$, so that the mean stays.
-# In a tensor-parallel block (lab 03) it stands in two kinds of places:
+# In a tensor-parallel block (lab 04) it stands in two kinds of places:
 #
 # - **inside**, between $f$ and $g$: every rank has features, or heads, of its own;
 # - **outside**, behind $g$: every rank has the same tensor, and drops from its copy.
@@ -559,7 +559,7 @@ matrices({f"rank {rank}": mask for rank, mask in enumerate(inside)}, 'Inside: dr
 
 # %% [markdown]
 # With data parallelism the ranks of `dp` have other samples, so there masks differ along `dp` too: `axis="dp"`
-# outside, `("dp", "tp")` inside. Under sequence parallelism (lab 03) ranks have other tokens *outside* as well: `"tp"`
+# outside, `("dp", "tp")` inside. Under sequence parallelism (lab 04) ranks have other tokens *outside* as well: `"tp"`
 # [there too](https://github.com/PaddlePaddle/PaddleFleetX/pull/1005).
 
 # %%
@@ -840,7 +840,7 @@ check_most_likely(most_likely)
 # follows $g$ with a generator a rank). [transformers
 # 37051](https://github.com/huggingface/transformers/issues/37051) (tied tables, and vocabularies that do not divide).
 #
-# Next: [05 Overlap](05_overlap.ipynb). How to hide what must be sent.
+# Next: [08 Overlap](08_overlap.ipynb). How to hide what must be sent.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

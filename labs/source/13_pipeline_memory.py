@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 09 Pipeline memory
+# # 13 Pipeline memory
 #
 # **Where does a pipeline's memory go, and why does the first stage need more of it?**
 #
-# Time: an hour and a half. Prerequisites: the schedules of [lab 07](07_pipeline_schedules.ipynb), and [lab 08](08_run_a_pipeline.ipynb),
+# Time: an hour and a half. Prerequisites: the schedules of [lab 10](10_pipeline_schedules.ipynb), and [lab 11](11_run_a_pipeline.ipynb),
 # which runs them.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_pipeline_memory.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_pipeline_memory.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/13_pipeline_memory.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/13_pipeline_memory.ipynb)
 #
-# ![Two staircases of memory over time. In GPipe both ranks climb to eight levels; in 1F1B rank 0 stops at four, rank 3 at one.](images/09_pipeline_memory.png)
+# ![Two staircases of memory over time. In GPipe both ranks climb to eight levels; in 1F1B rank 0 stops at four, rank 3 at one.](images/13_pipeline_memory.png)
 #
 # *What the first and the last of four ranks hold for their backward passes while a small GPT trains: bytes of real tensors,
 # counted after every action. Dotted, on top: what was predicted from one microbatch alone.*
@@ -131,7 +131,7 @@ assert [round(most / unit) for most in ran["1F1B"].peak_bytes] == by_hand
 assert round(device.peak_bytes[0] / unit) == 12
 
 # %% [markdown]
-# (26: the last rank also keeps what norm, head and loss need, of eight microbatches.) The simulation of lab 07, given the bytes of one
+# (26: the last rank also keeps what norm, head and loss need, of eight microbatches.) The simulation of lab 10, given the bytes of one
 # microbatch, says the rest, to the byte:
 
 # %%
@@ -519,7 +519,7 @@ assert by_weight.bounds[1] < by_time.bounds[1]  # by time, the first stage has r
 # %% [markdown]
 # ## The same in JAX
 #
-# The import is the switch; a layer keeps its parameters apart (lab 08). What truly differs: one program for all ranks, so
+# The import is the switch; a layer keeps its parameters apart (lab 11). What truly differs: one program for all ranks, so
 # all have arrays of one shape. `stages_of` packs a rank's parameters into a flat one, padded to the longest.
 #
 # **Predict.** To spare rank 0 we cut 12 layers into 2, 3, 3 and 4. What does rank 0 hold of weights now, in JAX? And

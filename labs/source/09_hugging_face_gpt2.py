@@ -1,13 +1,13 @@
 # %% [markdown]
-# # 06 A Hugging Face GPT-2
+# # 09 A Hugging Face GPT-2
 #
 # **How do I shard a model that I did not write, and know that it is right?**
 #
-# Time: one hour. Prerequisites: [lab 03](03_megatron_block.ipynb) and [lab 04](04_vocabulary_and_dropout.ipynb).
+# Time: one hour. Prerequisites: [lab 04](04_megatron_block.ipynb) and [lab 06](06_vocabulary_and_dropout.ipynb).
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/06_hugging_face_gpt2.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/06_hugging_face_gpt2.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_hugging_face_gpt2.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_hugging_face_gpt2.ipynb)
 #
-# ![A timeline of four ranks, forward and backward through two layers of a GPT-2, with ten sums between them.](images/06_hugging_face_gpt2.png)
+# ![A timeline of four ranks, forward and backward through two layers of a GPT-2, with ten sums between them.](images/09_hugging_face_gpt2.png)
 #
 # *One training step of a GPT-2 from the `transformers` library, sharded over four ranks by a plan of eleven lines. Every
 # gradient is that of the whole model. Nothing is downloaded: the model is made from its config.*
@@ -71,8 +71,8 @@ assert in_parts[0].tolist() == ["q0", "k0", "v0"]
 #
 # ## A plan
 #
-# A plan says what becomes of each module that has parameters; `*` is any block. "column" and "row" are layers of lab 03,
-# "vocab" shares out words as in lab 04, "replicate" leaves copies. "local" is a dropout among sharded activations: a mask
+# A plan says what becomes of each module that has parameters; `*` is any block. "column" and "row" are layers of lab 04,
+# "vocab" shares out words as in lab 06, "replicate" leaves copies. "local" is a dropout among sharded activations: a mask
 # of each rank's own.
 
 # %%
@@ -189,7 +189,7 @@ print("the same 12 tokens on", len(tokens), "ranks as on one")
 # ## Turn the knob: who needs all the logits?
 #
 # A loss that wants whole logits gathers tokens × vocabulary numbers. With `gather_logits=False` they stay where they are,
-# and the loss is that of [lab 04](04_vocabulary_and_dropout.ipynb): three numbers a token. Take more words:
+# and the loss is that of [lab 06](06_vocabulary_and_dropout.ipynb): three numbers a token. Take more words:
 
 # %%
 def loss_only(model, ids, gather):
@@ -241,7 +241,7 @@ for said in (
 # ## The same weights in JAX
 #
 # `transformers` has no JAX models any more, so the weights move: `gpt2_params` turns a GPT-2's state into parameters of
-# tplab's JAX GPT (you built such a block in lab 03), `shard_params` puts the pieces where a mesh wants them.
+# tplab's JAX GPT (you built such a block in lab 04), `shard_params` puts the pieces where a mesh wants them.
 
 # %%
 import tplab.jax as tj
@@ -385,7 +385,7 @@ check_llama_plan(my_plan)
 # **Sources.** [Megatron-LM to transformers](https://github.com/huggingface/transformers/issues/10321) (the wish: "GPT2
 # would be perfect"). Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Radford et al. 2019, GPT-2.
 #
-# Next: [07 Pipeline schedules](07_pipeline_schedules.ipynb), for when one layer is not what is too large.
+# Next: [10 Pipeline schedules](10_pipeline_schedules.ipynb), for when one layer is not what is too large.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
