@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import tplab.torch
 from tplab.exercises.hugging_face_gpt2 import check_llama_plan, check_row
-from tplab.torch import all_reduce, axis_index, axis_size
+from tplab.torch import all_reduce, axis_index, axis_size, copy_to, gather_from
 
 pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
 
@@ -54,23 +57,94 @@ class NoSum(Row):
         return x @ self.weight + self.bias
 
 
+class NoBias(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.weight, self.axis)
+
+
+class OthersRows(Row):
+    def __init__(self, given: nn.Module, axis: str):
+        super().__init__(given, axis)
+        pieces = given.weight.detach().chunk(axis_size(axis))  # type: ignore[operator, union-attr]
+        self.weight = nn.Parameter(pieces[axis_index(axis) - 1].clone())
+
+
+class NoGradient(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce((x @ self.weight).detach(), self.axis) + self.bias
+
+
+class GradientTwice(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.weight, self.axis) + copy_to(self.bias, self.axis)
+
+
+class Whole(Row):
+    """Right numbers, from all rows on every rank."""
+
+    def __init__(self, given: nn.Module, axis: str):
+        super().__init__(given, axis)
+        self.weight = nn.Parameter(given.weight.detach().clone())  # type: ignore[operator, union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gather_from(x, self.axis) @ self.weight + self.bias
+
+
 class Raises(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.T
 
 
 def test_the_layer():
-    assert check_row(Row).passed
-    verdict = check_row(BiasInside)
-    assert verdict.passed is False
-    assert "output of transformer.h.0.mlp.c_proj" in verdict.text and "bias is added 2 times" in verdict.text
-    assert "output of transformer.h.0.mlp.c_proj" in check_row(NoSum).text
-    assert "RuntimeError" in check_row(Raises).text
+    verdict = check_row(Row)
+    assert verdict.passed and verdict.text.startswith("Row is right"), verdict
+
+
+@pytest.mark.parametrize(
+    "layer, parts",
+    [
+        (BiasInside, ("output of transformer.h.0.mlp.c_proj", "bias is added 2 times")),
+        (NoSum, ("output of transformer.h.0.mlp.c_proj", "all_reduce over 'tp' is missing")),
+        (NoBias, ("output of transformer.h.0.mlp.c_proj", "its bias is not added")),
+        (OthersRows, ("value of transformer.h.0.mlp.c_proj.weight", "rank 0 that of rank 1")),
+        (NoGradient, ("gradient of transformer.h.1.mlp.c_proj.weight", "no gradient on every rank")),
+        (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
+        (Whole, ("the numbers are right", "4,128 parameters of this layer, and 2,080 would do")),
+        (Raises, ("RuntimeError", "return x @ self.weight.T")),
+        (lambda given, axis: given.missing, ("AttributeError", "given.missing")),
+    ],
+)
+def test_a_wrong_layer_is_told_where_it_begins_and_why(layer: Callable[..., Any], parts: tuple[str, ...]):
+    verdict = check_row(layer)
+    assert verdict.passed is False and layer.__name__ in verdict.text, verdict
+    for part in parts:
+        assert part in verdict.text, verdict
+
+
+def test_a_notebook_shows_the_report_below_the_text():
+    for layer in (Row, BiasInside):
+        shown = check_row(layer)._repr_mimebundle_()["text/html"]
+        assert "<details><summary>" in shown and "gradient of transformer.wte.weight" in shown
 
 
 def test_the_plan():
     verdict = check_llama_plan(lambda: dict(PLAN))
-    assert verdict.passed, verdict
+    assert verdict.passed and "each of 4 ranks holds 26 % of the parameters" in verdict.text, verdict
+
+
+def test_a_plan_that_computes_something_else_is_told_where_it_begins(monkeypatch: pytest.MonkeyPatch):
+    """`parallelize` refuses the wrong plans that we know. If one slips through, the report says what is wrong."""
+    shard = tplab.torch.parallelize
+
+    def biased(model: Any, plan: Any) -> Any:
+        sharded = shard(model, plan)
+        sharded.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, output: 2 * output)
+        return sharded
+
+    monkeypatch.setattr(tplab.torch, "parallelize", biased)
+    verdict = check_llama_plan(lambda: dict(PLAN))
+    assert verdict.passed is False and "It begins with the output of model.layers.1.mlp.down_proj: " in verdict.text
+    assert "2 times the reference" in verdict.text, verdict
 
 
 @pytest.mark.parametrize(
@@ -79,7 +153,11 @@ def test_the_plan():
         ({"model.layers.*.self_attn.k_proj": "replicate"}, "k_proj"),
         ({"model.layers.*.mlp.down_proj": "replicate"}, "plan it as 'row'"),
         ({"model.layers.*.mlp.gate": "column"}, "matches no module"),
-        ({"model.embed_tokens": "replicate", "lm_head": "replicate"}, "what is left whole?"),
+        (
+            {"model.embed_tokens": "replicate", "lm_head": "replicate"},
+            "Every rank holds all of model.embed_tokens.weight, and 1 more",
+        ),
+        ({"lm_head": "replicate"}, "Every rank holds all of lm_head.weight."),
         (None, "a plan is a dict"),
     ],
 )
@@ -88,8 +166,7 @@ def test_wrong_plans(change: dict | None, said: str):
     assert verdict.passed is False and said in verdict.text, verdict
 
 
-def untouched():
-    ...
+def untouched(): ...
 
 
 def test_not_started():

@@ -1,15 +1,18 @@
-"""The exercises of lab 09: a layer of somebody else's sharded GPT-2 to repair, and a plan to write for a Llama."""
+"""The exercises of lab 09: repair a layer in someone else's sharded GPT-2, and write a plan for a Llama."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from html import escape
 from typing import Any
 
+from tplab.checking.report import ParallelReport, Row
 from tplab.errors import PlanError, RankError
 from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
 
-MESHES = (Mesh(tp=2), Mesh(tp=4), Mesh(tp=1))
+MOST_RANKS = 4
+MESHES = (Mesh(tp=2), Mesh(tp=MOST_RANKS), Mesh(tp=1))
 VOCABULARY, SEQUENCE = 53, 8
 
 
@@ -49,72 +52,122 @@ def _ids() -> Any:
     return torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
 
 
+class Reported(Verdict):
+    """A verdict with the report behind it, which a notebook shows folded below the text."""
+
+    def __init__(self, passed: bool, text: str, report: ParallelReport):
+        super().__init__(passed, text)
+        self.report = report
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        lines = "".join(f"<p>{escape(line)}</p>" for line in self.text.splitlines())
+        table = self.report._repr_html_().replace("<details open>", "<details>")
+        return {"text/plain": self.text, "text/html": lines + table}
+
+
+def _where_it_begins(report: ParallelReport, model: Any) -> Row:
+    """The row of a wrong report that explains the most of the others.
+
+    A wrong value or a wrong output of a module makes everything after it wrong, so the first of these counts. Gradients
+    go wrong in backward order: if they alone are wrong, the last parameter of the model is where it begins.
+    """
+    for kind in ("value", "activation"):
+        if found := [row for row in report.wrong if row.kind == kind]:
+            return found[0]
+    order = [name for name, _ in model.named_parameters()]
+    gradients = [row for row in report.wrong if row.kind == "gradient" and row.name in order]
+    return max(gradients, key=lambda row: order.index(row.name)) if gradients else report.wrong[0]
+
+
+def _wrong(name: str, mesh: Mesh, report: ParallelReport, model: Any) -> Reported:
+    first = _where_it_begins(report, model)
+    text = (
+        f"{name}: on {mesh}, {len(report.wrong)} of {len(report.rows)} tensors differ from the unsharded model's.\n"
+        f"It begins with the {first.title}: {first.words.removeprefix('the first that is wrong: ')}."
+    )
+    return Reported(False, text, report)
+
+
 def check_row(layer: Callable[..., Any]) -> Verdict:
-    """Whether `layer(given, axis)` is the row-parallel form of a GPT-2's Conv1D `given`: in every block of a sharded
-    GPT-2 it takes the place of mlp.c_proj, and check_parallel holds that against the whole model."""
+    """Whether `layer(given, axis)` is the row-parallel form of a GPT-2's Conv1D `given`.
+
+    It replaces mlp.c_proj in every block of a sharded GPT-2. check_parallel compares the result with the unsharded
+    model, and each rank may hold only its share of the weight.
+    """
     from tplab.torch import check_parallel, gpt2_plan, parallelize
+
+    name = getattr(layer, "__name__", "the layer")
+    held: list[int] = []
 
     def model(whole: Any) -> Any:
         given = [block.mlp.c_proj for block in whole.transformer.h]
         parallelize(whole, gpt2_plan(whole))
         for block, theirs in zip(whole.transformer.h, given):
             block.mlp.c_proj = layer(theirs, "tp")
+            held.append(sum(parameter.numel() for parameter in block.mlp.c_proj.parameters()))
         return whole
 
+    report = None
     for mesh in MESHES:
+        held.clear()
         try:
             report = check_parallel(model, small_gpt2(), inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
         except Exception as error:
-            return Verdict(False, raised(error, layer.__init__, "Row", mesh))
+            return Verdict(False, raised(error, getattr(layer, "forward", layer), name, mesh))
         if not report.ok:
-            inside = [row for row in report.wrong if row.kind == "activation"]
-            first = inside[0] if inside else report.wrong[0]
-            text = f"Row: of {len(report.rows)} tensors, {len(report.wrong)} are not the whole model's on {mesh}."
-            return Verdict(False, f"{text}\n{first.title}: {first.words if inside else 'wrong'}.")
+            return _wrong(name, mesh, report, small_gpt2())
+        given = small_gpt2().transformer.h[0].mlp.c_proj
+        share = given.weight.numel() // mesh.axis_size("tp") + given.bias.numel()
+        if max(held) > share:
+            text = (
+                f"{name}: the numbers are right, but on {mesh} a rank holds {max(held):,} parameters of this layer, "
+                f"and {share:,} would do.\nIn a row-parallel layer, each rank holds its own rows of the weight."
+            )
+            return Verdict(False, text)
+    assert report is not None
     listed = ", ".join(map(str, MESHES))
-    return Verdict(True, f"Row is right: logits, loss and every gradient are the whole model's on {listed}.")
+    text = f"{name} is right: logits, loss and every gradient equal the unsharded model's on {listed}."
+    return Reported(True, text, report)
 
 
 def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict:
-    """Whether `plan_of()` is a plan for `small_llama()` by which it computes what it did, and of which nothing large is
-    left whole."""
+    """Whether `plan_of()` is a right plan for `small_llama()`: with it the model computes the same as before, and no
+    matrix is whole on every rank."""
     from tplab.torch import check_parallel, parallelize, run
 
-    name = "my_plan"
+    name = getattr(plan_of, "__name__", "the plan")
     if not_started(plan_of):
         return untouched(name)
 
     def sharded(whole: Any) -> Any:
         plan = plan_of()
         if not isinstance(plan, Mapping):
-            raise TypeError(f"a plan is a dict, module name -> what becomes of it; it returned {plan!r}")
+            raise TypeError(f"a plan is a dict from module names to what becomes of them; it returned {plan!r}")
         return parallelize(whole, plan)
 
-    def size(model: Any) -> int:
-        return sum(parameter.numel() for parameter in model.parameters())
+    def sizes(model: Any) -> dict[str, int]:
+        return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
-    share = 1.0
+    report, here, model = None, {}, small_llama()
     for mesh in MESHES:
-        model = small_llama()
         try:
-            report = check_parallel(sharded, model, inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
-            here = run(lambda whole: size(sharded(whole)), mesh, model).per_rank[0]
+            report = check_parallel(sharded, small_llama(), inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
+            if mesh.size == MOST_RANKS:
+                here = run(lambda whole: sizes(sharded(whole)), mesh, small_llama()).per_rank[0]
         except Exception as error:
             cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
             if isinstance(cause, PlanError):
                 return Verdict(False, f"{name}, on {mesh}: {cause}")
             return Verdict(False, raised(error, plan_of, name, mesh))
         if not report.ok:
-            first = next((row for row in report.wrong if row.kind == "activation"), report.wrong[0])
-            text = f"{name}: on {mesh} {len(report.wrong)} of {len(report.rows)} tensors are not the whole model's."
-            return Verdict(False, f"{text}\n{first.title} is the first.")
-        share = min(share, here / size(model))
-    if share > 0.3:  # on four ranks
-        return Verdict(
-            False,
-            f"{name} computes what it should, and each of four ranks holds {100 * share:.0f} % of the parameters: "
-            "what is left whole?",
-        )
+            return _wrong(name, mesh, report, model)
+    whole = [key for key, given in model.named_parameters() if given.dim() > 1 and here.get(key) == given.numel()]
+    percent = 100 * sum(here.values()) / sum(sizes(model).values())
+    held = f"each of {MOST_RANKS} ranks holds {percent:.0f} % of the parameters"
+    if whole:
+        more = f", and {len(whole) - 1} more" if len(whole) > 1 else ""
+        text = f"{name} computes the right numbers, but {held}.\nEvery rank holds all of {whole[0]}{more}."
+        return Verdict(False, text)
+    assert report is not None
     listed = ", ".join(map(str, MESHES))
-    held = f"each of four ranks holds {100 * share:.0f} % of the parameters"
-    return Verdict(True, f"{name} is right on {listed}; {held}.")
+    return Reported(True, f"{name} is right on {listed}; {held}.", report)
