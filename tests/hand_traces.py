@@ -118,6 +118,18 @@ def overlapped_matmul(ranks: int, cluster: str = "tpu_v5e") -> Trace:
     return recorder.trace(cluster=cluster)
 
 
+def send_over_wait() -> Trace:
+    """Two ranks: rank 0 sends a piece, and waits from the first moment on for what rank 1 sends two hops later."""
+    recorder = Recorder(Mesh(tp=2), "exchange", "torch")
+    mine, other = recorder.chunk(0, 0), recorder.chunk(1, 0)
+    for source, target, start, chunk in ((0, 1, 0.0, mine), (1, 0, 2.0, other)):
+        recorder.add_message(source, target, "ring_shift", (start, start + 1), "tp", (0, 1), 16, (4,), "float32",
+                             int(start), chunk, (source,), None, "cell 2, line 3")  # fmt: skip
+    recorder.add_wait(0, "ring_shift", 0.0, 3.0, "tp", "cell 2, line 3")
+    recorder.add_wait(1, "ring_shift", 0.0, 1.0, "tp", "cell 2, line 3")
+    return recorder.trace(unit="steps")
+
+
 ALL = {
     "gather 4": lambda: ring_all_gather(Mesh(tp=4), "tp", hop=22.4e-6, cluster="h100"),
     "gather 3": lambda: ring_all_gather(Mesh(tp=3), "tp"),

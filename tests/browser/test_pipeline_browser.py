@@ -112,7 +112,7 @@ def test_the_playhead_and_files(page: Page, open_notebook):
     assert box is not None
     page.mouse.move(box["x"] + 58 + 5 * (box["width"] - 66) / 27, box["y"] + 16)
     expect(root.locator(".tpl-hint")).to_contain_text("rank 0 idles")
-    expect(root.locator(".tpl-hint")).to_contain_text("I0 of stage 1 from rank 1")
+    expect(root.locator(".tpl-hint")).to_contain_text("I0 of stage 1 on rank 1")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

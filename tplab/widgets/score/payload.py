@@ -42,20 +42,23 @@ def picture(score: Score) -> bytes:
 
 def lanes(score: Score) -> bytes:
     """For `timeline`: the bars with all that is known about them, and which of them make the critical path."""
-    trace, bars = score.trace, score.bars
     items = [[item.name, item.origin, item.piece, item.op, []] for item in score.items]
     header = {**_about(score), "items": items, "sentences": words.sentences(score)}
+    flops = score.trace.column("flops")[score.bars["row"]].astype(float)
+    return pack(header, {**_bars(score), "flops": flops, "critical": critical_rows(score)})
+
+
+def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
+    """What each bar's tensor is, as "float32 [8, 16]": the distinct texts, and for each bar the place of its own."""
+    trace, rows = score.trace, score.bars["row"]
     shapes, shape = trace.codes("shape")
     dtypes, dtype = trace.codes("dtype")
     texts: dict[str, int] = {}
     written = [
-        texts.setdefault(f"{dtypes[d]} {list(shapes[s])}".strip() if shapes[s] else "", len(texts))
-        for s, d in zip(shape[bars["row"]].tolist(), dtype[bars["row"]].tolist())
+        texts.setdefault(f"{dtypes[d]} {list(shapes[s])}".strip() if dtypes[d] or shapes[s] else "", len(texts))
+        for s, d in zip(shape[rows].tolist(), dtype[rows].tolist())
     ]
-    header["shapes"] = list(texts)
-    more = {"shape": np.array(written, np.int32)}
-    more["flops"] = trace.column("flops")[bars["row"]].astype(float)
-    return pack(header, {**_bars(score), **more, "critical": critical_rows(score)})
+    return list(texts), np.array(written, np.int32)
 
 
 def critical_rows(score: Score) -> np.ndarray:
@@ -86,12 +89,14 @@ def _about(score: Score) -> dict[str, Any]:
         "groups": score.groups,
         "where": trace.codes("where")[0],
         "computes": score.computes,
+        "shapes": _tensors(score)[0],
     }
 
 
 def _bars(score: Score) -> dict[str, np.ndarray]:
     names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group")
-    return {name: score.bars[name] for name in names} | {"place": score.trace.codes("where")[1][score.bars["row"]]}
+    place = score.trace.codes("where")[1][score.bars["row"]]
+    return {name: score.bars[name] for name in names} | {"place": place, "shape": _tensors(score)[1]}
 
 
 def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

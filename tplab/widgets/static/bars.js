@@ -1,22 +1,35 @@
 // What is known about one bar of a timeline, in words.
 import { bytesText, timeText } from "./units.js";
-import { COLLECTIVE, SEND, WAIT } from "./score.js";
+import { COLLECTIVE, COMPUTE, SEND, WAIT, pieceText } from "./score.js";
 
-// What the hint says about a bar.
+// What the hint says about a bar: what it is; then when, of what size, with whom, and the line it was written at.
 export function describeBar(score, row) {
-  const kind = score.kind[row], op = score.ops[score.op[row]], item = score.item[row];
-  const time = (value) => timeText(value, score.unit, score.times[score.times.length - 1] - score.times[0]);
+  const kind = score.kind[row], group = score.groups[score.group[row]] ?? [];
   const { start, end, times } = score, bytes = score.bytes[row], flops = score.flops?.[row] ?? 0;
-  const what = kind === SEND ? `${op}: rank ${score.rank[row]} sends ${item >= 0 ? `chunk ${score.items[item][0]}` : ""} to rank ${score.peer[row]}`
-    : kind === WAIT ? `rank ${score.rank[row]} waits` : `rank ${score.rank[row]}: ${op}`;
-  const cause = kind === WAIT ? causeOf(score, row) : -1;
-  const group = score.groups[score.group[row]] ?? [];
-  return [["", what],
-    ["when", `${time(start[row] - times[0])} to ${time(end[row] - times[0])}, ${timeText(end[row] - start[row], score.unit)}`],
-    ["tensor", score.shapes?.[score.shape[row]] ?? ""], ["sends", bytes ? bytesText(bytes) : ""],
-    ["FLOPs", flops ? flops.toLocaleString("en") : ""], ["with", kind === COLLECTIVE ? `ranks ${group.join(", ")}` : ""],
-    ["waits for", cause < 0 ? "" : score.kind[cause] === SEND ? `rank ${score.rank[cause]}'s ${score.ops[score.op[cause]]}` : score.ops[score.op[cause]]],
+  const time = (value) => timeText(value - times[0], score.unit, times[times.length - 1] - times[0]);
+  const beside = kind === SEND || kind === COLLECTIVE ? waitBeside(score, row) : -1;
+  return [["", title(score, row)],
+    ["when", `${time(start[row])} to ${time(end[row])}, ${timeText(end[row] - start[row], score.unit)}`],
+    ["tensor", score.shapes?.[score.shape[row]] ?? ""], ["sends", bytes ? `${bytesText(bytes)}${kind === COLLECTIVE ? " in total" : ""}` : ""],
+    ["FLOPs", flops ? flops.toLocaleString("en") : ""], ["between", kind === COLLECTIVE ? `ranks ${group.join(", ")}` : ""],
+    ["waits for", kind === WAIT ? awaited(score, row) : ""],
+    ["meanwhile", beside >= 0 ? `rank ${score.rank[row]} waits for ${awaited(score, beside) || "other ranks"}` : ""],
     ["written at", score.where[score.place[row]] ?? ""]];
+}
+
+function title(score, row) {
+  const kind = score.kind[row], op = score.ops[score.op[row]], rank = score.rank[row], item = score.item[row];
+  const what = item >= 0 ? pieceText(score, item) : "a message";
+  if (kind === SEND) return `${op}: rank ${rank} sends ${what} to rank ${score.peer[row]}`;
+  if (kind === WAIT) return `rank ${rank} waits`;
+  return `rank ${rank}: ${op}${kind === COMPUTE && item >= 0 ? `, of ${what}` : ""}`;
+}
+
+function awaited(score, row) {
+  const cause = causeOf(score, row);
+  if (cause < 0) return "";
+  if (score.kind[cause] !== SEND) return score.ops[score.op[cause]];
+  return `${score.item[cause] >= 0 ? pieceText(score, score.item[cause]) : score.ops[score.op[cause]]} from rank ${score.rank[cause]}`;
 }
 
 // What a rank waits for: what comes to it, or what it takes part in, and is over when the waiting is.
@@ -24,4 +37,10 @@ function causeOf(score, row) {
   const rank = score.rank[row], end = score.end[row];
   return score.end.findIndex((time, other) => time === end && ((score.kind[other] === SEND && score.peer[other] === rank)
     || (score.kind[other] === COLLECTIVE && score.rank[other] === rank)));
+}
+
+// A wait of the rank while this bar is on its way.
+function waitBeside(score, row) {
+  return score.kind.findIndex((kind, other) => kind === WAIT && score.rank[other] === score.rank[row]
+    && score.start[other] < score.end[row] && score.end[other] > score.start[row]);
 }

@@ -5,6 +5,11 @@ import { plain, ticks, timeText } from "./units.js";
 
 const TOP_MARGIN = 4, TITLE = 22, AXIS_HEIGHT = 22, GAP = 5;
 
+const F = 0;
+const PASSES = ["the forward pass", "the whole backward pass", "the backward pass to its input: input gradients", "weight gradients, the rest of the backward pass"];
+
+const microbatches = (number) => `${plain(number)} microbatch${number === 1 ? "" : "es"}`;
+
 // The columns of run `place` of a board, by name.
 function runOf(board, place) {
   const about = board.runs[place], run = { ...about, place };
@@ -179,18 +184,30 @@ export class GanttChart {
     if (this.width) this.head.style.transform = `translateX(${this.x(time) - this.left}px)`;
   }
 
-  // [run, row, rank] under a place; row is -1 where the rank idles.
+  // What is under a place: {run, rank, row, held}. row is -1 where the rank idles; held is whether it is the strip below.
   at(x, y) {
     for (const run of this.runs) {
       const rank = Math.floor((y - run.top) / (this.bar + this.strip + GAP));
       if (y < run.top || rank < 0 || rank >= run.ranks || x < this.left || x > this.x(run.makespan)) continue;
+      if (y >= this.laneTop(run, rank) + this.bar) return { run, rank, row: -1, held: true };
       const row = run.rows[rank].find((row) => {
         const [left, top, width, height] = this.place(run, row);
         return x >= left && x < left + width && y >= top && y < top + height;
       });
-      return [run, row ?? -1, rank];
+      return { run, rank, row: row ?? -1, held: false };
     }
     return null;
+  }
+
+  // How many microbatches' activations a rank holds at a time.
+  heldAt(run, rank, time) {
+    let held = 0;
+    for (let at = run.stair[rank]; at < run.stair[rank + 1] && run.stairTime[at] <= time + 1e-9; at++) held = run.stairHeld[at];
+    return held;
+  }
+
+  mostHeld(run, rank) {
+    return Math.max(0, ...run.stairHeld.slice(run.stair[rank], run.stair[rank + 1]));
   }
 
   listen() {
@@ -202,16 +219,16 @@ export class GanttChart {
     this.box.addEventListener("pointerdown", (event) => {
       const found = this.at(...where(event));
       this.box.setPointerCapture(event.pointerId);
-      held = this.editing && found && found[0].place === 0 && found[1] >= 0 ? found : [];
-      if (held.length) this.choose(held[1]);
+      held = this.editing && found && found.run.place === 0 && found.row >= 0 ? found : { row: -1 };
+      if (held.row >= 0) this.choose(held.row);
       else this.seek(this.time(where(event)[0]));
     });
     this.box.addEventListener("pointermove", (event) => {
       if (!held) this.tell(event, ...where(event));
-      else if (!held.length) this.seek(this.time(where(event)[0]));
+      else if (held.row < 0) this.seek(this.time(where(event)[0]));
     });
     this.box.addEventListener("pointerup", (event) => {
-      if (held?.length) this.dropped(held, ...where(event));
+      if (held?.row >= 0) this.dropped(held, ...where(event));
       held = null;
     });
     this.box.addEventListener("pointercancel", () => { held = null; });
@@ -234,7 +251,7 @@ export class GanttChart {
     return run.rows[run.rank[row]].indexOf(row);
   }
 
-  dropped([run, row, rank], x) {
+  dropped({ run, row, rank }, x) {
     const time = this.time(x), others = run.rows[rank].filter((other) => other !== row);
     const to = others.filter((other) => (run.start[other] + run.end[other]) / 2 < time).length;
     if (to !== this.index(row) && !(time >= run.start[row] && time < run.end[row])) this.drop(rank, this.index(row), to);
@@ -243,21 +260,51 @@ export class GanttChart {
   tell(event, x, y) {
     const found = this.at(x, y);
     if (!found) return this.hint.hide();
-    const [run, row, rank] = found, unit = this.board.unit, text = (time) => timeText(time, unit, this.end);
-    const who = (cause) => `${inWords(run, cause)}${run.rank[cause] === rank ? "" : ` from rank ${run.rank[cause]}`}`;
-    if (row < 0) {
-      const time = this.time(x), next = run.rows[rank].find((other) => run.start[other] > time);
-      const before = run.rows[rank].filter((other) => run.end[other] <= time).pop();
-      const from = before === undefined ? 0 : run.end[before], to = next === undefined ? run.makespan : run.start[next];
-      const why = next === undefined ? "done; the others are not" : run.waits[next] >= 0 ? who(run.waits[next]) : "the other ranks";
-      return this.hint.show(event, [["", `rank ${rank} idles`], ["time", `${text(from)} to ${text(to)}`],
-        next === undefined ? null : ["before", inWords(run, next)], ["waits for", why]]);
-    }
-    const takers = [];
-    run.message.forEach((cause, other) => { if (cause === row) takers.push(`${inWords(run, other)}${run.rank[other] === rank ? "" : `, rank ${run.rank[other]}`}`); });
-    this.hint.show(event, [["", `${inWords(run, row)}, rank ${rank}`], ["time", `${text(run.start[row])} to ${text(run.end[row])}`],
-      ["takes in", run.message[row] >= 0 ? who(run.message[row]) : ""], ["waited for", run.waits[row] >= 0 ? who(run.waits[row]) : ""],
-      ["needed by", takers.join("; ")]]);
+    const time = this.time(x);
+    this.hint.show(event, found.held ? this.aboutHeld(found, time) : found.row < 0 ? this.aboutIdle(found, time) : this.aboutAction(found, time));
+  }
+
+  text(time) {
+    return timeText(time, this.board.unit, this.end);
+  }
+
+  // "F3 of stage 1 on rank 1": an action as `rank` sees it.
+  who(run, row, rank) {
+    return `${inWords(run, row)}${run.rank[row] === rank ? "" : ` on rank ${run.rank[row]}`}`;
+  }
+
+  heldText(run, rank, time) {
+    const limit = this.board.limit === null ? "" : `; the limit is ${plain(this.board.limit)}`;
+    return `${microbatches(this.heldAt(run, rank, time))}; at most ${plain(this.mostHeld(run, rank))}${limit}`;
+  }
+
+  aboutHeld({ run, rank }, time) {
+    const busy = run.rows[rank].find((row) => run.start[row] <= time && time < run.end[row]);
+    return [["", `rank ${rank} holds the activations of ${microbatches(this.heldAt(run, rank, time))}`],
+      ["time", this.text(time)], ["at most", microbatches(this.mostHeld(run, rank))],
+      ["limit", this.board.limit === null ? "" : microbatches(this.board.limit)],
+      ["meanwhile", busy === undefined ? "the rank idles" : `the rank runs ${inWords(run, busy)}`]];
+  }
+
+  aboutIdle({ run, rank }, time) {
+    const next = run.rows[rank].find((other) => run.start[other] > time);
+    const before = run.rows[rank].filter((other) => run.end[other] <= time).pop();
+    const from = before === undefined ? 0 : run.end[before], to = next === undefined ? run.makespan : run.start[next];
+    const why = next === undefined ? "the other ranks: it is done, they are not" : run.waits[next] >= 0 ? this.who(run, run.waits[next], rank) : "the other ranks";
+    return [["", `rank ${rank} idles`], ["time", `${this.text(from)} to ${this.text(to)}, ${this.text(to - from)}`],
+      ["waits for", why], ["then runs", next === undefined ? "" : inWords(run, next)], ["holds", this.heldText(run, rank, time)]];
+  }
+
+  aboutAction({ run, rank, row }, time) {
+    const pass = PASSES[run.kind[row]], from = run.message[row], [start, end] = [run.start[row], run.end[row]];
+    const takers = [...run.message.keys()].filter((other) => run.message[other] === row).map((other) => this.who(run, other, rank));
+    const what = run.kind[row] === F ? "activations" : "gradients";
+    return [["", `rank ${rank}: ${inWords(run, row)}`], ["does", pass ?? ""],
+      ["time", `${this.text(start)} to ${this.text(end)}, ${this.text(end - start)}`],
+      ["gets", from >= 0 ? `${run.kind[from] === F ? "activations" : "gradients"} of ${this.who(run, from, rank)}` : ""],
+      ["gives", takers.length ? `${what} to ${takers.join("; ")}` : ""],
+      ["waited for", run.waits[row] >= 0 ? this.who(run, run.waits[row], rank) : ""],
+      ["holds", this.heldText(run, rank, time)]];
   }
 
   // What the ranks do at a time, in words.

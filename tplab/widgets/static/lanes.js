@@ -65,11 +65,11 @@ export class Lanes {
     return this.view[0] + ((x - this.left) / this.width) * (this.view[1] - this.view[0]);
   }
 
-  // [top, height] of a bar.
+  // [top, height] of a bar. A wait has none: it is the lane's ground, where no bar covers it.
   at(row) {
     const { score } = this, top = LANES_TOP + score.rank[row] * this.lane, kind = score.kind[row];
-    const above = (kind === COMPUTE || kind === WAIT) && this.work;
-    return above ? [top, this.work] : [top + this.work + this.track[row] * this.talk, this.talk - (this.talk > 5 ? 1 : 0)];
+    if (kind === WAIT) return [top, this.work || this.lane - (this.lane > 12 ? 5 : 1)];
+    return kind === COMPUTE && this.work ? [top, this.work] : [top + this.work + this.track[row] * this.talk, this.talk - (this.talk > 5 ? 1 : 0)];
   }
 
   draw() {
@@ -277,16 +277,19 @@ export class Lanes {
     }, { passive: false });
   }
 
-  // The bar at a place: of several, the one that began last.
+  // The bar at a place: the one that is seen there. To wait is to draw nothing, so a wait is found only where no bar is.
   barAt(x, y) {
     const rank = Math.floor((y - LANES_TOP) / this.lane);
     if (!this.width || x < this.left || x > this.left + this.width || !this.rows[rank]) return -1;
-    const time = this.time(x), slack = (2 / this.width) * (this.view[1] - this.view[0]);
-    let found = -1;
+    const { score } = this, time = this.time(x), slack = this.time(x + 2) - time;
+    let found = -1, best = 0;
     for (const row of this.rows[rank]) {
-      if (this.score.start[row] > time + slack) break;
-      const [top, height] = this.at(row);
-      if (this.score.end[row] >= time - slack && y >= top && y < top + height + 1) found = row;
+      if (score.start[row] > time + slack) break;
+      if (score.end[row] < time - slack) continue;
+      const inside = score.start[row] <= time && time <= score.end[row];
+      const [top, height] = this.at(row), here = y >= top && y < top + height + 1;
+      const rating = score.kind[row] === WAIT ? (inside ? 1 : 0) : here ? (inside ? 3 : 2) : 0;
+      if (rating && rating >= best) [found, best] = [row, rating];
     }
     return found;
   }

@@ -1,7 +1,7 @@
 // The ranks on their mesh, the links between them, and the chunks on their way.
 import { el } from "./shell.js";
 import { bytesText } from "./units.js";
-import { PASSED, cellText, members, pool } from "./score.js";
+import { PASSED, cellText, members, pieceText, pool } from "./score.js";
 
 const SLOT = 17;
 
@@ -175,12 +175,13 @@ export function describe(score, now, { flight, rank, item }, values) {
     item = score.item[flight];
     const from = score.rank[flight];
     const hold = item >= 0 ? now.cells[from * score.items.length + item] : -1;
-    return [["", `${item >= 0 ? `chunk ${score.items[item][0]}` : "message"}: rank ${from} to rank ${score.peer[flight]}`],
-      ["size", bytesText(score.bytes[flight])], ...contents(score, hold, values), ["sent by", score.where[score.place[flight]]]];
+    return [["", `${score.ops[score.op[flight]]}: rank ${from} sends ${item >= 0 ? pieceText(score, item) : "a message"} to rank ${score.peer[flight]}`],
+      ["tensor", score.shapes[score.shape[flight]]], ["sends", bytesText(score.bytes[flight])], ...contents(score, hold, values),
+      ["written at", score.where[score.place[flight]]]];
   }
-  if (item === undefined) return [["", `rank ${rank}`], ["sent", bytesText(now.sent[rank])]];
-  const hold = now.cells[rank * score.items.length + item], [name, origin, piece, op] = score.items[item];
-  const what = op ? `${op} (${name})` : `chunk ${name}`;
+  if (item === undefined) return aboutRank(score, now, rank);
+  const hold = now.cells[rank * score.items.length + item], [, origin, piece, op] = score.items[item];
+  const what = pieceText(score, item);
   const born = op ? "" : `rank ${origin}${piece ? `, piece ${piece}` : ""}`;
   if (hold < 0) {
     const coming = now.arriving.get(rank * score.items.length + item);
@@ -188,6 +189,13 @@ export function describe(score, now, { flight, rank, item }, values) {
   }
   const passed = score.hold_state[hold] === PASSED;
   return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}`], ["first of", born], ...contents(score, hold, values)];
+}
+
+// What a rank does now, and what it has sent.
+function aboutRank(score, now, rank) {
+  const does = [...now.computing, ...now.together].filter(([row]) => score.rank[row] === rank).map(([row]) => score.ops[score.op[row]]);
+  const sends = now.flights.filter(([row]) => score.rank[row] === rank).map(([row]) => `to rank ${score.peer[row]}`);
+  return [["", `rank ${rank}`], ["runs", does.join(", ")], ["sends", sends.join(", ")], ["has sent", bytesText(now.sent[rank])]];
 }
 
 function contents(score, hold, values) {

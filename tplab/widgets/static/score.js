@@ -76,6 +76,12 @@ export function cellText(score, hold, most = 4) {
   return { label, value: numbers.length === 1 ? numberText(numbers[0]) : "", inside, all };
 }
 
+// The name of an item in a sentence.
+export function pieceText(score, item) {
+  const [name, , , op] = score.items[item];
+  return op ? `${op} (${name})` : `chunk ${name}`;
+}
+
 export function contributors(inside, all, op, most = 4) {
   if (inside.length > most) return most > 1 ? `${inside.length} of ${all.length}` : `${inside.length}${all.length < 10 ? `/${all.length}` : ""}`;
   return inside.join(op === "all_gather" || op === "all_to_all" ? "," : "+");

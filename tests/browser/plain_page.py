@@ -1,0 +1,120 @@
+"""A widget on a plain page, without JupyterLab: quick, for tests that look at what is drawn and what the hint says.
+
+Every text that is written on a canvas is noted in `window.written`, with its place on the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from playwright.sync_api import Page
+
+from tplab.widgets.paper.card import Card
+
+_NOTE_TEXTS = """() => {
+  window.written = [];
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  const wipe = Object.getOwnPropertyDescriptor(HTMLCanvasElement.prototype, "width");
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const left = { left: 0, start: 0, center: 0.5, right: 1, end: 1 }[this.textAlign];
+    const width = this.measureText(text).width;
+    const about = { text: String(text), canvas: this.canvas, colour: this.fillStyle };
+    window.written.push({ ...about, x: x + (0.5 - left) * width, y, width });
+    return write.apply(this, arguments);
+  };
+  Object.defineProperty(HTMLCanvasElement.prototype, "width", { ...wipe, set(value) {
+    window.written = window.written.filter((one) => one.canvas !== this);  // a canvas that is sized anew is blank
+    wipe.set.call(this, value);
+  } });
+}"""
+
+_DRAW = """async ([code, css, state, more]) => {
+  document.body.innerHTML = '<div id="host"></div>';
+  const style = document.createElement("style");
+  style.textContent = css;
+  document.head.append(style);
+  for (const [name, value] of Object.entries(state)) {
+    if (value?.base64 === undefined) continue;
+    state[name] = new DataView(Uint8Array.from(atob(value.base64), (c) => c.charCodeAt(0)).buffer);
+  }
+  const listeners = {};
+  window.sent = [];
+  window.model = {
+    get: (name) => state[name],
+    set: (name, value) => { state[name] = value; },
+    save_changes() {},
+    send: (content) => window.sent.push(content),
+    on: (event, act) => (listeners[event] ??= []).push(act),
+    off() {},
+    tell: (event, ...about) => (listeners[event] ?? []).forEach((act) => act(...about)),
+  };
+  const module = await import(URL.createObjectURL(new Blob([code + more], { type: "text/javascript" })));
+  window.made = module;
+  await module.default.render({ model: window.model, el: document.getElementById("host") });
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+}"""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text on a canvas, and where its middle is on the page."""
+
+    text: str
+    x: float
+    y: float
+    width: float
+    colour: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A widget that is drawn on a page."""
+
+    page: Page
+
+    @property
+    def written(self) -> list[Written]:
+        """What is written on its canvases."""
+        found = self.page.evaluate(
+            """() => window.written.map(({ text, canvas, x, y, width, colour }) => {
+              const box = canvas.getBoundingClientRect();
+              return [text, box.left + x, box.top + y, width, colour];
+            })"""
+        )
+        return [Written(*one) for one in found]
+
+    def hint_at(self, x: float, y: float) -> str:
+        """What the hint says with the pointer there; "" where there is none."""
+        self.page.mouse.move(x, y)
+        hint = self.page.locator(".tpl-hint")
+        return hint.inner_text() if hint.is_visible() else ""
+
+
+def draw(page: Page, widget: Card, theme: str = "light", width: int = 980, height: int = 1400, more: str = "") -> Drawn:
+    """Draw the widget as a notebook would. `more` is JavaScript to add to its script, such as an export."""
+    page.set_viewport_size({"width": width, "height": height})
+    page.goto("about:blank")
+    page.evaluate(_NOTE_TEXTS)
+    page.evaluate("light => { document.body.dataset.jpThemeLight = light; }", str(theme == "light").lower())
+    code, css = getattr(widget, "_esm"), str(getattr(widget, "_css"))  # noqa: B009  only anywidget knows of them
+    page.evaluate(_DRAW, [code, css, _state(widget), more])
+    return Drawn(page)
+
+
+def _state(widget: Card) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name in widget.traits(sync=True):
+        if name.startswith("_"):
+            continue
+        value = getattr(widget, name)
+        if isinstance(value, bytes):
+            value = {"base64": base64.b64encode(value).decode()}
+        try:
+            json.dumps(value)
+        except TypeError:
+            continue
+        state[name] = value
+    return state

@@ -1,0 +1,98 @@
+"""What the hint says is about the bar under the pointer: every bar of many traces and schedules is probed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Page
+
+from tests.browser.plain_page import Drawn, draw
+from tests.hand_traces import ALL, send_over_wait
+from tplab import Trace
+from tplab.schedules import one_f_one_b, simulate, zb_v
+from tplab.widgets import animate, gantt, timeline
+from tplab.widgets.paper.card import Card
+from tplab.widgets.score.score import COLLECTIVE, SEND, WAIT, score
+
+TRACES = {**ALL, "send over wait": send_over_wait}
+
+_CENTRES = """() => {
+  const lanes = window.lanes, box = lanes.box.getBoundingClientRect(), { score } = lanes;
+  return Array.from(score.rank, (_, row) => {
+    const [top, height] = lanes.at(row), left = lanes.x(score.start[row]), right = lanes.x(score.end[row]);
+    return [box.left + (left + right) / 2, box.top + top + height / 2, right - left];
+  });
+}"""
+
+
+_REACH_LANES = """
+const measure = Lanes.prototype.measure;
+Lanes.prototype.measure = function () { window.lanes = this; measure.call(this); };
+"""
+
+
+def drawn_lanes(page: Page, widget: Card) -> Drawn:
+    """The widget, with its lanes within reach of the test."""
+    return draw(page, widget, more=_REACH_LANES)
+
+
+@pytest.mark.parametrize("show", [animate, timeline])
+@pytest.mark.parametrize("name", TRACES)
+def test_the_hint_over_every_bar_of_a_trace_is_about_that_bar(page: Page, name: str, show: Callable):
+    trace: Trace = TRACES[name]()
+    drawn, piece = drawn_lanes(page, show(trace)), score(trace)
+    events = trace.events
+    probed = 0
+    for row, (x, y, width) in enumerate(page.evaluate(_CENTRES)):
+        kind, event = int(piece.bars["kind"][row]), events[int(piece.bars["row"][row])]
+        if kind == WAIT or width < 6:
+            continue
+        said = drawn.hint_at(x, y)
+        title, *rest = said.split("\n")
+        assert f"rank {event.rank}" in title and event.op in title, said
+        assert "waits" not in title
+        if kind == SEND:
+            assert f"rank {event.rank} sends" in title and title.endswith(f"to rank {event.peer}"), said
+        if kind == COLLECTIVE:
+            assert any(line.endswith(f"ranks {', '.join(map(str, event.group))}") for line in rest), said
+        if event.where:
+            assert any(line.endswith(event.where) for line in rest), said
+        if kind == SEND and event.bytes:
+            assert any(line.startswith("sends") for line in rest), said
+        probed += 1
+    assert probed
+
+
+def test_a_wait_is_named_where_no_bar_is_and_beside_the_send_over_it(page: Page):
+    drawn = drawn_lanes(page, animate(send_over_wait()))
+    box = page.locator(".tpl-lanes").bounding_box()
+    assert box is not None
+    unit = (box["width"] - 66) / 3  # rank 0 sends from 0 to 1; until 3 it waits for rank 1
+    said = drawn.hint_at(box["x"] + 58 + 0.5 * unit, box["y"] + 13)
+    assert said.startswith("ring_shift: rank 0 sends chunk a to rank 1")
+    assert "rank 0 waits for chunk b from rank 1" in said
+    said = drawn.hint_at(box["x"] + 58 + 2 * unit, box["y"] + 13)
+    assert said.startswith("rank 0 waits") and "chunk b from rank 1" in said
+
+
+@pytest.mark.parametrize("rule", [one_f_one_b(4, 8), zb_v(4, 8)], ids=["1F1B", "ZB-V"])
+def test_the_hint_over_every_action_of_a_schedule_is_about_it(page: Page, rule):
+    drawn, run = draw(page, gantt(rule)), simulate(rule)
+    box = page.locator(".tpl-lanes").bounding_box()
+    assert box is not None
+    per_unit, lane = (box["width"] - 66) / run.makespan, 24 + 11 + 5
+    for row in range(len(rule)):
+        action, rank = rule.action(row), int(rule.rank[row])
+        middle = (run.start[row] + run.end[row]) / 2
+        x, y = box["x"] + 58 + middle * per_unit, box["y"] + 4 + rank * lane
+        said = drawn.hint_at(x, y + 12)
+        assert said.startswith(f"rank {rank}: {action.label} of stage {action.stage}"), said
+        assert ("forward" in said.split("\n")[1]) == (action.kind == "F"), said
+        times, held = run.activations(rank)
+        now = held[max(place for place, time in enumerate(times) if time <= middle + 1e-9)]
+        number = f"{now:g} microbatch" + ("" if now == 1 else "es")
+        assert number in said, said
+        below = drawn.hint_at(x, y + 24 + 6)  # the strip
+        assert below.startswith(f"rank {rank} holds the activations of {number}"), below
+        assert f"the rank runs {action.label} of stage {action.stage}" in below and "idles" not in below
