@@ -15,6 +15,10 @@ and for labs, of numbers that a cell has:
     knob(...)                     one control, and bars that change with it
     bytes_text(...)               "1.5 MB": sizes as the widgets write them
 
+and for readers without a notebook:
+
+    to_html(trace, "run.html")    a page that plays a trace, a schedule or a widget in any browser
+
 Each is a widget; where no kernel runs it is a picture and a sentence.
 
 Every module here is one of them. What they are made of is in rooms: score/ (a trace, laid out), schedule/ (a pipeline
@@ -27,6 +31,7 @@ from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.knob import Bars, Row, knob
 from tplab.widgets.levels import levels
 from tplab.widgets.matrices import matrices
+from tplab.widgets.page import to_html
 from tplab.widgets.paper.units import bytes_text
 from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
 from tplab.widgets.shards import Shards, shards
@@ -50,4 +55,5 @@ __all__ = [
     "pipeline_lab",
     "shards",
     "timeline",
+    "to_html",
 ]

@@ -1,0 +1,159 @@
+"""A page that plays by itself: all of it is in one file, nothing in it is loaded, no text breaks out of its place."""
+
+from __future__ import annotations
+
+import base64
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.hand_traces import ring_all_reduce
+from tplab import Mesh, P, Trace
+from tplab.schedules import Costs, gpipe, one_f_one_b, simulate
+from tplab.trace import Recorder
+from tplab.widgets import (
+    Bars,
+    Row,
+    animate,
+    curves,
+    gantt,
+    knob,
+    levels,
+    matrices,
+    pipeline_lab,
+    shards,
+    timeline,
+    to_html,
+)
+
+NASTY = "</script><script>window.stolen = 1</script><!-- </title>'\"&amp;<img src=x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """The elements of a page, with their attributes, and the text in them."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.source = path.read_text(encoding="utf8")
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img"):
+            self._open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts[self._open[-1]][-1] += data
+
+    @property
+    def cards(self) -> list[dict[str, dict]]:
+        return json.loads(self.texts["script"][0])
+
+
+def nasty_trace() -> Trace:
+    recorder = Recorder(Mesh(tp=2), NASTY, "torch")
+    recorder.add(0, "compute", NASTY, 0, 1, where=NASTY)
+    return recorder.trace(unit="steps")
+
+
+WIDGETS = {
+    "animate": lambda text: animate(ring_all_reduce(Mesh(tp=3), "tp")),
+    "timeline": lambda text: timeline(ring_all_reduce(Mesh(tp=3), "tp")),
+    "timeline over a prediction": lambda text: timeline(simulate(gpipe(2, 2)).trace, simulate(gpipe(2, 2))),
+    "gantt": lambda text: gantt(gpipe(2, 2).named(text)),
+    "two gantts": lambda text: gantt(gpipe(2, 2), one_f_one_b(2, 2).named(text)),
+    "pipeline_lab": lambda text: pipeline_lab(),
+    "shards": lambda text: shards(Mesh(tp=2), (4, 4), P("tp")),
+    "matrices": lambda text: matrices({text: [[1.0, 2.0]]}),
+    "knob": lambda text: knob(text, text, {1: Bars([Row(text, {text: 1.0})], "s")}),
+    "curves": lambda text: curves([1, 2], {text: {text: [1, 2]}}, title=text, sentence=text),
+    "levels": lambda text: levels({text: {text: ([0, 1], [0, 1])}}, title=text, sentence=text, along="x"),
+}
+
+
+def test_a_trace_is_its_animation_over_its_timeline(tmp_path: Path):
+    trace = ring_all_reduce(Mesh(tp=3), "tp")
+    path = to_html(trace, tmp_path / "run.html")
+    assert path == tmp_path / "run.html"
+    page = Page(path)
+    assert page.texts["title"] == page.texts["h1"] == ["ring_all_reduce"]
+    sentence = "Trace of ring_all_reduce on Mesh(tp=3): 4 steps, each rank sends 4 KiB (modelled, unit times)."
+    assert page.texts["p"] == [sentence]
+    first, second = page.cards
+    assert base64.b64decode(first["bytes"]["score"]) == animate(trace).score
+    assert base64.b64decode(second["bytes"]["score"]) == timeline(trace).score
+    assert first["values"] == second["values"] == {"step": 0}
+
+
+@pytest.mark.parametrize("thing", [gpipe(2, 3).named("mine"), simulate(gpipe(2, 3).named("mine"), Costs(1, 2, 3))])
+def test_a_schedule_is_its_gantt(tmp_path: Path, thing):
+    page = Page(to_html(thing, str(tmp_path / "schedule.html")))
+    assert page.texts["title"] == ["mine"]
+    assert page.texts["p"] == [gantt(thing).sentence]
+    (card,) = page.cards
+    assert base64.b64decode(card["bytes"]["board"]) == gantt(thing).board
+
+
+def test_a_widget_is_shown_as_it_is_now(tmp_path: Path):
+    card = gantt(gpipe(2, 3))
+    card.step = 2
+    page = Page(to_html(card, tmp_path / "now.html"))
+    assert page.cards[0]["values"] == {"step": 2}
+
+
+@pytest.mark.parametrize("name", WIDGETS)
+def test_no_widget_loads_anything_or_lets_a_text_out(tmp_path: Path, name: str):
+    page = Page(to_html(WIDGETS[name](NASTY), tmp_path / "page.html"))
+    check_closed(page)
+
+
+def test_a_trace_lets_no_text_out(tmp_path: Path):
+    page = Page(to_html(nasty_trace(), tmp_path / "page.html"))
+    assert page.texts["title"] == page.texts["h1"] == [NASTY]
+    check_closed(page)
+
+
+def check_closed(page: Page) -> None:
+    """The page has the elements that it should have, and none of them loads anything."""
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == 2 and tags.count("title") == 1 and tags.count("style") == 1
+    for _, attributes in page.elements:
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in ("src", "href"):
+                assert value is not None and value.startswith("data:")
+    assert {tag for tag, _ in page.elements} <= {
+        "html", "head", "meta", "link", "title", "style", "body", "main", "h1", "p", "div", "noscript", "img", "footer",
+        "script",
+    }  # fmt: skip
+    assert page.elements[-1] == ("script", {"type": "module"})
+    assert "import" not in page.texts["script"][1].split()
+    assert "default-src 'none'" in page.source
+
+
+def test_a_ring_over_64_ranks_is_small_enough_for_a_mail(tmp_path: Path):
+    path = to_html(ring_all_reduce(Mesh(tp=64), "tp"), tmp_path / "ring.html")
+    assert path.stat().st_size < 300_000
+
+
+def test_what_cannot_be_shown_is_said(tmp_path: Path):
+    with pytest.raises(TypeError, match=r"a Trace, a Schedule, a Simulation or a widget of tplab, not a list$"):
+        to_html([], tmp_path / "a.html")  # pyright: ignore[reportArgumentType]
+
+    class Result:
+        trace = nasty_trace()
+
+    with pytest.raises(TypeError, match=r"not a Result; give its trace$"):
+        to_html(Result(), tmp_path / "a.html")  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "a.html").exists()

@@ -1,0 +1,138 @@
+"""`to_html(thing, path)`: a page that plays by itself, in any browser: no Python, no server, no network."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anywidget
+from PIL import Image
+
+from tplab.schedules import Schedule, Simulation
+from tplab.trace.trace import Trace
+from tplab.widgets.animate import Animation
+from tplab.widgets.gantt import gantt
+from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.card import Card, script
+from tplab.widgets.score import words
+from tplab.widgets.score.score import score
+from tplab.widgets.timeline import Timeline
+
+_STATIC = Path(__file__).parent / "static"
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="description" content="{sentence}">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+<p>{sentence}</p>
+{places}
+<noscript><footer>Scripts are off here, so this is a still. Open the file in a browser to play it.</footer></noscript>
+<footer hidden>Click a picture to use the keyboard: space plays and pauses, ← and → go one step, Home and End go to \
+the start and to the end. Hover over anything to see its contents.</footer>
+</main>
+<script type="application/json" id="cards">{cards}</script>
+<script type="module">
+{script}</script>
+</body>
+</html>
+"""
+
+
+def to_html(thing: Trace | Schedule | Simulation | Card, path: str | Path) -> Path:
+    """Write a page that shows `thing` and plays it wherever it is opened, and return its path.
+
+    thing   a Trace: its animation, and under it its timeline, with one playhead for both;
+            a Schedule or a Simulation: its `gantt`;
+            or a widget of `tplab.widgets`, as it is now
+    path    the file, as "run.html". It is one file. It loads nothing, so it can be mailed or put on a wiki
+    Raises TypeError where `thing` is something else.
+    """
+    title, sentence, cards = _shown(thing)
+    where = Path(path)
+    where.write_text(_page(title, sentence, cards), encoding="utf8")
+    return where
+
+
+def _shown(thing: Any) -> tuple[str, str, list[Card]]:
+    """The title, the sentence and the cards of the page."""
+    if isinstance(thing, Trace):
+        of = score(thing)
+        return thing.title or "A program", words.summary(of, "Trace"), [Animation(of), Timeline(of)]
+    if isinstance(thing, Schedule | Simulation):
+        card = gantt(thing)
+        return card.runs[0].schedule.name or "A schedule", card.sentence, [card]
+    if isinstance(thing, Card):
+        return re.split(r"[:.] |\.$", thing.sentence)[0], thing.sentence, [thing]
+    way_out = "; give its trace" if isinstance(getattr(thing, "trace", None), Trace) else ""
+    known = "a Trace, a Schedule, a Simulation or a widget of tplab"
+    raise TypeError(f"to_html shows {known}, not a {type(thing).__name__}{way_out}")
+
+
+def _page(title: str, sentence: str, cards: Sequence[Card]) -> str:
+    places = "\n".join(f'<div class="card"><noscript>{_picture(card)}</noscript></div>' for card in cards)
+    return _PAGE.format(
+        title=html.escape(_one_line(title)),
+        sentence=html.escape(_one_line(sentence)),
+        style=_text(cards[0], "_css") + (_STATIC / "page.css").read_text(encoding="utf8"),
+        places=places,
+        cards=_json([_traits(card) for card in cards]),
+        script="const renderers = [];\n" + "".join(map(_module, cards)) + script("page"),
+    )
+
+
+def _one_line(text: str) -> str:
+    """Titles can hold anything; control characters have no place in HTML."""
+    return re.sub(r"[\x00-\x1f\x7f]+", " ", text)
+
+
+def _module(card: Card) -> str:
+    """A card's script as a block of the page's module, so that its names stay its own; it hands on what renders it."""
+    code, found = re.subn(r"(?m)^export default \{ render \};$", "renderers.push(render);", _text(card, "_esm"))
+    if found != 1 or "</script" in code.lower() or "<!--" in code:
+        raise ValueError(f"the script of {type(card).__name__} cannot be part of a page: it must end on its render")
+    return f"{{\n{code}}}\n"
+
+
+def _text(card: Card, name: str) -> str:
+    """A widget's script (_esm) or style sheet (_css)."""
+    return str(getattr(card, name))
+
+
+def _traits(card: Card) -> dict[str, dict[str, Any]]:
+    """What a widget's script reads from its model: numbers and words as they are, bytes in base64."""
+    own = set(card.trait_names(sync=True)) - set(anywidget.AnyWidget.class_trait_names(sync=True))
+    values = {name: getattr(card, name) for name in sorted(own) if not name.startswith("_")}
+    packed = {name: base64.b64encode(value).decode() for name, value in values.items() if isinstance(value, bytes)}
+    return {"bytes": packed, "values": {name: value for name, value in values.items() if name not in packed}}
+
+
+def _json(data: Any) -> str:
+    """JSON that can stand inside of a script element: no text in it can end the element."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _picture(card: Card) -> str:
+    """What is shown where scripts are off, as in the preview of a mail: the first frame of the card's picture."""
+    first = Image.open(io.BytesIO(card.picture())).convert("RGB")
+    data = base64.b64encode(encode([first], [0])).decode()
+    alt = html.escape(_one_line(card.sentence))
+    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
