@@ -44,6 +44,7 @@ from tplab.jax.pipeline.train_batch import train_batch
 from tplab.jax.ranks.context import rank_key
 from tplab.jax.run import Result, run
 from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, temporary_bytes
+from tplab.jax.tracing.xla import trace
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, gpt_specs
 from tplab.models.gpt2 import gpt2_config, gpt2_state
@@ -118,6 +119,7 @@ __all__ = [
     "stages_of",
     "start",
     "temporary_bytes",
+    "trace",
     "train_batch",
     "vocab_parallel_cross_entropy",
 ]

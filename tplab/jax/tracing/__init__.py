@@ -9,5 +9,7 @@
 4. `timing` runs the tasks on the modelled clock, each as soon as what it needs is there.
 5. `trace` records them as events.
 
-`compiled` is apart from these: it reads what XLA made of a program in the end.
+The rest reads what XLA made of a program in the end. `hlo` reads the text of the compiled module, and `compiled` lists
+its collectives. For `tplab.jax.trace`, of any function, `lowered` compiles it and finds its mesh, and `unroll` makes
+tasks of its instructions, with the `work` of each; 4 and 5 go on as above.
 """

@@ -6,31 +6,17 @@ it inserts those that it needs. They are listed here.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from tplab.cost import collectives as cost
 from tplab.jax.ranks.context import without_mesh
 from tplab.jax.ranks.program import program_of
+from tplab.jax.tracing.hlo import BRANCHES, Array, Groups, Instruction, Module
 from tplab.mesh import Mesh
-
-Groups = tuple[tuple[int, ...], ...]
-
-_OPS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "ppermute",
-    "collective-broadcast": "broadcast",
-}
 
 
 @dataclass(frozen=True)
@@ -111,30 +97,8 @@ def _compiled(fn: Callable[..., Any], args: tuple[Any, ...], in_specs: Any, out_
 
 def collectives_in_text(text: str) -> CompiledCollectives:
     """The collectives in the text of a compiled HLO module."""
-    computations, entry = _computations(text)
-    partitions = re.search(r"num_partitions=(\d+)", text)
-    everyone = (tuple(range(int(partitions[1]) if partitions else 1)),)
-    return CompiledCollectives(_found(computations, entry, everyone, _Times(1, 1), is_async=False))
-
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Name -> instructions of each computation, and which is the program's."""
-    computations: dict[str, list[str]] = {}
-    lines: list[str] = []
-    entry = ""
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
-            lines = computations[header[2]] = []
-            entry = header[2] if header[1] else entry
-        elif line.startswith(" "):
-            lines.append(line)
-    return computations, entry
-
-
-_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(_OPS)})(-start)?\(")
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
-_LOOP = re.compile(r" while\(.* condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+    module = Module(text)
+    return CompiledCollectives(_found(module, module.entry, _Times(1, 1), is_async=False))
 
 
 class _Times(NamedTuple):
@@ -149,79 +113,43 @@ class _Times(NamedTuple):
         return _Times(*(None if known is None else known * times for known in self))
 
 
-def _found(
-    computations: dict[str, list[str]], name: str, everyone: Groups, times: _Times, is_async: bool
-) -> Iterator[CompiledCollective]:
+def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator[CompiledCollective]:
     """The collectives of one computation, and of those that it calls."""
-    for line in computations.get(name, ()):
-        if match := _COLLECTIVE.search(line):
-            op, started = _OPS[match[2]], bool(match[3])
-            groups = _groups(line) or everyone
-            shapes = _shapes(match[1])
-            if started and op in ("all_gather", "ppermute") and match[1].startswith("("):
-                shapes = shapes[1:2]  # a start gives its operand, the result, and what else the chip needs
-            if op == "all_to_all" and len(shapes) > 1:
-                shapes = [(shapes[0][0], (len(shapes), *shapes[0][1]))]
-            origin = re.search(r'op_name="([^"]*)"', line)
-            for dtype, shape in shapes:
-                sent = _bytes_sent(op, shape, dtype, len(groups[0]))
-                yield CompiledCollective(
-                    op, shape, dtype, sent, groups, *times, started or is_async, origin[1] if origin else ""
-                )
+    for one in module.computations.get(name, ()):
+        if one.collective:
+            yield from _collective(module, one, times, is_async)
             continue
-        called = [(inner, times) for inner in _CALLED.findall(line)]
-        for one, several in _BRANCHES.findall(line):
-            for branch in (one or several).split(","):
-                called.append((branch.strip().lstrip("%"), _Times(None, times.at_most)))
-        if loop := _LOOP.search(line):
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-            length = int(trips[1]) if trips else None
-            called.append((loop[1], times.by(None if length is None else length + 1)))  # once more, to see its end
-            called.append((loop[2], times.by(length)))
+        called = [(inner, times) for inner in module.calls(one)]
+        called += [(branch, _Times(None, times.at_most)) for branch in one.called(*BRANCHES)]
+        if one.op == "while":
+            length = one.trip_count
+            (condition,), (body,) = one.called("condition"), one.called("body")
+            called.append((condition, times.by(None if length is None else length + 1)))  # once more, to see its end
+            called.append((body, times.by(length)))
         for inner, how_often in called:
-            yield from _found(computations, inner, everyone, how_often, is_async or " async-start(" in line)
+            yield from _found(module, inner, how_often, is_async or one.op == "async-start")
 
 
-def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The arrays in a type: "(f32[8,4]{1,0}, s32[])" -> [("float32", (8, 4)), ("int32", ())]."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", text)
-    return [(_dtype(name), tuple(map(int, dims.split(","))) if dims else ()) for name, dims in found]
+def _collective(module: Module, one: Instruction, times: _Times, is_async: bool) -> Iterator[CompiledCollective]:
+    op, groups, arrays = str(one.collective), module.groups(one), one.arrays
+    if one.op in ("all-gather-start", "collective-permute-start") and one.kind.startswith("("):
+        arrays = arrays[1:2]  # a start gives its operand, the result, and what else the chip needs
+    if op == "all_to_all" and len(arrays) > 1:
+        arrays = [Array(arrays[0].dtype, (len(arrays), *arrays[0].shape))]
+    for array in arrays:
+        sent = _bytes_sent(op, array, len(groups[0]))
+        yield CompiledCollective(
+            op, array.shape, array.dtype, sent, groups, *times, one.is_start or is_async, one.origin
+        )
 
 
-def _dtype(name: str) -> str:
-    """NumPy's name of a type that XLA names."""
-    if name == "pred":
-        return "bool"
-    if name.startswith("f8"):
-        return f"float8_{name[2:]}"
-    kinds = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
-    return re.sub(r"^(bf|f|s|u|c)(?=\d)", lambda match: kinds[match[1]], name)
-
-
-def _bytes_sent(op: str, shape: tuple[int, ...], dtype: str, num_ranks: int) -> int:
-    """What a rank sends, from the shape of what it gets."""
-    try:
-        itemsize = jax.numpy.dtype(dtype).itemsize
-    except TypeError:  # a type that NumPy does not have
-        itemsize = 1
-    elements = math.prod(shape)
+def _bytes_sent(op: str, array: Array, num_ranks: int) -> int:
+    """What a rank sends, from what it gets."""
     if op == "ppermute":
-        return elements * itemsize
+        return array.num_bytes
+    elements = array.size
     if op == "all_gather":
         elements //= num_ranks
     elif op == "reduce_scatter":
         elements *= num_ranks
-    return max(cost.bytes_sent(op, elements, itemsize, num_ranks, index) for index in range(num_ranks))
-
-
-def _groups(line: str) -> Groups:
-    """Ranks by group: "{{0,1},{2,3}}" as written, or "[2,2]<=[4]": 0 to 3 in two rows of two; perhaps transposed."""
-    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", line):
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", match[1]))
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in match.groups())
-        assert shape is not None
-        assert source is not None
-        ranks = np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape)
-        return tuple(tuple(group) for group in ranks.tolist())
-    return ()
+    return max(cost.bytes_sent(op, elements, array.itemsize, num_ranks, index) for index in range(num_ranks))

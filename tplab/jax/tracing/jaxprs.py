@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,5 +65,18 @@ def line_of(eqn: Any, jaxpr: Any) -> str | None:
     return None
 
 
+def line_of_frames(frames: Sequence[tuple[str, int]]) -> str:
+    """The line of the user's program among frames, each a file and a line, the innermost first: the first that is in no
+    installed package. Where all are installed it is the innermost that is neither JAX's nor tplab's. "" without any."""
+    outside = [frame for frame in frames if not frame[0].startswith(_NOT_THE_PROGRAM)]
+    own = [
+        frame for frame in outside
+        if not _INSTALLED.intersection(Path(frame[0]).parts) and not frame[0].startswith(_STANDARD_LIBRARY)
+    ]  # fmt: skip
+    return line_text(*(own or outside or frames)[0]) if frames else ""
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = {"site-packages", "dist-packages"}
 _JAX = str(Path(str(jax.__file__)).parent) + os.sep
 _NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)

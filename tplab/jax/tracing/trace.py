@@ -48,10 +48,17 @@ def trace_of(
         pieces = zip(decisions.jaxpr.invars, decisions.given(arrays), strict=True)
         inputs = [Held.known(variable.aval, _pieces(*given, variable.aval, mesh)) for variable, given in pieces]
         results = walk.run(decisions.jaxpr, (), inputs, tuple(mesh.ranks), "?")
-        tasks, alive = walk.tasks, _alive(walk, results)
-        hops = Timing(tasks, alive, mesh.size, None)
-        times = hops if cluster is None else Timing(tasks, alive, mesh.size, cluster)
-        _Taking(recorder, record).down(tasks, hops, times, timed=cluster is not None)
+        return recorded(recorder, walk.tasks, _alive(walk, results), cluster, record)
+
+
+def recorded(
+    recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster: Cluster | None, record: int
+) -> Trace:  # fmt: skip
+    """The trace of those tasks that are `alive`, on the clock of `cluster`, with the values of `record` of them."""
+    num_ranks = recorder.mesh.size
+    hops = Timing(tasks, alive, num_ranks, None)
+    times = hops if cluster is None else Timing(tasks, alive, num_ranks, cluster)
+    _Taking(recorder, record).down(tasks, hops, times, timed=cluster is not None)
     if cluster is None:
         return recorder.trace(unit="steps")
     return recorder.trace(cluster=cluster.name)

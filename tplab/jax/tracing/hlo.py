@@ -1,0 +1,283 @@
+"""The text of a compiled HLO module, read: its computations, and what each instruction makes of what."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from tplab.errors import TraceError
+from tplab.jax.tracing.jaxprs import line_of_frames
+
+Groups = tuple[tuple[int, ...], ...]
+
+COLLECTIVES = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "ppermute",
+    "collective-broadcast": "broadcast",
+}
+"""XLA's names, and tplab's."""
+
+BRANCHES = "true_computation", "false_computation", "branch_computations"
+"""The attributes of a conditional."""
+
+
+class Array(NamedTuple):
+    """An array, as a type says it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        try:
+            return jax.numpy.dtype(self.dtype).itemsize
+        except TypeError:  # a type that NumPy does not have
+            return 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.itemsize
+
+
+class Instruction:
+    """One line: %name = kind op(%operands), attributes."""
+
+    def __init__(self, name: str, kind: str, op: str, given: str, attributes: str, is_root: bool):
+        self.name, self.kind, self.op, self.is_root = name, kind, op, is_root
+        self.given, self.attributes = given, attributes
+        self.operands = re.findall(r"%([\w.\-]+)", given)
+
+    @cached_property
+    def arrays(self) -> list[Array]:
+        """Those that it makes: "(f32[8,4]{1,0}, s32[])" -> float32 [8, 4], int32 []."""
+        found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.kind)
+        return [Array(dtype_of(name), _numbers(dims)) for name, dims in found]
+
+    @property
+    def collective(self) -> str | None:
+        """tplab's name of the collective that it is, or starts; None for anything else."""
+        return COLLECTIVES.get(self.op.removesuffix("-start"))
+
+    @property
+    def is_start(self) -> bool:
+        return self.op.endswith("-start")
+
+    @property
+    def origin(self) -> str:
+        """What it was made from, as a path of JAX's names: "jit(f)/shard_map/psum"."""
+        return self._found(r'op_name="([^"]*)"')
+
+    @property
+    def index(self) -> int:
+        """Of a get-tuple-element."""
+        return int(self._found(r"\bindex=(\d+)") or 0)
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a loop runs, where XLA knows it."""
+        count = self._found(r'"known_trip_count":\{"n":"(\d+)"\}')
+        return int(count) if count else None
+
+    def called(self, *names: str) -> list[str]:
+        """The computations that these attributes name."""
+        wanted = "|".join(names)
+        listed = re.findall(rf"\b(?:{wanted})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", self.attributes)
+        return [name.strip().lstrip("%") for several, one in listed for name in (several or one).split(",")]
+
+    def dims(self, name: str) -> tuple[int, ...]:
+        """An attribute that lists dims: lhs_contracting_dims={1}."""
+        return _numbers(self._found(rf"\b{name}=\{{([\d,]*)\}}"))
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The ranks of each group; the pairs (from, to) of a permutation; () for all ranks together.
+
+            {{0,1},{2,3}}                             as written
+            [2,2]<=[4], [2,2]<=[2,2]T(1,0)            0 to 3 in two rows of two, the second transposed before
+            mesh['a'=2,'b'=4] {'b'}                   those along axes of a mesh; its ranks may be in another order
+            mesh['a'=8], device_ids=([2,4]T(1,0)) {'a':(2)2}    and an axis may be taken in part: 8 is 2 x 2 x 2
+
+        Raises TraceError for any other way to write them.
+        """
+        listed = re.search(r'(?:replica_groups|source_target_pairs)="?\{([\d,{} ]*)\}(?=[,"} ]|$)', self.attributes)
+        if listed:
+            return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+        iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", self.attributes)
+        if iota:
+            rows = _iota(iota[2]).reshape(_numbers(iota[1]))
+            return tuple(tuple(row) for row in rows.tolist())
+        named = re.search(
+            r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([\d,]+|\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}",
+            self.attributes,
+        )
+        if named:
+            return _along_axes(*named.groups())
+        if found := re.search(r"replica_groups=(.{1,60})", self.attributes):
+            raise TraceError(
+                f"XLA wrote the groups of {self.name} in a way that tplab does not know: {found[1]}\n"
+                f"The spellings of JAX 0.7 to 0.10 are known, and this is JAX {jax.__version__}: use one of those"
+            )
+        return ()
+
+    def _found(self, pattern: str) -> str:
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
+
+
+class Module:
+    """A compiled program, the same on every rank.
+
+    computations   by name, their instructions in the order in which they run
+    entry          the name of the program's
+    num_ranks      how many ranks run it
+    """
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current: list[Instruction] = []
+        for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
+            if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
+                current = self.computations[header[2]] = []
+                self.entry = header[2] if header[1] else self.entry
+            elif (instruction := _instruction(line)) is not None:
+                current.append(instruction)
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+        self.num_ranks = math.prod(map(int, counts))
+        self._tables = {name: _table(text, name) for name in ("FileNames", "FileLocations", "StackFrames")}
+        self._lines: dict[str, str] = {}
+
+    def groups(self, one: Instruction) -> Groups:
+        """The groups of a collective, or the pairs of a permutation; all ranks are one group where none are written."""
+        everyone = (tuple(range(self.num_ranks)),)
+        # with a channel and without global ids, groups are of replicas, with all the partitions of each
+        is_of_replicas = "channel_id=" in one.attributes and "use_global_device_ids=true" not in one.attributes
+        return everyone if not one.groups or (is_of_replicas and one.groups == ((0,),)) else one.groups
+
+    def calls(self, one: Instruction) -> list[str]:
+        """The computations whose instructions an instruction runs as if they stood in its place: of a call, of what is
+        started, and of a fusion around a collective."""
+        called = one.called("to_apply", "calls", "called_computations")
+        if one.op in ("call", "async-start"):
+            return called[:1]
+        if one.op in ("fusion", "custom-call"):
+            return [name for name in called if any(inner.collective for inner in self.computations.get(name, ()))]
+        return []
+
+    def where(self, one: Instruction) -> str:
+        """The line of the user's program that it comes from; "" where XLA does not know."""
+        frame = one._found(r"stack_frame_id=(\d+)")
+        if frame:
+            if frame not in self._lines:
+                self._lines[frame] = line_of_frames(self._frames(frame))
+            return self._lines[frame]
+        name, line = one._found(r'source_file="([^"]*)"'), one._found(r"source_line=(\d+)")
+        return line_of_frames([(name, int(line))]) if name and line else ""
+
+    def _frames(self, number: str) -> list[tuple[str, int]]:
+        """The file and line of a frame, of its caller, and so on."""
+        frames = self._tables["StackFrames"]
+        shift = 1 if _field(frames.get("1", ""), "parent_frame_id") == "1" else 0  # XLA counts a frame's parent from 1
+        found: list[tuple[str, int]] = []
+        while (entry := frames.get(number)) is not None and len(found) < len(frames):
+            place = self._tables["FileLocations"].get(_field(entry, "file_location_id"), "")
+            name = self._tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
+            if name:
+                found.append((name, int(_field(place, "line") or 0)))
+            number = str(int(_field(entry, "parent_frame_id") or 0) - shift)
+        return found
+
+
+def _instruction(line: str) -> Instruction | None:
+    match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if match is None:
+        return None
+    end = _closing(line, match.end()) if line[match.end()] == "(" else line.index(" ", match.end())
+    kind, rest = line[match.end() : end], line[end:].lstrip()
+    begin = rest.index("(")
+    stop = _closing(rest, begin)
+    return Instruction(match[2], kind, rest[:begin], rest[begin + 1 : stop - 1], rest[stop:], bool(match[1]))
+
+
+def _closing(text: str, begin: int) -> int:
+    """Where the bracket that opens at `begin` has been closed."""
+    depth = 0
+    for place in range(begin, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if not depth:
+            return place + 1
+    return len(text)
+
+
+def _iota(text: str) -> np.ndarray:
+    """Numbers from 0 on in an order: "[2,4]T(1,0)" is 0, 4, 1, 5, 2, 6, 3, 7."""
+    sizes, _, order = text.partition("T")
+    shape = _numbers(sizes.strip("[]"))
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return (numbers.transpose(_numbers(order.strip("()"))) if order else numbers).ravel()
+
+
+def _along_axes(mesh: str, devices: str | None, axes: str) -> Groups:
+    """The groups along some axes of a mesh, each perhaps in part: of 8 = 2 x 2 x 2, 'a':(2)2 is the middle factor."""
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
+    parts = [re.fullmatch(r"'?([^':]+)'?(?::\((\d+)\)(\d+))?", part.strip()) for part in axes.split(",") if part]
+    taken: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    for part in filter(None, parts):
+        taken[part[1]].append((int(part[2] or 1), int(part[3] or sizes[part[1]])))
+    shape: list[int] = []
+    places: dict[tuple[str, int], int] = {}
+    for name, size in sizes.items():
+        before = 1
+        for start, length in sorted(taken[name]):  # [.. skipped, taken, ..]
+            places[name, start] = len(shape) + 1
+            shape += [start // before, length]
+            before = start * length
+        shape.append(size // before)
+    ids = np.arange(math.prod(sizes.values())) if devices is None else _devices(devices)
+    inner = [places[part[1], int(part[2] or 1)] for part in parts if part]
+    outer = [dim for dim in range(len(shape)) if dim not in inner]
+    length = math.prod(shape[dim] for dim in inner)
+    return tuple(tuple(row) for row in ids.reshape(shape).transpose(outer + inner).reshape(-1, length).tolist())
+
+
+def _devices(text: str) -> np.ndarray:
+    return _iota(text) if text.startswith("[") else np.array(_numbers(text))
+
+
+def _table(text: str, name: str) -> dict[str, str]:
+    """A table in the module's head: number -> the rest of the line."""
+    match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    rows = match[1].splitlines() if match else []
+    return {number: rest for number, _, rest in (row.partition(" ") for row in rows)}
+
+
+def _field(entry: str, name: str) -> str:
+    match = re.search(rf"\b{name}=(\d+)", entry)
+    return match[1] if match else ""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+def dtype_of(name: str) -> str:
+    """NumPy's name of a type that XLA names."""
+    if name == "pred":
+        return "bool"
+    if name.startswith("f8"):
+        return f"float8_{name[2:]}"
+    kinds = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
+    return re.sub(r"^(bf|f|s|u|c)(?=\d)", lambda match: kinds[match[1]], name)

@@ -1,0 +1,251 @@
+"""From a compiled module to tasks: every instruction that a rank runs, in order, calls and loops written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from tplab.errors import TraceError
+from tplab.jax.tracing.held import Label
+from tplab.jax.tracing.hlo import BRANCHES, Array, Groups, Instruction, Module
+from tplab.jax.tracing.tasks import Task
+from tplab.jax.tracing.walk import MOST_ITERATIONS
+from tplab.jax.tracing.work import FREE, PASSED_ON, work_of
+from tplab.mesh import Mesh
+
+MOST_TASKS = 100_000
+"""Of a program. Each is an event on every rank."""
+WRITTEN_OUT = 1_000
+"""Tasks of a loop that sends nothing, up to which every iteration is shown; a longer one is shown as one task."""
+
+Value = tuple[int, ...] | list[Any]
+"""What must have been done before a value is there: tasks by number; of a tuple, for each of its elements."""
+
+
+class Unroll:
+    """Follows a module and writes down what the ranks have to do: `tasks`.
+
+    chunk    numbers what (rank, piece) is, for messages
+    branch   which branch a conditional takes that the data decides; None: any, where all send the same
+    trips    how often a loop runs whose length the data decides; None: not known
+    """
+
+    def __init__(
+        self, module: Module, mesh: Mesh, chunk: Callable[[int, int], int], branch: int | None, trips: int | None
+    ):
+        self.tasks: list[Task] = []
+        self._module, self._mesh, self._chunk, self._branch, self._trips = module, mesh, chunk, branch, trips
+        self._num_messages = 0
+
+    def run(self, name: str, parameters: Sequence[Value]) -> Value:
+        """What a computation gives."""
+        values: dict[str, Value] = {}
+        made = {one.name: one for one in self._module.computations[name]}
+        result: Value = ()
+        for one in made.values():
+            given = [values[operand] for operand in one.operands if operand in values]
+            values[one.name] = self._instruction(one, given, made, parameters)
+            if one.is_root:
+                result = values[one.name]
+        return result
+
+    def _instruction(
+        self, one: Instruction, values: list[Value], made: dict[str, Instruction], parameters: Sequence[Value]
+    ) -> Value:
+        if one.op == "parameter":
+            return parameters[int(one.given)] if parameters else ()
+        if one.op == "tuple":
+            return values
+        if one.op in ("send", "recv") and "is_host_transfer=true" not in one.attributes:
+            raise TraceError(
+                f"{one.name}, which was {one.origin or 'made by XLA'}, is one half of a message, a form that XLA gives "
+                "some messages for GPUs and that tplab does not read; compile without it: "
+                "XLA_FLAGS=--xla_gpu_collective_permute_decomposer_threshold=9223372036854775807"
+            )
+        if one.op == "get-tuple-element" and isinstance(values[0], list):
+            return values[0][one.index]
+        if values and (one.op in PASSED_ON or one.op.endswith(("-done", "-update"))):
+            return values[0]
+        operands = [made[name] for name in one.operands if name in made]
+        needs = tuple(sorted(_needs(values)))
+        if one.collective:
+            return self._collective(one, needs, operands)
+        if calls := self._module.calls(one):
+            return self.run(calls[0], values)
+        if one.op == "while":
+            return self._while(one, values[0])
+        if one.op == "conditional":
+            return self._conditional(one, values)
+        if one.op in FREE or all(array.size == 1 for x in (one, *operands) for array in x.arrays):
+            return needs
+        return self._add(self._computing(one, operands, needs))
+
+    def _add(self, task: Task) -> tuple[int]:
+        if len(self.tasks) == MOST_TASKS:
+            raise TraceError(
+                f"the program runs more than {MOST_TASKS:,} operations on every rank, with its loops written out; "
+                "trace fewer iterations: one step of training in place of many, or a shorter scan"
+            )
+        self.tasks.append(task)
+        return (len(self.tasks) - 1,)
+
+    # --- what is computed and sent -------------------------------------------------------------------------------
+
+    def _computing(self, one: Instruction, operands: list[Instruction], needs: tuple[int, ...]) -> Task:
+        work = work_of(self._module, one, operands)
+        array = one.arrays[0]
+        op = work.main.origin.rpartition("/")[2] or one.op
+        where = self._module.where(work.main) or self._module.where(one)
+        ranks = tuple(self._mesh.ranks)
+        return Task("compute", op, ranks, needs, array.shape, array.dtype, work.num_bytes, where, work.flops)
+
+    def _collective(self, one: Instruction, needs: tuple[int, ...], operands: list[Instruction]) -> Value:
+        op, groups = str(one.collective), self._module.groups(one)
+        is_message = op == "ppermute"
+        axis, along = axes_along(self._mesh, groups, is_message)
+        if not axis:
+            return needs
+        ranks = tuple(self._mesh.ranks) if is_message else tuple(sorted(rank for group in along for rank in group))
+        numbers: list[int] = []
+        for array in sent_by(one, operands):
+            task = Task(
+                "message" if is_message else "collective", op, ranks, needs, array.shape, array.dtype, array.num_bytes,
+                self._module.where(one), axis=axis, groups=along, costs=op,
+            )  # fmt: skip
+            if is_message:
+                task.pairs = [(source, target) for source, target in groups]
+                task.labels = {s: Label(self._chunk(s, self._num_messages), (s,)) for s, _ in groups}
+                self._num_messages += 1
+            numbers += self._add(task)
+        return tuple(numbers)
+
+    # --- loops and branches --------------------------------------------------------------------------------------
+
+    def _while(self, one: Instruction, carry: Value) -> Value:
+        (condition,), (body,) = one.called("condition"), one.called("body")
+        where = self._module.where(one) or one.origin or one.name
+        times, first = one.trip_count, len(self.tasks)
+        is_decided = times is None
+        if times is None:
+            times = self._trips if self._trips is not None else 1
+        decided = _needs(self.run(condition, [carry]))
+        for iteration in range(times):
+            before = len(self.tasks)
+            carry = self.run(body, [_after(carry, decided)])
+            decided = _needs(self.run(condition, [carry]))
+            num_tasks = len(self.tasks) - before
+            if is_decided and self._trips is None and len(self.tasks) > first:
+                raise TraceError(
+                    f"how often the loop at {where} runs is known only when it runs. Say how often to follow it: "
+                    "trace(..., trips=10); or give it a length that XLA knows, as lax.scan and lax.fori_loop do"
+                )
+            if iteration == 0 and num_tasks * times > WRITTEN_OUT and self._computes_only(before):
+                return _all(carry, self._as_one(before, times, one, where))
+            if num_tasks and times > MOST_ITERATIONS:
+                raise TraceError(
+                    f"the loop at {where} runs {times:,} times, and a trace writes out {MOST_ITERATIONS:,} at most of "
+                    "a loop in which ranks talk to each other; trace a shorter one"
+                )
+            if not num_tasks:
+                break
+        return _after(carry, decided)
+
+    def _computes_only(self, first: int) -> bool:
+        return all(task.kind == "compute" for task in self.tasks[first:])
+
+    def _as_one(self, first: int, times: int, one: Instruction, where: str) -> tuple[int]:
+        """The tasks from `first` on, done `times` times, as a single one. Returns its number."""
+        parts = self.tasks[first:]
+        del self.tasks[first:]
+        needs = tuple(sorted({need for part in parts for need in part.needs if need < first}))
+        flops, num_bytes = sum(part.flops for part in parts), sum(part.num_bytes for part in parts)
+        main = max(parts, key=lambda part: part.flops)
+        op = one.origin.rpartition("/")[2] or one.op
+        task = replace(main, op=op, needs=needs, where=where, flops=times * flops, num_bytes=times * num_bytes)
+        return self._add(task)
+
+    def _conditional(self, one: Instruction, values: list[Value]) -> Value:
+        branches = one.called(*BRANCHES)
+        where = self._module.where(one) or one.origin or one.name
+        if self._branch is None:
+            tried = [self._tried(branch) for branch in branches]
+            sends = [_sends(tasks) for tasks in tried]
+            if any(sent != sends[0] for sent in sends):
+                listed = "\n".join(f"  {number}: {_listed(sent)}" for number, sent in enumerate(sends))
+                raise TraceError(
+                    f"which branch the conditional at {where} takes is known only when it runs, and its branches send "
+                    f"different things:\n{listed}\n"
+                    "Say which one to follow: trace(..., branch=1). Of lax.cond, 0 is the branch for False"
+                )
+            chosen = max(range(len(branches)), key=lambda n: sum(t.flops + t.num_bytes for t in tried[n]))
+        elif 0 <= self._branch < len(branches):
+            chosen = self._branch
+        else:
+            raise TraceError(
+                f"branch is {self._branch}, and the conditional at {where} has branches 0 to {len(branches) - 1}"
+            )
+        decided = _needs(values[:1])
+        return _after(self.run(branches[chosen], [_after(values[1 + chosen], decided)]), decided)
+
+    def _tried(self, branch: str) -> list[Task]:
+        """What a branch would do."""
+        trial = Unroll(self._module, self._mesh, lambda *_: 0, self._branch, self._trips)
+        trial.run(branch, [()])
+        return trial.tasks
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _needs(value: Value) -> set[int]:
+    return set(value) if isinstance(value, tuple) else {number for element in value for number in _needs(element)}
+
+
+def _after(value: Value, needs: set[int]) -> Value:
+    """The value, which is not there before these tasks have been done too."""
+    if not needs:
+        return value
+    return tuple(sorted(needs.union(value))) if isinstance(value, tuple) else [_after(x, needs) for x in value]
+
+
+def _all(value: Value, task: tuple[int]) -> Value:
+    """A value of this form, all of which one task makes."""
+    return task if isinstance(value, tuple) else [_all(element, task) for element in value]
+
+
+# --- what is sent, and along which axes ------------------------------------------------------------------------------
+
+
+def sent_by(one: Instruction, operands: Sequence[Instruction]) -> Iterator[Array]:
+    """What a rank gives to a collective: an array per dtype, as XLA sends those of one together."""
+    # of a ragged exchange the first, taken to be spread evenly; its other operands say where the pieces are
+    given = operands[:1] if one.op.startswith("ragged") else operands
+    arrays = [array for operand in given for array in operand.arrays]
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        alike = [array for array in arrays if array.dtype == dtype]
+        yield alike[0] if len(alike) == 1 else Array(dtype, (sum(array.size for array in alike),))
+
+
+@lru_cache(maxsize=1024)
+def axes_along(mesh: Mesh, groups: Groups, are_pairs: bool = False) -> tuple[str, Sequence[tuple[int, ...]]]:
+    """The axes of the mesh along which the ranks of these groups differ, "dp,tp", and the groups; "" where each rank
+    is alone. A group may have only some of the ranks along its axes; of pairs it is all of those ranks."""
+    places = [[mesh.coordinates(rank) for rank in group] for group in groups]
+    names = [name for name in mesh.shape if any(at[name] != group[0][name] for group in places for at in group)]
+    if not names:
+        return "", ()
+    along = mesh.groups(tuple(names))
+    is_whole = set(map(frozenset, along)) == set(map(frozenset, groups))
+    return ",".join(names), along if are_pairs or is_whole else groups
+
+
+def _sends(tasks: Sequence[Task]) -> list[tuple[str, str, int]]:
+    return [(task.op, task.axis, task.num_bytes) for task in tasks if task.kind != "compute"]
+
+
+def _listed(sends: Sequence[tuple[str, str, int]]) -> str:
+    shown = [f"{op} of {num_bytes:,} B along {axis}" for op, axis, num_bytes in sends[:3]]
+    more = f", and {len(sends) - 3} more" if len(sends) > 3 else ""
+    return (", ".join(shown) or "nothing") + more
