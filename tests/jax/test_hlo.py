@@ -146,7 +146,7 @@ def test_lines_are_the_users():
     """Of the frames the innermost that is in no installed package."""
     head = "\n".join([
         "HloModule m, num_partitions=2", "",
-        "FileNames", '1 "/home/me/train.py"', '2 "/venv/lib/python3.12/site-packages/flax/linear.py"', "",
+        "FileNames", '1 "/somewhere/train.py"', '2 "/venv/lib/python3.12/site-packages/flax/linear.py"', "",
         "FileLocations", "1 {file_name_id=1 function_name_id=1 line=3 column=1}",
         "2 {file_name_id=1 function_name_id=1 line=9 column=1}", "3 {file_name_id=2 function_name_id=1 line=400}", "",
         "StackFrames", "1 {file_location_id=1 parent_frame_id=1}", "2 {file_location_id=2 parent_frame_id=2}",
