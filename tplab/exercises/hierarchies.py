@@ -1,0 +1,141 @@
+"""The exercises of lab 03: average over the right group, and gather on two levels with few bytes across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Verdict, added_up_again, grade
+from tplab.mesh import Mesh
+from tplab.sharding import P
+from tplab.trace.trace import Trace
+from tplab.widgets.matrices import Panel
+
+# --- the bug to repair ---------------------------------------------------------------------------------------------
+
+
+def _over(axis: str | tuple[str, ...], divide: bool) -> Callable[[Seen], np.ndarray]:
+    """The sum over `axis` of the mesh, or its mean."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        dp, tp = seen.mesh.axis_size("dp"), seen.mesh.axis_size("tp")
+        pieces = seen.tensors["gradient"].reshape(dp, tp, -1)
+        i, j = seen.mesh.index(seen.rank, "dp"), seen.mesh.index(seen.rank, "tp")
+        found = {"dp": pieces.sum(0)[j], "tp": pieces.sum(1)[i], ("dp", "tp"): pieces.sum((0, 1))}[axis]
+        return found[None] / (seen.mesh.axis_size(axis) if divide else 1)
+
+    return wrong
+
+
+AVERAGE = Exercise(
+    name="average",
+    # One row for each sample of the batch, one column block for each piece of the weight.
+    tensors=lambda rng, mesh: {
+        "gradient": rng.integers(0, 10, (mesh.axis_size("dp"), 3 * mesh.axis_size("tp"))).astype(float)
+    },
+    specs={"gradient": P("dp", "tp")},
+    plain=lambda tensors: {"mean": tensors["gradient"].mean(0, keepdims=True)},
+    results={"mean": P(None, "tp")},
+    meshes=(Mesh(dp=2, tp=3), Mesh(dp=4, tp=2), Mesh(dp=3, tp=1), Mesh(dp=1, tp=4)),
+    mistakes=(
+        Mistake(
+            "mean",
+            "It is too small by a factor: the sum runs over the ranks of dp, but it is divided by the number of all "
+            "ranks.\nDivide by the size of the group that the sum runs over.",
+            lambda seen: seen.want / seen.mesh.axis_size("tp"),
+        ),
+        Mistake(
+            "mean",
+            "This is the mean over all ranks. Along tp, ranks have different pieces of the gradient, "
+            "and pieces must not be mixed.",
+            _over(("dp", "tp"), divide=True),
+        ),
+        Mistake(
+            "mean",
+            "This is the mean over tp. Along tp, ranks have different pieces of the gradient; the samples differ along "
+            "dp.",
+            _over("tp", divide=True),
+        ),
+        Mistake("mean", "This is this rank's own gradient: nothing is added to it.", lambda seen: seen.own["gradient"]),
+        added_up_again("mean", "dp", "This is the sum over dp. The mean is the sum divided by the size of the group."),
+    ),
+)
+
+
+def check_average(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` averages gradients over "dp", and over nothing else.
+
+    gradient [..], this rank's   ->   its mean over the ranks of axis "dp"; along "tp" ranks have different pieces
+    """
+    return grade(fn, AVERAGE, framework)
+
+
+# --- gather on two levels ------------------------------------------------------------------------------------------
+
+
+def _gpus_first(seen: Seen) -> np.ndarray:
+    """All rows, ordered by GPU and then by node: as they come where nodes are gathered first."""
+    nodes, gpus = seen.mesh.axis_size("node"), seen.mesh.axis_size("gpu")
+    return seen.want.reshape(nodes, gpus, -1).swapaxes(0, 1).reshape(seen.want.shape)
+
+
+GATHER_ALL = Exercise(
+    name="gather_all",
+    tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.size, 3)).astype(float)},
+    specs={"x": P(("node", "gpu"))},
+    plain=lambda tensors: {"y": tensors["x"]},
+    results={"y": P()},
+    meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
+    mistakes=(
+        Mistake(
+            "y",
+            "All rows are there, ordered by GPU and then by node. Row r must come from rank r, that is, ordered by "
+            "node and then by GPU.",
+            _gpus_first,
+        ),
+    ),
+)
+
+
+def check_gather_all(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` gathers every rank's row, and sends each row only once to each other node.
+
+    x [1, n]   ->   y [R, n], row r from rank r, the same on every rank of axes "node" and "gpu"
+    """
+    verdict = grade(fn, GATHER_ALL, framework)
+    if not verdict.passed:
+        return verdict
+    for mesh in GATHER_ALL.meshes:
+        if fault := _too_much_across(_trace(fn, mesh, framework), mesh):
+            return fault
+    return Verdict(True, f"{verdict.text}\nEvery row crosses to each other node once.")
+
+
+def _trace(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Trace:
+    if framework == "torch":
+        from tplab.torch import run
+    else:
+        from tplab.jax import run
+    x = GATHER_ALL.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
+    return run(fn, mesh, x, in_specs=GATHER_ALL.specs["x"]).trace
+
+
+def _too_much_across(trace: Trace, mesh: Mesh) -> Verdict | None:
+    """What is wrong with a gather that gives the right rows, and sends more than it must from node to node."""
+    if mesh.axis_size("node") == 1:
+        return None
+    row = 3 * 4  # bytes of three float32
+    across = [(trace.bytes_sent(rank=rank) - trace.bytes_sent(rank=rank, axis="gpu")) / row for rank in mesh.ranks]
+    enough = mesh.axis_size("node") - 1
+    if max(across) <= enough:
+        return None
+    shape = mesh.axis_size("node"), mesh.axis_size("gpu")
+    sent = np.array(across).reshape(shape)
+    text = (
+        f"gather_all is right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than gpu, and "
+        f"{enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
+        "Which of the two levels should come first?"
+    )
+    return Verdict(False, text, [Panel("yours", sent, sent > enough), Panel("enough", np.full(shape, enough))])
