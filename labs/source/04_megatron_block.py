@@ -849,7 +849,7 @@ check_tokens_split(tokens_split)
 # overview](https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/neuronx-distributed/tensor_parallelism_overview.html).
 # Chowdhery et al. 2022, [PaLM](https://arxiv.org/abs/2204.02311).
 #
-# Next: [06 Vocabulary and dropout](06_vocabulary_and_dropout.ipynb).
+# Next: [06 Vocabulary](06_vocabulary.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -3,7 +3,7 @@
 #
 # **How do I shard a model that I did not write, and know that it is right?**
 #
-# Time: one hour. Prerequisites: [lab 04](04_megatron_block.ipynb) and [lab 06](06_vocabulary_and_dropout.ipynb).
+# Time: one hour. Prerequisites: [lab 04](04_megatron_block.ipynb) and [lab 06](06_vocabulary.ipynb).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_hugging_face_gpt2.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_hugging_face_gpt2.ipynb)
 #
@@ -189,7 +189,7 @@ print("the same 12 tokens on", len(tokens), "ranks as on one")
 # ## Turn the knob: who needs all the logits?
 #
 # A loss that wants whole logits gathers tokens × vocabulary numbers. With `gather_logits=False` they stay where they are,
-# and the loss is that of [lab 06](06_vocabulary_and_dropout.ipynb): three numbers a token. Take more words:
+# and the loss is that of [lab 06](06_vocabulary.ipynb): three numbers a token. Take more words:
 
 # %%
 def loss_only(model, ids, gather):

@@ -191,13 +191,9 @@ def _run(
     specs: tuple[P, ...],
     names: list[str],
 ) -> tuple[list[dict[str, np.ndarray]], Trace]:
-    if framework == "torch":
-        from tplab.torch import run
-    else:
-        from tplab.jax import run
     is_narrowed = [framework == "jax" and array.dtype.kind == "f" for array in tensors.values()]  # and ids stay whole
     arrays = [array.astype(np.float32) if is_so else array for array, is_so in zip(tensors.values(), is_narrowed)]
-    out = run(program, mesh, *arrays, in_specs=specs)
+    out = run_of(framework)(program, mesh, *arrays, in_specs=specs)
     return [{name: np.asarray(array) for name, array in zip(names, results)} for results in out.per_rank], out.trace
 
 
@@ -283,3 +279,12 @@ def raised(error: Exception, fn: Callable[..., Any], name: str, mesh: Mesh) -> s
     where = f"\nin the line: {mine[-1]}" if mine else ""
     which = f" on rank {error.rank}" if isinstance(error, RankError) else ""
     return f"{name}: {type(cause).__name__}{which} of {mesh}: {cause}{where}"
+
+
+def run_of(framework: Framework) -> Callable[..., Any]:
+    """The framework's `run`."""
+    if framework == "torch":
+        from tplab.torch import run
+    else:
+        from tplab.jax import run
+    return run

@@ -1,4 +1,4 @@
-"""The exercises of lab 06: mend a loss on sharded logits, find the most likely word. The masks: dropout_masks.py."""
+"""The exercises of lab 06: mend a loss on sharded logits, and find the most likely word."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tplab.exercises.check import (
     Verdict,
     added_up_again,
     grade,
+    run_of,
     weight,
 )
-from tplab.exercises.dropout_masks import run_of
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -26,12 +26,12 @@ WORDS = P(None, "tp")  # of logits [tokens, words]
 
 
 def _all_ranks(mesh: Mesh, num_tokens: int, numbers: int) -> int:
-    """The bytes that all ranks together send to all_reduce so many numbers a token, of 8 bytes."""
+    """The bytes that all ranks together send to all_reduce so many numbers per token, at 8 bytes each."""
     num_ranks = mesh.axis_size("tp")
     return 2 * (num_ranks - 1) * num_tokens * numbers * 8 * (mesh.size // num_ranks)
 
 
-# --- the first bug: the loss -----------------------------------------------------------------------------------------
+# --- the bug: the loss ------------------------------------------------------------------------------------------------
 
 
 def _token_loss(tensors: Tensors) -> Tensors:
@@ -44,14 +44,14 @@ def _token_loss(tensors: Tensors) -> Tensors:
 
 
 def _token_loss_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Twelve words. The second token's logits are large: exp of them is infinite. The owners of the labels differ."""
+    """Twelve words. The second token's logits are so large that exp overflows. The labels are on different ranks."""
     logits = rng.integers(-3, 4, (4, 12)).astype(float)
     logits[1] += 1000
     return {"logits": logits, "ids": np.array([1, 7, 10, 4])}
 
 
 class _Parts:
-    """What a program of the loss works with, of one rank: by token, from all ranks' pieces of the logits."""
+    """What a program of the loss can use, on one rank: per token, from the logits of all ranks."""
 
     def __init__(self, seen: Seen):
         logits, self.ids = seen.tensors["logits"], seen.tensors["ids"]
@@ -81,7 +81,7 @@ def _own_label(seen: Seen) -> np.ndarray:
 
 
 def _label_of_every_rank(seen: Seen) -> np.ndarray:
-    """Ranks that do not have the word add their first logit."""
+    """Ranks that do not have the word add their first logit instead."""
     p = _Parts(seen)
     others = (p.pieces[..., 0] - p.max).sum(0) - (p.pieces[p.owner, p.tokens, 0] - p.max)
     return np.log(p.total) - (p.of_id - p.max) - others
@@ -108,40 +108,42 @@ TOKEN_LOSS = Exercise(
     mistakes=(
         Mistake(
             "loss",
-            "Each rank measures its exponentials against its own largest logit, and then they are added up: numbers "
-            "in different units.\nSubtract the same number on every rank: which one makes no logit too large?",
+            "Each rank subtracts its own largest logit, so the sums of the ranks are in different units when they are "
+            "added.\nSubtract the same number on every rank. Which number keeps every exponent at or below zero?",
             _own_maximum,
         ),
         Mistake(
             "loss",
-            "The sum of exponentials is this rank's own: what the other ranks' words add to it is missing.",
+            "The sum of exponentials covers only this rank's words. The terms of the other ranks are missing.",
             _own_sum,
         ),
         Mistake(
             "loss",
-            "Only the rank that has the right word knows its logit. The others go on with a zero in its place.",
+            "Only the rank that has the right word knows its logit. The other ranks continue with a zero instead.",
             _own_label,
         ),
         Mistake(
             "loss",
-            "To the logit of the right word, the ranks that do not have that word add another one. They should add 0.",
+            "The ranks that do not have the right word add some other logit to that of the right word. They should "
+            "add 0.",
             _label_of_every_rank,
         ),
         Mistake(
             "loss",
-            "exp of a large logit is infinite: the second token's are about 1000. Subtract the largest logit first.",
+            "exp of a large logit overflows, and the second token has logits of about 1000. Subtract the largest logit "
+            "first.",
             _without_maximum,
         ),
         Mistake(
             "loss",
-            "The maximum is subtracted from the logits that are added up, and not from that of the right word.",
+            "The maximum is subtracted inside the sum of exponentials, but the logit of the right word still has it.",
             _maximum_in_one_place,
         ),
         added_up_again(
             "dlogits",
             "tp",
-            "It is R times too large: the backward pass adds up what every rank has computed already. all_gather's "
-            "does;\nbut no logits need to be gathered here.",
+            "It is R times too large. The backward pass of all_gather adds up the gradients of all ranks, but here "
+            "each rank\nhas already computed the whole gradient. There is also no need to gather any logits.",
         ),
     ),
     fewest=lambda mesh, tensors: _all_ranks(mesh, len(tensors["ids"]), 3),
@@ -149,7 +151,7 @@ TOKEN_LOSS = Exercise(
 
 
 def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` gives each token's cross-entropy, and its gradient, on logits whose words are spread over "tp".
+    """Whether `fn` gives each token's cross-entropy and its gradient, from logits whose words are split over "tp".
 
     logits [T, V/tp]   ids [T]   ->   loss [T], the same on every rank
     """
@@ -160,9 +162,9 @@ def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> 
 
 
 def _most_likely_tensors(rng: np.random.Generator, mesh: Mesh, num_words: int = 24) -> Tensors:
-    """The first token has two largest logits, the first on the first rank and the other on the last.
+    """The first token has two equally large logits, one on the first rank and one on the last.
 
-    The second token's logits are all negative. The third's largest is in the second half, on whatever mesh.
+    The second token's logits are all negative. The third token's largest is in the second half on every mesh.
     """
     logits = rng.permuted(np.tile(np.arange(num_words, dtype=float), (4, 1)), axis=1) - num_words // 2
     logits[0, [1, -3]] = num_words
@@ -172,7 +174,7 @@ def _most_likely_tensors(rng: np.random.Generator, mesh: Mesh, num_words: int = 
 
 
 def _best_of_ranks(seen: Seen) -> tuple[np.ndarray, np.ndarray, int]:
-    """By rank and token: the place of the largest logit among this rank's, and that logit; and how many words it has"""
+    """By rank and token, the place of the rank's largest logit and that logit; and how many words a rank has."""
     pieces = np.stack(np.split(seen.tensors["logits"], seen.mesh.axis_size("tp"), axis=-1))
     return pieces.argmax(-1), pieces.max(-1), pieces.shape[-1]
 
@@ -188,7 +190,7 @@ def _place_on_its_rank(seen: Seen) -> np.ndarray:
 
 
 def _of_several(combine: Callable[..., np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """The ids of all ranks that have the largest logit, combined in this way."""
+    """The ids from all ranks that have the largest logit, combined by this function."""
 
     def wrong(seen: Seen) -> np.ndarray:
         places, best, width = _best_of_ranks(seen)
@@ -207,26 +209,24 @@ MOST_LIKELY = Exercise(
     mistakes=(
         Mistake(
             "ids",
-            "It is the best of this rank's own words. Another rank may have a better one: how large is the largest "
-            "logit of all?",
+            "This is the most likely of this rank's own words, but another rank may have a larger logit. How large is "
+            "the largest logit of all?",
             _own_best,
         ),
         Mistake(
             "ids",
-            "It is the place among the words of the rank that has it. The first word of the rank at index i is number "
+            "This is the word's place on the rank that has it. The first word of the rank with index i has the id "
             "i * n.",
             _place_on_its_rank,
         ),
         Mistake(
             "ids",
-            "Two ranks have a largest logit for the first token, equally large, and their ids were added up. The lower "
-            "id counts.",
+            "For the first token, two ranks have equally large logits, and their ids were added. Return the lower id.",
             _of_several(np.sum),
         ),
         Mistake(
             "ids",
-            "Two ranks have a largest logit for the first token, equally large. The lower id counts, and this is the "
-            "higher.",
+            "For the first token, two ranks have equally large logits. Return the lower id; this is the higher one.",
             _of_several(np.max),
         ),
     ),
@@ -235,9 +235,9 @@ MOST_LIKELY = Exercise(
 
 
 def check_most_likely(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` finds each token's most likely word, and sends no more when there are more words.
+    """Whether `fn` finds the most likely word of each token, and sends the same however many words there are.
 
-    logits [T, V/tp]   ->   ids [T], the same on every rank: the lowest id, where several words are equally likely
+    logits [T, V/tp]   ->   ids [T], the same on every rank: the lowest one if several words are equally likely
     """
     verdict = grade(fn, MOST_LIKELY, framework)
     if not verdict.passed:
@@ -247,10 +247,11 @@ def check_most_likely(fn: Callable[..., Any], framework: Framework = "torch") ->
     if sent[1] > sent[0]:
         return Verdict(
             False,
-            f"most_likely is right, but on {mesh} it sends {sent[0]:,} bytes for {sizes[0]} words and {sent[1]:,} for "
-            f"{sizes[1]}: logits are gathered.\nEach rank can say with two numbers a token what the others must know.",
+            f"{MOST_LIKELY.name} finds the right words, but on {mesh} it sends {sent[0]:,} bytes for {sizes[0]} words "
+            f"and {sent[1]:,} for {sizes[1]}.\nTwo numbers per token tell the other ranks all that they need.",
+            verdict.panels,
         )
-    return Verdict(True, f"{verdict.text}\nHowever many words there are, it sends the same.")
+    return Verdict(True, f"{verdict.text}\nIt sends the same however many words there are.", verdict.panels)
 
 
 def _bytes_sent(fn: Callable[..., Any], mesh: Mesh, num_words: int, framework: Framework) -> int:

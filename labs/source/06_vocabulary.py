@@ -1,0 +1,489 @@
+# %% [markdown]
+# # 06 Vocabulary
+#
+# **How can ranks agree on a loss when none of them has all the logits?**
+#
+# Time: one hour. Prerequisites: [lab 01](01_split_a_layer.ipynb), which explains $f$ and $g$.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/06_vocabulary.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/06_vocabulary.ipynb)
+#
+# ![Four ranks in a ring. Three times, every rank contributes one number per token, and all ranks receive the combined numbers.](images/06_vocabulary.png)
+#
+# *The loss of four tokens. Each rank has the logits of a quarter of the words. The ranks combine three numbers per
+# token: the largest logit, a sum of exponentials, and the logit of the right word. Then every rank knows the loss.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+import numpy as np
+import torch
+import tplab.torch as tt
+from torch.nn import functional as F
+from tplab import Mesh, P
+from tplab.widgets import animate, matrices, timeline
+
+# %% [markdown]
+# ## By hand: ten words on four ranks
+#
+# A model knows a word by its number, the **id**. The **embedding** is a table with one row per word. In GPT-2 it has
+# 50,257 rows of 768 numbers: 39 million of the model's 124 million parameters. No rank should have to hold all of
+# that, so each rank gets the rows of some words. Here are ten words on four ranks:
+
+# %%
+V = 10
+table = 10 * np.arange(V)[:, None] + np.array([1.0, 2])  # row w: [10 w + 1, 10 w + 2]
+most = -(-V // 4)  # ten words on four ranks, rounded up: 3
+pieces = [table[most * rank : most * (rank + 1)] for rank in range(4)]
+by_rank = {f"rank {rank}": piece for rank, piece in enumerate(pieces)}
+matrices(by_rank, "The rows of ten words, on four ranks")
+
+# %% [markdown]
+# Every rank reads the same text. It looks up the words whose rows it has, and writes zeros for all other words.
+
+# %%
+ids = np.array([7, 2, 9, 4])
+
+def look_up(rank):
+    rows = np.zeros((len(ids), 2))
+    for token, word in enumerate(ids):
+        if word // most == rank:
+            rows[token] = pieces[rank][word % most]
+    return rows
+
+found = [look_up(rank) for rank in range(4)]
+assert (sum(found) == table[ids]).all()
+panels = {f"rank {rank}": rows for rank, rows in enumerate(found)}
+matrices({**panels, "the sum": sum(found)}, "The rows of words 7, 2, 9 and 4")
+
+# %% [markdown]
+# One `all_reduce` of a tensor [tokens, width] then gives every rank all the rows.
+#
+# **Predict.** A sum of floating-point numbers depends on the order of its terms. How much rounding do you expect in
+# this one?
+#
+# <details><summary>Answer</summary>
+#
+# None. Exactly one rank has the row of a word, so at most one term of each sum is not zero. The embedding is right to
+# the last bit, on any number of ranks.
+#
+# </details>
+#
+# ## Build the embedding
+#
+# `P("tp")` splits a dim into equal pieces, but ten words cannot be divided equally by four. There are two ways out.
+# You can pad the table with unused rows, or the last ranks can have fewer words, as above. Megatron-LM pads; tplab's
+# torch layers leave the last ranks with fewer words. So each rank has to know where its words begin:
+
+# %%
+def own_words(vocab_size):  # the first word of this rank, and how many it has
+    most = -(-vocab_size // tt.axis_size("tp"))
+    begin = min(tt.axis_index("tp") * most, vocab_size)
+    return begin, min(most, vocab_size - begin)
+
+def own_rows(table):
+    begin, count = own_words(len(table))
+    return table[begin : begin + count]
+
+def embed(rows, ids, vocab_size):  # rows [n, D]   ids [T]   ->   [T, D], replicated
+    begin, count = own_words(vocab_size)
+    here = (ids >= begin) & (ids < begin + count)
+    y = rows[torch.where(here, ids - begin, 0)]  # row 0 for words of other ranks,
+    return tt.reduce_from(y * here[:, None], "tp")  # which is then set to zero
+
+def whole_to_rows(table, ids):
+    return embed(own_rows(table), ids, V)
+
+for mesh in (Mesh(tp=1), Mesh(tp=3), Mesh(tp=4), Mesh(tp=5)):
+    rows = tt.run(whole_to_rows, mesh, table, ids, out_specs=P()).value
+    print(f"{mesh}:", "equal" if (rows.numpy() == table[ids]).all() else "off")
+
+# %% [markdown]
+# tplab has this as a layer, `VocabParallelEmbedding`. It also handles two cases that we left out: an id that is not a
+# word, and a rank that has no words at all.
+#
+# ## By hand: a loss without the logits
+#
+# At the other end, the model computes a **logit** $z_v$ for each word $v$. The loss of a token whose right word is
+# $t$ is
+#
+# $$-\log \frac{e^{z_t}}{\sum_v e^{z_v}} = \log \sum_v e^{z_v} - z_t$$
+#
+# A rank has the logits of its own words. In this example the logits are logarithms of small integers, so you can add
+# up the exponentials in your head. The right word is number 3, the first word of rank 1.
+
+# %%
+exps = [np.array(piece, float) for piece in ([1, 2, 1], [4, 1, 1], [2, 1, 2], [1])]
+logits, target = np.log(np.concatenate(exps)), 3
+sums = np.array([piece.sum() for piece in exps])
+by_rank = {f"rank {rank}": piece for rank, piece in enumerate(exps)}
+matrices({**by_rank, "sums": sums}, "The exponentials of ten logits, on four ranks")
+
+# %% [markdown]
+# **Predict.** What is the loss? Which numbers do the ranks have to exchange to find it?
+#
+# <details><summary>Answer</summary>
+#
+# All exponentials together are $4 + 6 + 5 + 1 = 16$, and that of the right word is 4. So the loss is
+# $\log \frac{16}{4} = \log 4$. Each rank has one term of the 16. Only rank 1 knows the 4, and the other ranks can add
+# 0 to it. That makes two sums of one number per token. No other logit has to be sent.
+#
+# </details>
+
+# %%
+loss = np.log(sums.sum()) - logits[target]
+print(f"exp(loss) = {np.exp(loss):.3g}")
+
+# %% [markdown]
+# A computer needs a third number, because $e^{1000}$ overflows. You may subtract the same number $m$ from every logit
+# without changing the loss:
+#
+# $$\log \sum_v e^{z_v - m} - (z_t - m) = \log \sum_v e^{z_v} - z_t$$
+#
+# If $m$ is the largest logit of *all* words, no exponent is above zero. So the third number is a maximum.
+#
+# ## Build the loss
+
+# %% tags=["opening-picture"]
+def cross_entropy(logits, ids, vocab_size):
+    """logits [T, n]   ids [T]   ->   loss [T], replicated"""
+    begin, count = own_words(vocab_size)
+    largest = tt.all_reduce(logits.detach().amax(-1), "tp", "max")  # [T]
+    z = logits - largest[:, None]
+    total = tt.all_reduce(z.exp().sum(-1), "tp")  # [T]
+    here = (ids >= begin) & (ids < begin + count)
+    of_id = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
+    of_id = tt.all_reduce(torch.where(here, of_id, 0), "tp")  # [T]  one term is not 0
+    return total.log() - of_id
+
+def loss_of_four_tokens(logits, ids):
+    return cross_entropy(logits, ids, 12)
+
+rng = np.random.default_rng(0)
+twelve = rng.normal(size=(4, 12))  # the logits of 4 tokens, for 12 words
+SPECS = P(None, "tp"), P()
+on_four = {"in_specs": SPECS, "out_specs": P()}
+out = tt.run(loss_of_four_tokens, Mesh(tp=4), twelve, ids, **on_four)
+animate(out.trace)
+
+# %% [markdown]
+# Now we compare the loss and its gradient with torch's own loss on all the logits, on several numbers of ranks, and
+# with logits as large as ten thousand. The backward pass sends nothing: the gradient of $z_v$ is
+# $e^{z_v} / \sum e^{z}$, minus 1 for the right word, and each rank already has all of these numbers.
+
+# %%
+def own_columns(logits):
+    return own_rows(logits.T).T
+
+def loss_and_gradient(logits, ids):
+    own = own_columns(logits).clone().requires_grad_()
+    loss = cross_entropy(own, ids, logits.shape[-1])
+    loss.sum().backward()
+    return loss.detach(), own.grad
+
+for ranks, scale in ((2, 1), (3, 1), (4, 1), (5, 1), (4, 1e4)):
+    z, words = rng.normal(size=(6, 41)) * scale, rng.integers(0, 41, 6)
+    plain = torch.tensor(z, requires_grad=True)
+    right = F.cross_entropy(plain, torch.tensor(words), reduction="none")
+    right.sum().backward()
+    out = tt.run(loss_and_gradient, Mesh(tp=ranks), z, words)
+    losses, grads = zip(*out.per_rank)
+    is_right = all(torch.allclose(one, right.detach()) for one in losses)
+    is_right = is_right and torch.allclose(torch.cat(grads, 1), plain.grad)
+    num_sums = len(out.trace.select(rank=0, kind="collective"))
+    said = f"{'equal' if is_right else 'off'}; {num_sums} all_reduces"
+    print(f"{ranks} ranks, logits of size {scale:,.0f}: {said}")
+
+# %% [markdown]
+# tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same,
+# but there are fewer hops. It also knows torch's `ignore_index` and `label_smoothing`. Smoothing needs the sum of all
+# logits, which is one more number per token.
+# [Megatron-LM](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tensor_parallel/cross_entropy.py)
+# smooths over each rank's own words instead, so its smoothed loss differs slightly from rank to rank.
+
+# %% [markdown]
+# ## One table, used twice
+#
+# Where do logits come from? Each token has a vector $x$, and the logit of a word is the product of $x$ with a row:
+# $z = x W^\top$. GPT-2 uses the embedding's own table as $W$; its head is **tied** to the embedding. Sharding fits
+# this well. The rank that has a word's row also computes its logit, so the head is a column-parallel layer: $f$ comes
+# before it, and nothing is gathered after it.
+#
+# **Predict.** A table that is used twice receives a gradient from each use. What has to be sent to add the two up?
+#
+# <details><summary>Answer</summary>
+#
+# Nothing. Both uses of a word's row are on the same rank, and autograd adds their gradients there.
+#
+# </details>
+
+# %%
+def step(table, ids, targets, untied_on=None):  # look up, tanh, head, loss
+    rows = own_rows(table).clone().requires_grad_()
+    head = rows
+    if tt.axis_index("tp") == untied_on:
+        head = rows.detach().clone().requires_grad_()
+    x = torch.tanh(embed(rows, ids, V))
+    logits = tt.copy_to(x, "tp") @ head.T
+    loss = tt.vocab_parallel_cross_entropy(logits, targets, "tp", V)
+    loss.backward()
+    return loss.detach(), rows.grad
+
+W, targets = rng.normal(size=(V, 3)), np.array([2, 9, 4, 6])
+out = tt.run(step, Mesh(tp=4), W, ids, targets)
+losses, grads = zip(*out.per_rank)
+
+whole = torch.tensor(W, requires_grad=True)  # the same on one rank
+F.cross_entropy(torch.tanh(whole[ids]) @ whole.T, torch.tensor(targets)).backward()
+assert torch.allclose(torch.cat(grads), whole.grad, rtol=1e-12, atol=1e-12)
+for event in out.trace.select(rank=0, kind="collective").events:
+    print(event.op, list(event.shape))
+
+# %% [markdown]
+# There are four sums: one for the embedding, two for the loss, and in the backward pass the one of $f$. None of them
+# is for the table.
+#
+# Now break the tie on one rank only, as happens when a checkpoint is loaded into a copy of the table. No shape
+# changes, no error is raised, and the first loss is still exactly right. But rank 2 loses what the head has to say
+# about its words:
+
+# %%
+broken_losses, broken = zip(*tt.run(step, Mesh(tp=4), W, ids, targets, 2).per_rank)
+print("the same loss:", broken_losses[0].item() == losses[0].item())
+panels = {"tied": grads[2], "tie broken": broken[2], "lost": grads[2] - broken[2]}
+matrices(panels, "Rank 2: the gradient of the rows of words 6, 7 and 8")
+
+# %% [markdown]
+# ## The same in JAX
+#
+# `detach` becomes `stop_gradient`, and `gather` becomes `take_along_axis`. JAX compiles one program for all ranks, so
+# every rank's piece must have the same width, and a vocabulary that does not divide has to be padded.
+
+# %%
+import jax
+import jax.numpy as jnp
+import tplab.jax as tj
+
+def loss_in_jax(logits, ids):  # logits [T, n]   ids [T]   ->   [T], replicated
+    begin, n = tj.axis_index("tp") * logits.shape[-1], logits.shape[-1]
+    own_max = jax.lax.stop_gradient(logits).max(-1)
+    z = logits - tj.all_reduce(own_max, "tp", "max")[:, None]
+    total = tj.all_reduce(jnp.exp(z).sum(-1), "tp")
+    here = (ids >= begin) & (ids < begin + n)
+    of_id = jnp.take_along_axis(z, jnp.where(here, ids - begin, 0)[:, None], -1)[:, 0]
+    return jnp.log(total) - tj.all_reduce(jnp.where(here, of_id, 0), "tp")
+
+right = F.cross_entropy(torch.tensor(twelve), torch.tensor(ids), reduction="none")
+ours = tj.run(loss_in_jax, Mesh(tp=4), twelve, ids, **on_four).value
+print("twelve words:", "equal" if np.allclose(ours, right, rtol=1e-5) else "off")
+
+# %% [markdown]
+# **Predict.** We pad the ten logits from above to twelve with two zeros. The right loss is $\log 4$. What does
+# `loss_in_jax` return?
+#
+# <details><summary>Answer</summary>
+#
+# $e^0 = 1$, and there are two of these. So the sum is 18 and the loss is $\log \frac{18}{4}$. This also depends on
+# the number of ranks, which decides how much padding there is.
+#
+# </details>
+
+# %%
+padded = np.asarray(tj.pad_vocabulary(logits[:, None], 4)).T  # [1, 12]
+right_word = np.array([target])
+
+def masked(logits, ids):  # tplab's loss knows that there are ten words
+    return tj.vocab_parallel_cross_entropy(logits, ids, "tp", V, "none")
+
+for loss_of in (loss_in_jax, masked):
+    one = tj.run(loss_of, Mesh(tp=4), padded, right_word, **on_four).value[0]
+    print(f"{loss_of.__name__}: exp(loss) = {np.exp(one):.3g}")
+
+# %% [markdown]
+# **What truly differs.** In torch, tplab raises an error for an id that is not a word. A compiled JAX program cannot
+# raise, so the loss is NaN instead. And with `out_specs=P()`, torch compares the four losses after the run, while JAX
+# knows from the types that a result of `all_reduce` is the same on every rank.
+#
+# ## See it run
+#
+# Here is the end of GPT-2, head and loss, in bfloat16 with 2,048 tokens on four ranks of an H100 node. The times are
+# **modelled**, and for that sizes are enough: meta tensors have a shape but no numbers. First with gathered logits:
+
+# %%
+WORDS, WIDTH = 50_260, 768  # GPT-2's words, padded so that 4 divides them
+
+def gathering(x, head, ids):
+    logits = tt.gather_from(tt.copy_to(x, "tp") @ head.T, "tp")
+    return F.cross_entropy(logits, ids)
+
+def in_place(x, head, ids):
+    logits = tt.copy_to(x, "tp") @ head.T
+    return tt.vocab_parallel_cross_entropy(logits, ids, "tp", WORDS)
+
+def traced(fn, tokens):
+    x, head = ((tokens, WIDTH), (WORDS, WIDTH))
+    sizes = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in (x, head)]
+    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+    specs = P(), P("tp"), P()
+    return tt.run(fn, Mesh(tp=4), *sizes, ids, in_specs=specs, cluster="h100").trace
+
+timeline(traced(gathering, 2048))
+
+# %%
+timeline(traced(in_place, 2048))
+
+# %% [markdown]
+# The long message is gone. The computing has become no shorter, although each rank now works on a quarter of the
+# words: torch's loss is a single operation, whereas ours is more than twenty small ones, and several of them read and
+# write all logits of the rank.
+#
+# Now turn the knob. With fewer tokens, which way is faster, and why?
+
+# %%
+from tplab.cost import find
+from tplab.widgets import Bars, Row, knob
+
+LAUNCH = find("h100").chip.launch  # 5 µs per operation: an assumption
+
+def parts(trace):  # of rank 0, where nothing overlaps
+    computing = trace.select(rank=0, kind="compute")
+    launches = len(computing) * LAUNCH
+    busy = sum(event.duration for event in computing.events)
+    rest = {"computing": busy - launches, "messages": trace.makespan - busy}
+    return {"launches": launches, **rest}
+
+def bars(tokens):
+    gathered, kept = (parts(traced(fn, tokens)) for fn in (gathering, in_place))
+    rows = [Row("gather the logits", gathered), Row("three numbers", kept)]
+    fast, slow = sorted(rows, key=lambda row: row.total)
+    return Bars(rows, f"{fast.label}: {slow.total / fast.total:.1f} × as fast")
+
+options = {2**k: bars(2**k) for k in range(5, 14)}
+about = "head and loss on 4 ranks, bfloat16, modelled on an H100 node"
+knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
+
+# %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# Up to about 900 tokens gathering is faster, for one reason: each of our twenty operations has to be launched, and
+# the model charges 5 µs per launch. Without launches the three numbers win from 128 tokens on. A compiler or a
+# hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most of the
+# launches and of the passes over the logits. A server that generates text has few tokens at a time, and
+# [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/logits_processor.py) does gather
+# there.
+#
+# </details>
+#
+# ## What it costs
+#
+# For $T$ tokens, width $D$, $V$ words and $R$ ranks, each rank
+#
+# - holds $VD/R$ weights and $TV/R$ logits. Gathered logits would be $TV$ on every rank, and their gradient as much
+#   again;
+# - sends $2\frac{R-1}{R}TD$ elements for the embedding (forward), and as many for the head (backward, $f$);
+# - sends $3 \cdot 2\frac{R-1}{R}T$ elements for the loss. Gathering would send $\frac{R-1}{R}TV$, which is $V/6$
+#   times as many.
+
+# %%
+tokens = 2048
+for fn in (gathering, in_place):
+    trace = traced(fn, tokens)
+    print(f"{fn.__name__:<10} {trace.bytes_sent(rank=0):>12,} bytes sent by rank 0")
+whole_logits = tokens * WORDS * 2
+print(f"all logits {whole_logits:>12,} bytes, on each rank if they are gathered")
+
+# %% [markdown]
+# (The three numbers are float32 and the logits are bfloat16, so in bytes the ratio is $V/12$.)
+#
+# ## A bug to repair: one maximum fewer
+#
+# A colleague saves a message: "A rank that subtracts its own largest logit cannot overflow. Why ask the others?" All
+# ranks agree on the result, it survives logits of 1000, and on one rank it is right. Try it with the exponentials
+# from above:
+
+# %%
+def token_loss(logits, ids):  # logits [T, V/tp]   ids [T]   ->   [T], replicated
+    begin, n = tt.axis_index("tp") * logits.shape[-1], logits.shape[-1]
+    largest = logits.detach().amax(-1)
+    z = logits - largest[:, None]
+    total = tt.all_reduce(z.exp().sum(-1), "tp")
+    here = (ids >= begin) & (ids < begin + n)
+    of_id = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
+    return total.log() - tt.all_reduce(torch.where(here, of_id, 0), "tp")
+
+no_words = np.array([[-np.inf, -np.inf]])  # the two empty places of rank 3: exp is 0
+ten = np.hstack([logits[None], no_words])
+for mesh in (Mesh(tp=1), Mesh(tp=4)):
+    one = tt.run(token_loss, mesh, ten, right_word, **on_four).value
+    print(f"{mesh}: exp(loss) = {one.exp().item():.3g}")
+
+# %% [markdown]
+# Mend `token_loss` and run its cell, so that it prints 4 twice. Then run the check.
+
+# %%
+from tplab.exercises.vocabulary import check_token_loss
+
+check_token_loss(token_loss)
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# Rank $i$ adds up $e^{z - m_i}$, so its sum is in units of $e^{m_i}$. Either all ranks use the same $m$, or each rank
+# brings its sum to a common unit with a factor $e^{m_i - m}$ before the sums are added.
+#
+# </details>
+#
+# ## Your turn: the most likely word
+#
+# To generate text, a model needs the word with the largest logit. Find its id for each token, without gathering the
+# logits: what you send must not grow with the vocabulary. If several words are equally likely, take the lowest id.
+# (The check takes a torch function. `framework="jax"` lets it take one in JAX.)
+#
+# <details><summary>A hint</summary>
+#
+# First find out how large the largest logit is, and then which rank has it. `all_reduce` can also take the `"min"`.
+# What should a rank contribute that does not have the largest logit?
+#
+# </details>
+
+# %%
+def most_likely(logits):  # logits [T, V/tp]   ->   ids [T], replicated
+    ...
+
+# %%
+from tplab.exercises.vocabulary import check_most_likely
+
+check_most_likely(most_likely)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | Megatron-LM | torch DTensor | JAX |
+# |---|---|---|---|
+# | `VocabParallelEmbedding` | the same name | `RowwiseParallel` on `nn.Embedding` | a table with `P("tp", None)` |
+# | `vocab_parallel_cross_entropy` | the same name | `loss_parallel()` | written with `lax.pmax` and `lax.psum`, or left to `jit` |
+# | a tied head | `share_embeddings_and_output_weights` | one parameter in two modules | the same array used twice |
+# | `gather_from` | `gather_from_tensor_model_parallel_region` | `redistribute` to `Replicate()` | `lax.all_gather` |
+#
+# ## To take away
+#
+# - One rank has a word's row. Zeros from the other ranks turn the lookup into one sum, and a tied head needs none for
+#   its table.
+# - A loss needs three numbers per token: one maximum and two sums. Gathering the logits sends $V/6$ times as many.
+# - With few tokens, launches decide, and gathering is faster until the loss is a single kernel.
+#
+# **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3. [transformers
+# 37051](https://github.com/huggingface/transformers/issues/37051) (tied tables, and vocabularies that do not divide).
+# [vLLM 440](https://github.com/vllm-project/vllm/issues/440) (250,682 words on 8 ranks).
+#
+# Next: [07 Dropout](07_dropout.ipynb). Ranks that draw random numbers have to agree on some of them.
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

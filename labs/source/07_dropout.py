@@ -1,0 +1,335 @@
+# %% [markdown]
+# # 07 Dropout
+#
+# **Which ranks must drop the same numbers, and how do they agree on them?**
+#
+# Time: 35 minutes. Prerequisites: [lab 01](01_split_a_layer.ipynb), which explains $f$ and $g$, and the block of [lab
+# 04](04_megatron_block.ipynb).
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/07_dropout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/07_dropout.ipynb)
+#
+# ![The dropout masks of four ranks: the same mask four times in one row, four different masks in the other.](images/07_dropout.png)
+#
+# *Dropout on four ranks: 0 where a number is dropped, 2 where it is kept. Above, the ranks hold copies of one tensor,
+# and all draw the same mask. Below, each rank holds different features, and each draws its own mask.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+from functools import partial
+
+import numpy as np
+import torch
+import tplab.torch as tt
+from torch.nn import functional as F
+from tplab import Mesh, P
+from tplab.errors import ReplicationError
+from tplab.widgets import matrices
+
+# %% [markdown]
+# ## By hand: one mask or four?
+#
+# Dropout sets each number to zero with probability $p$, and divides the others by $1 - p$, so that the mean stays the
+# same. A tensor-parallel block (lab 04) drops numbers in two kinds of places:
+#
+# - **inside**, between $f$ and $g$, where each rank has its own features or heads;
+# - **outside**, after $g$, where every rank has a copy of the same tensor.
+#
+# **Predict.** In which of these places must all ranks draw the same mask, and in which must each rank draw its own?
+# What goes wrong otherwise?
+#
+# <details><summary>Answer</summary>
+#
+# Outside, all ranks need the same mask, because otherwise the copies are no longer copies. Inside, each rank needs
+# its own mask, because otherwise features on different ranks, which have nothing to do with each other, are always
+# dropped together. You will see both below.
+#
+# </details>
+#
+# tplab's `dropout` takes the axis along which the ranks hold different data. The input here is all ones and
+# $p = \frac12$, so the output is zeros and twos.
+
+# %% tags=["opening-picture"]
+def masks(mesh, axis):
+    return tt.run(lambda: tt.dropout(torch.ones(4, 4), 0.5, axis=axis), mesh).per_rank
+
+outside, inside = masks(Mesh(tp=4), None), masks(Mesh(tp=4), "tp")
+panels = {f"outside, rank {rank}": mask for rank, mask in enumerate(outside)}
+panels |= {f"inside, rank {rank}": mask for rank, mask in enumerate(inside)}
+matrices(panels, 'Outside: dropout(x, 0.5)    Inside: dropout(x, 0.5, axis="tp")')
+
+# %% [markdown]
+# With data parallelism, the ranks along `dp` have different samples, so their masks must differ too. The axis is then
+# `"dp"` outside, and `("dp", "tp")` inside. Under sequence parallelism, ranks also have different tokens outside, and
+# the axis is `"tp"` [there as well](https://github.com/PaddlePaddle/PaddleFleetX/pull/1005).
+
+# %%
+def compared(mesh, axis):
+    per_rank = masks(mesh, axis)
+    same = [[torch.equal(one, other) for other in per_rank] for one in per_rank]
+    return np.array(same, float)
+
+grid = Mesh(dp=2, tp=2)  # ranks 0 and 1 are one tp group, ranks 2 and 3 the other
+axes = ("dp", ("dp", "tp"))
+matrices({f"axis={axis!r}": compared(grid, axis) for axis in axes},
+         "1 where two of the four ranks draw the same mask")  # fmt: skip
+
+# %% [markdown]
+# ## Different masks outside: the copies drift apart
+#
+# torch's own `F.dropout` uses a generator that each rank has for itself. After $g$ that is wrong. `run` compares
+# tensors that should be copies, and names the ranks that differ:
+
+# %%
+def after_g(y):
+    return F.dropout(tt.reduce_from(y, "tp"), 0.5)
+
+try:
+    tt.run(after_g, Mesh(tp=4), torch.ones(4, 8), in_specs=P(None, "tp"), out_specs=P())
+except ReplicationError as error:
+    print(error)
+
+# %% [markdown]
+# If nothing compares them, training simply continues. Take the weight of a norm, of which every rank has a copy. As
+# long as all ranks compute the same gradient, the copies stay the same and no message is needed. Here they are after
+# 20 steps of training with masks that differ:
+
+# %%
+samples = torch.randn(20, 2, 2, 4)  # 20 steps; x and target of 2 tokens, on every rank
+
+def train(drop):
+    gain = torch.ones(4, requires_grad=True)
+    for x, target in samples:
+        loss = ((drop(gain * x) - target) ** 2).mean()
+        (grad,) = torch.autograd.grad(loss, gain)
+        gain = (gain - 0.2 * grad).detach().requires_grad_()
+    return gain.detach()
+
+drifted = tt.run(lambda: train(lambda x: F.dropout(x, 0.5)), Mesh(tp=4)).per_rank
+title = "Four copies of one weight, each trained with its own masks"
+matrices({f"rank {rank}": gain for rank, gain in enumerate(drifted)}, title)
+
+# %% [markdown]
+# The model now has four different norms, and nothing has raised an error. With tplab's `dropout`, the four copies
+# are still the same, and `out_specs=P()` accepts them:
+
+# %%
+same = tt.run(lambda: train(lambda x: tt.dropout(x, 0.5)), Mesh(tp=4), out_specs=P())
+print("one weight:", list(same.value.shape), "bytes sent:", same.trace.bytes_sent())
+
+# %% [markdown]
+# ## The same mask inside: features are dropped together
+#
+# The other mistake is quieter: the copies agree, and the mean is right. Take eight hidden features, two on each rank,
+# and $p = \frac12$. A token keeps some of the eight.
+#
+# **Predict.** How often does a token lose *all* of them?
+#
+# <details><summary>Answer</summary>
+#
+# If each rank draws its own mask, eight coins have to fall the same way, which happens once in 256 tokens. If all
+# ranks use the same mask there are only two coins, each of which decides for one feature on every rank. They fall the
+# same way once in 4 tokens.
+#
+# </details>
+
+# %%
+def num_kept(axis):
+    def program():
+        hidden = torch.ones(4096, 2)  # this rank's two features of 4096 tokens
+        kept = tt.dropout(hidden, 0.5, axis=axis) > 0
+        return tt.all_reduce(kept.sum(-1), "tp")
+
+    return tt.run(program, Mesh(tp=4), out_specs=P()).value
+
+coins = {"own masks": num_kept("tp"), "one mask": num_kept(None)}
+print("features kept " + "".join(f"{k:>7}" for k in range(9)) + "    mean  variance")
+for name, counts in coins.items():
+    shares = "".join(f"{n / 4096:>7.1%}" for n in torch.bincount(counts, minlength=9))
+    mean, variance = counts.float().mean(), counts.float().var()
+    print(f"{name:<14}{shares}{mean:>8.2f}{variance:>10.2f}")
+
+# %% [markdown]
+# In the sum after $g$, the noise of independent features partly cancels. If features are dropped together, it adds
+# up. With the same mask on $R$ ranks, the variance is $R$ times as large, here four times, as if the layer were $R$
+# times narrower.
+#
+# ## How ranks agree on a mask
+#
+# The usual recipe is to give all ranks the same seed. Inside, each rank switches to a second generator, whose seed
+# includes the rank's number. (In Megatron-LM this is `with get_cuda_rng_tracker().fork()`.) The recipe works as long
+# as all ranks draw equally often. Suppose that one rank draws a single number more from the shared generator, for
+# example to decide whether it logs a sample:
+
+# %%
+def one_seed_for_all(drop):
+    def program():
+        torch.manual_seed(1)  # the same seed on every rank
+        if tt.axis_index("tp") == 2:
+            torch.rand(1)
+        return drop(torch.ones(4, 4))
+
+    return program
+
+for drop in (F.dropout, tt.dropout):
+    name = f"{drop.__module__.partition('.')[0]}'s dropout"
+    try:
+        tt.run(one_seed_for_all(partial(drop, p=0.5)), Mesh(tp=4), out_specs=P())
+        print(f"{name}: the ranks agree")
+    except ReplicationError as error:
+        print(f"{name}: {str(error).split(', by')[0]}")
+
+# %% [markdown]
+# On a GPU, only draws from the *same* generator matter. A `torch.rand` on the CPU does not disturb CUDA's generator,
+# but a `torch.rand(1, device="cuda")` does.
+#
+# tplab's `dropout` does not use a shared generator at all. It makes the mask from the seed of the run, the number of
+# the draw, and, along `axis`, the rank's coordinate. Other random numbers cannot disturb it. This answers the
+# question at the top: to agree on a mask, ranks have to share a seed, and they do not have to send anything.
+#
+# ## Keys in JAX
+#
+# JAX has no generator with a state. You pass a **key**, and the same key always gives the same numbers. So `dropout`
+# takes the key that all ranks share. If you name an axis, it combines the key with the rank's coordinate.
+
+# %%
+import jax
+import jax.numpy as jnp
+import tplab.jax as tj
+
+def mask_in_jax(axis):
+    return lambda: tj.dropout(jnp.ones((4, 4)), 0.5, key=jax.random.key(0), axis=axis)
+
+for axis in (None, "tp"):
+    per_rank = tj.run(mask_in_jax(axis), Mesh(tp=4)).per_rank
+    agree = all(np.array_equal(mask, per_rank[0]) for mask in per_rank)
+    found = "one mask for all ranks" if agree else "one mask per rank"
+    print(f"axis={axis!r}: {found}")
+
+# %% [markdown]
+# **What truly differs.** There is no state that can get out of step, and JAX knows that two masks are the same
+# *before* they are drawn, because it knows that the keys are. A key that differs between ranks is refused where the
+# copies must agree. On the other hand, JAX allows a mistake that torch does not have. If you use a key twice, two
+# layers get the same mask, so split the key first:
+
+# %%
+def two_layers(key_1, key_2):
+    return [tj.dropout(jnp.ones((4, 4)), 0.5, key=key) for key in (key_1, key_2)]
+
+def one_key_twice():
+    key = jax.random.key(0)
+    return two_layers(key, key)
+
+def split_key():
+    return two_layers(*jax.random.split(jax.random.key(0)))
+
+for program in (one_key_twice, split_key):
+    first, second = tj.run(program, Mesh(tp=4), out_specs=P()).value
+    found = "the same mask" if np.array_equal(first, second) else "different masks"
+    print(f"{program.__name__}: {found}")
+
+# %% [markdown]
+# ## What it costs
+#
+# Dropout sends nothing. It does need memory: for the backward pass, each rank keeps the mask. Inside, that is its
+# share of the features. Outside, it is the whole tensor on every rank, unless sequence parallelism splits the tokens
+# there.
+#
+# A good test of all of this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one
+# seed:
+
+# %%
+config = tt.GPTConfig(
+    vocab_size=10, width=24, num_layers=2, num_heads=4, context=8, dropout=0.1
+)
+text = np.random.default_rng(0).integers(0, 10, (3, 9))
+
+def loss_of_gpt(text):
+    return tt.GPT(config).double().loss(text[:, :-1], text[:, 1:]).detach()
+
+for ranks in (1, 2, 4):
+    loss = tt.run(loss_of_gpt, Mesh(tp=ranks), text, out_specs=P()).value
+    print(f"{Mesh(tp=ranks)}: loss {loss:.6f}")
+
+# %% [markdown]
+# This GPT has dropout outside only, so it drops the same numbers on any number of ranks, and the losses are equal. If
+# it also had dropout inside, other masks would be drawn on other numbers of ranks. The model would be just as right,
+# but you could no longer compare the losses.
+
+# %% [markdown]
+# ## A bug to repair: two masks
+#
+# This block has one dropout inside and one outside, and each of them has the mask that the other one should have.
+# `run` can see one of the two mistakes. The other one would show only in statistics.
+
+# %%
+def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], replicated
+    h = torch.relu(tt.copy_to(x, "tp") @ a)
+    h = tt.dropout(h, 0.5)
+    y = tt.reduce_from(h @ b, "tp")
+    return x + tt.dropout(y, 0.5, axis="tp")
+
+# %% [markdown]
+# The check gives `block` weights that make every mask readable from the result: hidden feature $f$ adds $2^f$. Mend
+# one mistake, and see what the check says about the other.
+
+# %%
+from tplab.exercises.dropout import check_block
+
+check_block(block)
+
+# %% [markdown]
+# ## Your turn: a dropout of your own
+#
+# Write `drop` without tplab's `dropout`. Every rank gets the same whole number `key`, another one for each draw. The
+# mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Nothing that a
+# rank has drawn before may change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
+# `tt.axis_index(axis)` is the rank's place along one axis or several. The check takes a torch function.)
+#
+# <details><summary>A hint</summary>
+#
+# The seed has to be made from the key and the place. If you add the two, key 0 on rank 1 and key 1 on rank 0 have the
+# same seed. Python's `hash` of a pair of whole numbers tells them apart.
+#
+# </details>
+
+# %%
+def drop(x, p, key, axis=None):  # x of any shape   ->   the same shape
+    ...
+
+# %%
+from tplab.exercises.dropout import check_drop
+
+check_drop(drop)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | Megatron-LM | torch | JAX |
+# |---|---|---|---|
+# | `dropout(x, p)`, outside | `F.dropout` with the same seed on all ranks | `DTensor`'s random operations, replicated | `random.bernoulli` with a shared key |
+# | `dropout(x, p, axis="tp")`, inside | the same within `get_cuda_rng_tracker().fork()` | `DTensor`, sharded | the key folded with `lax.axis_index("tp")` |
+# | the seed of the run | `model_parallel_cuda_manual_seed` | `torch.manual_seed` on all ranks | `random.key` |
+#
+# ## To take away
+#
+# - Outside, where ranks hold copies, all ranks draw the same mask. Inside, each rank draws its own.
+# - Different masks outside make copies drift apart. The same mask inside multiplies the variance by the number of
+#   ranks. Neither one makes training fail.
+# - To agree on a mask, ranks share a seed or a key, and send nothing.
+#
+# **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), appendix B. [Megatron-LM to
+# transformers](https://github.com/huggingface/transformers/issues/10321), which plans all of this for a library.
+#
+# Next: [08 Overlap](08_overlap.ipynb). How to hide the time that messages take.
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -1,0 +1,186 @@
+"""The checks of lab 07: solutions pass, and each known mistake gets its hint."""
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import tplab.jax as tj
+import tplab.torch as tt
+from labs.source import build
+from tplab import Mesh, P
+from tplab.errors import ReplicationError
+from tplab.exercises.check import Verdict
+from tplab.exercises.dropout import check_block, check_drop
+
+
+def expect(verdict: Verdict, passed: bool | None, *parts: str) -> None:
+    """The verdict is so, and its text has each of these parts."""
+    assert verdict.passed is passed, verdict
+    for part in parts:
+        assert part in verdict.text, verdict
+
+
+def code_of(name: str) -> str:
+    """The lab's cell that defines this function, up to the first empty line."""
+    cells = [cell.source for cell in build.read_source("07_dropout").cells if cell.cell_type == "code"]
+    return next(source for source in cells if f"def {name}(" in source).split("\n\n")[0]
+
+
+# ------------------------------------------------------------------------------------------------ the masks of a block
+
+
+def block(
+    inside: Any = "tp", outside: Any = None, p_inside: float = 0.5, p_outside: float = 0.5, sums: bool = True,
+    early: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """The lab's block: the axis along which masks differ, and the share that is dropped, in both places."""
+
+    def solution(x, a, b):
+        h = tt.dropout(torch.relu(tt.copy_to(x, "tp") @ a), p_inside, axis=inside)
+        y = h @ b
+        if early:
+            return x + tt.reduce_from(tt.dropout(y, p_outside, axis="tp"), "tp")
+        y = tt.reduce_from(y, "tp") if sums else y
+        return x + tt.dropout(y, p_outside, axis=outside)
+
+    return solution
+
+
+def jax_block(x, a, b, key):
+    inner, outer = jax.random.split(key)
+    h = tj.dropout(jax.nn.relu(x @ a), 0.5, key=inner, axis="tp")
+    return x + tj.dropout(tj.reduce_from(h @ b, "tp"), 0.5, key=outer)
+
+
+def test_block():
+    expect(check_block(block()), True, "block is right on Mesh(tp=4), Mesh(tp=3), Mesh(tp=1)")
+    expect(check_block(jax_block, framework="jax"), True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint", "is_shown"),
+    [
+        (block(inside=None, outside="tp"), "each rank has dropped other entries of it", True),
+        (block(outside="tp"), "each rank has dropped other entries of it", True),
+        (block(inside=None), "these have nothing to do with each other", True),
+        (block(sums=False), "Is the sum over the ranks missing?", True),
+        (block(early=True), "outside, p is not 1/2", True),
+        (block(p_outside=0), "outside, p is not 1/2 on Mesh(tp=4).\n0% of what the block adds to x is dropped", True),
+        (block(p_inside=0), "Is one of them missing", True),
+        (block(p_inside=0.1), "Is one of them missing", True),
+        (lambda x, a, b: x[:1], "the result has shape [1, 16]", False),
+        (lambda x, a, b: x @ b, "RuntimeError on rank", False),
+    ],
+)
+def test_block_gone_wrong(fn: Callable[..., Any], hint: str, is_shown: bool):
+    verdict = check_block(fn)
+    expect(verdict, False, hint)
+    assert bool(verdict.panels) == is_shown
+
+
+def test_a_block_that_drops_too_rarely_inside_is_told():
+    def solution(x, a, b):
+        h = torch.relu(tt.copy_to(x, "tp") @ a)
+        h = torch.where(tt.dropout(h, 0.1, axis="tp") > 0, 2 * h, 0)
+        return x + tt.dropout(tt.reduce_from(h @ b, "tp"), 0.5)
+
+    expect(check_block(solution), False, "inside, p is not 1/2 on Mesh(tp=4)")
+
+
+def test_a_wrong_mask_is_shown():
+    """By rank: of the first tokens, which hidden features were kept."""
+    verdict = check_block(block(inside=None))
+    assert [panel.title for panel in verdict.panels] == [f"rank {rank}, kept" for rank in range(4)]
+    assert all(panel.array.shape == (6, 2) for panel in verdict.panels)
+    assert all((panel.array == verdict.panels[0].array).all() for panel in verdict.panels)
+    data, _ = verdict._repr_mimebundle_()
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+
+
+def test_the_lab_shows_the_second_bug():
+    """The check refuses it for what is outside; with that mended, for what is inside; then it passes."""
+    names: dict[str, Any] = {"torch": torch, "tt": tt}
+    bug = code_of("block")
+    exec(bug, names)
+    expect(check_block(names["block"]), False, "each rank has dropped other entries of it")
+    args = [np.ones(shape, np.float32) for shape in ((4, 6), (6, 8), (8, 6))]
+    with pytest.raises(ReplicationError):
+        tt.run(names["block"], Mesh(tp=4), *args, in_specs=(P(), P(None, "tp"), P("tp")), out_specs=P())
+    half = bug.replace('tt.dropout(y, 0.5, axis="tp")', "tt.dropout(y, 0.5)")
+    assert half != bug
+    exec(half, names)
+    expect(check_block(names["block"]), False, "draws the same mask")
+    mended = half.replace("dropout(h, 0.5)", 'dropout(h, 0.5, axis="tp")')
+    assert mended != half
+    exec(mended, names)
+    expect(check_block(names["block"]), True)
+
+
+# ------------------------------------------------------------------------------------------------ one's own dropout
+
+
+def drop(
+    seed: Callable[[int, int], int] = lambda key, index: hash((key, index)), scale: bool = True, p_times: float = 1
+) -> Callable[..., Any]:
+    """A dropout whose generator's seed is made from the key and the rank's place along the axis."""
+
+    def solution(x, p, key, axis=None):
+        index = 0 if axis is None else tt.axis_index(axis)
+        generator = torch.Generator().manual_seed(seed(key, index))
+        kept = torch.rand(x.shape, generator=generator) >= p * p_times
+        return x * kept / (1 - p if scale else 1)
+
+    return solution
+
+
+def shared_generator(x, p, key, axis=None):
+    """The usual recipe: torch's own generator outside, which the ranks keep in step, and another one inside."""
+    if axis is not None:
+        return drop()(x, p, key, axis)
+    return torch.nn.functional.dropout(x, p)
+
+
+def test_drop():
+    verdict = check_drop(drop())
+    expect(verdict, True, "drop is right on Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1)")
+    assert len(verdict.panels) == 4
+    expect(check_drop(drop(seed=lambda key, index: 1000 * key + index)), True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (drop(scale=False), "every number must become 0 or 3 / 0.75 = 4"),
+        (drop(p_times=2), "with p = 0.25, 51% of the numbers are dropped"),
+        (drop(seed=lambda key, index: hash(key)), "ranks 0 and 1 draw the same mask with axis='tp'"),
+        (drop(seed=lambda key, index: key + index), "If you add the rank's index to the key"),
+        (drop(seed=lambda key, index: index), "keys 0 and 1 give the same mask"),
+        (shared_generator, "ranks 0 and 1 draw different masks with axis=None"),
+        (drop(seed=lambda key, index: hash((key, tt.axis_index("tp")))), "different masks with axis=None"),
+        (lambda x, p, key, axis: tt.dropout(x, p, axis=axis)[:1], "shape [1, 16]"),
+        (lambda x, p, key, axis: x.missing, "AttributeError"),
+    ],
+)
+def test_drop_gone_wrong(fn: Callable[..., Any], hint: str):
+    expect(check_drop(fn), False, hint)
+
+
+def test_a_dropout_that_differs_along_tp_only_is_wrong_with_data_parallelism():
+    def solution(x, p, key, axis=None):
+        generator = torch.Generator().manual_seed(hash((key, tt.axis_index("tp") if axis else 0)))
+        return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p)
+
+    expect(check_drop(solution), False, "Mesh(dp=2, tp=2)", "axis='dp'")
+
+
+def test_untouched_stubs_are_not_started():
+    for check, name in ((check_block, "block"), (check_drop, "drop")):
+
+        def stub(*args): ...
+
+        expect(check(stub), None, f"{name}: not started")
