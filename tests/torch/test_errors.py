@@ -422,6 +422,17 @@ def test_results_that_were_said_to_agree_and_do_not():
     )
 
 
+def test_of_several_results_the_one_that_differs_is_named():
+    def program() -> Any:
+        x = torch.ones(2)
+        return {"loss": x, "logits": (x, x + axis_index("tp"))}
+
+    text = claim(program)
+    assert "ranks 0, 1, 2 return the same result['logits'][1], but that of rank 0 differs from that of ranks 1" in text
+    shapes = claim(lambda: (torch.ones(1), torch.ones(axis_index("tp") + 1)))
+    assert "ranks 0 and 1 return copies of result[1], but one is torch.float32 [1] and the other" in shapes
+
+
 def test_a_claim_is_checked_within_its_groups():
     mesh = Mesh(dp=2, tp=2)
 

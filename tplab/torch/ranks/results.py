@@ -24,7 +24,7 @@ def without_graph(result: Any) -> Any:
 
 def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:
     """Put the ranks' results together as `out_specs` says. Raises ReplicationError where copies differ."""
-    leaves, structure = pytree.tree_flatten(per_rank[0])
+    paths, structure = pytree.tree_flatten_with_path(per_rank[0])
     specs = spread(out_specs, per_rank[0], "out_specs")
     columns = []
     for rank, result in enumerate(per_rank):
@@ -35,7 +35,10 @@ def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:
                 f"{_kind(result)}; return the same on every rank, or read .per_rank"
             )
         columns.append([_tensor(leaf, rank) for leaf in column])
-    joined = [_joined([column[place] for column in columns], specs[place], mesh) for place in range(len(leaves))]
+    joined = []
+    for place, (path, _) in enumerate(paths):
+        which = f"result{pytree.keystr(path)}" if path else "tensor"
+        joined.append(_joined([column[place] for column in columns], specs[place], mesh, which))
     return pytree.tree_unflatten(joined, structure)
 
 
@@ -54,9 +57,9 @@ def _tensor(leaf: Any, rank: int) -> Tensor:
         ) from None
 
 
-def _joined(shards: list[Tensor], spec: P, mesh: Mesh) -> Tensor:
+def _joined(shards: list[Tensor], spec: P, mesh: Mesh, which: str) -> Tensor:
     for ranks in replicas(spec, mesh):
-        _check_copies(shards, ranks, spec, mesh)
+        _check_copies(shards, ranks, spec, mesh, which)
     for rank, shard in enumerate(shards):
         if shard.dtype != shards[0].dtype:
             raise SpecError(
@@ -66,14 +69,18 @@ def _joined(shards: list[Tensor], spec: P, mesh: Mesh) -> Tensor:
     return join(shards, spec, mesh, empty=lambda shape: shards[0].new_empty(shape))
 
 
-def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: Mesh) -> None:
-    """Ranks that are said to hold copies hold the same tensor, up to rounding: sums may be in another order."""
+def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: Mesh, which: str) -> None:
+    """Ranks that are said to hold copies hold the same tensor, up to rounding: sums may be in another order.
+
+    which   of several results: "result['loss']", else "tensor"
+    """
     first = shards[ranks[0]]
     for rank in ranks[1:]:
         other = shards[rank]
         if first.shape != other.shape or first.dtype != other.dtype:
+            copies = "copies" if which == "tensor" else f"copies of {which}"
             raise ReplicationError(
-                f"out_specs={spec} says that ranks {ranks[0]} and {rank} return copies, but one is {first.dtype} "
+                f"out_specs={spec} says that ranks {ranks[0]} and {rank} return {copies}, but one is {first.dtype} "
                 f"{list(first.shape)} and the other {other.dtype} {list(other.shape)};\nreturn the same tensor, or "
                 "name the axis along which they differ in out_specs"
             )
@@ -85,7 +92,7 @@ def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: M
             how = "where one is NaN or infinite and the other is not"
         spare = [name for name in mesh.axis_names if name not in spec.axis_names]
         raise ReplicationError(
-            f"out_specs={spec} says that ranks {', '.join(map(str, ranks))} return the same tensor, but that of rank "
+            f"out_specs={spec} says that ranks {', '.join(map(str, ranks))} return the same {which}, but that of rank "
             f"{ranks[0]} differs from that of {others}, {how};\nall_reduce over {' or '.join(map(repr, spare))} makes "
             "a partial result the same on every rank; if they are meant to differ, name the axis in out_specs"
         )
