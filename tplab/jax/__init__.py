@@ -44,6 +44,7 @@ from tplab.jax.pipeline.train_batch import train_batch
 from tplab.jax.ranks.context import rank_key
 from tplab.jax.run import Result, run
 from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, temporary_bytes
+from tplab.jax.tracing.explain import explain
 from tplab.jax.tracing.xla import trace
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, gpt_specs
@@ -87,6 +88,7 @@ __all__ = [
     "collectives_in",
     "copy_to",
     "dropout",
+    "explain",
     "gather_again",
     "gather_from",
     "gpt2_config",

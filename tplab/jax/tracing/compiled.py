@@ -98,7 +98,27 @@ def _compiled(fn: Callable[..., Any], args: tuple[Any, ...], in_specs: Any, out_
 def collectives_in_text(text: str) -> CompiledCollectives:
     """The collectives in the text of a compiled HLO module."""
     module = Module(text)
-    return CompiledCollectives(_found(module, module.entry, _Times(1, 1), is_async=False))
+    return CompiledCollectives(one for run in runs_of(module) for one in _collective(module, run))
+
+
+class Run(NamedTuple):
+    """A collective where it stands in a compiled module.
+
+    computation, one   the computation, and the instruction in it
+    count, at_most     as those of CompiledCollective
+    is_async           whether it is a start and a done
+    """
+
+    computation: str
+    one: Instruction
+    count: int | None
+    at_most: int | None
+    is_async: bool
+
+
+def runs_of(module: Module) -> Iterator[Run]:
+    """The collectives of a compiled module, in the order in which they stand there."""
+    yield from _found(module, module.entry, _Times(1, 1), is_async=False)
 
 
 class _Times(NamedTuple):
@@ -113,11 +133,11 @@ class _Times(NamedTuple):
         return _Times(*(None if known is None else known * times for known in self))
 
 
-def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator[CompiledCollective]:
+def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator[Run]:
     """The collectives of one computation, and of those that it calls."""
     for one in module.computations.get(name, ()):
         if one.collective:
-            yield from _collective(module, one, times, is_async)
+            yield Run(name, one, *times, is_async or one.is_start)
             continue
         called = [(inner, times) for inner in module.calls(one)]
         called += [(branch, _Times(None, times.at_most)) for branch in one.called(*BRANCHES)]
@@ -130,7 +150,8 @@ def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator
             yield from _found(module, inner, how_often, is_async or one.op == "async-start")
 
 
-def _collective(module: Module, one: Instruction, times: _Times, is_async: bool) -> Iterator[CompiledCollective]:
+def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
+    one = run.one
     op, groups, arrays = str(one.collective), module.groups(one), one.arrays
     if one.op in ("all-gather-start", "collective-permute-start") and one.kind.startswith("("):
         arrays = arrays[1:2]  # a start gives its operand, the result, and what else the chip needs
@@ -139,7 +160,7 @@ def _collective(module: Module, one: Instruction, times: _Times, is_async: bool)
     for array in arrays:
         sent = _bytes_sent(op, array, len(groups[0]))
         yield CompiledCollective(
-            op, array.shape, array.dtype, sent, groups, *times, one.is_start or is_async, one.origin
+            op, array.shape, array.dtype, sent, groups, run.count, run.at_most, run.is_async, one.origin
         )
 
 

@@ -78,7 +78,7 @@ class Instruction:
     @property
     def origin(self) -> str:
         """What it was made from, as a path of JAX's names: "jit(f)/shard_map/psum"."""
-        return self._found(r'op_name="([^"]*)"')
+        return re.sub(r"\\(.)", r"\1", self._found(r'op_name="((?:[^"\\]|\\.)*)"'))
 
     @property
     def index(self) -> int:
@@ -115,10 +115,9 @@ class Instruction:
         listed = re.search(r'(?:replica_groups|source_target_pairs)="?\{([\d,{} ]*)\}(?=[,"} ]|$)', self.attributes)
         if listed:
             return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
-        iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", self.attributes)
-        if iota:
-            rows = _iota(iota[2]).reshape(_numbers(iota[1]))
-            return tuple(tuple(row) for row in rows.tolist())
+        rows = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", self.attributes)
+        if rows:
+            return tuple(tuple(row) for row in iota(rows[2]).reshape(_numbers(rows[1])).tolist())
         named = re.search(
             r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([\d,]+|\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}",
             self.attributes,
@@ -222,7 +221,7 @@ def _closing(text: str, begin: int) -> int:
     return len(text)
 
 
-def _iota(text: str) -> np.ndarray:
+def iota(text: str) -> np.ndarray:
     """Numbers from 0 on in an order: "[2,4]T(1,0)" is 0, 4, 1, 5, 2, 6, 3, 7."""
     sizes, _, order = text.partition("T")
     shape = _numbers(sizes.strip("[]"))
@@ -254,7 +253,7 @@ def _along_axes(mesh: str, devices: str | None, axes: str) -> Groups:
 
 
 def _devices(text: str) -> np.ndarray:
-    return _iota(text) if text.startswith("[") else np.array(_numbers(text))
+    return iota(text) if text.startswith("[") else np.array(_numbers(text))
 
 
 def _table(text: str, name: str) -> dict[str, str]:

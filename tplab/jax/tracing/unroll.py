@@ -108,11 +108,12 @@ class Unroll:
         if not axis:
             return needs
         ranks = tuple(self._mesh.ranks) if is_message else tuple(sorted(rank for group in along for rank in group))
+        where = next((line for x in (one, *operands) if (line := self._module.where(x))), "")
         numbers: list[int] = []
         for array in sent_by(one, operands):
             task = Task(
                 "message" if is_message else "collective", op, ranks, needs, array.shape, array.dtype, array.num_bytes,
-                self._module.where(one), axis=axis, groups=along, costs=op,
+                where, axis=axis, groups=along, costs=op,
             )  # fmt: skip
             if is_message:
                 task.pairs = [(source, target) for source, target in groups]

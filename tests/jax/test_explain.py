@@ -1,0 +1,173 @@
+"""`explain`: which line and which operand made XLA insert each collective."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tplab.jax as lab  # before JAX is used
+from tplab import Mesh
+from tplab.jax import explain, trace
+from tplab.jax.ranks.devices import jax_mesh
+
+GRID, DP = Mesh(dp=2, tp=4), Mesh(dp=4)
+
+
+def on(*spec, mesh=GRID):
+    return NamedSharding(jax_mesh(mesh), PartitionSpec(*spec))
+
+
+def placed(shape, *spec, mesh=GRID):
+    return jax.ShapeDtypeStruct(shape, np.float32, sharding=on(*spec, mesh=mesh))
+
+
+def here(offset):
+    return f"test_explain.py:{inspect.stack()[1].lineno + offset}"
+
+
+def test_a_sum_over_a_dim_that_is_sharded():
+    line = here(4)
+
+    def mlp(x, params):
+        h = jnp.tanh(x @ params["a"])
+        return h @ params["b"]
+
+    found = explain(mlp, placed((8, 16), "dp"), {"a": placed((16, 32), None, "tp"), "b": placed((32, 16), "tp")})
+    (total,) = found
+    (cause,) = total.causes
+    assert (total.op, total.axis, total.bytes, total.count) == ("all_reduce", "tp", 2 * 3 * 4 * 16 * 4 // 4, 1)
+    assert not total.is_written
+    assert not total.is_backward
+    assert (total.where, cause.operation, cause.dtype, cause.shape) == (line, "dot_general", "float32", (4, 16))
+    assert cause.operands == (f"the result of tanh ({here(-10)})", "params['b'] float32[32, 16] P('tp')")
+    assert repr(found).splitlines() == [
+        "mlp on Mesh(dp=2, tp=4): each rank sends 384 B",
+        "1 x all_reduce along tp, 384 B",
+        f"    {line}, float32[4, 16]: dot_general of {' and '.join(cause.operands)} sums over a dim that is sharded "
+        "over tp, so each rank has only its part",
+    ]
+
+
+def test_a_training_step_with_a_scan():
+    """Each collective is on its line, forward and backward; what scan puts away for the backward pass is known by what
+    made it. Together they send what the trace has."""
+
+    def loss(weights, x):
+        def layer(x, w):
+            h = jnp.tanh(x @ w[0])
+            return h @ w[1], None
+
+        return (lax.scan(layer, x, weights)[0] ** 2).sum()
+
+    up, down, end = here(-5), here(-4), here(-2)
+    weights = placed((3, 16, 32), None, None, "tp"), placed((3, 32, 16), None, "tp")
+    step = jax.jit(jax.value_and_grad(loss))
+    found = explain(step, weights, placed((8, 16), "dp"))
+    assert found.bytes == trace(step, weights, placed((8, 16), "dp")).bytes_sent(rank=0)
+    of_tp = {(one.where, one.is_backward): one for one in found if one.axis == "tp"}
+    assert {place: (one.count, one.bytes) for place, one in of_tp.items()} == {
+        (down, False): (3, 384), (up, True): (3, 384),
+    }  # fmt: skip
+    assert of_tp[down, False].causes[0].operands == (
+        f"the result of tanh ({up})", "weights[1] float32[3, 32, 16] P(None, 'tp')",
+    )  # fmt: skip
+    assert of_tp[up, True].causes[0].operands[1] == "weights[0] float32[3, 16, 32] P(None, None, 'tp')"
+    gradients = [cause for one in found if one.axis == "dp" and one.is_backward for cause in one.causes]
+    assert sorted(cause.where for cause in gradients) == [up, down]
+    (of_up,) = [cause for cause in gradients if cause.where == up]
+    assert f"the result of dot_general ({down})" in of_up.operands  # the layer's input, which the one before made
+    (of_loss,) = [one for one in found if one.where == end]
+    assert (of_loss.causes[0].operation, of_loss.bytes) == ("reduce_sum", 4)
+
+
+def test_weights_that_are_sharded_over_data():
+    """FSDP by shardings: each weight is gathered, and of its gradient's sum each rank keeps a part. On CPUs XLA does
+    not make a reduce_scatter of that, and `explain` says where it does."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+
+    w, x = placed((16, 32), "dp", mesh=DP), placed((64, 16), "dp", mesh=DP)
+    gather, total = explain(jax.jit(step, out_shardings=on("dp", mesh=DP)), w, x)
+    (cause,) = gather.causes
+    assert (gather.op, gather.bytes, cause.shape) == ("all_gather", 3 * 16 * 32 * 4 // 4, (4, 32))
+    assert cause.operands == ("w float32[16, 32] P('dp')",)
+    assert cause.why == "dot_general needs all of w float32[16, 32] P('dp'), which is sharded over dp"
+    assert (total.op, total.bytes, total.is_backward) == ("all_reduce", 2 * 3 * 16 * 32 * 4 // 4, True)
+    assert total.causes[0].why.endswith("keeps only its 1/4 of it: XLA for GPUs and TPUs makes it a reduce_scatter")
+
+
+@pytest.mark.parametrize("result, op, why", [
+    ((), "all_gather", "the function returns all of the result of sin, which is sharded over dp"),
+    ((None, "dp"), "all_to_all", "sin needs x float32[8, 16] P('dp') cut along another dim than it is"),
+])  # fmt: skip
+def test_how_the_results_are_to_lie(result, op, why):
+    fn = jax.jit(jnp.sin if op == "all_gather" else lambda x: jnp.sin(x), out_shardings=on(*result, mesh=DP))
+    (one,) = explain(fn, placed((8, 16), "dp", mesh=DP))
+    assert (one.op, one.causes[0].why) == (op, why)
+    if op == "all_to_all":
+        assert one.where == here(-4)
+
+
+def test_what_moves():
+    (hop,) = explain(lambda x: jnp.roll(x, 1, 0), placed((8, 16), "dp", mesh=DP))
+    assert (hop.op, hop.bytes) == ("ppermute", 16 * 4)
+    assert hop.causes[0].why.endswith("needs x float32[8, 16] P('dp') on other ranks than those that have it")
+
+
+def test_what_is_written_is_said_to_be():
+    def program(x):
+        return lax.psum(jnp.sin(x) * lax.all_gather(x, "dp").sum(), "dp").sum()
+
+    line = here(-2)
+    mapped = jax.shard_map(program, mesh=jax_mesh(DP), in_specs=PartitionSpec("dp"), out_specs=PartitionSpec())
+    found = explain(jax.value_and_grad(mapped), placed((8, 16), "dp", mesh=DP))
+    forward = {one.op: one for one in found if not one.is_backward}
+    assert all(one.is_written and one.where == line for one in found)
+    assert forward["all_gather"].causes[0].why == "your program has all_gather of x float32[8, 16] P('dp')"
+    (backward,) = [one for one in found if one.is_backward and one.op != "all_reduce"]
+    assert (backward.op, backward.bytes) == ("reduce_scatter", 3 * 8 * 16 * 4 // 4)
+    assert backward.causes[0].why.startswith("the gradient of your program has reduce_scatter of ")
+
+
+def test_an_embedding():
+    """Each rank finds the rows that it has; the rest are zeros until they are added."""
+    ids = jax.ShapeDtypeStruct((8,), np.int32, sharding=on(mesh=DP))
+    (total,) = explain(lambda table, ids: table[ids], placed((32, 16), "dp", mesh=DP), ids)
+    assert total.causes[0].why.startswith("after gather of table float32[32, 16] P('dp') and ")
+
+
+def test_what_only_the_running_program_decides():
+    x = placed((8, 16), "dp", mesh=DP)
+    found = explain(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x), x)
+    assert repr(found).splitlines()[0].endswith("each rank sends 0 B, and what only the running program decides")
+    assert "\nin a loop: all_reduce along dp, 8 B each\n" in repr(found)
+    with pytest.raises(ValueError, match="how often the all_reduce at test_explain"):
+        _ = found.bytes
+    maybe = explain(lambda x: lax.cond(x[0, 0] > 1, lambda x: x - x.sum(), jnp.sin, x), x)
+    assert any(str(one).startswith("at most 1 x all_reduce along dp, 8 B each\n") for one in maybe)
+
+
+def test_nothing_is_sent():
+    assert repr(explain(jnp.sin, np.ones(3, np.float32))) == "sin on Mesh(devices=1): nothing is sent"
+    alone = Mesh(dp=4, tp=1)
+    assert not explain(lambda x: x.sum(1), placed((8, 16), "dp", "tp", mesh=alone))
+
+
+def test_arguments_are_named_also_where_some_are_no_arrays():
+    layer = {"w": placed((16, 4), "tp"), "activation": jnp.tanh}
+    (total,) = explain(lambda layer, x: layer["activation"](x @ layer["w"]), layer, placed((8, 16), None, "tp"))
+    assert total.causes[0].operands == ("x float32[8, 16] P(None, 'tp')", "layer['w'] float32[16, 4] P('tp')")
+
+
+def test_a_ranks_program_of_tplab():
+    """In a shard_map of one's own."""
+    mlp = lambda x, a, b: lab.all_reduce(jnp.tanh(x @ a) @ b, "tp")  # noqa: E731
+    specs = PartitionSpec(), PartitionSpec(None, "tp"), PartitionSpec("tp")
+    mapped = jax.shard_map(mlp, mesh=jax_mesh(Mesh(tp=4)), in_specs=specs, out_specs=PartitionSpec())
+    (total,) = explain(mapped, *(np.ones(shape, np.float32) for shape in [(2, 8), (8, 16), (16, 8)]))
+    assert (total.is_written, total.where) == (True, here(-4))

@@ -1,0 +1,250 @@
+"""`explain`: why each collective is in a compiled program, by the line and the operand that ask for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tplab.cost import collectives as cost
+from tplab.jax.tracing.compiled import Run, runs_of
+from tplab.jax.tracing.exchange import EXCHANGES
+from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.hlo import Instruction
+from tplab.jax.tracing.lowered import compiled_for
+from tplab.jax.tracing.unroll import axes_along, sent_by
+from tplab.jax.tracing.work import is_product
+from tplab.mesh import Mesh
+
+
+class Cause(NamedTuple):
+    """Why a tensor is sent.
+
+    where        the line of the program; "" where XLA does not know
+    dtype, shape   of what each rank gives
+    operation    what needs it, or made it: "dot_general"
+    operands     the arrays that it is about: arguments by name, with their shardings, others by what made them
+    why          in words
+    """
+
+    where: str
+    dtype: str
+    shape: tuple[int, ...]
+    operation: str
+    operands: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One collective of a compiled program.
+
+    op, axis      its name in tplab, and the axes of the mesh along which it runs
+    bytes         what a rank sends each time, under the ring algorithm; the most, where ranks differ
+    count         how often it runs; None where that is known only when it runs
+    at_most       how often it runs at most: in a branch that may not be taken; None in a loop of unknown length
+    is_written    whether it stands in the program, as `lax.psum` in a `shard_map`; else XLA put it in
+    is_backward   whether it belongs to a gradient
+    causes        why: one for each tensor that it sends, for XLA may send several together
+    """
+
+    op: str
+    axis: str
+    bytes: int
+    count: int | None
+    at_most: int | None
+    is_written: bool
+    is_backward: bool
+    causes: tuple[Cause, ...]
+
+    @property
+    def where(self) -> str:
+        """The line of the program that the first tensor comes from."""
+        return self.causes[0].where
+
+    def __str__(self) -> str:
+        times = "in a loop: " if self.at_most is None else f"{self.at_most} x "
+        times = f"at most {times}" if self.at_most is not None and self.count is None else times
+        backward = ", in the backward pass" if self.is_backward else ""
+        lines = [f"{times}{self.op} along {self.axis}, {self.bytes:,} B{' each' * (self.count != 1)}{backward}"]
+        for cause in self.causes:
+            where = f"{cause.where}, " if cause.where else ""
+            lines += [f"    {where}{cause.dtype}{list(cause.shape)}: {cause.why}"]
+        return "\n".join(lines)
+
+
+class Explanation(tuple[Explained, ...]):
+    """The collectives of a program in their order; prints as a sentence or two each."""
+
+    title: str
+    mesh: Mesh
+
+    @property
+    def bytes(self) -> int:
+        """What a rank sends in all. Raises ValueError where that is known only when it runs."""
+        for one in self:
+            if one.count is None:
+                raise ValueError(f"how often the {one.op} at {one.where} runs is known only when it runs")
+        return sum(one.bytes * (one.count or 0) for one in self)
+
+    def __repr__(self) -> str:
+        known = sum(one.bytes * one.count for one in self if one.count is not None)
+        more = ", and what only the running program decides" if any(one.count is None for one in self) else ""
+        head = f"{self.title} on {self.mesh}: each rank sends {known:,} B{more}"
+        return "\n".join([head, *map(str, self)]) if self else f"{self.title} on {self.mesh}: nothing is sent"
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Why XLA's program for `fn(*args, **kwargs)` sends what it sends: the line and the operand behind each collective.
+
+        explain(jax.jit(train_step), params, batch)
+
+    The arguments are those of `trace`. Nothing is run.
+
+    A collective that is in your program is said to be. One that XLA put in is explained by what computes with its
+    result, or made its operand: a sum over a dim that is sharded, an array that is needed whole or cut in another way.
+    Lines are those that XLA kept with its instructions. An array between two operations is known by the one that made
+    it, and an argument by its name and its sharding.
+    """
+    program = compiled_for(fn, args, kwargs)
+    why = _Why(Flow(program.module, program.mesh))
+    explanation = Explanation(one for run in runs_of(program.module) if (one := why.explained(run)) is not None)
+    explanation.title, explanation.mesh = program.title, program.mesh
+    return explanation
+
+
+_WRITTEN = {*EXCHANGES, "psum_scatter", "pbroadcast", "ragged_all_to_all", "all_gather_reduced", "unreduced_psum"}
+_ASKED = {"reshard", "sharding_constraint", "device_put"}
+"""Primitives that say how an array is to lie."""
+_MOST_OPERANDS = 4
+
+
+class _Why:
+    """Finds causes in the flow of a module."""
+
+    def __init__(self, flow: Flow):
+        self.flow, self.module, self.mesh = flow, flow.module, flow.mesh
+
+    def explained(self, run: Run) -> Explained | None:
+        """None for a collective in which each rank is alone."""
+        one = run.one
+        op, groups = str(one.collective), self.module.groups(one)
+        axis, _ = axes_along(self.mesh, groups, op == "ppermute")
+        if not axis:
+            return None
+        place = Place(run.computation, one)
+        num_ranks = len(groups[0])
+        sent = sum(
+            max(cost.bytes_sent(op, array.size, array.itemsize, num_ranks, index) for index in range(num_ranks))
+            for array in sent_by(one, [given.one for given in self.flow.operands(place)])
+        )
+        return Explained(
+            op, axis, sent, run.count, run.at_most, _primitive(one.origin) in _WRITTEN, "transpose(" in one.origin,
+            tuple(self._causes(place, op, axis, num_ranks)),
+        )  # fmt: skip
+
+    def _causes(self, place: Place, op: str, axis: str, num_ranks: int) -> list[Cause]:
+        operands = self.flow.operands(place)
+        num_pieces = len(operands) if op == "all_to_all" else 1
+        if num_pieces > 1:  # of one array
+            operands = operands[:1]
+        if op in ("all_reduce", "reduce_scatter"):
+            indices = [None] if len(operands) == 1 else range(len(operands))
+            return [self._of_sum(place, given, axis, num_ranks, n) for given, n in zip(operands, indices, strict=True)]
+        return [self._of_move(place, given, op, axis, num_pieces) for given in operands]
+
+    def _of_sum(self, place: Place, given: Place, axis: str, num_ranks: int, index: int | None) -> Cause:
+        """A sum over ranks: of what was computed from arrays that are sharded. `index` is its place among several."""
+        made = self.flow.source(given)
+        operation = _operation(made.one) or _primitive(place.one.origin) or made.one.op
+        where = self._line(place if index is None else made) or self._line(made) or self._line(place)
+        operands = self._operands(made, where)
+        of = f" of {' and '.join(operands)}" if operands else ""
+        if (written := _primitive(place.one.origin)) in _WRITTEN:
+            operands = (self._text(made, where),)
+            why = self._as_written(place, written, operands[0])
+        elif is_product(made.one) or made.one.op == "reduce":
+            what = "sums over" if is_product(made.one) or "add" in operation or "sum" in operation else "goes over"
+            why = f"{operation}{of} {what} a dim that is sharded over {axis}, so each rank has only its part"
+        else:
+            why = f"after {operation}{of} each rank has only a part of the result"
+        if place.one.op.startswith("all-reduce") and self._keeps_share(place, index, num_ranks):
+            why += f". Each rank keeps only its 1/{num_ranks} of it: XLA for GPUs and TPUs makes it a reduce_scatter"
+        array = given.one.arrays[0]
+        return Cause(where, array.dtype, array.shape, operation, operands, why)
+
+    def _of_move(self, place: Place, given: Place, op: str, axis: str, num_pieces: int) -> Cause:
+        """An array that is needed elsewhere than it is."""
+        made, user = self.flow.source(given), next(self.flow.needed_by(place), None)
+        where = self._line(place) or (self._line(user) if user else "") or self._line(made)
+        array, operand = given.one.arrays[0], self._text(made, where)
+        operation = _primitive(place.one.origin)
+        if operation in _WRITTEN or operation in _ASKED:
+            why = self._as_written(place, operation, operand)
+            return Cause(where, array.dtype, array.shape, operation, (operand,), why)
+        operation, who = "", "the function returns"
+        if user is not None:
+            operation, line = _operation(user.one) or user.one.op, self._line(user)
+            who = f"{operation}{f' ({line})' * (line not in ('', where))} needs"
+        why = {
+            "all_gather": f"{who} all of {operand}, which is sharded over {axis}",
+            "all_to_all": f"{who} {operand} cut along another dim than it is",
+        }.get(op, f"{who} {operand} on other ranks than those that have it")
+        shape = (num_pieces, *array.shape) if num_pieces > 1 else array.shape
+        return Cause(where, array.dtype, shape, operation, (operand,), why)
+
+    def _as_written(self, place: Place, primitive: str, operand: str) -> str:
+        who = "the gradient of your program has" if "transpose(" in place.one.origin else "your program has"
+        return f"{who} {primitive} of {operand}"
+
+    # --- what is it? ---------------------------------------------------------------------------------------------
+
+    def _operands(self, made: Place, where: str) -> tuple[str, ...]:
+        """What an operation of the program was computed from: XLA may have made several instructions of it."""
+        found: dict[str, None] = {}
+        pending, seen = [made], set[tuple[str, str]]()
+        while pending and len(found) < _MOST_OPERANDS:
+            place = pending.pop(0)
+            for given in self.flow.operands(place):
+                source = self.flow.source(given)
+                key = source.computation, source.one.name
+                if key in seen or source.one.op in ("constant", "iota", "partition-id", "broadcast"):
+                    continue
+                seen.add(key)
+                is_part = source.one.op != "parameter" and source.one.origin in ("", made.one.origin)
+                if is_part and not is_product(source.one):
+                    pending.append(source)
+                else:
+                    found[self._text(source, where)] = None
+        return tuple(found)
+
+    def _text(self, place: Place, where: str) -> str:
+        """An array, as the reader knows it."""
+        if (slot := self.flow.slot(place)) is not None:
+            return str(slot)
+        name = _operation(place.one)
+        if not name:
+            return "a constant" if place.one.op in ("constant", "iota", "broadcast") else f"what {place.one.op} made"
+        line = self._line(place)
+        return f"the result of {name}{f' ({line})' * (line not in ('', where))}"
+
+    def _line(self, place: Place) -> str:
+        return self.module.where(place.one)
+
+    def _keeps_share(self, place: Place, index: int | None, num_ranks: int) -> bool:
+        """Whether of a sum every rank needs a piece only."""
+        users = list(self.flow.needed_by(place, index))
+        size = place.one.arrays[index or 0].size // num_ranks
+        return bool(users) and all(u.one.op == "dynamic-slice" and u.one.arrays[0].size == size for u in users)
+
+
+def _operation(one: Instruction) -> str:
+    """JAX's name of what an instruction does. XLA puts transposes into products, and may keep their names only."""
+    name = _primitive(one.origin)
+    return "dot_general" if one.op == "dot" and "dot" not in name else name
+
+
+def _primitive(origin: str) -> str:
+    """ "jit(f)/jvp()/dot_general" -> "dot_general"."""
+    return re.sub(r"\.\d+$", "", origin.rpartition("/")[2])

@@ -1,0 +1,226 @@
+"""Where an array of a compiled module comes from, and what needs it: through copies, fusions, calls and loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tplab.jax.tracing.hlo import BRANCHES, Instruction, Module, iota
+from tplab.jax.tracing.unroll import axes_along
+from tplab.mesh import Mesh
+
+_VIEWS = {
+    "bitcast", "copy", "reshape", "transpose", "convert", "bitcast-convert", "opt-barrier", "optimization-barrier",
+    "copy-start", "slice", "dynamic-slice", "domain",
+}  # fmt: skip
+"""What hands an array on in another layout or type, or a piece of it."""
+
+
+_HANDED_ON = _VIEWS - {"slice", "dynamic-slice"} | {"get-tuple-element"}
+_SHARDING = r"\bsharding=\{(?:(replicated)|devices=\[([\d,]+)\](?:<=(\S+?)|([\d,]+))[ }])"
+"""That of a parameter. In 2 x 1 pieces, each on 4 ranks: {devices=[2,1,4]<=[8] last_tile_dim_replicate}."""
+
+
+class Place(NamedTuple):
+    """An instruction, and the computation that it is in."""
+
+    computation: str
+    one: Instruction
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter of the program: its name, as "params['w']", and the axes over which each dim is sharded."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        kind = f"{self.name} {self.dtype}{list(self.shape)}"
+        if self.axes is None:
+            return kind
+        names = [tuple(axis.split(",")) if "," in axis else axis or None for axis in self.axes]
+        while names and names[-1] is None:
+            names.pop()
+        return f"{kind} P({', '.join(map(repr, names))})"
+
+
+class Flow:
+    """Follows arrays through a module, backwards and forwards."""
+
+    def __init__(self, module: Module, mesh: Mesh):
+        self.module, self.mesh = module, mesh
+        self._made = {name: {one.name: one for one in ones} for name, ones in module.computations.items()}
+        self._callers: dict[str, Place] = {}
+        self._users: dict[tuple[str, str], list[Instruction]] = {}
+        for name, ones in module.computations.items():
+            for one in ones:
+                for inner in one.called("calls", "to_apply", "condition", "body", "called_computations", *BRANCHES):
+                    self._callers.setdefault(inner, Place(name, one))
+                for operand in one.operands:
+                    self._users.setdefault((name, operand), []).append(one)
+
+    # --- backwards -----------------------------------------------------------------------------------------------
+
+    def operands(self, place: Place) -> list[Place]:
+        made = self._made[place.computation]
+        return [Place(place.computation, made[name]) for name in place.one.operands if name in made]
+
+    def source(self, place: Place) -> Place:
+        """What made this array, or the parameter of the program that it is: views, moves and loops are followed."""
+        indices: list[int] = []  # of the elements of tuples that we are in
+        seen: set[tuple[str, str, tuple[int, ...]]] = set()
+        while (key := (place.computation, place.one.name, tuple(indices))) not in seen:
+            seen.add(key)
+            before = self._before(place, indices)
+            if before is None:
+                break
+            place = before
+        return place
+
+    def _before(self, place: Place, indices: list[int]) -> Place | None:
+        """One step back; None where the array is made here."""
+        computation, one = place
+        given = self.operands(place)
+        if one.op == "parameter":
+            return self._argument(computation, int(one.given), indices)
+        if one.op == "get-tuple-element":
+            indices.append(one.index)
+            return given[0]
+        if one.op == "tuple" and indices:
+            return given[indices.pop()]
+        if one.op == "fusion" or one.op == "call":
+            return self._root(one.called("calls", "to_apply")[0])
+        if one.op == "dynamic-update-slice" and "/body/" in one.origin:
+            return given[1]  # what scan puts away of an iteration
+        if one.op == "while" and indices:
+            return self._root(one.called("body")[0])
+        moves = one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
+        if given and (one.op in _VIEWS or moves or one.op.endswith(("-done", "-update"))):
+            if moves and indices:
+                indices.pop()
+            return given[0]
+        return None
+
+    def _argument(self, computation: str, number: int, indices: list[int]) -> Place | None:
+        """What a computation is called with: in a loop what an iteration leaves, if that is something else."""
+        caller = self._callers.get(computation)
+        if caller is None or computation == self.module.entry:
+            return None
+        given = self.operands(caller)
+        if caller.one.op == "while":
+            body = caller.one.called("body")[0]
+            return given[0] if not indices or self._is_constant(body, indices[-1]) else self._root(body)
+        if caller.one.op == "conditional":
+            return given[1 + caller.one.called(*BRANCHES).index(computation)]
+        return given[number] if number < len(given) else None
+
+    def _is_constant(self, body: str, index: int) -> bool:
+        """Whether a loop hands this element of its tuple on as it is."""
+        root = self._root(body)
+        place = self.operands(root)[index] if root.one.op == "tuple" else root
+        while place.one.op in ("copy", "bitcast"):
+            (place,) = self.operands(place)
+        return place.one.op == "get-tuple-element" and place.one.index == index and (
+            self.operands(place)[0].one.op == "parameter"
+        )  # fmt: skip
+
+    def _root(self, computation: str) -> Place:
+        ones = self.module.computations[computation]
+        return Place(computation, next((one for one in ones if one.is_root), ones[-1]))
+
+    def slot(self, place: Place) -> Slot | None:
+        """The parameter of the program at this place, whole; None for anything else."""
+        computation, one = place
+        if one.op != "parameter" or computation != self.module.entry:
+            return None
+        name = re.sub(r"""^arrays\[(['"])(.*)\1\]$""", r"\2", one.origin)  # of `lowered`, by the reader's names
+        pieces = self._pieces(one)
+        array = one.arrays[0]
+        if pieces is None:
+            return Slot(name or one.name, array.dtype, array.shape, None)
+        shape = tuple(size * count for size, (count, _) in zip(array.shape, pieces, strict=True))
+        return Slot(name or one.name, array.dtype, shape, tuple(axis for _, axis in pieces))
+
+    def _pieces(self, one: Instruction) -> list[tuple[int, str]] | None:
+        """Of each dim of a parameter, into how many pieces it is cut, and over which axes."""
+        match = re.search(_SHARDING, one.attributes)
+        if match is None:
+            return None
+        num_dims = len(one.arrays[0].shape)
+        if match[1]:
+            return [(1, "")] * num_dims
+        shape = tuple(map(int, match[2].split(",")))
+        ranks = (iota(match[3]) if match[3] else np.array(list(map(int, match[4].split(","))))).reshape(shape)
+        pieces = []
+        for dim in range(num_dims):
+            groups = np.moveaxis(ranks, dim, -1).reshape(-1, shape[dim]).tolist()
+            pieces.append((shape[dim], axes_along(self.mesh, tuple(map(tuple, groups)))[0]))
+        return pieces
+
+    # --- forwards ------------------------------------------------------------------------------------------------
+
+    def needed_by(self, place: Place, index: int | None = None) -> Iterator[Place]:
+        """The instructions that compute with this array; of a fusion those in it, of a loop those of later iterations.
+
+        index   which element of it, where it is a tuple
+        """
+        computation, one = place
+        pending = [place]
+        if index is not None:
+            users = self._users.get((computation, one.name), ())
+            pending = [Place(computation, user) for user in users if user.index == index]
+        seen: set[tuple[str, str]] = set()
+        while pending:
+            computation, one = place = pending.pop(0)
+            if (computation, one.name) in seen:
+                continue
+            seen.add((computation, one.name))
+            if one.is_root:
+                pending += self._handed_out(place)
+            for user in self._users.get((computation, one.name), ()):
+                numbers = [number for number, name in enumerate(user.operands) if name == one.name]
+                if user.op == "fusion":
+                    pending += self._parameters(user.called("calls")[0], numbers)
+                elif user.op in _HANDED_ON or user.op.endswith(("-done", "-update")):
+                    pending.append(Place(computation, user))
+                elif user.op == "tuple":
+                    pending += self._elements(Place(computation, user), numbers)
+                else:
+                    yield Place(computation, user)
+
+    def _parameters(self, computation: str, numbers: list[int]) -> list[Place]:
+        ones = self.module.computations[computation]
+        return [Place(computation, one) for one in ones if one.op == "parameter" and int(one.given) in numbers]
+
+    def _handed_out(self, place: Place) -> list[Place]:
+        """The fusion or call of which this is the result."""
+        caller = self._callers.get(place.computation)
+        return [caller] if caller is not None and caller.one.op in ("fusion", "call") else []
+
+    def _elements(self, place: Place, numbers: list[int]) -> list[Place]:
+        """Those elements of a tuple, where they are taken out of it: in a loop that it enters, or goes on in."""
+        computation, one = place
+        tuples = [Place(computation, user) for user in self._users.get((computation, one.name), ())]
+        caller = self._callers.get(computation)
+        if one.is_root and caller is not None and caller.one.op in ("while", "fusion", "call"):
+            tuples.append(caller)
+        found: list[Place] = []
+        for there in tuples:
+            holders = [there]
+            if there.one.op == "while":
+                holders += self._parameters(there.one.called("body")[0], [0])
+            for holder in holders:
+                users = self._users.get((holder.computation, holder.one.name), ())
+                found += [Place(holder.computation, user) for user in users if _takes(user, numbers)]
+        return found
+
+
+def _takes(one: Instruction, numbers: list[int]) -> bool:
+    return one.op == "get-tuple-element" and one.index in numbers
