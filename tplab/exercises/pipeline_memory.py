@@ -1,29 +1,19 @@
-"""The exercises of lab 13: a model of which one matrix hides from the pipeline, and a cut under a memory limit."""
+"""The exercise of lab 13: a model of which one matrix hides from the pipeline."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from tplab.errors import ShapeError
 from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
 from tplab.pipeline.layer_spec import layer_names, ties
-from tplab.pipeline.partition import Partition, partition
-from tplab.schedules import Costs, interleaved_1f1b, measured_costs, one_f_one_b, simulate
+from tplab.schedules import one_f_one_b
 from tplab.widgets.matrices import Panel
 
 WORDS, SEQUENCE, MICROBATCHES = 65, 16, 4
-BYTES_A_PARAMETER = 16
-"""With Adam in float32: the parameter, its gradient, and two averages, of four bytes each."""
-
-
-# --- a matrix that hides ---------------------------------------------------------------------------------------------
 
 
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
@@ -52,9 +42,10 @@ def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
         return Verdict(
             False,
             f"{name}: every rank trains what it has, but head and embedding are two matrices now.\n"
-            "Which spec says that two layers have one, wherever they are?",
+            "Which spec says that two layers share one matrix, whichever ranks they are on?",
         )
-    return Verdict(True, f"{name} is right: on 2 and 4 ranks every gradient is that of one rank, the tied one as well.")
+    text = f"{name} is right: on 2 and 4 ranks every gradient equals that of one rank, also the tied one."
+    return Verdict(True, text, _panels(4, found["0.weight"], right["0.weight"]) if "0.weight" in found else [])
 
 
 def _run(program: Callable[..., Any], ranks: int, model: Callable[[], Sequence[Any]]) -> list[Any]:
@@ -93,19 +84,29 @@ def _gradients(model: Callable[[], Sequence[Any]], ranks: int) -> dict[str, np.n
 
 
 def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
-    """What a layer computes with that is no parameter of its own, in words; "" where there is nothing of the kind."""
+    """What a layer computes with that is no parameter of its own, or shares with another layer without saying so, in
+    words; "" where there is nothing of the kind."""
     from tplab.torch import stages_of
 
     layers = list(model())
     x, _ = _batch()
+    home: dict[Any, int] = {}
+    tied = {place for places in ties(layers).values() for place in places}
     for place, layer in enumerate(stages_of(layers, one_f_one_b(ranks, 1))[0].children()):
+        for parameter in layer.parameters():
+            first = home.setdefault(parameter, place)
+            if first != place and not {first, place} <= tied:
+                return (
+                    f"layers {first} and {place} share one tensor {list(parameter.shape)}, but only on a rank that has "
+                    "both of them: two ranks have a copy each, and nothing adds up the gradients of the two"
+                )
         x = layer(x)
         own = set(layer.parameters())
         shapes = [list(leaf.shape) for leaf in _leaves(x) if leaf not in own]
         if shapes:
             return (
-                f"layer {place}, {layer_names(layers)[place]}, computes with a tensor {shapes[0]} that is no parameter "
-                "of its own: it is neither counted nor trained"
+                f"layer {place}, {layer_names(layers)[place]}, computes with a tensor {shapes[0]} that is not one of "
+                "its parameters: the pipeline neither counts nor trains it"
             )
         x = x.detach()
     return ""
@@ -128,193 +129,9 @@ def _leaves(x: Any) -> list[Any]:
 def _differs(name: str, ranks: int, key: str, got: np.ndarray, want: np.ndarray, hidden: str) -> Verdict:
     place, _, parameter = key.partition(".")
     why = f"{hidden[0].upper()}{hidden[1:]}." if hidden else "Do all ranks begin with the same values?"
-    text = f"{name}: on {ranks} ranks the gradient of layer {place}'s {parameter} is not the one that one rank finds."
-    panels = [Panel(f"gradient, {ranks} ranks", got), Panel("gradient, one rank", want)]
-    return Verdict(False, f"{text}\n{why}", panels)
+    text = f"{name}: on {ranks} ranks the gradient of layer {place}'s {parameter} differs from that of one rank."
+    return Verdict(False, f"{text}\n{why}", _panels(ranks, got, want))
 
 
-# --- a cut under a memory limit --------------------------------------------------------------------------------------
-
-
-Cut = Callable[[Sequence[float], Sequence[int], Sequence[int], int, float], Any]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A model to cut: what each layer costs, weighs and keeps [layers]; for so many ranks, of which each has `limit`.
-
-    Rank r of 1F1B takes the sum of weights of its layers, and ranks - r times the sum of what they keep.
-    """
-
-    name: str
-    costs: Sequence[float]
-    weights: Sequence[int]
-    kept: Sequence[int]
-    ranks: int
-    limit: float
-
-    def memory(self, in_flight: Callable[[int], int] | None = None) -> list[list[int]]:
-        """What each layer would take on each rank [ranks, layers]."""
-        return [
-            [w + (in_flight(rank) if in_flight else self.ranks - rank) * k for w, k in zip(self.weights, self.kept)]
-            for rank in range(self.ranks)
-        ]
-
-    def takes(self, bounds: Sequence[int]) -> list[int]:
-        """Bytes that each rank takes."""
-        return [sum(row[a:b]) for row, (a, b) in zip(self.memory(), pairwise(bounds))]
-
-    def has(self, bounds: Sequence[int]) -> list[float]:
-        """What each rank has to do for one microbatch."""
-        return [sum(self.costs[a:b]) for a, b in pairwise(bounds)]
-
-    def makespan(self, bounds: Sequence[int], microbatches: int = 8) -> float:
-        forward = np.array(self.has(bounds), float)
-        return simulate(one_f_one_b(self.ranks, microbatches), Costs(forward, forward, forward)).makespan
-
-    def best(self, memory: Sequence[Sequence[int]] | None = None) -> Partition:
-        """The cut whose busiest rank has least, within the limit; with another account of memory if one is given."""
-        table = self.memory() if memory is None else memory
-        return partition(self.weights, self.ranks, self.costs, memory=table, memory_limit=self.limit)
-
-
-def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[int], list[int]]:
-    """(FLOPs of a forward pass, bytes of parameters, gradients and Adam's averages, bytes kept for the backward pass)
-    of each layer, found by running it on a microbatch `ids` [B, T]; the last layer's loss is with it."""
-    from tplab.torch import num_parameters, run, stages_of, train_batch
-
-    schedule = interleaved_1f1b(1, 1, virtual_stages=len(layers))  # every layer is a stage, all on one rank
-
-    def program() -> None:
-        train_batch(schedule, stages_of(layers, schedule, "uniform"), [(ids, ids)], _cross_entropy)
-
-    trace = run(program, Mesh(pp=1), cluster="h100").trace  # FLOPs are counted where there is a cluster to time them
-    flops = dict.fromkeys([f"stage {place}" for place in range(len(layers))], 0)
-    for event in trace.select(kind="compute").events:
-        if event.op == "F0":
-            flops[event.where] += event.flops
-    kept = np.asarray(measured_costs(schedule, trace).activation, int).tolist()
-    return list(flops.values()), [BYTES_A_PARAMETER * size for size in num_parameters(layers)], kept
-
-
-def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
-    """Whether `cut(costs, weights, kept, ranks, limit)` gives the bounds of the stages, [0, ..., layers], so that no
-    rank of 1F1B takes more than `limit` bytes and the busiest rank has as little to do as can be.
-
-    It is tried on small models by number, then on `layers`, measured with a microbatch `ids`; and that cut is run.
-    """
-    name = "my_cut"
-    if not_started(cut):
-        return untouched(name)
-    trial, bounds = SMALL[0], []
-    try:
-        for trial in (*SMALL, *_real(layers, ids)):
-            given = cut(list(trial.costs), list(trial.weights), list(trial.kept), trial.ranks, trial.limit)
-            if wrong := _form(trial, given):
-                return Verdict(False, f"{name}, {trial.name}: {wrong}.")
-            bounds = [int(bound) for bound in given]
-            if verdict := _graded(name, trial, bounds):
-                return verdict
-        text = f"{name} is right: no cut within the limit is better."
-        return Verdict(True, f"{text}\n{_run_it(trial, bounds, layers, ids)}")
-    except Exception as error:
-        return Verdict(False, raised(error, cut, name, Mesh(pp=trial.ranks)))
-
-
-SMALL = (
-    Trial("four layers on 3 ranks", [1, 6, 3, 3], [0] * 4, [0] * 4, 3, math.inf),
-    Trial("five layers on 4 ranks", [1, 4, 2, 2, 2], [0] * 5, [0] * 5, 4, math.inf),
-    Trial("seven layers on 2 ranks, 21 bytes each", [6, 1, 1, 1, 1, 1, 1], [3] * 7, [1] * 7, 2, 21),
-    Trial("six equal layers on 3 ranks, 9 bytes each", [1] * 6, [2] * 6, [1] * 6, 3, 9),
-)
-
-
-def _real(layers: Sequence[Any], ids: Any) -> list[Trial]:
-    """The learner's own model on four ranks: as many bytes as needed, and as few as there is a cut for."""
-    measured = measured_layers(layers, ids)
-    trials = [Trial("your model on 4 ranks", *measured, 4, math.inf)]
-    most = max(trials[0].takes(trials[0].best().bounds))
-    for percent in range(95, 0, -5):
-        limit = most * percent // 100
-        trial = Trial(f"your model on 4 ranks, {limit:,} bytes each", *measured, 4, limit)
-        try:
-            trial.best()
-        except ShapeError:
-            break
-        trials[1:] = [trial]
-    return trials
-
-
-def _form(trial: Trial, given: Any) -> str:
-    """What is wrong with the bounds before anything is counted; "" where nothing is."""
-    wanted = f"[0, ..., {len(trial.costs)}], {trial.ranks + 1} rising numbers"
-    try:
-        bounds = [int(bound) for bound in given]
-    except TypeError:
-        return f"it must return the bounds {wanted}, and it returned {given!r}"
-    rises = all(a < b for a, b in pairwise(bounds))
-    if len(bounds) != trial.ranks + 1 or bounds[0] != 0 or bounds[-1] != len(trial.costs) or not rises:
-        return f"it returned {bounds}; the bounds of {trial.ranks} stages are {wanted}"
-    return ""
-
-
-def _graded(name: str, trial: Trial, bounds: list[int]) -> Verdict | None:
-    """The verdict on what is wrong with a cut; None where nothing is."""
-    takes, has, best = trial.takes(bounds), trial.has(bounds), trial.best()
-    panels = [
-        Panel("yours: share of the limit", np.array(takes) / trial.limit, np.array(takes) > trial.limit),
-        Panel("yours: share of the work", np.array(has) / sum(has), np.array(has) > best.largest),
-        Panel("right: share of the work", np.array(best.stage_costs) / sum(has)),
-    ]
-    for rank, num_bytes in enumerate(takes):
-        if num_bytes > trial.limit:
-            text = f"{name}, {trial.name}: {bounds} gives rank {rank} {num_bytes:,} bytes."
-            held = trial.ranks - rank
-            hint = f"Rank {rank} of {trial.ranks} holds {held} microbatch{'es' if held > 1 else ''} in 1F1B."
-            return Verdict(False, f"{text}\n{hint}", panels)
-    if max(has) > best.largest * (1 + 1e-9):
-        worse = trial.makespan(bounds) / trial.makespan(best.bounds)
-        text = f"{name}, {trial.name}: {bounds} is within the limit, and takes {worse:.2f} times as long as need be."
-        return Verdict(False, f"{text}\n{_hint(trial, bounds, max(has), best.largest)}", panels)
-    return None
-
-
-def _hint(trial: Trial, bounds: list[int], largest: float, least: float) -> str:
-    """What a cut that is not the best looks like."""
-    if _careful(trial) == tuple(bounds):
-        return "Only rank 0 holds as many microbatches as there are ranks: later ranks have more room than that."
-    return f"The busiest rank has {largest:,g}, and {least:,g} is possible: all the others wait for it."
-
-
-def _careful(trial: Trial) -> tuple[int, ...] | None:
-    """The best cut if every rank held as many microbatches as there are ranks; None where there is none."""
-    try:
-        return trial.best(trial.memory(lambda rank: trial.ranks)).bounds
-    except ShapeError:
-        return None
-
-
-def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) -> str:
-    """What the cut takes when it is run on real tensors, a batch and a step of Adam."""
-    import torch
-
-    from tplab.torch import run, stages_of, train_batch
-
-    schedule = one_f_one_b(trial.ranks, 2 * trial.ranks)
-
-    def program() -> int:
-        stages = stages_of(layers, schedule, bounds=bounds)
-        train_batch(schedule, stages, [(ids, ids)] * schedule.num_microbatches, _cross_entropy)
-        optimizer = torch.optim.Adam(stages.parameters(), foreach=False)
-        optimizer.step()
-        made = [[p, p.grad, *optimizer.state[p].values()] for p in stages.parameters()]
-        return sum(x.nbytes for xs in made for x in xs if x.dim())
-
-    out = run(program, Mesh(pp=trial.ranks))
-    took = [held + int(most) for held, most in zip(out.per_rank, out.trace.peak_bytes)]
-    free = replace(trial, limit=math.inf).best().bounds
-    return (
-        f"Your model, run so on {trial.ranks} ranks: the fullest one took {max(took):,} bytes of {trial.limit:,}. "
-        f"Without the limit it would have been {max(trial.takes(free)):,}, and the batch would have taken "
-        f"{trial.makespan(free) / trial.makespan(bounds):.2f} times as long."
-    )
+def _panels(ranks: int, got: np.ndarray, want: np.ndarray) -> list[Panel]:
+    return [Panel(f"gradient, {ranks} ranks", got), Panel("gradient, one rank", want)]

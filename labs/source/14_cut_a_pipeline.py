@@ -1,0 +1,305 @@
+# %% [markdown]
+# # 14 Cut a pipeline
+#
+# **Where should a model be cut into stages, so that no rank waits and no rank runs out of memory?**
+#
+# Prerequisites: [lab 13](13_pipeline_memory.ipynb), for what a rank has to keep. Time: 45 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/14_cut_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/14_cut_a_pipeline.ipynb)
+#
+# ![The same five layers on four ranks, cut in two ways. Above, rank 0 has two layers and is never idle, and the others wait for it. Below, the work is more even and ends sooner.](images/14_cut_a_pipeline.png)
+#
+# *Five layers take 1, 4, 2, 2 and 2 steps. Above, the first rank has 5 of these steps and the other ranks wait for it. Below,
+# no rank has more than 4. The microbatches are the same, and the schedule is 1F1B in both.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+from itertools import combinations, pairwise
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from tplab import Mesh
+from tplab.pipeline import LayerSpec, partition
+from tplab.schedules import Costs, Schedule, interleaved_1f1b, one_f_one_b
+from tplab.schedules import measured_costs, simulate
+from tplab.torch import GPTConfig, num_parameters
+from tplab.torch import run, split_batch, stages_of, train_batch
+from tplab.torch.models.plain import PlainBlock
+from tplab.widgets import Bars, Row, gantt, knob
+
+torch.set_num_threads(1)  # several threads do not pay for tensors this small
+
+# %% tags=["opening-picture"]
+def step(stages, microbatches=8):  # 1F1B over stages of these costs; F = I = W
+    rows = one_f_one_b(len(stages), microbatches).by_rank()
+    schedule = Schedule(rows, name=f"stages of {stages} steps")
+    return simulate(schedule, Costs(stages, stages, stages))
+
+gantt(step([5, 2, 2, 2]), step([1, 4, 4, 2]))
+
+# %% [markdown]
+# ## By hand: five layers, four ranks
+#
+# Every microbatch passes through every stage. Once the pipeline is full, the slowest stage sets the pace, and all other
+# ranks wait for it. So the first rule is to make the **largest stage as small as possible**.
+#
+# It is not the only rule in use. DeepSpeed has minimised *largest − smallest*
+# [since 2023](https://github.com/microsoft/DeepSpeed/pull/4312).
+#
+# **Predict.** The layers take 1, 4, 2, 2, 2. With four ranks, one pair of neighbours must share a rank, so there are four
+# ways to cut. Which is best by each rule?
+#
+# <details><summary>Answer</summary>
+#
+# The largest stages are 5, 6, 4 and 4, so the first rule takes one of the last two. The differences are 3, 5, 3 and 3. By
+# the second rule the cut with 5 is as good as the two with 4, and DeepSpeed's code returns the one with 5.
+#
+# </details>
+
+# %%
+layers = [1, 4, 2, 2, 2]
+for inner in reversed([*combinations(range(1, 5), 3)]):
+    stages = [sum(layers[a:b]) for a, b in pairwise((0, *inner, 5))]
+    most, least, steps = max(stages), min(stages), step(stages).makespan
+    print(stages, f"largest {most}, difference {most - least}: {steps:g} steps")
+
+# %% [markdown]
+# ## Ties are not equal
+#
+# Look at the last two cuts. Their largest stage is 4, and yet one needs 113 steps and the other 117. The largest stage sets
+# the pace, but it does not decide how long the pipeline takes to fill and to drain. In [1, 4, 2, 4] the last rank is one of
+# the slow ones. It cannot start before 7 steps of forwards have passed, and after its last backward the gradient still has
+# to travel up through 14 more:
+#
+# $$7 + 8 \cdot 3 \cdot 4 + 14 = 117$$
+#
+# In [1, 4, 4, 2] the slow ranks are further up, so both trips are shorter. With more microbatches the difference stays
+# the same, and matters less and less. `partition` guarantees the smallest largest stage. Among ties it takes the most
+# even cut, so let the simulation decide when you have few microbatches.
+
+# %%
+chosen = partition(layers, 4)
+print(chosen.stage_costs, f"takes {step(chosen.stage_costs).makespan:g} steps")
+for m in (8, 32, 128):
+    early, late = (step(cut, m).makespan for cut in ([1, 4, 4, 2], [1, 4, 2, 4]))
+    apart = 100 * (late / early - 1)
+    print(f"{m:3} microbatches: {early:g} and {late:g} steps, {apart:.1f} % apart")
+
+# %% [markdown]
+# ## Build it
+#
+# Trying all cuts is too slow for a hundred layers. There is a quick way for costs that are whole numbers. First answer a
+# simpler question: can we cut stages that are no larger than `most`? Fill each stage as far as it goes. Then halve the
+# interval in which the smallest such `most` must be.
+
+# %%
+def fits(costs, parts, most):
+    stages, filled = 1, 0
+    for cost in costs:
+        if filled + cost > most:
+            stages, filled = stages + 1, 0
+        filled += cost
+    return stages <= parts
+
+def smallest(costs, parts):
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(costs, parts, middle) else (middle + 1, high)
+    return low
+
+random = np.random.default_rng(0)
+for _ in range(50):  # compared with every cut there is
+    costs = random.integers(1, 20, 9).tolist()
+    cuts = [(0, *inner, 9) for inner in combinations(range(1, 9), 3)]
+    best = min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in cuts)
+    assert smallest(costs, 4) == partition(costs, 4).largest == best
+print("50 random models: as good as the best of 56 cuts")
+
+# %% [markdown]
+# ## What to balance: parameters are not time
+#
+# Which numbers should we give to `partition`? Parameters are easy to count, and many programs use them. But an embedding
+# of 3,000 words has as many parameters as four of the small blocks below, and takes almost no time, because it only looks
+# words up. The head has just as many, and is a large product.
+#
+# **Predict.** Four ranks, an embedding, 12 blocks, a norm and a head. Balanced by parameters, how many blocks does the
+# first rank get? And balanced by time?
+#
+# <details><summary>Answer</summary>
+#
+# By parameters it gets one block, because the embedding counts like four. By time it gets three or four, because the
+# embedding takes next to nothing. The last rank gets few blocks in both, because the head costs parameters and time.
+#
+# </details>
+#
+# We measure it. With one layer per stage, all of them on one rank, the trace of a batch has the time of every layer:
+
+# %%
+def gpt(words, blocks=12, width=64):
+    config = GPTConfig(words, width, blocks, num_heads=4, context=32)
+    block = LayerSpec(PlainBlock, config)
+    head = LayerSpec(nn.Linear, width, words, bias=False)
+    norm = LayerSpec(nn.LayerNorm, width)
+    return [LayerSpec(nn.Embedding, words, width), *[block] * blocks, norm, head]
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+large, each = gpt(words=3000), interleaved_1f1b(1, 2, virtual_stages=15)
+ids = torch.randint(65, (8, 32), generator=torch.Generator().manual_seed(0))
+
+def timed():
+    stages = stages_of(large, each, "uniform")  # one layer per stage
+    for _ in range(3):  # the first batch warms up
+        train_batch(each, stages, split_batch(ids, ids, 2), cross_entropy)
+
+measured = measured_costs(each, run(timed, Mesh(pp=1), clock="measured").trace)
+milliseconds = 1e3 * (measured.forward + measured.full_backward).min(1)
+by_parameters = partition(num_parameters(large), 4)
+by_time = partition(num_parameters(large), 4, milliseconds.tolist())
+
+# %% tags=["nbval-ignore-output"]
+for name, cut in [("parameters", by_parameters), ("time", by_time)]:
+    stages = [sum(milliseconds[a:b]) for a, b in pairwise(cut.bounds)]
+    blocks = [sum(1 <= layer <= 12 for layer in stage) for stage in cut.stages]
+    print(f"by {name:10} blocks {blocks}, slowest stage {max(stages):.1f} ms")
+
+# %% [markdown]
+# ## Turn the knob: a limit on memory
+#
+# A balanced cut can still fail, because the first rank keeps the most microbatches. Under 1F1B, rank $r$ needs
+#
+# $$\text{weights of its layers} + (p - r) \cdot \text{what they keep of one microbatch}$$
+#
+# `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. We count both for a GPT with 65 words,
+# where the parameters matter less: 16 bytes for each with Adam, and the bytes of one microbatch of four sequences. Then we
+# lower the limit. How much longer does a step take when every rank has 15 % less memory? Guess, then turn the knob.
+
+# %%
+from tplab.exercises.cut_a_pipeline import measured_layers
+
+p = 4
+flops, weights, kept = measured_layers(gpt(words=65), ids[:4])  # one figure per layer
+memory = [[w + (p - r) * k for w, k in zip(weights, kept)] for r in range(p)]
+
+def cut_within(limit):
+    return partition(weights, p, flops, memory=memory, memory_limit=limit)
+
+def parts_of(cut):
+    return [{"parameters and Adam": sum(weights[a:b]),
+             "activations": (p - r) * sum(kept[a:b])}
+            for r, (a, b) in enumerate(pairwise(cut.bounds))]
+
+free = cut_within(float("inf"))
+most = max(sum(parts.values()) for parts in parts_of(free))
+
+def bars(percent):
+    cut = cut_within(most * percent / 100)
+    blocks = [sum(1 <= layer <= 12 for layer in stage) for stage in cut.stages]
+    longer = step(cut.stage_costs).makespan / step(free.stage_costs).makespan
+    rows = [Row(f"rank {r}", parts, f"{n} blocks")
+            for r, (parts, n) in enumerate(zip(parts_of(cut), blocks))]
+    return Bars(rows, f"A step of 8 microbatches takes {longer:.2f} times as long.")
+
+knob("The best cut that fits", "memory per rank, in % of what the even cut needs",
+     {percent: bars(percent) for percent in (100, 95, 90, 85, 80)}, start=100,
+     about="FLOPs and bytes counted · 1F1B", unit="B")
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# The first 5 % cost the most: a step takes 1.16 times as long. Blocks cannot be divided, so a whole block moves from rank 0
+# to rank 2, and that cut would do for 85 % as well. With 80 % a second block moves, and a step takes 1.42 times as long.
+# For 75 % there is no cut at all.
+#
+# </details>
+#
+# ## What it costs
+#
+# $F_s$ and $B_s$ are what stage $s$ takes for a microbatch. Stage $s$ has to wait for the first forward to come down, does
+# its own work, and then its last gradient has to go up:
+#
+# $$\text{time of a step} \;\ge\; \max_s \Big( \sum_{t<s} F_t + m \, (F_s + B_s) + \sum_{t<s} B_t \Big)$$
+#
+# For the four cuts above, this bound and the simulation:
+
+# %%
+def bound(stages, m=8):  # B = 2 F
+    return max(3 * sum(stages[:s]) + 3 * m * stages[s] for s in range(len(stages)))
+
+for stages in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
+    steps = step(stages).makespan
+    print(stages, f"at least {bound(stages)} steps; 1F1B takes {steps:g}")
+
+# %% [markdown]
+# When is an uneven cut worth it? Here it saves up to 15 % of the memory for 16 % more time. Recomputation, in lab 15, saves
+# most of the activations for up to a third more FLOPs. So if a little memory is missing, move a layer. If much is
+# missing, recompute.
+
+# %% [markdown]
+# ## Your turn: room for the first rank
+#
+# Write `my_cut`. It gets a list with the cost of each layer (FLOPs), the bytes of its weights (with gradient and Adam), and
+# the bytes that it keeps of one microbatch. It returns the bounds of the stages for 1F1B, such as `[0, 4, 7, 10, 15]`. Every
+# stage has at least one layer, no rank may take more than `limit` bytes, and the busiest rank should have as little to do
+# as possible. Trying every cut is fine: `combinations`, as above.
+#
+# The check tries your function on four models that you can work out in your head, then on the GPT of this lab, and runs
+# your cut of it.
+
+# %%
+def my_cut(costs, weights, kept, ranks, limit):
+    ...
+
+# %%
+from tplab.exercises.cut_a_pipeline import check_cut
+
+check_cut(my_cut, gpt(words=65), ids[:4])
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# What does rank $r$ take if it has the layers $a$ to $b - 1$? It has their weights once. It has what they keep as many times
+# as it keeps microbatches.
+#
+# </details>
+#
+# ## On Monday
+#
+# | | where to cut |
+# |---|---|
+# | torch | you cut: `PipelineStage` takes your submodule. `pipeline(..., split_spec=...)` cuts where you name a module, and does not balance |
+# | Megatron | equal numbers of blocks; `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` give the end stages fewer. `--pipeline-model-parallel-layout` writes the whole cut as text |
+# | DeepSpeed | `PipelineModule(layers, partition_method=...)`, with "parameters", "uniform" or "type:regex" |
+# | JAX | you cut; blocks of one shape are stacked and sharded along `pp` |
+#
+# tplab's `partition` accepts DeepSpeed's three methods by the same names, or a list of figures, as here.
+#
+# ## To take away
+#
+# - The largest stage sets the pace. Among cuts with the same largest stage, slow stages near the start are better.
+# - Balance time, and measure it. Parameters are a poor guess for embeddings and heads.
+# - The first rank keeps the most microbatches. With a memory limit it gets fewer layers, and the step takes longer.
+
+# %% [markdown]
+# **Sources.** DeepSpeed's [pipeline tutorial](https://www.deepspeed.ai/tutorials/pipeline/) and its
+# [change of the objective](https://github.com/microsoft/DeepSpeed/pull/4312). Narayanan et al. 2019,
+# [PipeDream](https://arxiv.org/abs/1806.03377), which measures layers and then cuts. Fan et al. 2021,
+# [DAPPLE](https://arxiv.org/abs/2007.01045), which places uneven stages.
+#
+# Next: [15 Recomputation](15_recomputation.ipynb).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -1,0 +1,336 @@
+# %% [markdown]
+# # 15 Recomputation
+#
+# **How can a rank keep less of each microbatch, and what does it pay for that?**
+#
+# Prerequisites: [lab 13](13_pipeline_memory.ipynb), for what a rank keeps. Time: 50 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/15_recomputation.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/15_recomputation.ipynb)
+#
+# ![Memory of 16 layers over the distance between checkpoints: it falls, is least at 4, and rises again.](images/15_recomputation.png)
+#
+# *16 layers are trained. Only every k-th layer's input is kept, and everything else is computed again when the backward pass
+# needs it. The line shows the bytes that were alive at the peak; the dotted line is a formula. The least is in the middle.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+import torch
+from torch import nn
+from torch.nn import functional as F
+from tplab import Mesh
+from tplab.pipeline import LayerSpec
+from tplab.schedules import gpipe, one_f_one_b, simulate
+from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train_batch
+from tplab.torch.models.plain import PlainBlock
+from tplab.widgets import Bars, Row, knob, levels
+
+torch.set_num_threads(1)  # several threads do not pay for tensors this small
+
+# %% [markdown]
+# Each of these layers keeps `a` tensors as large as its input: with `a = 1` only the output of the tanh, which is also the
+# input of the next layer. The option `checkpoint_every` of `train_batch` does the work for now. `LiveBytes` counts the
+# tensors that are alive.
+
+# %% tags=["opening-picture"]
+def layer(a):
+    if a == 1:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    wide = 16 * (a - 1)
+    return nn.Sequential(nn.Linear(16, wide), nn.Tanh(), nn.Linear(wide, 16))
+
+def deep(a, every):
+    """Train 16 layers on one rank: the peak of all live tensors, in bytes."""
+    schedule, x = one_f_one_b(1, 1), torch.ones(512, 16)
+    stages = stages_of([LayerSpec(layer, a)] * 16, schedule)
+    with LiveBytes() as live:
+        train_batch(schedule, stages, [(x, x)], F.mse_loss, checkpoint_every=every)
+    return live.peak
+
+one_input = 512 * 16 * 4  # bytes
+ks = (1, 2, 4, 8, 16)
+peak = {(a, k): run(deep, Mesh(pp=1), a, k).per_rank[0] for a in (1, 4, 9) for k in ks}
+formula = [(16 / k + k) * one_input for k in ks]
+levels(
+    {"": {"counted": (ks, [peak[1, k] for k in ks])}},
+    predicted={"": {"L / k + k inputs": (ks, formula)}},
+    title="The peak of 16 layers", about="bytes counted",
+    along="layers per checkpoint, k",
+    sentence="With a checkpoint every 4 layers the peak is half of that at either end.",
+)
+
+# %% [markdown]
+# ## By hand: 16 layers
+#
+# **Recomputation** (torch calls it activation checkpointing) keeps only the input of every $k$-th layer: a **checkpoint**. The
+# backward pass takes one piece of $k$ layers after the other, from the end. It computes the piece again, this time keeping
+# everything, goes back through it, and lets it go.
+#
+# With $L$ layers that keep $a$ tensors of their input's size each, memory is
+#
+# $$\frac{L}{k} \text{ checkpoints} \;+\; k a \text{ tensors of one piece}$$
+#
+# **Predict.** $L = 16$ and $a = 1$. Which $k$ takes the least? And how much more does a step have to compute?
+#
+# <details><summary>Answer</summary>
+#
+# $k = 4$ takes 4 + 4 = 8 inputs, where keeping everything takes 16. In general $k = \sqrt{L / a}$. The price is one more
+# forward pass, whatever $k$ is. A step without recomputation takes a forward and a backward, 1 + 2. Now it takes 1 + 1 + 2,
+# which is four thirds.
+#
+# </details>
+
+# %%
+for k in ks:
+    counted = peak[1, k] / one_input
+    print(f"k = {k:2}: {16 / k + k:2.0f} inputs by the formula, {counted:4.1f} counted")
+
+# %% [markdown]
+# The count is about 2 inputs above the formula: the gradients on their way, and the weights.
+
+# %%
+def flops(every):  # the clock of a cluster counts them
+    events = run(deep, Mesh(pp=1), 1, every, cluster="h100").trace.events
+    return sum(event.flops for event in events if event.op in ("F0", "B0"))
+
+print(f"with recomputation {flops(4) / flops(None):.2f} times the FLOPs")
+
+# %% [markdown]
+# ## Build it
+#
+# Two functions are enough. The forward pass of a piece returns its output and what to keep. The backward pass gets both
+# what was kept and the gradient of the output.
+
+# %%
+def forget(piece, x):  # -> y, what to keep
+    with torch.no_grad():  # no graph, so no activations
+        return piece(x), x
+
+def again(piece, kept, dy):  # -> dx, and adds to .grad of the weights
+    x = kept.detach().requires_grad_()
+    piece(x).backward(dy)  # computes again, then goes back
+    return x.grad
+
+def recomputed(layers, every, x, dy):
+    starts, held = range(0, len(layers), every), []
+    pieces = [nn.Sequential(*layers[i : i + every]) for i in starts]
+    for piece in pieces:
+        x, kept = forget(piece, x)
+        held.append(kept)
+    while pieces:
+        dy = again(pieces.pop(), held.pop(), dy)
+    return x, dy
+
+# %%
+torch.manual_seed(0)
+layers, dy = [layer(1) for _ in range(16)], torch.randn(512, 16)
+x = torch.randn(512, 16, requires_grad=True)
+y = nn.Sequential(*layers)(x)
+y.backward(dy)
+want = [weight.grad.clone() for one in layers for weight in one.parameters()]
+for every in (1, 3, 16):
+    nn.Sequential(*layers).zero_grad()
+    got_y, dx = recomputed(layers, every, x.detach(), dy)
+    grads = [weight.grad for one in layers for weight in one.parameters()]
+    same = all(map(torch.equal, [got_y, dx, *grads], [y, x.grad, *want]))
+    print(f"every {every:2}: all equal to the last bit: {same}")
+
+# %% [markdown]
+# ## Turn the knob: layers that keep more
+#
+# A transformer block keeps far more than its input: about 16 times as much in lab 13. How does that move the best $k$? Guess,
+# then turn the knob.
+
+# %%
+def bars(a):
+    best = min(ks, key=lambda k: peak[a, k])
+    rows = []
+    for k in ks:
+        checkpoints = (16 / k - 1) * one_input  # the first one is the batch itself
+        rest = peak[a, k] - checkpoints
+        parts = {"checkpoints": checkpoints, "the rest at its peak": rest}
+        rows.append(Row(f"k = {k}", parts, "the least" if k == best else ""))
+    layers = "layer" if best == 1 else f"{best} layers"
+    return Bars(rows, f"A checkpoint every {layers} takes the least.")
+
+knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs",
+     {a: bars(a) for a in (1, 4, 9)}, start=1, about="bytes counted", unit="B")
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# The more a layer keeps, the shorter the best piece. With $a = 9$ it is a single layer: $\sqrt{16 / 9}$ is 1.3. A transformer
+# block keeps about 16 times its input, so a checkpoint at every block is the usual choice. Recomputing larger pieces pays
+# only for very deep models, with $L$ above 32 or so.
+#
+# </details>
+#
+# ## In a pipeline
+#
+# Under 1F1B rank 0 keeps $p$ microbatches of each of its $L / p$ layers. With recomputation it keeps $p$ times $L / (pk)$
+# checkpoints, and one piece while it computes it again.
+
+# %%
+p, m = 4, 8  # ranks, microbatches
+
+def gpt(blocks=12):
+    block = LayerSpec(PlainBlock, GPTConfig(65, 64, blocks, num_heads=4, context=32))
+    ends = LayerSpec(nn.LayerNorm, 64), LayerSpec(nn.Linear, 64, 65, bias=False)
+    return [LayerSpec(nn.Embedding, 65, 64), *[block] * blocks, *ends]
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+ids = torch.randint(65, (16, 32), generator=torch.Generator().manual_seed(0))
+
+def train(schedule, every=None, blocks=12):
+    part = ids[: schedule.num_microbatches]
+    stages = stages_of(gpt(blocks), schedule)
+    with LiveBytes() as live:
+        pairs = split_batch(part, part, schedule.num_microbatches)
+        train_batch(schedule, stages, pairs, cross_entropy, checkpoint_every=every)
+    return live.peak, [weight.grad for weight in stages.parameters()]
+
+plain = run(train, Mesh(pp=p), one_f_one_b(p, m)).per_rank
+for name, every in [("no", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)]:
+    out = run(train, Mesh(pp=p), one_f_one_b(p, m), every)
+    apart = max((a - b).abs().max().item() / b.abs().max().item() for rank in range(p)
+                for a, b in zip(out.per_rank[rank][1], plain[rank][1]))
+    kept, alive = out.trace.peak_bytes[0], out.per_rank[0][0]
+    print(f"{name:7} rank 0 keeps {kept / 1e6:.2f} MB between actions, and",
+          f"{alive / 1e6:.2f} MB at its peak; gradients equal: {apart < 1e-5}")
+
+# %% [markdown]
+# What a rank keeps *between* its actions nearly disappears. The peak falls less, because the piece that is being computed
+# again is alive, and so are the gradients of the weights.
+#
+# ## More microbatches
+#
+# **Gradient accumulation** adds up the gradients of several microbatches before the optimizer takes its step. On one device
+# it takes no more memory, however many there are. A pipeline accumulates anyway, because it needs many microbatches to keep
+# its bubble small.
+#
+# **Predict.** How do the activations of rank 0 grow with $m$, under GPipe and under 1F1B? And with recomputation?
+#
+# <details><summary>Answer</summary>
+#
+# Under GPipe they grow with every microbatch. Under 1F1B they grow until $m = p$ and then no more. That is what one device
+# needs for the whole model, since $p$ microbatches of $1/p$ of the layers are kept. With recomputation each microbatch
+# keeps far less, but under GPipe the sum still grows. The GPipe paper recomputes for this reason.
+#
+# </details>
+
+# %%
+counts = (1, 2, 4, 6, 8)
+ways = {"GPipe": (gpipe, None), "1F1B": (one_f_one_b, None),
+        "GPipe, recomputed": (gpipe, 1), "1F1B, recomputed": (one_f_one_b, 1)}
+def kept_by_rank_0(rule, n, every):
+    return run(train, Mesh(pp=4), rule(4, n), every, 4).trace.peak_bytes[0]
+
+grown = {way: [kept_by_rank_0(rule, n, every) for n in counts]
+         for way, (rule, every) in ways.items()}
+levels({"": {way: (counts, kept) for way, kept in grown.items()}},
+       title="What rank 0 keeps", about="bytes counted · 4 ranks", along="microbatches",
+       sentence="1F1B stops growing at four microbatches. "
+                "Recomputation keeps far less of each.")
+
+# %% [markdown]
+# Two numbers decide the shape of a cluster. Eight workers can be one pipeline of eight stages, two of four stages, or four
+# of two, whose copies average their gradients. Each has 16 microbatches to share. Here is what they would hold:
+
+# %%
+for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
+    schedule = one_f_one_b(ranks, 16 // pipelines)
+    microbatches = simulate(schedule).peak_activations[0]
+    idle = simulate(schedule).bubble_fraction
+    print(f"{pipelines} x {ranks} ranks: 1/{ranks} of the weights, activations of",
+          f"{microbatches / ranks:g} model, {100 * idle:.0f} % of the time idle")
+
+# %% [markdown]
+# Longer pipelines divide the weights further, and idle more. What rank 0 keeps of activations is the same in all three.
+#
+# ## What it costs
+#
+# $A$ is what the whole model keeps of one microbatch, $L$ its number of layers, $s$ the size of a layer's input, and $m \ge p$.
+#
+# | | kept by rank $r$ | FLOPs |
+# |---|---|---|
+# | GPipe | $m A / p$ | 1 |
+# | 1F1B | $(p - r) A / p$ | 1 |
+# | GPipe, a checkpoint every $k$ | $m L s / (p k)$, and one piece | 4/3 |
+# | 1F1B, a checkpoint every $k$ | $(p - r) L s / (p k)$, and one piece | 4/3 |
+#
+# Is it worth a third more FLOPs? Take 32 blocks, 4,096 wide, with 4,096 tokens in bfloat16, on 8 ranks with 80 GB each.
+
+# %%
+blocks, width, tokens, ranks = 32, 4096, 4096, 8
+s = tokens * width * 2
+held = 16 * blocks * 12 * width**2 / ranks  # parameters, gradients, Adam
+for size in (1, 2, 4, 8):  # sequences per microbatch
+    saved = ranks * blocks / ranks * 16 * s * size
+    checkpoints = ranks * blocks / ranks * s * size + 16 * s * size
+    print(f"{size} sequences per microbatch: {(held + saved) / 1e9:5.1f} GB,",
+          f"recomputed {(held + checkpoints) / 1e9:4.1f} GB")
+
+# %% [markdown]
+# With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four it just fails
+# to fit, and with eight there is no other way. Between the two there is **selective** recomputation, which recomputes only
+# what is large and cheap, such as the scores of attention. Fused attention does this for the scores already.
+#
+# ## A bug to repair
+#
+# Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Run the check,
+# read what it says, and repair them. What a piece keeps may be anything, such as a tuple, but only one tensor as large as
+# its input. (`torch.get_rng_state`, `torch.set_rng_state` and `torch.random.fork_rng` are of use.)
+
+# %%
+def my_forget(piece, x):  # -> y, what to keep
+    with torch.no_grad():
+        return piece(x), x
+
+def my_again(piece, kept, dy):  # -> dx
+    x = kept.detach().requires_grad_()
+    piece(x).backward(dy)
+    return x.grad
+
+# %%
+from tplab.exercises.recomputation import check_recomputed
+
+check_recomputed(my_forget, my_again)
+
+# %% [markdown]
+# ## On Monday
+#
+# | | |
+# |---|---|
+# | torch | `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)`; it keeps the random state unless told otherwise |
+# | DTensor, FSDP | `apply_activation_checkpointing`, or `checkpoint_wrapper` around a block; under DTensor nothing changes |
+# | Megatron | `--recompute-granularity full` or `selective`; `--recompute-method uniform --recompute-num-layers k` |
+# | DeepSpeed | `activation_checkpoint_interval` of a `PipelineModule` |
+# | JAX | `jax.checkpoint(block, policy=...)`; random keys are arguments, so this bug cannot happen |
+#
+# ## To take away
+#
+# - Keep the input of every $k$-th layer and compute the rest again: $L/k + ka$ tensors instead of $La$, for one more forward
+#   pass.
+# - In a pipeline, the checkpoints are multiplied by the microbatches in flight. Under 1F1B there are at most $p$ of them.
+# - A second forward pass must draw the same random numbers as the first, and must leave the generator as it found it.
+
+# %% [markdown]
+# **Sources.** Chen et al. 2016, [Sublinear memory cost](https://arxiv.org/abs/1604.06174). Huang et al. 2018,
+# [GPipe](https://arxiv.org/abs/1811.06965), which recomputes. Korthikanti et al. 2022,
+# [Reducing activation recomputation](https://arxiv.org/abs/2205.05198), for selective recomputation. torch's
+# [checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html).
+#
+# Back to the [list of labs](../README.md#labs).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -1,0 +1,107 @@
+"""Lab 14's exercise: its solution passes, known mistakes get their hint, and nothing raises."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from tplab.exercises.cut_a_pipeline import SMALL, check_cut, measured_layers
+from tplab.pipeline.layer_spec import LayerSpec
+
+WIDTH = 16
+
+
+class Residual(nn.Module):
+    """What stands for a block here."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.mlp(self.norm(x)))
+
+
+def cuts(num_layers, ranks):
+    return [(0, *inner, num_layers) for inner in combinations(range(1, num_layers), ranks - 1)]
+
+
+def best_cut(key, in_flight=lambda rank, ranks: ranks - rank):
+    """Every cut that fits is tried: the one with the least key(sums of its stages)."""
+
+    def cut(costs, weights, kept, ranks, limit):
+        def fits(bounds):
+            return all(
+                sum(weights[a:b]) + in_flight(rank, ranks) * sum(kept[a:b]) <= limit
+                for rank, (a, b) in enumerate(pairwise(bounds))
+            )
+
+        legal = [bounds for bounds in cuts(len(costs), ranks) if fits(bounds)] or cuts(len(costs), ranks)
+        return min(legal, key=lambda bounds: key([sum(costs[a:b]) for a, b in pairwise(bounds)]))
+
+    return cut
+
+
+MODEL = [LayerSpec(nn.Embedding, 65, WIDTH), *[LayerSpec(Residual)] * 8, LayerSpec(nn.Linear, WIDTH, 65, bias=False)]
+IDS = torch.arange(64).reshape(4, 16)
+
+
+def checked(cut):
+    return check_cut(cast(Any, cut), MODEL, IDS)
+
+
+def test_the_right_cut():
+    verdict = checked(best_cut(max))
+    assert verdict.passed, verdict
+    assert "my_cut is right: no cut within the limit has a smaller largest stage." in verdict.text
+    assert [panel.title for panel in verdict.panels] == ["yours: share of the limit", "yours: share of the work"]
+    assert "ran your model with this cut on 4 ranks. The fullest rank took" in verdict.text
+
+
+def test_the_small_models_can_be_checked_in_the_head():
+    assert [trial.best().bounds for trial in SMALL] == [(0, 1, 2, 4), (0, 1, 2, 3, 5), (0, 2, 7), (0, 1, 3, 6)]
+    assert [trial.takes(trial.best().bounds) for trial in SMALL] == [[0] * 3, [0] * 4, [10, 20], [5, 8, 9]]
+    assert [trial.best().largest for trial in SMALL] == [6, 4, 7, 3]
+
+
+@pytest.mark.parametrize(
+    "cut, said",
+    [
+        (best_cut(lambda sums: max(sums) - min(sums)), "The busiest rank has 7, where 6 is possible"),
+        (best_cut(max, lambda rank, ranks: ranks), "Later ranks have more room than that"),
+        (best_cut(max, lambda rank, ranks: 1), "[0, 2, 4, 6] gives rank 0 10 bytes.\nUnder 1F1B, rank 0 of 3 keeps 3"),
+        (best_cut(max, lambda rank, ranks: 0), "[0, 1, 7] gives rank 1 24 bytes.\nUnder 1F1B, rank 1 of 2 keeps 1"),
+        (lambda costs, *rest: [0, 2, 3, 4], "is within the limit, but takes"),
+        (lambda costs, *rest: [0, 1, 4], "it returned [0, 1, 4]; the bounds of 3 stages are [0, ..., 4], 4 rising"),
+        (lambda costs, *rest: [0, 1, 1, 4], "4 rising numbers"),
+        (lambda costs, *rest: costs.clear(), "it returned None"),
+        (lambda costs, *rest: [1 / 0], "ZeroDivisionError"),
+    ],
+)
+def test_known_mistakes_in_the_cut(cut, said: str):
+    verdict = checked(cut)
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_an_untouched_stub():
+    def my_cut(costs, weights, kept, ranks, limit): ...
+
+    verdict = checked(my_cut)
+    assert verdict.passed is None and "not started" in verdict.text
+
+
+def test_layers_are_measured():
+    """FLOPs: a product is 2 of each term, a pointwise operation one an element. 16 bytes a parameter; what is kept."""
+    flops, weights, kept = measured_layers(MODEL, IDS)
+    x, product = 64 * WIDTH, 2 * 64 * WIDTH * WIDTH
+    assert flops[0] == 0 and len(set(flops[1:9])) == 1
+    assert product <= flops[1] <= product + 10 * x  # norm, tanh, sum
+    assert 2 * 64 * WIDTH * 65 <= flops[9] <= 2 * 64 * WIDTH * 65 + 10 * 64 * 65  # and the loss
+    assert weights == [16 * size for size in (65 * 16, *[16 * 16 + 3 * 16] * 8, 16 * 65)]
+    # a block keeps the norm's input, two statistics a token, its output, and tanh's
+    assert kept[:9] == [0, *[3 * 4 * x + 2 * 64 * 4] * 8]
+    assert kept[9] > 4 * x  # the head's input, and what the loss keeps

@@ -1,0 +1,108 @@
+"""Lab 15's exercise: the solution passes, and every known mistake gets its hint."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tplab.exercises.recomputation import check_recomputed
+
+
+def forget(piece, x):
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        return piece(x), (x, state)
+
+
+def again(piece, kept, dy):
+    x, state = kept
+    x = x.detach().requires_grad_()
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
+        y = piece(x)
+    y.backward(dy)
+    return x.grad
+
+
+def forget_plainly(piece, x):
+    """The lab's bug, with the next one."""
+    with torch.no_grad():
+        return piece(x), x
+
+
+def again_plainly(piece, x, dy):
+    x = x.detach().requires_grad_()
+    piece(x).backward(dy)
+    return x.grad
+
+
+def again_rewound(piece, kept, dy):
+    x, state = kept
+    torch.set_rng_state(state)
+    return again_plainly(piece, x, dy)
+
+
+def again_without_weights(piece, x, dy):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(piece(x), x, dy)[0]
+
+
+def again_twice(piece, x, dy):
+    again_plainly(piece, x, dy)
+    return again_plainly(piece, x, dy)
+
+
+def forget_seeded(piece, x):
+    torch.manual_seed(0)
+    return forget_plainly(piece, x)
+
+
+def forget_nothing(piece, x):
+    y = piece(x.detach().requires_grad_())
+    return y, y
+
+
+def forget_little(piece, x):
+    kept = [x]
+    with torch.no_grad():
+        for layer in piece:
+            kept.append(layer(kept[-1]))
+    return kept[-1], kept
+
+
+def test_the_solution():
+    state = torch.get_rng_state()
+    verdict = check_recomputed(forget, again)
+    assert verdict.passed, verdict
+    assert [panel.title for panel in verdict.panels] == ["yours, dx", "right"]
+    assert torch.equal(state, torch.get_rng_state())  # the check itself draws nothing
+
+
+@pytest.mark.parametrize(
+    "mine, said",
+    [
+        ((forget_plainly, again_plainly), "It is right without dropout. The second pass drops other numbers"),
+        ((forget, again_rewound), "it leaves the random generator where the piece began"),
+        ((forget_seeded, again_plainly), "The first pass must draw the numbers that it would have drawn"),
+        ((forget_plainly, again_without_weights), "gradient of layer 0's weight is not right, without dropout"),
+        ((forget_plainly, again_without_weights), "It is zero: does the second pass go back to the weights?"),
+        ((forget_plainly, again_twice), "It is twice what it should be."),
+        ((forget_nothing, again_plainly), "my_forget: what it returns still has its graph"),
+        ((forget_little, again_plainly), "my_forget: it keeps 36 numbers, and the input has 12"),
+        ((forget_plainly, lambda piece, x, dy: dy.backward if x is None else None), "my_again: it returned None"),
+        ((forget_plainly, lambda piece, x, dy: dy[:2]), "dx has shape [2, 4]"),
+        ((forget_plainly, lambda piece, x, dy: 1 / 0), "ZeroDivisionError"),
+        ((lambda piece, x: (7, x), again_plainly), "it must return y and what to keep, and y is 7"),
+    ],
+)
+def test_known_mistakes(mine: Any, said: str):
+    verdict = check_recomputed(*mine)
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_an_untouched_stub():
+    def my_again(piece, kept, dy): ...
+
+    assert check_recomputed(forget, cast(Any, my_again)).passed is None
