@@ -1,12 +1,14 @@
 """Overlapped linear layers by formula, beside runs on the modelled clock, of meta tensors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tplab import Mesh, P
-from tplab.cost import gather_seconds, pays_from, scatter_seconds
+from tplab.cost import find, gather_seconds, pays_from, scatter_seconds
 from tplab.cost.overlap import Seconds
 from tplab.errors import ShapeError
 from tplab.torch import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter, run
@@ -43,13 +45,17 @@ def test_the_formulas_are_what_the_modelled_clock_finds(num_ranks, cluster):
 
 def test_where_overlap_stops_paying():
     """On 8 modelled H100s. Eight products are launched instead of one, and each reads and writes y again."""
-    assert pays_from(8192, 8192, 8, "h100") == 1024
-    assert pays_from(4096, 4096, 8, "h100") == 2048
+    assert pays_from(8192, 32768, 8, "h100") == 745
     assert pays_from(1024, 1024, 8, "h100", mode="scatter") is None  # sums take longer than the hops that they hide
-    tokens = 1024
-    for fewer, is_quicker in ((tokens, True), (tokens // 2, False)):
-        blocking, overlapped = gather_seconds(fewer, 8192, 8192, 8, "h100")
-        assert (overlapped < blocking) == is_quicker
+    for sizes in ((8192, 8192, 8, "h100"), (4096, 4096, 8, "h100"), (8192, 32768, 8, "h100")):
+        tokens = pays_from(*sizes)
+        assert tokens is not None
+        for number, is_quicker in ((tokens, True), (tokens - 1, False), (2 * tokens, True), (tokens // 2, False)):
+            blocking, overlapped = gather_seconds(number, *sizes)
+            assert (overlapped < blocking) == is_quicker
+    h100 = find("h100")
+    unhurried = replace(h100, chip=replace(h100.chip, launch=0.0))
+    assert pays_from(8192, 32768, 8, unhurried) == 1  # it is the launches that set the limit
     with pytest.raises(ValueError, match="mode is 'none'; it must be 'gather' or 'scatter'"):
         pays_from(8, 8, 2, "h100", mode="none")
     with pytest.raises(ShapeError, match="in_features is 10, which 4 ranks cannot share equally;\npad it to 12"):

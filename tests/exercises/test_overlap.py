@@ -1,9 +1,15 @@
-"""Lab 08's exercises: right and overlapped passes; right and blocking is told from wrong."""
+"""Lab 08's exercises: right and overlapped passes; right but blocking, and wrong, each get their hint."""
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Callable
+
 import torch
 
+import tplab.torch
+from labs.source import build
+from tplab.exercises.check import Verdict
 from tplab.exercises.overlap import check_gather_product, check_product_scatter
 from tplab.torch import (
     all_gather,
@@ -42,6 +48,12 @@ def scatter_by_hand(x: torch.Tensor, w: torch.Tensor, first: int = 1, adds: bool
     return total
 
 
+def shows_a_timeline(verdict: Verdict) -> None:
+    data, metadata = verdict._repr_mimebundle_()
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert metadata["image/png"]["alt"] == data["text/plain"] == verdict.text
+
+
 def test_right_and_overlapped():
     for verdict in (
         check_gather_product(gather_by_hand),
@@ -49,7 +61,8 @@ def test_right_and_overlapped():
         check_product_scatter(scatter_by_hand),
         check_product_scatter(lambda x, w: matmul_reduce_scatter(x, w, "tp")),
     ):
-        assert verdict.passed and "100 % of the communication that can be hidden is hidden" in verdict.text, verdict
+        assert verdict.passed and "100% of the communication that can be hidden is hidden" in verdict.text, verdict
+        shows_a_timeline(verdict)
 
 
 def test_right_and_blocking():
@@ -58,15 +71,22 @@ def test_right_and_blocking():
         check_gather_product(lambda x, w: gather_by_hand(x, w, waits_at_once=True)),
         check_product_scatter(lambda x, w: reduce_scatter(x @ w.T, "tp", -1)),
     ):
-        assert verdict.passed is False and "the numbers are right, and 0 %" in verdict.text, verdict
+        assert verdict.passed is False and "the numbers are right, but 0% of" in verdict.text, verdict
+        shows_a_timeline(verdict)
 
 
 def test_known_mistakes():
     for verdict, hint in (
-        (check_gather_product(lambda x, w: gather_by_hand(x, w, order=0)), "multiply it with *its* columns"),
-        (check_gather_product(lambda x, w: x @ w.chunk(axis_size("tp"), 1)[axis_index("tp")].T), "nothing that"),
-        (check_product_scatter(lambda x, w: scatter_by_hand(x, w, adds=False)), "what this rank alone adds"),
-        (check_product_scatter(lambda x, w: scatter_by_hand(x, w, first=0)), "which part must be the last one"),
+        (
+            check_gather_product(lambda x, w: gather_by_hand(x, w, order=0)),
+            "Multiply it by the columns of w for that rank",
+        ),
+        (
+            check_gather_product(lambda x, w: x @ w.chunk(axis_size("tp"), 1)[axis_index("tp")].T),
+            "Add the products of the pieces that arrive",
+        ),
+        (check_product_scatter(lambda x, w: scatter_by_hand(x, w, adds=False)), "This is the rank's own term alone"),
+        (check_product_scatter(lambda x, w: scatter_by_hand(x, w, first=0)), "Which part must a rank add last"),
     ):
         assert verdict.passed is False and hint in verdict.text, verdict
 
@@ -75,3 +95,28 @@ def test_not_started_and_raising():
     assert check_gather_product(lambda x, w: ...).passed is None
     verdict = check_product_scatter(lambda x, w: x @ w)
     assert verdict.passed is False and "RuntimeError" in verdict.text
+
+
+def test_the_lab_shows_the_bug():
+    """Its numbers are right; nothing is hidden. One line further down, the wait is where it should be."""
+    cells = [cell.source for cell in build.read_source("08_overlap").cells if cell.cell_type == "code"]
+    bug = next(source for source in cells if "def tidied(" in source)
+    assert "tidied: the numbers are right, but 0% of" in check_gather_product(made("tidied", bug)).text
+    start, product, pass_on = (
+        '            piece = tt.start(tt.ring_shift, piece, "tp").wait()',
+        "        y = y + piece @ columns[(i - k) % R].T\n",
+        "        if k < R - 1:\n",
+    )
+    assert bug.count(product + pass_on + start) == 1
+    mended = bug.replace(
+        product + pass_on + start,
+        '        flight = tt.start(tt.ring_shift, piece, "tp") if k < R - 1 else None\n'
+        f"{product}        piece = flight.wait() if flight else piece",
+    )
+    assert check_gather_product(made("tidied", mended)).passed
+
+
+def made(name: str, source: str) -> Callable[..., torch.Tensor]:
+    names = {"tt": tplab.torch}
+    exec(source, names)
+    return names[name]  # type: ignore[return-value]

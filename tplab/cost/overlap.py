@@ -63,17 +63,24 @@ def pays_from(
     in_features: int, out_features: int, num_ranks: int, cluster: str | Cluster, dtype: str = "bfloat16",
     mode: str = "gather", limit: int = 1 << 20,
 ) -> int | None:  # fmt: skip
-    """The fewest tokens, a power of two, from which on the overlapped layer is quicker than the blocking one; None
-    where it is not with `limit` of them."""
+    """The fewest tokens from which on the overlapped layer is quicker than the blocking one, or None if it is not even
+    quicker with `limit` of them. Powers of two are tried first, and then the numbers between the last two."""
     if mode not in ("gather", "scatter"):
         raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter'")
     seconds = gather_seconds if mode == "gather" else scatter_seconds
-    tokens, found = limit, None
-    while tokens:
+
+    def pays(tokens: int) -> bool:
         blocking, overlapped = seconds(tokens, in_features, out_features, num_ranks, cluster, dtype)
-        if overlapped >= blocking:
-            break
+        return overlapped < blocking
+
+    tokens, found = limit, None
+    while tokens and pays(tokens):
         tokens, found = tokens // 2, tokens
+    if found is None:
+        return None
+    while found - tokens > 1:
+        middle = (tokens + found) // 2
+        tokens, found = (tokens, middle) if pays(middle) else (middle, found)
     return found
 
 

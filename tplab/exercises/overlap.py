@@ -1,22 +1,27 @@
-"""The exercises of lab 08: products that must be right, and whose communication must be hidden."""
+"""The exercises of lab 08: layers that must be right and must hide what they send."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tplab.exercises.check import Exercise, Mistake, Seen, Tensors, Verdict, grade, raised
+from tplab.exercises.picture import below
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.trace.overlap import Overlap, overlap
+from tplab.trace.overlap import overlap
+from tplab.trace.trace import Trace
+from tplab.widgets.timeline import timeline
 
 FEATURES, ROWS, COLUMNS = P(None, "tp"), P("tp"), P(None, "tp")
 MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
 TOKENS, WIDTH, NUM_RANKS = 8192, 8192, 8
 ENOUGH = 0.9
-"""The share of what can be hidden that is asked for, on eight ranks of a modelled H100 node."""
+"""How much of the communication that can be hidden must be, on eight ranks of a modelled H100 node."""
 
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -29,7 +34,7 @@ def _plain(tensors: Tensors) -> Tensors:
 
 
 def _in_order(seen: Seen) -> np.ndarray:
-    """The k-th piece to arrive, multiplied with the columns of rank k."""
+    """The k-th piece to arrive, multiplied by the columns for rank k."""
     num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
     pieces = np.split(seen.tensors["x"], num_ranks, 1)
     columns = np.split(seen.own["w"], num_ranks, 1)
@@ -42,13 +47,13 @@ def _own_piece(seen: Seen) -> np.ndarray:
 
 
 def _own_part(seen: Seen) -> np.ndarray:
-    """What this rank alone adds to its own part of the sum."""
+    """The term that this rank alone adds to its own part of the result."""
     num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
     return np.split(seen.own["x"] @ seen.own["w"].T, num_ranks, 1)[index]
 
 
 def _next_part(seen: Seen) -> np.ndarray:
-    """The sum that belongs to the rank before or after."""
+    """The sum that belongs to the next rank."""
     num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
     return np.split(_plain(seen.tensors)["y"], num_ranks, 1)[(index + 1) % num_ranks]
 
@@ -60,8 +65,16 @@ GATHER = Exercise(
     plain=_plain,
     results={"y": FEATURES},
     mistakes=(
-        Mistake("y", "The k-th piece to arrive is that of rank i - k: multiply it with *its* columns of w.", _in_order),
-        Mistake("y", "It is the product of this rank's own piece; nothing that arrives is added.", _own_piece),
+        Mistake(
+            "y",
+            "The k-th piece to arrive comes from rank i - k. Multiply it by the columns of w for that rank.",
+            _in_order,
+        ),
+        Mistake(
+            "y",
+            "This is the product of the rank's own piece alone. Add the products of the pieces that arrive.",
+            _own_piece,
+        ),
     ),
     meshes=MESHES,
 )
@@ -73,15 +86,19 @@ SCATTER = Exercise(
     plain=_plain,
     results={"y": FEATURES},
     mistakes=(
-        Mistake("y", "It is what this rank alone adds to its part: the sum that travels must be added to.", _own_part),
-        Mistake("y", "It is the sum of the next rank's part: which part must be the last one to add?", _next_part),
+        Mistake("y", "This is the rank's own term alone. Add it to the sum that arrives, and pass that on.", _own_part),
+        Mistake(
+            "y",
+            "This is the sum for the next rank. Which part must a rank add last, so that its own sum ends with it?",
+            _next_part,
+        ),
     ),
     meshes=MESHES,
 )
 
 
 def check_gather_product(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn` is all_gather(x) @ w.T, and hides what it sends.
+    """Whether `fn`, in torch, computes all_gather(x) @ w.T and hides what it sends.
 
     x [T, D/tp]   w [F/tp, D]   ->   y [T, F/tp]
     """
@@ -89,7 +106,7 @@ def check_gather_product(fn: Callable[..., Any]) -> Verdict:
 
 
 def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn` is reduce_scatter(x @ w.T), and hides what it sends.
+    """Whether `fn`, in torch, computes reduce_scatter(x @ w.T) and hides what it sends.
 
     x [T, D/tp]   w [F, D/tp]   ->   y [T, F/tp]
     """
@@ -97,26 +114,43 @@ def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
 
 
 def _graded(fn: Callable[..., Any], exercise: Exercise) -> Verdict:
-    verdict = grade(fn, exercise)
+    name = getattr(fn, "__name__", exercise.name)
+    verdict = grade(fn, replace(exercise, name=name))
     if not verdict.passed:
         return verdict
     try:
-        found = hidden(fn, exercise)
+        trace = traced(fn, exercise)
     except Exception as error:
-        return Verdict(False, raised(error, fn, exercise.name, Mesh(tp=NUM_RANKS)))
-    share = f"{100 * found.share_of_possible:.0f} %"
-    if found.share_of_possible < ENOUGH:
-        return Verdict(
-            False,
-            f"{exercise.name}: the numbers are right, and {share} of the communication that could be hidden is: on the "
-            f"modelled H100 node, with {TOKENS} tokens, from width {WIDTH} to {4 * WIDTH} or back.\n"
-            "What stands between `start` and `wait`?",
+        return Verdict(False, raised(error, fn, name, Mesh(tp=NUM_RANKS)))
+    hidden = overlap(trace).share_of_possible
+    if hidden < ENOUGH:
+        text = (
+            f"{name}: the numbers are right, but {hidden:.0%} of the communication that could be hidden is.\n"
+            f"Below is your layer with {TOKENS:,} tokens on a modelled H100 node. What is there to compute between\n"
+            "`start` and `wait`?"
         )
-    return Verdict(True, f"{verdict.text}\nAnd {share} of the communication that can be hidden is hidden.")
+        return Timed(False, text, trace)
+    text = (
+        f"{verdict.text}\n{hidden:.0%} of the communication that can be hidden is hidden. Below is your layer with "
+        f"{TOKENS:,} tokens\non a modelled H100 node."
+    )
+    return Timed(True, text, trace)
 
 
-def hidden(fn: Callable[..., Any], exercise: Exercise) -> Overlap:
-    """How much of what `fn` sends is hidden at a real size: on meta tensors, of which only the sizes are real."""
+class Timed(Verdict):
+    """A verdict on a layer that computes the right numbers, with the timeline of that layer below it."""
+
+    def __init__(self, passed: bool, text: str, trace: Trace):
+        super().__init__(passed, text)
+        self.trace = trace
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        picture = base64.b64encode(below(self.text, timeline(self.trace).picture())).decode()
+        return {"text/plain": self.text, "image/png": picture}, {"image/png": {"alt": self.text}}
+
+
+def traced(fn: Callable[..., Any], exercise: Exercise) -> Trace:
+    """The trace of `fn` at a real size, on meta tensors, which have a shape but no numbers."""
     import torch
 
     from tplab.torch import run
@@ -125,4 +159,4 @@ def hidden(fn: Callable[..., Any], exercise: Exercise) -> Overlap:
     x = torch.empty(TOKENS, inputs, dtype=torch.bfloat16, device="meta")
     w = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     specs = tuple(exercise.specs.values())
-    return overlap(run(fn, Mesh(tp=NUM_RANKS), x, w, in_specs=specs, cluster="h100").trace)
+    return run(fn, Mesh(tp=NUM_RANKS), x, w, in_specs=specs, cluster="h100").trace
