@@ -201,7 +201,8 @@ for tokens in (8192, 256):
 # With many tokens, both take equally long. With few tokens, cutting them up is expensive: each of the eight small
 # products has to read the rank's whole weight from memory, whereas a piece of the features needs only an eighth of
 # it.
-#
+
+# %% [markdown]
 # ## When does it pay?
 #
 # Eight small products cost more than one large one, because each of them has to be launched and reads and writes the
@@ -281,7 +282,8 @@ for fn in (blocking_layer_in_jax, layer_in_jax):
 # GPUs and TPUs it splits the message into a start and a done, and moves work in between. The CPU devices of this
 # notebook do not overlap anything. If you draw the JAX trace on a modelled cluster, the overlap in it comes from
 # tplab's model, so it shows what the data flow permits, and not what XLA did.
-#
+
+# %% [markdown]
 # ## What it costs
 #
 # For the layer that gathers, on $R$ ranks, where all of $X$ has $n$ bytes:
@@ -296,7 +298,8 @@ for fn in (blocking_layer_in_jax, layer_in_jax):
 #
 # The last row is worth having too: the overlapped layer keeps only $1/R$ of $X$, and gathers the rest again in the
 # backward pass.
-#
+
+# %% [markdown]
 # ## A bug to repair
 #
 # This layer was overlapped as well, until someone tidied it up. Its numbers are right, so no test noticed. This does
