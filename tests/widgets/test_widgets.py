@@ -187,19 +187,21 @@ def test_an_empty_trace_has_a_picture():
 
 
 @pytest.mark.parametrize(
-    ("members", "pool", "op", "most", "text"),
+    ("members", "pool", "how", "most", "text"),
     [
         ((2,), (0, 1, 2), "", 4, "2"),
-        ((0, 1, 2), (0, 1, 2, 3), "", 4, "0+1+2"),
-        ((0, 1), (0, 1), "all_gather", 4, "0,1"),
+        ((0, 1, 2), (0, 1, 2, 3), "sum", 4, "0+1+2"),
+        ((0, 1, 2), (0, 1, 2, 3), "product", 4, "0·1·2"),
+        ((0, 1, 2), (0, 1, 2, 3), "max", 4, "0,1,2"),
+        ((0, 1), (0, 1), "", 4, "0,1"),
         ((0, 1, 2, 3, 4), tuple(range(8)), "", 4, "5 of 8"),
         ((0, 1, 2, 3), tuple(range(8)), "", 3, "4 of 8"),
         ((0, 1), (0, 1, 2), "", 1, "2/3"),
         (tuple(range(12)), tuple(range(16)), "", 1, "12"),
     ],
 )
-def test_contributors_in_a_few_letters(members, pool, op, most, text):
-    assert contributors(members, pool, op, most) == text
+def test_contributors_in_a_few_letters(members, pool, how, most, text):
+    assert contributors(members, pool, how, most) == text
 
 
 SENTENCES = {

@@ -33,7 +33,7 @@ STORED = tuple(name for name in COLUMNS if name != "values")
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
 
-ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks")
+ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks", "chunk_names")
 """What a trace says besides its mesh and its events."""
 
 _TUPLES = ("group", "shape", "contributors")
@@ -159,6 +159,14 @@ def chunks_of(mesh: Mesh, given: Any) -> list[tuple[int, int]]:
     if wrong := [chunk for chunk in chunks if not 0 <= chunk[0] < mesh.size or chunk[1] < 0]:
         raise TraceError(f"a chunk is (origin rank, piece), and {wrong[0]} is none: {_ranks_of(mesh)}")
     return chunks
+
+
+def names_of(given: Any, num_chunks: int) -> list[str]:
+    """The names of a trace's chunks, one for each; where none are known, none. Raises TraceError for anything else."""
+    names = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(name, str) for name in names) or len(names) not in (0, num_chunks):
+        raise TraceError(f"chunk_names has one text for each of the {num_chunks} chunks, not {given!r:.80}")
+    return names if any(names) else []
 
 
 def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int, valued: Iterable[int]) -> None:

@@ -37,6 +37,7 @@ class Recorder:
         self._contributors = Codes()
         self._values: dict[int, np.ndarray] = {}  # by note
         self._chunks: dict[int, int] = {}
+        self._chunk_names: dict[int, str] = {}
         self._num_packed = 0
         self._num_messages = 0
 
@@ -45,9 +46,12 @@ class Recorder:
         packed = sum(len(block["form"]) + int((block["form"] < 0).sum()) for block in self._blocks)
         return packed + len(self._notes) // _WIDTH + sum(form < 0 for form in self._notes[::_WIDTH])
 
-    def chunk(self, origin_rank: int, piece: int) -> int:
-        """The number of the chunk that is `piece` of what `origin_rank` held."""
-        return self._chunks.setdefault(origin_rank + piece * self.mesh.size, len(self._chunks))
+    def chunk(self, origin_rank: int, piece: int, name: str = "") -> int:
+        """The number of the chunk that is `piece` of what `origin_rank` held, and how the program names it."""
+        number = self._chunks.setdefault(origin_rank + piece * self.mesh.size, len(self._chunks))
+        if name:
+            self._chunk_names[number] = name
+        return number
 
     def next_message(self) -> int:
         """A number for the events of one message, or one collective."""
@@ -165,7 +169,8 @@ class Recorder:
             values.update(dict.fromkeys(range(first[note], first[note] + 1 + is_message[note]), kept))
         about = {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
         chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
-        return Trace.from_columns(self.mesh, values=values, chunks=chunks, **columns, **about)
+        names = [self._chunk_names.get(number, "") for number in range(len(chunks))]
+        return Trace.from_columns(self.mesh, values=values, chunks=chunks, chunk_names=names, **columns, **about)
 
     def _pack(self) -> None:
         self._blocks.append(self._packed())

@@ -12,7 +12,7 @@ import numpy as np
 from tplab.errors import TraceError
 from tplab.mesh import Axis, Mesh
 from tplab.trace import as_json
-from tplab.trace.columns import ABOUT, DEFAULTS, STORED, Column, Words, check, chunks_of, column
+from tplab.trace.columns import ABOUT, DEFAULTS, STORED, Column, Words, check, chunks_of, column, names_of
 from tplab.trace.event import COLUMNS, KINDS, Event
 
 
@@ -25,7 +25,8 @@ class Trace:
     clock       "modelled" (from a cluster's figures) or "measured" (on this machine)
     unit        "s", or "steps": no cluster was given, a hop takes 1 and computing 0
     cluster     the name of the modelled cluster, or None
-    chunks      what travelled: (the rank it came from, which piece of that rank's tensor)
+    chunks      what travelled: (the rank it came from, how many that rank had sent before it)
+    chunk_names its name in the program: "Z", or "x[3]" for piece 3 of x; "" where that is not known
 
     Inside there is one array per column, so a million events are fine. A trace is never changed. Two are equal when all
     of the above and every event are, bit for bit.
@@ -42,6 +43,7 @@ class Trace:
         unit: str = "s",
         cluster: str | None = None,
         chunks: Sequence[tuple[int, int]] = (),
+        chunk_names: Sequence[str] = (),
         values: Mapping[int, np.ndarray] | None = None,
     ):
         if clock not in ("modelled", "measured"):
@@ -54,6 +56,7 @@ class Trace:
         self.mesh, self.title, self.framework = mesh, title, framework
         self.clock, self.unit, self.cluster = clock, unit, cluster
         self.chunks = [(int(origin), int(piece)) for origin, piece in chunks]
+        self.chunk_names = list(chunk_names)
         # Stable: of events that start together, one rank's keep the order in which it recorded them.
         numbers = {name: given for name, given in columns.items() if not isinstance(given, Words)}
         order = np.lexsort((numbers["rank"], numbers["start"]))
@@ -83,6 +86,7 @@ class Trace:
         num_events = len(given["rank"])
         columns = {name: column(name, given.pop(name, DEFAULTS.get(name)), num_events) for name in STORED}
         given["chunks"] = chunks_of(mesh, given.get("chunks", ()))
+        given["chunk_names"] = names_of(given.get("chunk_names", ()), len(given["chunks"]))
         check(mesh, columns, len(given["chunks"]), values or ())
         return cls(mesh, columns, values={row: _plain_array(array) for row, array in (values or {}).items()}, **given)
 

@@ -86,7 +86,9 @@ def ring_all_reduce(x: Any, axis: Axis, direction: Direction = "up") -> Array:
     one_of("direction", direction, DIRECTIONS)
     multiple = 2 * num_ranks if direction == "split" else num_ranks
     x = varying(x, axis)
-    flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
+    flat = x.reshape(-1)
+    if -x.size % multiple:
+        flat = jnp.pad(flat, (0, -x.size % multiple))
     pieces = flat.reshape(num_ranks, -1)
     rising = [_piece(pieces, index - 1 - place) for place in range(num_ranks)]  # so that index i sums piece i
     sinking = [_piece(pieces, index + 1 + place) for place in range(num_ranks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -107,12 +108,28 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
         del known[next(iter(known))]
 
 
+def _names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """For each array among the arguments the name of the parameter that it is; "" where it is only part of one."""
+    try:
+        names = list(inspect.signature(fn).bind(*args).arguments)
+    except (TypeError, ValueError):
+        names = []
+    names = names if len(names) == len(args) else [""] * len(args)
+    return [
+        name if leaf is arg else ""
+        for name, arg in zip(names, args, strict=True)
+        for leaf in jax.tree.leaves(arg)
+        if _is_array(leaf)
+    ]
+
+
 class Compiled:
     """A program for arguments of one structure, whose arrays have one shape and dtype each.
 
     jaxpr          what JAX traced: the whole program, the ranks' own inside its `shard_map`
     structure      that of the results
     piece_shapes   for each array of the result, the shape that a rank returns
+    names          of the random key ("") and of each array among the arguments: the parameter that it is, else ""
     """
 
     def __init__(self, program: Program, fn: Callable[..., Any], args: tuple[Any, ...]):
@@ -120,6 +137,7 @@ class Compiled:
         leaves, structure = jax.tree.flatten(args)
         specs = spec_of_each(program.in_specs, args)
         self.in_specs = []
+        self.names = ["", *_names(fn, args)]
         for leaf, spec in zip(leaves, specs, strict=True):
             if _is_array(leaf):
                 check_spec(np.shape(leaf), spec, program.mesh)

@@ -61,6 +61,11 @@ class Decisions:
         wholes = (atom.val if hasattr(atom, "val") else known[atom] for atom in self._eqn.invars)
         return list(zip(wholes, self._eqn.params["in_specs"], strict=True))
 
+    def names(self, of_arguments: Sequence[str]) -> list[str]:
+        """The same of the arguments' names; "" for an input that is none of them."""
+        known = dict(zip(self._closed.jaxpr.invars, of_arguments, strict=True))
+        return ["" if hasattr(atom, "val") else known.get(atom, "") for atom in self._eqn.invars]
+
     def _reporting(self, *arguments: Any) -> Sequence[Any]:
         """The program, with one more result."""
         params, axes = self._eqn.params, self._eqn.params["mesh"].axis_names

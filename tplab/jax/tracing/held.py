@@ -45,9 +45,12 @@ class Held:
     labels         each rank's label; None where the data is the rank's own
     sent           the label under which a rank's own data was first sent
     is_scalar      a single number, or one repeated: not a tensor of a rank's own
+    name           the parameter of the program that it is, or ""
+    moved          the equation and what it read, where that only picks or reorders elements
     """
 
-    __slots__ = ("_node", "_place", "_values", "dtype", "is_scalar", "labels", "needs", "sent", "shape")
+    __slots__ = ("_node", "_place", "_values", "dtype", "is_scalar", "labels", "moved", "name", "needs", "sent",
+                 "shape")  # fmt: skip
 
     def __init__(self, aval: Any, needs: Iterable[int] = (), labels: Sequence[Label | None] | None = None):
         self.shape, self.dtype = tuple(aval.shape), aval.dtype
@@ -55,6 +58,8 @@ class Held:
         self.labels = labels
         self.sent: dict[int, Label] = {}
         self.is_scalar = not self.shape
+        self.name = ""
+        self.moved: tuple[Any, Sequence[Held]] | None = None
         self._values: PerRank | None = None
         self._node: _Node | None = None
         self._place = 0

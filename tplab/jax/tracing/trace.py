@@ -47,6 +47,8 @@ def trace_of(
         walk = Walk(mesh, recorder.chunk, Reports(decisions.reported, reports, mesh.size))
         pieces = zip(decisions.jaxpr.invars, decisions.given(arrays), strict=True)
         inputs = [Held.known(variable.aval, _pieces(*given, variable.aval, mesh)) for variable, given in pieces]
+        for held, name in zip(inputs, decisions.names(compiled.names), strict=True):
+            held.name = name
         results = walk.run(decisions.jaxpr, (), inputs, tuple(mesh.ranks), "?")
         return recorded(recorder, walk.tasks, _alive(walk, results), cluster, record)
 

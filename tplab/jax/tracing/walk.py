@@ -15,8 +15,9 @@ from tplab.errors import TraceError
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.held import Held, Label, PerRank, computed, joined
+from tplab.jax.tracing.held import Held, Label, PerRank, computed, is_small, joined
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, line_of, opened
+from tplab.jax.tracing.names import MOVES, NAMES_UP_TO, name_in_program
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free
 from tplab.mesh import Mesh
 
@@ -27,9 +28,10 @@ MOST_ITERATIONS = 10_000  # of a while_loop
 
 
 class Walk:
-    """Follows a program on all ranks at once. `tasks` is what they have to do; `chunk(rank, piece)` numbers chunks."""
+    """Follows a program on all ranks at once. `tasks` is what they have to do; `chunk(rank, piece, name)` is the number
+    of a chunk."""
 
-    def __init__(self, mesh: Mesh, chunk: Callable[[int, int], int], reports: Reports):
+    def __init__(self, mesh: Mesh, chunk: Callable[..., int], reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
         self.kept: list[int] = []  # tasks with an effect: they are done also where no result needs them
@@ -108,6 +110,8 @@ class Walk:
         if has_effect:
             self.kept += sorted(needs.union(self._decided[0]))
         computed(outputs, inputs, partial(_bound, eqn, self.mesh.size))
+        if name in MOVES and is_small(outputs[0]):
+            outputs[0].moved = eqn, inputs
         return outputs
 
     def _product_that_adds(self, eqn: Any, inputs: list[Held], uses: Counter[int], ranks: Ranks) -> int | None:
@@ -127,10 +131,11 @@ class Walk:
         """The sum, where the product adds: what it adds to is read as well."""
         task = self.tasks[product]
         other = inputs[0] if inputs[1].needs == (product,) else inputs[1]
-        labels = joined(inputs, ranks, self.mesh.size)
+        made = inputs[1] if inputs[1].needs == (product,) else inputs[0]
+        labels = joined([made, other], ranks, self.mesh.size)  # y += x w is about the piece x, whatever is in y
         result = Held(eqn.outvars[0].aval, (product,), labels)
         computed([result], inputs, partial(_bound, eqn, self.mesh.size))
-        about = {"num_bytes": task.num_bytes + other.num_bytes, "carried": result, **_about(labels, inputs)}
+        about = {"num_bytes": task.num_bytes + other.num_bytes, "carried": result, **_about(labels, [made, other])}
         self.tasks[product] = replace(task, needs=tuple(sorted({*task.needs, *other.needs})), **about)
         return result
 
@@ -167,7 +172,8 @@ class Walk:
         """Under which label `rank` sends x: that of what it received, or of a new chunk where it is the rank's own."""
         label = x.label(rank) or x.sent.get(rank)
         if label is None:
-            label = x.sent[rank] = Label(self._chunk(rank, self._num_chunks[rank]), (rank,))
+            name = name_in_program(x, rank) if self._num_chunks[rank] < NAMES_UP_TO else ""
+            label = x.sent[rank] = Label(self._chunk(rank, self._num_chunks[rank], name), (rank,))
             self._num_chunks[rank] += 1
         return label
 

@@ -86,7 +86,9 @@ def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tenso
     num_ranks, index = axis_size(axis), axis_index(axis)
     one_of("direction", direction, DIRECTIONS)
     multiple = 2 * num_ranks if direction == "split" else num_ranks
-    flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % multiple))
+    flat, missing = x.reshape(-1), -x.numel() % multiple
+    if missing:
+        flat = torch.nn.functional.pad(flat, (0, missing))
     pieces = flat.chunk(num_ranks) if flat.numel() else [flat] * num_ranks
     rising = [pieces[(index - 1 - place) % num_ranks] for place in range(num_ranks)]  # so that index i sums piece i
     sinking = [pieces[(index + 1 + place) % num_ranks] for place in range(num_ranks)]

@@ -75,6 +75,8 @@ class Meter(DispatchMode):
         traits = _traits(func)
         inputs, outputs = list(_tensors(traits.read(args, kwargs))), list(_tensors(result))
         rank = this_rank()
+        if traits.writes and len(inputs) > 1 and inputs[0] is args[0]:  # y.addmm_(piece, w) is about the piece
+            inputs = [*inputs[1:], inputs[0]]
         label = rank.labels.joined(inputs, self.rank)
         is_sum = label is not None and all(rank.labels.get(x) is not label for x in inputs)
         for output in outputs:

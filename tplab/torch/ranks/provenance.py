@@ -8,12 +8,14 @@ from torch import Tensor
 
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.labels import UNKNOWN, Label, Labels
+from tplab.torch.ranks.names import name_in_program
 from tplab.torch.ranks.values import VALUES_UP_TO, values_of
 from tplab.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from tplab.torch.ranks.meter import Meter
 
+NAMES_UP_TO = 64  # chunks of a rank; those that it sends later are not looked for in the program's variables
 LABELS_UP_TO = 1024  # elements; a larger received tensor alone does not make us watch every operation
 
 
@@ -48,7 +50,8 @@ class Provenance:
             self._new_chunk(x)
 
     def _new_chunk(self, x: Tensor) -> Label:
-        label = Label(self._recorder.chunk(self.rank, self._num_chunks), (self.rank,))
+        name = name_in_program(x) if self._num_chunks < NAMES_UP_TO else ""
+        label = Label(self._recorder.chunk(self.rank, self._num_chunks, name), (self.rank,))
         self._num_chunks += 1
         self._sent.set(x, label)
         return label

@@ -265,11 +265,16 @@ _OTHERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platst
 _INSTALLED = (*_OURS, *_OTHERS, "<frozen")
 
 
+def is_program(filename: str) -> bool:
+    """Whether a file belongs to the program, and not to an installed package."""
+    return not filename.startswith(_INSTALLED)
+
+
 class _IsProgram(dict[str, bool]):
     """Whether a file belongs to the program, and not to an installed package."""
 
     def __missing__(self, filename: str) -> bool:
-        found = self[filename] = not filename.startswith(_INSTALLED)
+        found = self[filename] = is_program(filename)
         return found
 
 

@@ -68,10 +68,9 @@ def frame(of: Trace | Score, position: float) -> Frame:
     )
 
 
-def contributors(members: Sequence[int], pool: Sequence[int], op: str = "", most: int = 4) -> str:
-    """Whose data is in it, in a few letters: "2", "0+1+2"; "5 of 8" where it is that of more than `most` ranks."""
+def contributors(members: Sequence[int], pool: Sequence[int], how: str = "", most: int = 4) -> str:
+    """Whose data is in it, in a few letters: "2", in a sum "0+1+2", else "0,1,2"; "5 of 8" of more than `most`."""
     if len(members) > most:
         short = f"{len(members)}/{len(pool)}" if len(pool) < 10 else str(len(members))
         return f"{len(members)} of {len(pool)}" if most > 1 else short
-    joint = "," if op in ("all_gather", "all_to_all") else "+"
-    return joint.join(map(str, members))
+    return {"sum": "+", "product": "·"}.get(how, ",").join(map(str, members))

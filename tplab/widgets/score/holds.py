@@ -14,7 +14,9 @@ from tplab.trace.trace import Trace
 OWN, HELD, PASSED = 1, 2, 3  # of a hold: the rank's own part; arrived or computed; given away, to be added to elsewhere
 
 _SEND, _RECEIVE, _COLLECTIVE, _COMPUTE = 1, -1, 2, 0
-_ADDING = {"add", "add_", "sub", "mul", "mul_", "maximum", "minimum", "max", "min", "add_any", "_foreach_add_"}
+JOINING = {"add": "sum", "add_": "sum", "add_any": "sum", "_foreach_add_": "sum", "sub": "", "mul": "product",
+           "mul_": "product", "maximum": "max", "max": "max", "minimum": "min", "min": "min"}  # fmt: skip
+"""The operations by which a rank joins a part of its own to what came, and what that makes."""
 
 
 class _Book:
@@ -138,7 +140,7 @@ def _sums(rows: list[int], columns: dict[str, np.ndarray], members_of: dict[int,
             last[key] = members_of[row]
         elif kind == _SEND and key in last:
             (grown if members_of[row] > last[key] else passed).add(item)
-        elif kind == _COMPUTE and key in last and ops[row] in _ADDING:
+        elif kind == _COMPUTE and key in last and ops[row] in JOINING:
             adding.add(item)
     return grown | (adding - passed)
 

@@ -21,7 +21,7 @@ def picture(score: Score) -> bytes:
     header = {
         **_about(score),
         "sentences": words.sentences(score),
-        "items": [[item.name, item.origin, item.piece, item.op, item.pools] for item in score.items],
+        "items": [[item.name, item.origin, item.text, item.op, item.pools, item.how] for item in score.items],
         "layout": {
             "width": place.width,
             "height": place.height,
@@ -33,7 +33,8 @@ def picture(score: Score) -> bytes:
             "links": [[*pair, *curve] for pair, curve in place.links.items()],
             "labels": place.labels,
         },
-        "table": {"column": table.of_item, "names": table.names, "size": table.page_size, "first": table.first},
+        "table": {"column": table.of_item, "names": table.names, "size": table.page_size, "first": table.first,
+                  "caption": score.table_caption},
     }  # fmt: skip
     holds = {f"hold_{name}": column for name, column in score.holds.items()}
     kept = _contents(score, holds)
@@ -42,7 +43,7 @@ def picture(score: Score) -> bytes:
 
 def lanes(score: Score) -> bytes:
     """For `timeline`: the bars with all that is known about them, and which of them make the critical path."""
-    items = [[item.name, item.origin, item.piece, item.op, []] for item in score.items]
+    items = [[item.name, item.origin, item.text, item.op, [], item.how] for item in score.items]
     header = {**_about(score), "items": items, "sentences": words.sentences(score)}
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
     return pack(header, {**_bars(score), "flops": flops, "critical": critical_rows(score)})

@@ -19,7 +19,8 @@ import numpy as np
 
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.units import letter
-from tplab.widgets.score.holds import holdings
+from tplab.widgets.score.holds import JOINING, holdings
+from tplab.widgets.score.names import names
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
 _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
@@ -29,17 +30,21 @@ _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAI
 class Item:
     """Something that travels: a column of the table.
 
-    name     "a", "b", ...: written beside every use of the colour
+    name     written beside every use of the colour: "x₃" for piece 3 of x, else "a", "b", ...
+    text     the same in a sentence: "x[3]", "chunk a"
     origin   the rank that it came from; -1: a collective's, every rank has a part of its own
-    piece    which piece of the origin's tensor
+    piece    how many that rank had sent before it
     op       the collective, or ""
+    how      how ranks join their parts: "sum", "max", "min", "product"; "" where nothing is joined, or it is not known
     pools    every rank whose data could be in it, one tuple a group that it runs on
     """
 
     name: str
+    text: str
     origin: int
     piece: int
     op: str
+    how: str
     pools: tuple[tuple[int, ...], ...]
 
 
@@ -69,6 +74,14 @@ class Score:
     def total_sent(self) -> np.ndarray:
         """Bytes that each rank sends in all."""
         return np.bincount(self.bars["rank"], weights=self.bars["bytes"], minlength=self.trace.mesh.size)
+
+    @cached_property
+    def table_caption(self) -> str:
+        """What the table shows."""
+        hows = {item.how for item in self.items} & {"max", "min", "product"}
+        names = {"max": "the maximum", "min": "the minimum", "product": "the product"}
+        made = f": {names[hows.pop()]} of these ranks' parts" if len(hows) == 1 else ""
+        return f"what each rank holds{made}"
 
     @cached_property
     def computes(self) -> bool:
@@ -114,7 +127,8 @@ def score(trace: Trace) -> Score:
     rows = np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == SEND))
     travels = {(int(columns["item"][row]), groups[columns["group"][row]]) for row in rows}
     pools = _pools(len(items), [*seen, *((item, group) for item, group in travels if item in added and group)])
-    items = [Item(*item, pools=pool) for item, pool in zip(items, pools)]
+    hows = _hows(columns, len(items))
+    items = [Item(*item, how, pool) for item, how, pool in zip(items, hows, pools, strict=True)]
     # A receive is the other end of a send and has no bar of its own; a collective's bytes count as sent.
     rows = np.flatnonzero(columns["kind"] >= 0)
     bars = {name: column[rows] for name, column in columns.items() if name != "op_name"}
@@ -123,19 +137,31 @@ def score(trace: Trace) -> Score:
     return Score(trace, times, bars, items, holds, sets, values)
 
 
-def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[str, int, int, str]]]:
-    """The item of each event, and all items as (name, origin, piece, op)."""
+def _hows(columns: dict[str, np.ndarray], num_items: int) -> list[str]:
+    """How the parts of each item are joined, as the operations say that join them."""
+    found: list[set[str]] = [set() for _ in range(num_items)]
+    for row in np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == COMPUTE)).tolist():
+        if columns["op_name"][row] in JOINING:
+            found[columns["item"][row]].add(JOINING[columns["op_name"][row]])
+    return [hows.pop() if len(hows) == 1 else "" for hows in found]
+
+
+def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, list[tuple[str, str, int, int, str]]]:
+    """The item of each event, and all items as (name, text, origin, piece, op)."""
     item = np.where(columns["chunk"] < len(trace.chunks), columns["chunk"], -1)
     item = np.where(columns["kind"] == COLLECTIVE, -1, item)
-    # A chunk that no message carries would be an empty column. The others keep their order.
-    used = np.unique(item[(item >= 0) & np.isin(columns["kind"], (SEND, -1))])
+    # A chunk that no message carries would be an empty column. Pieces of one tensor are in their order in it.
+    met: dict[int, set[int]] = {}
+    for row in np.flatnonzero((item >= 0) & np.isin(columns["kind"], (SEND, -1))).tolist():
+        met.setdefault(int(item[row]), set()).add(int(columns["rank"][row]))
+    name_of = names(trace.chunks, trace.chunk_names, met)
+    used = sorted(met, key=lambda chunk: (name_of[chunk].place, chunk))
     index = np.full(len(trace.chunks) + 1, -1)
     index[used] = np.arange(len(used))
     item = index[item]
-    items: list[tuple[str, int, int, str]] = []
-    for chunk in used.tolist():
-        origin, piece = trace.chunks[chunk]
-        items.append((letter(len(items)), origin, piece, ""))
+    items = [(name_of[chunk].short, name_of[chunk].text, *trace.chunks[chunk], "") for chunk in used]
+    taken = {name for name, *_ in items}
+    free = (text for text in map(letter, range(len(items), 10**6)) if text not in taken)
     ops, axes = trace.codes("op")[0], trace.column("axis")
     counts: dict[tuple, int] = {}
     found: dict[tuple, int] = {}
@@ -148,7 +174,8 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
         key = (*rank_key[1:], counts[rank_key])
         if key not in found:
             found[key] = len(items)
-            items.append((letter(len(items)), -1, 0, ops[columns["op"][row]]))
+            name, op = next(free), ops[columns["op"][row]]
+            items.append((name, f"{op} ({name})", -1, 0, op))
         item[row] = found[key]
     return item, items
 

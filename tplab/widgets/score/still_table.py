@@ -87,7 +87,7 @@ class Table:
             text = str(rank) if self.small else f"rank {rank}"
             pen.text(x - 9, y + self.size[1] / 2, text, size=10.5, fill=DIM, anchor="rm")
         middle = self.at[0] + self.left + (self.width - self.left) / 2
-        pen.text(middle, self.at[1] + self.height - 8, "what each rank holds", size=10.5, fill=DIM)
+        pen.text(middle, self.at[1] + self.height - 8, self.score.table_caption, size=10.5, fill=DIM)
 
     def draw(self, pen: Pen, now: Frame) -> None:
         """The cells at one moment."""
@@ -125,7 +125,7 @@ def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple
     pool = score.pool(hold)
     label = score.items[item].name
     if len(pool) > 1:
-        label = contributors(score.members(hold), pool, score.items[item].op, most)
+        label = contributors(score.members(hold), pool, score.items[item].how, most)
     index = score.holds["value"][hold]
     if index < 0 or score.values[index].size != 1 or most == 1:
         return label, ""

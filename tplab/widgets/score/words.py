@@ -84,6 +84,16 @@ def _before(score: Score) -> str:
     return "each rank holds its own chunks"
 
 
+_JOINED = {
+    "sum": ("sum", "adds", "add", "to"),
+    "max": ("maximum", "compares", "compare", "with"),
+    "min": ("minimum", "compares", "compare", "with"),
+    "product": ("product", "multiplies", "multiply", "with"),
+    "": ("result", "joins", "join", "with"),
+}
+"""By how ranks join their parts: what it makes, the verb for one rank and for several, and its preposition."""
+
+
 class _News:
     """Tells rounds in their order, and remembers what each rank received in the round before."""
 
@@ -115,21 +125,25 @@ class _News:
         who = "every rank" if len(senders) == mesh.size else f"{len(senders)} ranks"
         if len(senders) == 1 < mesh.size:
             who = f"rank {next(iter(senders))}"
-        several = max(senders.values()) > 1
-        did = {self._did(row) for row in rows}
-        verbs, to = ("sends", "passes on", "adds") if len(did) == 1 else ("", "", ""), self._direction(rows)
-        what = did.pop() if verbs[0] else "other"
-        chunk = "chunks" if several else "chunk"
+        did, to = {self._did(row) for row in rows}, self._direction(rows)
+        if len(did) > 1:
+            return f"{len(rows)} messages, from {who} to {to}"
+        chunk = "chunks" if max(senders.values()) > 1 else "chunk"
+        how = {self.score.items[item].how for item in bars["item"][rows].tolist() if item >= 0}
+        result, joins, join, joint = _JOINED[how.pop() if len(how) == 1 else ""]
         if who != "every rank" and len(senders) > 1:
-            verbs = ("send", "pass on", "add")
+            send, pass_on, joins, its, it = "send", "pass on", join, "their", "they have"
+        else:
+            send, pass_on, its, it = "sends", "passes on", "its", "it has"
+        results = result + "s" * (chunk == "chunks")
         return {
-            "own": f"{who} {verbs[0]} {'its own' if verbs[0] == 'sends' else 'their own'} {chunk} to {to}",
-            "passed": f"{who} {verbs[1]} the {chunk} {'it has' if verbs[0] == 'sends' else 'they have'} just received",
-            "finished": f"{who} {verbs[1]} the finished sum{'s' * several} just received",
-            "added": f"{who} {verbs[2]} its own part to what it has just received, and sends the sum on",
-            "complete": f"{who} {verbs[2]} the last missing part, and sends the finished sum on",
+            "own": f"{who} {send} {its} own {chunk} to {to}",
+            "passed": f"{who} {pass_on} the {chunk} {it} just received",
+            "finished": f"{who} {pass_on} the finished {results} just received",
+            "added": f"{who} {joins} {its} own part {joint} what {it} just received, and {send} the {results} on",
+            "complete": f"{who} {joins} the last missing part, and {send} the finished {results} on",
             "other": f"{len(rows)} messages, from {who} to {to}",
-        }[what]
+        }[did.pop()]
 
     def _did(self, row: int) -> str:
         """What a send is, compared with what its rank received in the round before."""
@@ -145,7 +159,7 @@ class _News:
 
     def _name(self, row: int) -> str:
         item = int(self.score.bars["item"][row])
-        return f"chunk {self.score.items[item].name}" if item >= 0 else bytes_text(int(self.score.bars["bytes"][row]))
+        return self.score.items[item].text if item >= 0 else bytes_text(int(self.score.bars["bytes"][row]))
 
     def _direction(self, rows: list[int]) -> str:
         """Where the messages of a round go, as shifts along their axis."""

@@ -180,15 +180,15 @@ export function describe(score, now, { flight, rank, item }, values) {
       ["written at", score.where[score.place[flight]]]];
   }
   if (item === undefined) return aboutRank(score, now, rank);
-  const hold = now.cells[rank * score.items.length + item], [, origin, piece, op] = score.items[item];
+  const hold = now.cells[rank * score.items.length + item], [, origin, , op] = score.items[item];
   const what = pieceText(score, item);
-  const born = op ? "" : `rank ${origin}${piece ? `, piece ${piece}` : ""}`;
+  const born = op ? "" : `rank ${origin}`;
   if (hold < 0) {
     const coming = now.arriving.get(rank * score.items.length + item);
     return [["", `rank ${rank} does not hold ${what}`], ["comes from", coming === undefined ? "" : `rank ${score.rank[coming]}, is on its way`]];
   }
   const passed = score.hold_state[hold] === PASSED;
-  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}`], ["first of", born], ...contents(score, hold, values)];
+  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}`], ["started on", born], ...contents(score, hold, values)];
 }
 
 // What a rank does now, and what it has sent.

@@ -69,22 +69,19 @@ export function pool(score, hold, inside = members(score, hold)) {
 
 // What stands in a cell: the chunk's letter or whose data is in it, and its value where it is a single number.
 export function cellText(score, hold, most = 4) {
-  const [name, , , op] = score.items[score.hold_item[hold]];
+  const [name, , , , , how] = score.items[score.hold_item[hold]];
   const inside = members(score, hold), all = pool(score, hold, inside);
-  const label = all.length > 1 ? contributors(inside, all, op, most) : name;
+  const label = all.length > 1 ? contributors(inside, all, how, most) : name;
   const numbers = values(score, hold);
   return { label, value: numbers.length === 1 ? numberText(numbers[0]) : "", inside, all };
 }
 
 // The name of an item in a sentence.
-export function pieceText(score, item) {
-  const [name, , , op] = score.items[item];
-  return op ? `${op} (${name})` : `chunk ${name}`;
-}
+export const pieceText = (score, item) => score.items[item][2];
 
-export function contributors(inside, all, op, most = 4) {
+export function contributors(inside, all, how, most = 4) {
   if (inside.length > most) return most > 1 ? `${inside.length} of ${all.length}` : `${inside.length}${all.length < 10 ? `/${all.length}` : ""}`;
-  return inside.join(op === "all_gather" || op === "all_to_all" ? "," : "+");
+  return inside.join({ sum: "+", product: "·" }[how] ?? ",");
 }
 
 // The numbers of a hold, where they were kept.

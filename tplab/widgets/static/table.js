@@ -16,7 +16,7 @@ export class Table {
     host.append(figure);
     if (this.small) this.buildSmall(figure);
     else this.buildTable(figure);
-    figure.append(el("figcaption", {}, "what each rank holds"));
+    figure.append(el("figcaption", {}, score.table.caption));
   }
 
   buildTable(host) {

@@ -1,0 +1,80 @@
+"""The name of a tensor in the program that sends it: the variable it is, or which piece of a variable."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from tplab.torch.ranks.rank import is_program
+
+_PLAIN = (Tensor, Parameter)
+
+
+def name_in_program(x: Tensor) -> str:
+    """"Z" where x is the program's variable Z; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
+
+    Pieces come first: of a piece that also has a variable of its own, what it is a piece of says more. Variables are
+    looked for from the program's outermost function inwards, in each in the order in which it makes them, its arguments
+    first. "" where none is found.
+    """
+    memory = _memory(x)
+    if memory is None:
+        return ""
+    whole = ""
+    for frame in reversed(_frames()):
+        for name, value in _tensors(frame):
+            if _memory(value) != memory:
+                continue
+            index = _piece(value, x)
+            if index is not None:
+                return f"{name}[{index}]"
+            if not whole and value.numel() == x.numel() and value.storage_offset() == x.storage_offset():
+                whole = name
+    return whole
+
+
+def _memory(x: Tensor) -> tuple[int, Any] | None:
+    """Where a tensor's numbers are, and of which dtype they are; None where it has none, as on torch's meta device."""
+    if type(x) not in _PLAIN or x.device.type == "meta" or not x.numel():
+        return None
+    try:
+        return x.untyped_storage().data_ptr(), x.dtype
+    except (RuntimeError, NotImplementedError):  # torch.func wraps tensors that have no memory of their own
+        return None
+
+
+def _frames() -> list[FrameType]:
+    """The functions of the program that are running, the innermost first."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        if is_program(frame.f_code.co_filename):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _tensors(frame: FrameType) -> list[tuple[str, Tensor]]:
+    """The function's variables that are tensors, its arguments first."""
+    names = frame.f_code.co_varnames + frame.f_code.co_cellvars
+    values = frame.f_locals
+    return [(name, values[name]) for name in dict.fromkeys(names) if type(values.get(name)) in _PLAIN]
+
+
+def _piece(whole: Tensor, x: Tensor) -> int | None:
+    """Which piece of `whole` x is: of equal pieces along one dim, or of the elements in their order."""
+    if not 0 < x.numel() < whole.numel():
+        return None
+    offset = int(x.storage_offset() - whole.storage_offset())
+    if x.is_contiguous() and whole.is_contiguous():
+        index, rest = divmod(offset, x.numel())
+        return index if not rest and not whole.numel() % x.numel() and 0 <= offset < whole.numel() else None
+    differ = [dim for dim in range(x.dim()) if x.dim() == whole.dim() and x.shape[dim] != whole.shape[dim]]
+    if len(differ) != 1 or x.stride() != whole.stride():
+        return None
+    (dim,) = differ
+    index, rest = divmod(offset, int(x.stride(dim) * x.shape[dim]))
+    return index if not rest and not whole.shape[dim] % x.shape[dim] else None
