@@ -16,12 +16,12 @@ import tplab.torch as tt
 from labs.source import build
 from tests.exercises.test_exercises import expect
 from tplab import Mesh, P
-from tplab.exercises import megatron_block
+from tplab.exercises import block_memory, megatron_block
 from tplab.exercises.check import Exercise, Seen, grade, weight
-from tplab.exercises.megatron_block import check_down, check_parallel_block, check_tokens_split
+from tplab.exercises.megatron_block import check_down, check_parallel_block
 from tplab.exercises.split_a_layer import finite_differences
 from tplab.sharding import split
-from tplab.torch import all_gather, all_reduce, axis_index, axis_size, copy_to, gather_from, reduce_from, reduce_scatter
+from tplab.torch import axis_index, axis_size, copy_to, reduce_from
 
 # --------------------------------------------------------------------------------------------------- the bug to repair
 
@@ -33,15 +33,15 @@ def in_the_lab(start: str) -> str:
 
 
 def defined(source: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"F": F, "torch": torch, **{name: getattr(tt, name) for name in tt.__all__}}
+    names: dict[str, Any] = {"F": F, "torch": torch, "tt": tt}
     exec(source, names)
     return names
 
 
 def test_the_lab_shows_the_bug_and_its_repair_passes():
     bug = in_the_lab("def down(")
-    expect(check_down(defined(bug)["down"]), False, "the bias once for every rank", "rank 0 of Mesh(tp=2)")
-    mended = bug.replace('reduce_from(hidden @ b + bias, "tp")', 'reduce_from(hidden @ b, "tp") + bias')
+    expect(check_down(defined(bug)["down"]), False, "once for every rank: each rank adds it", "rank 0 of Mesh(tp=2)")
+    mended = bug.replace('tt.reduce_from(hidden @ b + bias, "tp")', 'tt.reduce_from(hidden @ b, "tp") + bias')
     assert mended != bug
     verdict = check_down(defined(mended)["down"])
     expect(verdict, True, "y, dhidden, db, dbias equal the plain answer")
@@ -77,7 +77,7 @@ def test_what_is_wrong_with_a_bias_is_told(fn: Callable[..., Any], hint: str):
 def test_what_the_lab_says_of_its_bug():
     """Where biases are zero, as in a fresh model, output and every gradient are right."""
     names = defined(in_the_lab("def down("))
-    right = defined("def down(hidden, b, bias): return reduce_from(hidden @ b, 'tp') + bias")
+    right = defined("def down(hidden, b, bias): return tt.reduce_from(hidden @ b, 'tp') + bias")
     rng = np.random.default_rng(0)
     hidden, b, bias = rng.normal(size=(2, 3, 12)), rng.normal(size=(12, 4)), np.zeros(4)
     specs = tuple(megatron_block.DOWN.specs.values())
@@ -131,23 +131,9 @@ def two_sums(x, scale, q, k, v, o, a, b):
     return x + g(heads(h, q, k, v, o)) + g(hidden(h, a, b))
 
 
-def tokens_split(gather=all_gather, dim=1, shared=f, scatter=reduce_scatter):
-    def block(x, scale, q, k, v, o, a, b):
-        h = gather(norm(x, shared(scale)), "tp", dim)
-        return x + scatter(heads(h, q, k, v, o) + hidden(h, a, b), "tp", dim)
-
-    return block
-
-
-def norm_behind(shared):
-    def block(x, scale, q, k, v, o, a, b):
-        h = norm(all_gather(x, "tp", 1), shared(scale))
-        return x + reduce_scatter(heads(h, q, k, v, o) + hidden(h, a, b), "tp", 1)
-
-    return block
-
-
 def in_jax(split: bool):
+    """Lab 04's block or, with its tokens split, lab 05's."""
+
     def block(x, scale, q, k, v, o, a, b):
         h = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
         h = tj.all_gather(h, "tp", 1) if split else tj.copy_to(h, "tp")
@@ -166,27 +152,12 @@ def test_a_block_with_half_the_sums():
     expect(check_parallel_block(two_sums), True, "is there a collective that you can do without?")
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_the_blocks_in_jax_pass(split: bool):
-    """On one mesh: each takes XLA seconds."""
-    exercise = megatron_block.TOKENS_SPLIT if split else megatron_block.PARALLEL_BLOCK
-    verdict = grade(in_jax(split), replace(exercise, meshes=(Mesh(tp=3),)), "jax")
+def test_the_block_in_jax_passes():
+    """On one mesh: it takes XLA seconds."""
+    exercise = replace(megatron_block.PARALLEL_BLOCK, meshes=(Mesh(tp=3),))
+    verdict = grade(in_jax(split=False), exercise, "jax")
     expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
     assert "do without" not in verdict.text
-
-
-def test_its_tokens_split():
-    verdict = check_tokens_split(tokens_split())
-    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
-    assert "do without" not in verdict.text
-    expect(check_tokens_split(norm_behind(f)), True)
-
-
-def test_splitting_what_was_added_up_for_all_is_remarked_upon():
-    def scatter(x, axis, dim):
-        return tt.scatter_to(all_reduce(x, axis), axis, dim)
-
-    expect(check_tokens_split(tokens_split(scatter=scatter)), True, "is there a collective that you can do without?")
 
 
 def sequential(x, scale, q, k, v, o, a, b):
@@ -227,15 +198,15 @@ def terms(x, scale, q, k, v, o, a, b):
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (no_sum, "what is missing is the sum"),
-        (x_summed, "x once for every rank"),
+        (no_sum, "the sum over the ranks is missing"),
+        (x_summed, "x is in it once for every rank"),
         (no_x, "x itself is missing"),
         (sequential, "both read the same h"),
         (block_of(plainly, plainly), "this rank's own part of dx"),
         (block_of(plainly, plainly, residual=f, first=f), "residual is added up as well"),
         (block_of(projects=plainly), "through attention are added up"),
         (block_of(attends=plainly), "through a are added up"),
-        (block_of(plainly, plainly, first=f), "f stands before the norm"),
+        (block_of(plainly, plainly, first=f), "because f is before the norm"),
         (block_of(residual=lambda x: -x), "entries are off"),
     ],
     ids=["no sum", "x summed", "no x", "sequential", "no f", "f of x", "f half", "f other half", "f early", "- x"],
@@ -244,28 +215,10 @@ def test_what_is_wrong_with_a_block_is_told(fn: Callable[..., Any], hint: str):
     expect(check_parallel_block(fn), False, hint, "Mesh(tp=2)")
 
 
-@pytest.mark.parametrize(
-    ("fn", "hint"),
-    [
-        (tokens_split(dim=0), "the tokens of its own rank only"),
-        (lambda x, *rest: tokens_split()(x, *rest) - x, "x itself is missing"),
-        (tokens_split(gather=gather_from), "Behind gather_from all ranks would go on in the same way"),
-        (tokens_split(shared=plainly), "Megatron-LM #1446"),
-        (norm_behind(plainly), "own heads and features. The ranks share scale"),
-        (tokens_split(shared=lambda scale: f(f(scale))), "R times too large"),
-        (parallel_block, "entries are off"),
-    ],
-    ids=["dim 0", "no x", "gather_from", "norm not summed", "norm behind, not summed", "summed twice", "not gathered"],
-)
-def test_what_is_wrong_with_split_tokens_is_told(fn: Callable[..., Any], hint: str):
-    expect(check_tokens_split(fn), False, hint, "Mesh(tp=2)")
-
-
-def test_the_labs_stubs_are_not_started():
-    for name, check in (("parallel_block", check_parallel_block), ("tokens_split", check_tokens_split)):
-        stub = in_the_lab(f"def {name}(")
-        assert stub.rstrip().endswith("...")
-        expect(check(defined(stub)[name]), None, f"{name}: not started")  # type: ignore[arg-type]
+def test_the_labs_stub_is_not_started():
+    stub = in_the_lab("def parallel_block(")
+    assert stub.rstrip().endswith("...")
+    expect(check_parallel_block(defined(stub)["parallel_block"]), None, "not started")  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------- the core
@@ -291,7 +244,7 @@ def test_the_plain_gradients_are_slopes(exercise: Exercise):
 
 @pytest.mark.parametrize(
     "exercise",
-    [megatron_block.DOWN, megatron_block.PARALLEL_BLOCK, megatron_block.TOKENS_SPLIT],
+    [megatron_block.DOWN, megatron_block.PARALLEL_BLOCK, block_memory.SEQUENCE_MLP, block_memory.TOKENS_SPLIT],
     ids=lambda one: one.name,
 )
 def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: Exercise):

@@ -116,6 +116,15 @@ def weight(result: np.ndarray) -> np.ndarray:
     return np.cos(np.arange(result.size)).reshape(result.shape)
 
 
+def bytes_of_a_sum(tensor: np.ndarray, mesh: Mesh) -> int:
+    """The bytes that all ranks together send to add up a tensor over `tp`: 2(R-1) times its size in every group.
+
+    An all_gather and a reduce_scatter of it send as many.
+    """
+    num_ranks = mesh.axis_size("tp")
+    return 2 * (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)
+
+
 def not_started(fn: Callable[..., Any]) -> bool:
     """Whether `fn` is a stub: nothing but `...`, or with `name = ...` left in it."""
     code = list(dis.get_instructions(fn))

@@ -1,4 +1,4 @@
-"""The exercises of lab 04: mend a bias that counts once a rank, write a block with half the sums, split its tokens."""
+"""The exercises of lab 04: mend a bias that is added once per rank, and write a block with half the sums."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ from tplab.exercises.check import (
     Tensors,
     Verdict,
     added_up_again,
+    bytes_of_a_sum,
     grade,
     own_part,
     weight,
 )
-from tplab.exercises.plain_block import causal_attention, gelu_mlp, one_norm, rms_norm
-from tplab.mesh import Mesh
+from tplab.exercises.plain_block import (
+    BLOCK_SPECS,
+    block_tensors,
+    causal_attention,
+    gelu_mlp,
+    one_norm,
+    own_weights,
+    rms_norm,
+)
 from tplab.sharding import P
 
-COLUMNS, ROWS, HEADS, TOKENS = P(None, "tp"), P("tp"), P("tp"), P(None, "tp")
+ROWS = P("tp")
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
@@ -59,27 +67,29 @@ DOWN = Exercise(
     mistakes=(
         Mistake(
             "y",
-            "It has the bias once for every rank. Each of them adds it to its own term, and then the terms are added.",
+            "The bias is in it once for every rank: each rank adds it to its own term, and then the terms are added.",
             _added_before,
         ),
         Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
-        own_part(_down, "y", "It is this rank's own term and the bias: the sum over the ranks is missing."),
+        own_part(_down, "y", "This is this rank's own term and the bias: the sum over the ranks is missing."),
         Mistake(
             "dbias",
-            "y is right, and the bias learns R times too slowly: it is added as R equal parts, and each rank sees the "
-            "gradient of its own part.\nHow does Megatron's g pass the gradient on to what is added behind it?",
+            "y is right, but the bias learns R times too slowly. Each rank adds an R-th of it, and receives the "
+            "gradient of that part only.\nWhich gradient would the bias receive if it were added after g?",
             lambda seen: seen.want / seen.mesh.axis_size("tp"),
         ),
         Mistake(
             "dbias",
-            "y is right, and on this rank the bias gets no gradient: only one rank adds it. That will do for a model "
-            "that is only used;\nin training the ranks' copies of the bias part.",
+            "y is right, but on this rank the bias receives no gradient, because only one rank adds it. For inference "
+            "that is enough;\nin training, the ranks' copies of the bias would soon differ.",
             _on_the_first_rank,
         ),
-        added_up_again("dbias", "tp", "It is R times too large: dy is the same on every rank, and was added up."),
-        added_up_again("dhidden", "tp", "It is R times too large: dy is the same on every rank, and was added up."),
+        added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
+        added_up_again(
+            "dhidden", "tp", "This is R times too large: dy is the same on every rank, and it was added up."
+        ),
     ),
-    fewest=lambda mesh, tensors: _sum_of(_down(tensors)["y"], mesh),
+    fewest=lambda mesh, tensors: bytes_of_a_sum(_down(tensors)["y"], mesh),
 )
 
 
@@ -101,80 +111,61 @@ def _two_norms(tensors: Tensors) -> np.ndarray:
     return x + gelu_mlp(rms_norm(x, tensors["scale"])[0], tensors)[0]
 
 
-def _own_weights(seen: Seen) -> Tensors:
-    """All tokens, with this rank's heads and hidden features: its own part of every gradient."""
-    return one_norm({**seen.own, "x": seen.tensors["x"]})
-
-
 def _one_way(summed: str, alone: str, hint: str) -> Mistake:
     """h enters attention and the MLP; the gradients of one way only are added up."""
 
     def wrong(seen: Seen) -> np.ndarray:
-        whole, own = one_norm(seen.tensors), _own_weights(seen)
+        whole, own = one_norm(seen.tensors), own_weights(seen)
         return whole["residual"] + whole[f"through {summed}"] + own[f"through {alone}"]
 
     return Mistake("dx", hint, wrong)
 
 
-def _block_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    width, num_heads, head_width, hidden = 4, 12, 2, 12
-    shapes = {
-        "x": (2, 12, width),
-        "scale": (width,),
-        **dict.fromkeys("qkv", (num_heads, width, head_width)),
-        "o": (num_heads, head_width, width),
-        "a": (width, hidden),
-        "b": (hidden, width),
-    }
-    return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
-
-
-_SPECS = {"x": P(), "scale": P(), **dict.fromkeys("qkvo", HEADS), "a": COLUMNS, "b": ROWS}
-_ALL = ("x", "scale", "q", "k", "v", "o", "a", "b")
-
 PARALLEL_BLOCK = Exercise(
     name="parallel_block",
-    tensors=_block_tensors,
-    specs=_SPECS,
+    tensors=block_tensors,
+    specs=BLOCK_SPECS,
     plain=one_norm,
     results={"y": P()},
-    gradients=_ALL,
+    gradients=tuple(BLOCK_SPECS),
     mistakes=(
-        own_part(one_norm, "y", "It is x and this rank's own terms: what is missing is the sum."),
+        own_part(one_norm, "y", "This is x and this rank's own terms: the sum over the ranks is missing."),
         Mistake(
             "y",
-            "It has x once for every rank. x is whole everywhere: what is added up are the terms of the heads and of "
-            "the hidden features.",
+            "x is in it once for every rank. Every rank has all of x, so add up only the terms of the heads and of the "
+            "hidden features.",
             lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["x"],
         ),
         Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
         Mistake(
             "y",
-            "It is the block from above, where the MLP reads what attention has written. Here both read the same h.",
+            "In this block the MLP reads what attention has written, as above. Here both read the same h.",
             lambda seen: _two_norms(seen.tensors),
         ),
         Mistake(
             "dx",
-            "It is this rank's own part of dx: nothing adds up the gradients of the ranks. Which of f and g does that?",
-            lambda seen: _own_weights(seen)["dx"],
+            "This is this rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do that?",
+            lambda seen: own_weights(seen)["dx"],
         ),
         Mistake(
             "dx",
-            "The gradient of the residual is added up as well. It is the same on every rank; f belongs where divided "
-            "work begins, behind the norm.",
+            "The gradient of the residual is added up as well, although it is the same on every rank. f belongs where "
+            "divided work begins, after the norm.",
             lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * weight(seen.want),
         ),
-        _one_way("attention", "mlp", "The gradients that come through attention are added up; h also goes to a."),
-        _one_way("mlp", "attention", "The gradients that come through a are added up; h also goes to the heads."),
+        _one_way("attention", "mlp", "The gradients that come through attention are added up, but h also goes to a."),
+        _one_way("mlp", "attention", "The gradients that come through a are added up, but h also goes to the heads."),
         Mistake(
             "dscale",
-            "y and dx are right, and scale's gradient is this rank's own part: f stands before the norm. Every rank "
-            "then hands scale the gradient of its own work.\nPut f behind the norm.",
-            lambda seen: _own_weights(seen)["dscale"],
+            "y and dx are right, but the gradient of scale is this rank's own part, because f is before the norm.\n"
+            "Put f after the norm.",
+            lambda seen: own_weights(seen)["dscale"],
         ),
-        added_up_again("dscale", "tp", "It is R times too large: a gradient that was added up is added up again."),
+        added_up_again(
+            "dscale", "tp", "This is R times too large: a gradient that was already added up is added up again."
+        ),
     ),
-    fewest=lambda mesh, tensors: 2 * _sum_of(tensors["x"], mesh),
+    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),
 )
 
 
@@ -185,71 +176,3 @@ def check_parallel_block(fn: Callable[..., Any], framework: Framework = "torch")
       ->   y [B, S, D], the same on every rank of axis "tp"; norm: RMS, eps 1e-6; attention: causal; mlp: gelu
     """
     return grade(fn, PARALLEL_BLOCK, framework)
-
-
-# --- its tokens split ----------------------------------------------------------------------------------------------
-
-
-def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
-    """Of something of every token, that of this rank's tokens."""
-    size = seen.own["x"].shape[1]
-    begin = seen.mesh.index(seen.rank, "tp") * size
-    return np.take(whole, range(begin, begin + size), axis=dim)
-
-
-def _kept_to_itself(seen: Seen) -> np.ndarray:
-    """The gradient of the residual, and what this rank's own heads and features say of its own tokens."""
-    whole, own = one_norm(seen.tensors), _own_weights(seen)
-    return _own_tokens(seen, whole["residual"] + own["through attention"] + own["through mlp"])
-
-
-TOKENS_SPLIT = Exercise(
-    name="tokens_split",
-    tensors=_block_tensors,
-    specs={**_SPECS, "x": TOKENS},
-    plain=one_norm,
-    results={"y": TOKENS},
-    gradients=_ALL,
-    mistakes=(
-        Mistake(
-            "y",
-            "Every token has seen the tokens of its own rank only. Dim 0 is the batch; gather tokens along dim 1.",
-            lambda seen: one_norm({**seen.tensors, "x": seen.own["x"]})["y"],
-        ),
-        Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
-        Mistake(
-            "dx",
-            "y is right, and dx has what this rank's own heads and features say of its tokens; the other ranks' part "
-            "is missing.\nBehind gather_from all ranks would go on in the same way. Here each goes on in its own.",
-            _kept_to_itself,
-        ),
-        Mistake(
-            "dscale",
-            "y and dx are right. scale's gradient is that of this rank's own tokens, and every rank has another one: "
-            "Megatron-LM #1446.\nThe ranks share scale, and use it for different tokens. Which region is that?",
-            lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
-        ),
-        Mistake(
-            "dscale",
-            "y and dx are right. scale's gradient is that of this rank's own heads and features. The ranks share "
-            "scale, and go on from it in their own ways: which region is that?",
-            lambda seen: _own_weights(seen)["dscale"],
-        ),
-        added_up_again("dscale", "tp", "It is R times too large: a gradient that was added up is added up again."),
-    ),
-    fewest=lambda mesh, tensors: 2 * _sum_of(tensors["x"], mesh) + _sum_of(tensors["scale"], mesh),
-)
-
-
-def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the block of `check_parallel_block`, where a rank has some of the tokens: x, y [B, S/tp, D]."""
-    return grade(fn, TOKENS_SPLIT, framework)
-
-
-def _sum_of(tensor: np.ndarray, mesh: Mesh) -> int:
-    """The bytes that all ranks together send to add up a tensor over `tp`: 2(R-1) times its size in every group.
-
-    As many as an all_gather and a reduce_scatter of it.
-    """
-    num_ranks = mesh.axis_size("tp")
-    return 2 * (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)

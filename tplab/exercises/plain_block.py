@@ -1,4 +1,4 @@
-"""A transformer block in NumPy, with gradients worked out by hand: the plain answer of lab 04's exercises.
+"""A transformer block in NumPy, with gradients worked out by hand: the plain answer of the exercises of labs 04 and 05.
 
 Each part gives what it computes, and its backward pass: a function of dy that gives the gradients.
 """
@@ -10,11 +10,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tplab.exercises.check import Tensors, weight
+from tplab.exercises.check import Seen, Tensors, weight
+from tplab.mesh import Mesh
+from tplab.sharding import P
 
 Backward = Callable[[np.ndarray], Tensors]
 
 EPSILON = 1e-6
+BLOCK_SPECS = {
+    "x": P(),
+    "scale": P(),
+    **dict.fromkeys("qkvo", P("tp")),
+    "a": P(None, "tp"),
+    "b": P("tp"),
+}
 _erf = np.vectorize(math.erf, otypes=[float])
 
 
@@ -91,3 +100,22 @@ def one_norm(tensors: Tensors) -> Tensors:
     parts = {"residual": dy, "through attention": first["dx"], "through mlp": second["dx"], "of each token": tokens}
     grads = {**by_attention, **by_mlp, "dx": dy + first["dx"] + second["dx"], "dscale": tokens.sum(0)}
     return {"y": y, **grads, **parts}
+
+
+def own_weights(seen: Seen) -> Tensors:
+    """All tokens, with this rank's heads and hidden features: its own part of every gradient."""
+    return one_norm({**seen.own, "x": seen.tensors["x"]})
+
+
+def block_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    """Small random arguments of a block with one norm."""
+    width, num_heads, head_width, hidden = 4, 12, 2, 12
+    shapes = {
+        "x": (2, 12, width),
+        "scale": (width,),
+        **dict.fromkeys("qkv", (num_heads, width, head_width)),
+        "o": (num_heads, head_width, width),
+        "a": (width, hidden),
+        "b": (hidden, width),
+    }
+    return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}

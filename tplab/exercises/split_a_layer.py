@@ -15,6 +15,7 @@ from tplab.exercises.check import (
     Tensors,
     Verdict,
     added_up_again,
+    bytes_of_a_sum,
     grade,
     own_part,
     weight,
@@ -104,7 +105,7 @@ BACKWARD = Exercise(
     plain=_slopes,
     results={"da": COLUMNS, "db": ROWS},
     mistakes=_backward_mistakes("da") + _backward_mistakes("db"),
-    fewest=lambda mesh, tensors: _sum_of(tensors["target"], mesh),
+    fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["target"], mesh),
     tolerance=1e-7,  # what finite differences are good for
 )
 
@@ -164,7 +165,7 @@ ROW_LINEAR = Exercise(
             _always_first,
         ),
     ),
-    fewest=lambda mesh, tensors: _sum_of(tensors["x"] @ tensors["w"], mesh),
+    fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["x"] @ tensors["w"], mesh),
 )
 
 
@@ -227,7 +228,7 @@ GATED = Exercise(
         _one_way("g", "a", "The gradients that come through g are added up; x also goes through a."),
         added_up_again("dx", "tp", "It is R times too large: gradients that were added up already are added up again."),
     ),
-    fewest=lambda mesh, tensors: _sum_of(_gated(tensors)["z"], mesh) + _sum_of(tensors["x"], mesh),
+    fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
 )
 
 
@@ -237,9 +238,3 @@ def check_gated(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
     x [B, D]   a, g [D, F/tp]   b [F/tp, K]   ->   z [B, K], the same on every rank of axis "tp"
     """
     return grade(fn, GATED, framework)
-
-
-def _sum_of(tensor: np.ndarray, mesh: Mesh) -> int:
-    """The bytes that all ranks together send to add up a tensor over `tp`: 2(R-1) times its size in every group."""
-    num_ranks = mesh.axis_size("tp")
-    return 2 * (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)

@@ -1,0 +1,342 @@
+# %% [markdown]
+# # 05 Block memory
+#
+# **What does a rank keep of a block for its backward pass, and which part of it does tensor parallelism not divide?**
+#
+# Prerequisites: the block of [lab 04](04_megatron_block.ipynb); `all_gather` and `reduce_scatter` from [lab
+# 02](02_collectives.ipynb). Time: 50 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/05_block_memory.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/05_block_memory.ipynb)
+#
+# ![Bars: with tensor parallelism alone, the part that is outside f and g stays whole; with the tokens split, it is divided too.](images/05_block_memory.png)
+#
+# *What each of eight ranks keeps of one layer of GPT-3. Tensor parallelism divides what is between $f$ and $g$. The blue part
+# is outside, and every rank keeps all of it. Splitting the tokens divides it too.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+import numpy as np
+import torch
+import tplab.torch as tt
+from torch.nn import functional as F
+from tplab import Mesh, P
+from tplab.cost import activation_tensors
+from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards
+
+# %% [markdown]
+# ## By hand: what a backward pass needs
+#
+# The backward pass of a product $y = xw$ needs $x$, for $dw = x^\top dy$. That of `gelu` or of a norm needs its input, that
+# of softmax its output, and that of dropout its mask. So the forward pass keeps these tensors. They are the
+# **activations**, and in training they are often most of the memory.
+#
+# Count them for one block. Let $s$ be the number of tokens, $b$ the batch and $h$ the width. A number takes 2 bytes, and an
+# entry of a mask 1 byte, so each tensor is a multiple of $sbh$ bytes. Korthikanti et al. count these:
+
+# %%
+S, B, H, HEADS = 2048, 1, 12288, 96  # GPT-3
+sbh = S * B * H
+for name, nbytes in activation_tensors(S, B, H, HEADS).items():
+    print(f"{nbytes / sbh:5.0f}  {name}")
+
+# %% [markdown]
+# Without the three tensors of scores, these add up to $34\,sbh$. The scores have an entry for each head and each pair of
+# tokens, $a s^2 b$ in total with $a$ heads, and they take 5 bytes per entry. So a block keeps
+#
+# $$sbh \left(34 + 5\,\frac{as}{h}\right)$$
+#
+# **Predict.** How much is that for one layer of GPT-3, and how much for all 96? An H100 has 80 GB.
+#
+# <details><summary>Answer</summary>
+#
+# $\frac{as}{h}$ is 16, so it is $114 \cdot 2048 \cdot 12288$ bytes: 2.7 GiB for one layer, and 257 GiB for 96. This is for a
+# batch of a single sequence.
+#
+# </details>
+#
+# ## Turn the knob
+#
+# Now $t$ ranks share the block. What is between $f$ and $g$ is divided: features of heads and of the MLP, and scores. What is
+# outside, every rank keeps whole. These are the inputs of the norms and of $f$, and the masks behind $g$:
+#
+# $$sbh \left(10 + \frac{24}{t} + 5\,\frac{as}{ht}\right)$$
+#
+# Turn the number of ranks. (The two lower bars are what we will build.)
+
+# %% tags=["opening-picture"]
+INSIDE = ("query", "key", "value", "input of the output projection", "input of gelu")
+INSIDE += ("input of down",)
+
+def parts(ranks, **options):
+    kept = {"outside f and g": 0, "between f and g": 0, "scores": 0}
+    tensors = activation_tensors(S, B, H, HEADS, ranks, **options)
+    for name, nbytes in tensors.items():
+        inside = "between f and g" if name in INSIDE else "outside f and g"
+        kept["scores" if "scores" in name else inside] += nbytes
+    return kept
+
+def bars(ranks):
+    plain = parts(ranks)
+    split = parts(ranks, sequence_parallel=True)
+    again = parts(ranks, sequence_parallel=True, scores=False)
+    rows = [Row("tensor parallel", plain), Row("tokens split, too", split)]
+    rows += [Row("scores recomputed, too", again)]
+    outside = plain["outside f and g"]
+    share = f"{outside / sum(plain.values()):.0%} of all"
+    sentence = f"Tensor parallel alone: {bytes_text(outside)} are outside, {share}."
+    return Bars(rows, sentence)
+
+options = {ranks: bars(ranks) for ranks in (1, 2, 4, 8, 16, 32)}
+about = "GPT-3's sizes, 16 bits per number"
+knob("What a rank keeps of one layer", "ranks", options, start=8, about=about, unit="B")
+
+# %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# The blue part of the first bar does not shrink. It is 240 MiB per layer, and 22.5 GiB for the 96 layers of GPT-3, on every
+# rank, however many ranks there are. On 8 ranks it is 43 % of all, and on 32 ranks it is 75 %. If the tokens are split, it
+# is divided like everything else. Then the scores are the largest part. Fused attention kernels do not keep them, but
+# compute them again.
+#
+# </details>
+#
+# ## Is it true?
+#
+# That was a count on paper. `saved_tensors` lists what autograd really holds after a forward pass, apart from the
+# parameters. Here is tplab's block with dropout, in bfloat16, on one of four ranks, beside the count:
+
+# %%
+from tplab.torch.models.gpt import Block
+
+S, B, H, HEADS, R = 64, 2, 96, 12, 4
+sizes = {"vocab_size": 1, "num_layers": 1, "context": S}
+config = tt.GPTConfig(width=H, num_heads=HEADS, dropout=0.1, **sizes)
+
+def kept(x, sequence_dim):
+    varies = "tp" if sequence_dim else None
+    block = Block(config, "tp", sequence_dim, varies).bfloat16()
+    return tt.saved_tensors(block, x.bfloat16().requires_grad_())
+
+whole = tt.run(kept, Mesh(tp=R), torch.ones(B, S, H), None).per_rank[0]
+counted = activation_tensors(S, B, H, HEADS, R, scores=False)
+large = [tensor for tensor in whole if tensor.bytes > 2000]
+for (name, nbytes), tensor in zip(counted.items(), large):
+    print(f"{name:<31}{nbytes:>7,}   kept: {tensor.bytes:>6,}, {list(tensor.shape)}")
+
+# %% [markdown]
+# It is true, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. Only small tensors are left out, such as the mean and
+# the deviation of each token in a norm.
+#
+# ## Sequence parallelism: split the tokens
+#
+# Between $g$ and the next $f$ all ranks do the same work: the same residuals, norms and dropout. A norm handles each
+# token for itself. So give each rank some of the tokens there. Heads and hidden features still need all tokens.
+# Therefore $f$ becomes an `all_gather` of tokens, and $g$ becomes a `reduce_scatter`:
+
+# %%
+shards(Mesh(tp=4), (12, 24), P("tp"), name="x, one row per token")
+
+# %%
+def norm(x, scale):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale
+
+def plain_mlp(x, scale, a, b):  # the MLP half of a block: x [B, S, D]
+    h = tt.copy_to(norm(x, scale), "tp")
+    return x + tt.reduce_from(F.gelu(h @ a) @ b, "tp")
+
+def split_mlp(x, scale, a, b):  # x [B, S/tp, D]
+    h = tt.all_gather(norm(x, scale), "tp", 1)
+    return x + tt.reduce_scatter(F.gelu(h @ a) @ b, "tp", 1)
+
+# %% [markdown]
+# **Predict.** There are now four collectives in a training step, instead of two. How many more bytes do they send? And one
+# gradient comes out wrong. Which one?
+#
+# <details><summary>Answer</summary>
+#
+# They send no more bytes, because an all-reduce *is* a reduce-scatter and an all-gather. The gradient of `scale` is wrong:
+# each rank has used `scale` on its own tokens, and knows only their part of its gradient.
+#
+# </details>
+
+# %%
+def step(x, target, scale, a, b, mlp):
+    leaves = [tensor.requires_grad_() for tensor in (x, scale, a, b)]
+    ((mlp(*leaves) - target) ** 2).sum().backward()
+    return dict(zip(("x", "scale", "a", "b"), (leaf.grad for leaf in leaves)))
+
+TOKENS, WEIGHTS = P(None, "tp"), (P(), P(None, "tp"), P("tp"))
+
+def given(tokens):
+    return tokens, tokens, *WEIGHTS, None
+
+shapes = ((2, 12, 24), (2, 12, 24), (24,), (24, 96), (96, 24))
+torch.manual_seed(0)
+small = [torch.randn(shape, dtype=torch.float64) / 5 for shape in shapes]
+want = tt.run(step, Mesh(tp=1), *small, plain_mlp, in_specs=given(P())).per_rank[0]
+plain = tt.run(step, Mesh(tp=4), *small, plain_mlp, in_specs=given(P()))
+split = tt.run(step, Mesh(tp=4), *small, split_mlp, in_specs=given(TOKENS))
+print(plain.trace.bytes_sent(), "and", split.trace.bytes_sent(), "bytes in total")
+found = {f"rank {rank}": grads["scale"] for rank, grads in enumerate(split.per_rank)}
+found |= {"added": sum(found.values()), "right": want["scale"]}
+first = {name: grad[:4] for name, grad in found.items()}
+matrices(first, "The gradient of scale, its first four entries")
+
+# %% [markdown]
+# [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows four such rows, from the last norm of a real
+# model. Megatron adds them up in a step of its own after the backward pass, and that step has to be remembered. There is
+# a better way. All ranks share `scale`, and each goes on with it in its own way. This is exactly where $f$ belongs:
+
+# %%
+def sequence_parallel(x, scale, a, b):
+    return split_mlp(x, tt.copy_to(scale, "tp"), a, b)
+
+out_specs = {"x": TOKENS, **dict(zip(("scale", "a", "b"), WEIGHTS))}
+for ranks in (2, 3, 4, 6, 12):
+    options = {"in_specs": given(TOKENS), "out_specs": out_specs}
+    out = tt.run(step, Mesh(tp=ranks), *small, sequence_parallel, **options)
+    off = max((out.value[name] - want[name]).abs().max() for name in want)
+    assert off < 1e-10
+    if ranks == 4:
+        more = out.trace.bytes_sent() - plain.trace.bytes_sent()
+        print(more, "bytes more, for the gradient of scale")
+
+# %% [markdown]
+# ## What it saves, and what it costs
+#
+# With split tokens a rank should keep $34/t$. But autograd also keeps the *gathered* input of each product, whole, for
+# the gradients of the weights. Megatron keeps only its own piece, and gathers a second time in the backward pass. It
+# trades bytes on the link for memory. `tt.gather_again` does the same:
+
+# %%
+def kept_again(x):
+    block = Block(config, "tp", 1, "tp").bfloat16()
+    return tt.saved_tensors(tt.gather_again(block), x.bfloat16().requires_grad_())
+
+x = torch.ones(B, S, H)
+halves = tt.run(kept, Mesh(tp=R), x, 1, in_specs=(TOKENS, None)).per_rank[0]
+again = tt.run(kept_again, Mesh(tp=R), x, in_specs=TOKENS).per_rank[0]
+for name, found in (("whole", whole), ("split", halves), ("gathered again", again)):
+    print(f"{name:<15} {found.bytes:>8,} bytes, {found.bytes / (S * B * H):5.2f} sbh")
+
+# %% [markdown]
+# The last is $34/4 = 8.5$, apart from the small tensors. And time? Here is the MLP half at real size, on four H100s,
+# **modelled** (with unfused norms, as in eager PyTorch):
+
+# %%
+sizes = ((1, 2048, 4096), (1, 2048, 4096), (4096,), (4096, 16384), (16384, 4096))
+big = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+for mlp, tokens in ((plain_mlp, P()), (sequence_parallel, TOKENS)):
+    options = {"in_specs": given(tokens), "cluster": "h100", "device": "meta"}
+    trace = tt.run(step, Mesh(tp=4), *big, mlp, **options).trace
+    print(f"{mlp.__name__:<18} {trace.makespan * 1e6:5,.0f} µs")
+
+# %% [markdown]
+# It is faster, too. Equal bytes take equal time, but each rank does a quarter of the norms and residuals.
+#
+# ## The same in JAX
+#
+# The names stay. But look at `scale`: there is no $f$ for it.
+
+# %%
+import jax
+import jax.numpy as jnp
+import tplab.jax as tj
+
+def step_in_jax(x, target, scale, a, b):
+    def loss(x, scale, a, b):
+        root = jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+        h = tj.all_gather(x / root * scale, "tp", 1)
+        hidden = jax.nn.gelu(h @ a, approximate=False)
+        y = x + tj.reduce_scatter(hidden @ b, "tp", 1)
+        return ((y - target) ** 2).sum()
+
+    grads = jax.grad(loss, (0, 1, 2, 3))(x, scale, a, b)
+    return dict(zip(("x", "scale", "a", "b"), grads))
+
+arrays = [np.asarray(tensor) for tensor in small]
+options = {"in_specs": given(TOKENS)[:5], "out_specs": out_specs}
+in_jax = tj.run(step_in_jax, Mesh(tp=4), *arrays, **options).value
+off = max(np.abs(in_jax[name] - want[name].numpy()).max() for name in want)
+print("every gradient is right:", off < 1e-4)  # JAX computes in float32
+
+# %% [markdown]
+# JAX's types know that each rank's tokens vary and that `scale` does not. Where the two meet, JAX puts in $f$ by itself. The
+# bug of #1446 cannot be written.
+#
+# ## A bug to repair
+#
+# There are two ways to gather. `gather_from` is for a tensor after which all ranks go on *alike*: its backward pass takes
+# this rank's piece of the gradient, and sends nothing. `all_gather` is for ranks that go on *differently*: its backward pass
+# adds up what they all say. (In Megatron this is one argument, `tensor_parallel_output_grad`.) Here is the MLP with the wrong
+# one. Its output is right, and so is the loss.
+
+# %%
+def sequence_mlp(x, scale, a, b):  # x [B, S/tp, D]   ->   [B, S/tp, D]
+    h = tt.gather_from(norm(x, tt.copy_to(scale, "tp")), "tp", 1)
+    return x + tt.reduce_scatter(F.gelu(h @ a) @ b, "tp", 1)
+
+# %%
+from tplab.exercises.block_memory import check_sequence_mlp
+
+check_sequence_mlp(sequence_mlp)
+
+# %% [markdown]
+# ## Your turn: a block with its tokens split
+#
+# Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$, in
+# torch, where each rank has some of the tokens and returns those. You may use `norm` from above and `heads` from here.
+# Mind `scale`.
+
+# %%
+def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]
+    q, k, v = (torch.einsum("bsD,nDd->bnsd", x, w) for w in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.einsum("bnsd,ndD->bsD", y, o)
+
+# %%
+def tokens_split(x, scale, q, k, v, o, a, b):  # x [B, S/tp, D]   ->   [B, S/tp, D]
+    ...
+
+# %%
+from tplab.exercises.block_memory import check_tokens_split
+
+check_tokens_split(tokens_split)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | Megatron-LM | torch | JAX |
+# |---|---|---|---|
+# | split tokens | `--sequence-parallel` | `SequenceParallel()` | `P(None, "tp")` for activations |
+# | `all_gather`, tokens | `gather_from_sequence_parallel_region` | done by `DTensor` | `lax.all_gather` |
+# | `reduce_scatter`, tokens | `reduce_scatter_to_sequence_parallel_region` | done by `DTensor` | `lax.psum_scatter` |
+# | `copy_to(scale)` | `finalize_model_grads`, after the backward pass | done by `DTensor` | done by types |
+# | `gather_again` | always | `torch.utils.checkpoint` | `jax.checkpoint` |
+# | scores recomputed | `--recompute-activations`, or flash attention | `scaled_dot_product_attention` | `dot_product_attention` |
+#
+# ## To take away
+#
+# - A block keeps $sbh(34 + 5as/h)$ bytes. Tensor parallelism divides what is between $f$ and $g$, and leaves $10\,sbh$ on
+#   every rank.
+# - Splitting the tokens outside divides that too, and sends no more bytes but for the gradients of the norms. To divide
+#   everything, the tokens are gathered again in the backward pass.
+# - Ranks that share a parameter and use it on different tokens must add up its gradient.
+#
+# **Sources.** Korthikanti et al. 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198). Megatron-LM
+# [#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) and [#443](https://github.com/NVIDIA/Megatron-LM/issues/443),
+# where somebody asks why the gradients of norms are added up.
+#
+# Next: [06 Vocabulary](06_vocabulary.ipynb), where the last matrix of the model is split.
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

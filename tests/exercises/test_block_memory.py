@@ -1,0 +1,130 @@
+"""The checks of lab 05: solutions pass in both frameworks, and each known mistake is told by name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tplab.torch as tt
+from labs.source import build
+from tests.exercises.test_exercises import expect
+from tests.exercises.test_megatron_block import f, heads, hidden, in_jax, norm, parallel_block, plainly
+from tplab import Mesh
+from tplab.exercises import block_memory
+from tplab.exercises.block_memory import check_sequence_mlp, check_tokens_split
+from tplab.exercises.check import grade
+from tplab.torch import all_gather, all_reduce, gather_from, reduce_scatter
+
+# --------------------------------------------------------------------------------------------------- the bug to repair
+
+
+def in_the_lab(start: str) -> dict[str, Any]:
+    """The names that the cell which begins so defines."""
+    cells = [cell.source for cell in build.read_source("05_block_memory").cells if cell.cell_type == "code"]
+    names: dict[str, Any] = {"F": F, "torch": torch, "tt": tt, "norm": norm}
+    exec(next(source for source in cells if source.startswith(start)).split("\n\n")[0], names)
+    return names
+
+
+def sequence_mlp(enter: Callable, shared: Callable = f, leave: Callable = reduce_scatter, residual: bool = True):
+    def program(x, scale, a, b):
+        h = enter(norm(x, shared(scale)), "tp", 1)
+        return (x if residual else 0) + leave(hidden(h, a, b), "tp", 1)
+
+    return program
+
+
+def gathered_then_f(x, axis, dim):
+    return f(gather_from(x, axis, dim))
+
+
+def test_the_lab_shows_the_bug():
+    verdict = check_sequence_mlp(in_the_lab("def sequence_mlp(")["sequence_mlp"])
+    expect(verdict, False, "dx is not right yet", "The other ranks' part is missing")
+    assert verdict.panels
+
+
+def test_its_repairs_pass():
+    verdict = check_sequence_mlp(sequence_mlp(all_gather))
+    expect(verdict, True, "y, dx, dscale, da, db equal the plain answer")
+    assert "do without" not in verdict.text
+    expect(check_sequence_mlp(sequence_mlp(gathered_then_f)), True, "is there a collective that you can do without?")
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (sequence_mlp(gather_from), "The other ranks' part is missing"),
+        (sequence_mlp(all_gather, shared=plainly), "Megatron-LM #1446"),
+        (sequence_mlp(all_gather, residual=False), "x itself is missing"),
+        (sequence_mlp(all_gather, shared=lambda scale: f(f(scale))), "entries are off"),
+    ],
+    ids=["gather_from", "scale", "no x", "scale twice"],
+)
+def test_what_is_wrong_with_an_mlp_is_told(fn: Callable[..., Any], hint: str):
+    expect(check_sequence_mlp(fn), False, hint, "Mesh(tp=2)")
+
+
+# ---------------------------------------------------------------------------------------------------- the block, split
+
+
+def tokens_split(gather=all_gather, dim=1, shared=f, scatter=reduce_scatter):
+    def block(x, scale, q, k, v, o, a, b):
+        h = gather(norm(x, shared(scale)), "tp", dim)
+        return x + scatter(heads(h, q, k, v, o) + hidden(h, a, b), "tp", dim)
+
+    return block
+
+
+def norm_behind(shared):
+    def block(x, scale, q, k, v, o, a, b):
+        h = norm(all_gather(x, "tp", 1), shared(scale))
+        return x + reduce_scatter(heads(h, q, k, v, o) + hidden(h, a, b), "tp", 1)
+
+    return block
+
+
+def test_its_tokens_split():
+    verdict = check_tokens_split(tokens_split())
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    assert "do without" not in verdict.text
+    expect(check_tokens_split(norm_behind(f)), True)
+
+
+def test_splitting_what_was_added_up_for_all_is_remarked_upon():
+    def scatter(x, axis, dim):
+        return tt.scatter_to(all_reduce(x, axis), axis, dim)
+
+    expect(check_tokens_split(tokens_split(scatter=scatter)), True, "is there a collective that you can do without?")
+
+
+def test_the_block_in_jax_passes():
+    """On one mesh: it takes XLA seconds."""
+    verdict = grade(in_jax(split=True), replace(block_memory.TOKENS_SPLIT, meshes=(Mesh(tp=3),)), "jax")
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    assert "do without" not in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (tokens_split(dim=0), "only the tokens of its own rank"),
+        (lambda x, *rest: tokens_split()(x, *rest) - x, "x itself is missing"),
+        (tokens_split(gather=gather_from), "gather_from is for ranks that all go on alike"),
+        (tokens_split(shared=plainly), "Megatron-LM #1446"),
+        (norm_behind(plainly), "own heads and features only"),
+        (tokens_split(shared=lambda scale: f(f(scale))), "R times too large"),
+        (parallel_block, "entries are off"),
+    ],
+    ids=["dim 0", "no x", "gather_from", "norm not summed", "norm behind, not summed", "summed twice", "not gathered"],
+)
+def test_what_is_wrong_with_split_tokens_is_told(fn: Callable[..., Any], hint: str):
+    expect(check_tokens_split(fn), False, hint, "Mesh(tp=2)")
+
+
+def test_the_labs_stub_is_not_started():
+    verdict = check_tokens_split(in_the_lab("def tokens_split(")["tokens_split"])
+    expect(verdict, None, "tokens_split: not started")  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""The exercises of lab 05: mend how an MLP gathers its tokens, and write a block whose tokens are split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import (
+    Exercise,
+    Framework,
+    Mistake,
+    Seen,
+    Tensors,
+    Verdict,
+    added_up_again,
+    bytes_of_a_sum,
+    grade,
+    weight,
+)
+from tplab.exercises.plain_block import BLOCK_SPECS, block_tensors, gelu_mlp, one_norm, own_weights, rms_norm
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+TOKENS = P(None, "tp")
+
+_KEPT = (
+    "y is right, but dx has only what this rank's own heads and hidden features say of its tokens. The other ranks' "
+    "part is missing.\ngather_from is for ranks that all go on alike. Here each rank goes on with its own weights."
+)
+
+
+def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
+    """Of something of every token, that of this rank's tokens."""
+    size = seen.own["x"].shape[1]
+    begin = seen.mesh.index(seen.rank, "tp") * size
+    return np.take(whole, range(begin, begin + size), axis=dim)
+
+
+def _kept_to_itself(seen: Seen) -> np.ndarray:
+    """The gradient of the residual, and what this rank's own heads and features say of its own tokens."""
+    whole, own = one_norm(seen.tensors), own_weights(seen)
+    return _own_tokens(seen, whole["residual"] + own["through attention"] + own["through mlp"])
+
+
+# --- the bug to repair ---------------------------------------------------------------------------------------------
+
+_NAMES = ("x", "scale", "a", "b")
+
+
+def _mlp(tensors: Tensors) -> Tensors:
+    """y = x + mlp(norm(x)), the gradients of sum(y * weight), and the part "of each token" in that of scale."""
+    x = tensors["x"]
+    h, through_norm = rms_norm(x, tensors["scale"])
+    projected, through_mlp = gelu_mlp(h, tensors)
+    y = x + projected
+    dy = weight(y)
+    grads = through_mlp(dy)
+    into = through_norm(grads["dx"])
+    own = {"dx": dy + into["dx"], "dscale": into["of each token"].sum(0), "of each token": into["of each token"]}
+    return {"y": y, **grads, **own}
+
+
+def _mlp_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    tensors = block_tensors(rng, mesh)
+    return {name: tensors[name] for name in _NAMES}
+
+
+SEQUENCE_MLP = Exercise(
+    name="sequence_mlp",
+    tensors=_mlp_tensors,
+    specs={**{name: BLOCK_SPECS[name] for name in _NAMES}, "x": TOKENS},
+    plain=_mlp,
+    results={"y": TOKENS},
+    gradients=_NAMES,
+    mistakes=(
+        Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
+        Mistake("dx", _KEPT, lambda seen: _own_tokens(seen, _mlp({**seen.own, "x": seen.tensors["x"]})["dx"])),
+        Mistake(
+            "dscale",
+            "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
+            "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?",
+            lambda seen: _own_tokens(seen, _mlp(seen.tensors)["of each token"], 0).sum(0),
+        ),
+        added_up_again(
+            "dx", "tp", "This is R times too large: a gradient that was already added up is added up again."
+        ),
+    ),
+    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+)
+
+
+def check_sequence_mlp(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` is the MLP half of a block, x + gelu(norm(x) @ a) @ b, whose tokens are split over the ranks.
+
+    x [B, S/tp, D]   scale [D]   a [D, H/tp]   b [H/tp, D]   ->   y [B, S/tp, D]; norm: RMS, eps 1e-6
+    """
+    return grade(fn, SEQUENCE_MLP, framework)
+
+
+# --- a block with its tokens split ---------------------------------------------------------------------------------
+
+
+TOKENS_SPLIT = Exercise(
+    name="tokens_split",
+    tensors=block_tensors,
+    specs={**BLOCK_SPECS, "x": TOKENS},
+    plain=one_norm,
+    results={"y": TOKENS},
+    gradients=tuple(BLOCK_SPECS),
+    mistakes=(
+        Mistake(
+            "y",
+            "Every token has seen only the tokens of its own rank. Dim 0 is the batch; gather tokens along dim 1.",
+            lambda seen: one_norm({**seen.tensors, "x": seen.own["x"]})["y"],
+        ),
+        Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
+        Mistake(
+            "dx",
+            _KEPT,
+            _kept_to_itself,
+        ),
+        Mistake(
+            "dscale",
+            "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
+            "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?",
+            lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
+        ),
+        Mistake(
+            "dscale",
+            "y and dx are right, but the gradient of scale comes from this rank's own heads and features only.\n"
+            "The ranks share scale, and each goes on in its own way. Which of f and g belongs there?",
+            lambda seen: own_weights(seen)["dscale"],
+        ),
+        added_up_again(
+            "dscale", "tp", "This is R times too large: a gradient that was already added up is added up again."
+        ),
+    ),
+    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+)
+
+
+def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
+    return grade(fn, TOKENS_SPLIT, framework)
