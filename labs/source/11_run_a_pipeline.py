@@ -666,7 +666,7 @@ check_train_split(train_split)
 # [Zero bubble](https://arxiv.org/abs/2401.10241) (I and W). Bruno Magalhães,
 # [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io) (a model as a list of layers, `train_batch`).
 #
-# Next: [13 Pipeline memory](13_pipeline_memory.ipynb).
+# Next: [12 A pipeline in JAX](12_pipeline_in_jax.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -1,0 +1,332 @@
+# %% [markdown]
+# # 12 A pipeline in JAX
+#
+# **How can one compiled program run a pipeline, where every rank does something else?**
+#
+# Prerequisites: the schedules of [lab 10](10_pipeline_schedules.ipynb), and a little JAX: `jax.grad` and `jax.lax.scan`.
+# Time: 45 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/12_pipeline_in_jax.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/12_pipeline_in_jax.ipynb)
+#
+# ![Four ranks run 1F1B in lock-step. Whenever some rank runs a backward, the ranks that run a forward wait for it.](images/12_pipeline_in_jax.png)
+#
+# *1F1B as one compiled loop. In each turn of the loop every rank does one action, and then all ranks exchange messages. A
+# forward takes one step and a backward two, so a rank that runs a forward often waits for one that runs a backward.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tplab.jax as tj
+from tplab import Mesh, P
+from tplab.pipeline import LayerSpec
+from tplab.schedules import Costs, compare, gpipe, one_f_one_b, simulate, zb_h1
+from tplab.widgets import Bars, Row, knob, timeline
+
+# %%
+p, m, D = 4, 8, 16  # ranks, microbatches, width
+
+def stage(w, x):
+    return jnp.tanh(x @ w)
+
+def mean_squares(y, target):
+    return ((y - target) ** 2).mean()
+
+keys = jax.random.split(jax.random.key(0), 3)
+weights = jax.random.normal(keys[0], (p, D, D)) / 4  # one matrix per rank
+inputs = jax.random.normal(keys[1], (m, 2, D))  # microbatches of two rows
+targets = jax.random.normal(keys[2], (m, 2, D))
+
+def train(rule, **options):
+    def program(w, xs, ts):
+        pairs = list(zip(xs, ts))
+        return tj.train_batch(rule(p, m), (stage, w[0]), pairs, mean_squares, **options)
+
+    return tj.run(program, Mesh(pp=p), weights, inputs, targets,
+                  in_specs=(P("pp"), P(), P()), out_specs=(P(), P("pp")))
+
+# %% tags=["opening-picture"]
+in_lockstep = simulate(one_f_one_b(p, m), Costs(transfer=1), lockstep=True)
+timeline(train(one_f_one_b, costs=Costs()).trace, predicted=in_lockstep)
+
+# %% [markdown]
+# ## By hand: ticks
+#
+# JAX compiles *one* program for all ranks. So a schedule becomes a loop over **ticks**. In each tick every rank does at most
+# one action, and then messages are exchanged. Here are the ticks of 1F1B for three ranks and four microbatches, one column
+# per tick:
+
+# %%
+ticks = one_f_one_b(ranks=3, microbatches=4).by_tick()
+for rank in range(3):
+    print(*(tick[rank].label if tick[rank] else ".." for tick in ticks))
+
+# %% [markdown]
+# A tick is over when its slowest rank is. That is **lock-step**. With F = 1 and B = 2, a column that has only forwards takes
+# 1, and a column in which some rank has a backward takes 2.
+#
+# **Predict.** Four ranks, eight microbatches. In lab 10, where no rank waits for a tick to end, GPipe and 1F1B take 33
+# steps, and ZB-H1 takes 27. What do they take in lock-step?
+#
+# <details><summary>Answer</summary>
+#
+# GPipe takes 33 as before, because all ranks are in the same phase. 1F1B takes 40. It has 22 ticks. Only 4 of them are
+# all forwards, and in the other 18 some rank has a backward. ZB-H1 takes 27, because its F, I and W all take the same time.
+#
+# </details>
+
+# %%
+rules = {"GPipe": gpipe, "1F1B": one_f_one_b, "ZB-H1": zb_h1}
+for name, rule in rules.items():
+    free = simulate(rule(p, m)).makespan
+    lockstep = simulate(rule(p, m), lockstep=True).makespan
+    ticks = len(rule(p, m).by_tick())
+    print(f"{name:6} {ticks} ticks: {free:g} steps, in lock-step {lockstep:g}")
+
+# %% [markdown]
+# ## Build it: GPipe is a scan
+#
+# The forward half of GPipe needs very little. Rank $r$ computes microbatch $t - r$ in tick $t$. It takes its input from the
+# rank before it, except for rank 0, which takes the next microbatch. After $m + p - 1$ ticks the last rank has computed all
+# microbatches.
+
+# %%
+def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D]
+    r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
+
+    def tick(message, t):
+        x = jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message)
+        y = stage(w[0], x)
+        return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), y
+
+    nothing = 0 * stage(w[0], xs[0])  # no message has come yet
+    _, ys = jax.lax.scan(tick, nothing, jnp.arange(m + last))
+    return tj.all_reduce(jnp.where(r == last, ys[last:], 0), "pp")  # for every rank
+
+def loss_and_grad(w, xs, ts):
+    return jax.value_and_grad(lambda w: mean_squares(pipeline(w, xs), ts))(w)
+
+out = tj.run(loss_and_grad, Mesh(pp=p), weights, inputs, targets,
+             in_specs=(P("pp"), P(), P()), out_specs=(P(), P("pp")))
+
+def unsharded(weights):
+    x = inputs
+    for w in weights:
+        x = stage(w, x)
+    return mean_squares(x, targets)
+
+want_loss, want = jax.value_and_grad(unsharded)(weights)
+print("loss equal:", np.allclose(out.value[0], want_loss, rtol=1e-5))
+print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
+
+# %% [markdown]
+# We never wrote a backward pass. The gradient of a message from rank 0 to rank 1 is a message from rank 1 to rank 0, and the
+# gradient of a loop is a loop in the other direction. So `jax.grad` made the backward half of the pipeline. But it runs
+# *after* the scan: all forwards, then all backwards. This way there is no 1F1B, and every rank keeps $m$ microbatches.
+#
+# ## Any schedule: a table of actions
+#
+# To mix forwards and backwards, the loop has to contain both. tplab's `train_batch` turns the schedule into a table of
+# numbers, one row per tick and one column per rank, and scans over its rows. Here are the first six ticks of the schedule
+# above, with 0 for a rank that idles:
+
+# %%
+codes = {"F": 1, "B": 2}
+table = [[codes[a.kind] if a else 0 for a in tick]
+         for tick in one_f_one_b(ranks=3, microbatches=4).by_tick()]
+print(np.array(table[:6]))
+
+# %% [markdown]
+# In each tick `lax.switch` chooses what the rank does:
+#
+# - **F** runs the stage by `jax.vjp` and puts what the backward pass needs into a buffer.
+# - **B** takes it out and computes both gradients. **I** and **W** compute one each.
+#
+# Two `ppermute`s come *after* the switch, one for each direction, because every rank has to take part in them.
+
+# %%
+results = {name: train(rule, costs=Costs()) for name, rule in rules.items()}
+for name, result in results.items():
+    loss, grads = result.value
+    equal = np.allclose(grads.reshape(want.shape), want, rtol=1e-4, atol=1e-6)
+    print(f"{name:6} loss {loss:.4f}, gradients equal: {equal}")
+
+# %% [markdown]
+# ## See it run
+#
+# The trace of this program has every action at its place. On this clock an exchange takes one step, in each tick that has
+# one. The simulation, which is told the same, predicts every action exactly.
+#
+# **Predict.** Which of the three is best now that an exchange takes as long as a forward?
+#
+# <details><summary>Answer</summary>
+#
+# ZB-H1 takes 52 and GPipe 53, so they are nearly equal. ZB-H1 gains because its actions take equal time. It loses because
+# it has more of them: 27 ticks instead of 22, and an exchange after most.
+#
+# </details>
+
+# %%
+for name, rule in rules.items():
+    predicted = simulate(rule(p, m), Costs(transfer=1), lockstep=True)
+    ran = compare(predicted, results[name].trace)
+    print(f"{name:6} {ran.makespan:g} steps, {ran.residual:g} more than predicted")
+timeline(results["ZB-H1"].trace, predicted=predicted)
+
+# %% [markdown]
+# So in lock-step, choose schedules whose ranks are in one phase, or whose actions take equal time. Where exchanges are slow,
+# few ticks are better.
+#
+# ## Every rank pays for the fullest one
+#
+# One program also means that arrays have one shape on all ranks. A buffer for activations has as many places as the fullest
+# rank needs. Stages with different parameters are packed into flat arrays of equal length.
+#
+# **Predict.** To spare rank 0, we cut 12 layers into 2, 3, 3 and 4 instead of 3, 3, 3 and 3. How many layers' weights does
+# rank 0 hold now?
+#
+# <details><summary>Answer</summary>
+#
+# Four, like rank 3. Its array is padded to the length of the longest. In this form an uneven cut makes every rank larger.
+#
+# </details>
+
+# %%
+class Mlp:
+    def init(self, key):
+        up, down = jax.random.split(key)
+        return {"up": jax.random.normal(up, (32, 64)) / 6,
+                "down": jax.random.normal(down, (64, 32)) / 8}
+
+    def __call__(self, w, x):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+def held(cut):
+    stages = tj.stages_of([LayerSpec(Mlp)] * 12, one_f_one_b(4, 8), bounds=cut)
+    return jnp.array(sum(leaf.size for leaf in jax.tree.leaves(stages)))
+
+for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
+    sizes = [int(size) for size in tj.run(partial(held, cut), Mesh(pp=4)).per_rank]
+    print(np.diff(cut).tolist(), "layers: each rank holds", sizes[0] // (2 * 32 * 64),
+          "layers of parameters")
+
+# %% [markdown]
+# ## Turn the knob: activations
+#
+# The same is true of activations. Each bar shows what a rank's passes keep at their peak, and the room that it has beyond
+# that, because another rank needs it. Which schedule wastes the most?
+
+# %%
+def bars(rule, every):
+    def program(x):
+        schedule = rule(4, 8)
+        stages = tj.stages_of([LayerSpec(Mlp)] * 4, schedule)
+        pairs = [(one, one) for one in x]
+        return tj.train_batch(schedule, stages, pairs, mean_squares,
+                              checkpoint_every=every)
+
+    shape = jax.ShapeDtypeStruct((8, 4, 32, 32), np.float32)  # no numbers are needed
+    kept = tj.run(program, Mesh(pp=4), shape).trace.peak_bytes.tolist()
+    rows = [Row(f"rank {r}", {"kept": num, "empty room": max(kept) - num})
+            for r, num in enumerate(kept)]
+    share = 1 - sum(kept) / (4 * max(kept))
+    return Bars(rows, f"{100 * share:.0f} % of the room is empty.")
+
+choices = {"GPipe": (gpipe, None), "1F1B": (one_f_one_b, None),
+           "1F1B, recomputed": (one_f_one_b, 1), "ZB-H1": (zb_h1, None)}
+knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items()},
+     start="1F1B", about="bytes of one compiled program, 4 ranks", unit="B")
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. Its ranks keep between
+# one and three checkpoints, and all of them have room for three. Under GPipe all ranks keep eight microbatches, so the empty
+# room has another reason: the input of the first rank is the batch, which is in memory anyway, and the last rank also
+# keeps what the loss needs.
+#
+# </details>
+#
+# ## What it costs
+#
+# $m$ microbatches, $p$ ranks, one stage per rank. $c$ is the time of one exchange, and $B = I + W$.
+#
+# | | ticks | time in lock-step |
+# |---|---|---|
+# | GPipe | $2(m + p - 1)$ | $(m + p - 1)(F + B)$, and at most $c$ per tick |
+# | 1F1B | $2(m + p - 1)$ | up to $2(m + p - 1) \max(F, B)$, and at most $c$ per tick |
+# | ZB-H1, if $F = I = W$ | $3m + p - 1$ | $(3m + p - 1) F$, and at most $c$ per tick |
+
+# %%
+for ranks, num in [(4, 8), (8, 32), (16, 64)]:
+    for name, rule in rules.items():
+        ticks = len(rule(ranks, num).by_tick())
+        time = simulate(rule(ranks, num), lockstep=True).makespan
+        idle = 1 - 3 * num / time
+        print(f"{ranks:2} ranks, {num} microbatches, {name:6} {ticks:3} ticks,",
+              f"{time:g} steps, {100 * idle:.0f} % idle")
+
+# %% [markdown]
+# Is lock-step worth it? One program is easy to launch, to compile and to shard further with `jit`. Its price is the waiting
+# above, and one phase with too many shapes cannot be mixed in. GPipe or a zero-bubble schedule loses little by it. 1F1B loses
+# a quarter, so run it with one program per rank instead, as torch does.
+#
+# ## A bug to repair
+#
+# Here is the pipeline again, written in a hurry. It runs, and its loss even falls when you train with it. Run the check, read
+# what it says, and repair `my_pipeline`.
+
+# %%
+def my_pipeline(w, xs):  # w [1, D, D]   xs [m, B, D]   ->   [m, B, D] on every rank
+    r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
+
+    def tick(message, t):
+        x = jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message)
+        y = stage(w[0], x)
+        return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), y
+
+    _, ys = jax.lax.scan(tick, 0 * stage(w[0], xs[0]), jnp.arange(m + last))
+    return tj.all_reduce(jnp.where(r == last, ys[:m], 0), "pp")
+
+# %%
+from tplab.exercises.pipeline_in_jax import check_pipeline
+
+check_pipeline(my_pipeline)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | JAX | elsewhere |
+# |---|---|---|
+# | `pipeline`, a scan with `ppermute` | the form that [praxis](https://github.com/google/praxis) and [MaxText](https://github.com/AI-Hypercomputer/maxtext) use, with a `vmap` over stages or a `shard_map` | torch and Megatron run one program per rank |
+# | the table of actions | write it yourself; or one program per stage, as [JaxPP](https://arxiv.org/abs/2412.14374) does | torch's `_PipelineScheduleRuntime` executes a table of actions per rank |
+# | `checkpoint_every` | `jax.checkpoint` around the stage | `torch.utils.checkpoint` |
+#
+# ## To take away
+#
+# - A scan with a `ppermute` is a pipeline, and its gradient is a pipeline in the other direction: GPipe.
+# - In lock-step each tick takes as long as its slowest rank. Schedules with equal actions, or with ranks in one phase, lose
+#   nothing by it.
+# - One program has one shape for all ranks, so every rank has the memory of the fullest one.
+
+# %% [markdown]
+# **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Xu et al. 2021,
+# [GSPMD](https://arxiv.org/abs/2105.04663), section 3.3, on pipelines as a loop with shifted buffers. Xhebraj et al. 2024,
+# [JaxPP](https://arxiv.org/abs/2412.14374). The JAX scaling book, [on training](https://jax-ml.github.io/scaling-book/training/).
+#
+# Next: [13 Pipeline memory](13_pipeline_memory.ipynb).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.
