@@ -98,7 +98,7 @@ def test_weights_that_are_sharded_over_data():
     assert cause.operands == ("w float32[16, 32] P('dp')",)
     assert cause.why == "dot_general needs all of w float32[16, 32] P('dp'), which is sharded over dp"
     assert (total.op, total.bytes, total.is_backward) == ("all_reduce", 2 * 3 * 16 * 32 * 4 // 4, True)
-    assert total.causes[0].why.endswith("keeps only its 1/4 of it: XLA for GPUs and TPUs makes it a reduce_scatter")
+    assert total.causes[0].why.endswith("; each rank keeps 1/4 of the result: a reduce_scatter on GPUs and TPUs")
 
 
 @pytest.mark.parametrize("result, op, why", [
@@ -170,4 +170,6 @@ def test_a_ranks_program_of_tplab():
     specs = PartitionSpec(), PartitionSpec(None, "tp"), PartitionSpec("tp")
     mapped = jax.shard_map(mlp, mesh=jax_mesh(Mesh(tp=4)), in_specs=specs, out_specs=PartitionSpec())
     (total,) = explain(mapped, *(np.ones(shape, np.float32) for shape in [(2, 8), (8, 16), (16, 8)]))
-    assert (total.is_written, total.where) == (True, here(-4))
+    assert total.is_written
+    if jax.__version_info__ >= (0, 8):  # XLA knew only the innermost line before, which is tplab's
+        assert total.where == here(-6)

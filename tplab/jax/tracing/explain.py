@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -104,11 +103,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     A collective that is in your program is said to be. One that XLA put in is explained by what computes with its
     result, or made its operand: a sum over a dim that is sharded, an array that is needed whole or cut in another way.
-    Lines are those that XLA kept with its instructions. An array between two operations is known by the one that made
-    it, and an argument by its name and its sharding.
+    An argument is known by its name and sharding, and an array between two operations by the one that made it. Lines
+    are those that XLA kept with its instructions; JAX 0.7 gives it only the innermost, which may be a library's.
     """
     program = compiled_for(fn, args, kwargs)
-    why = _Why(Flow(program.module, program.mesh))
+    why = _Why(Flow(program.module, program.mesh, program.names))
     explanation = Explanation(one for run in runs_of(program.module) if (one := why.explained(run)) is not None)
     explanation.title, explanation.mesh = program.title, program.mesh
     return explanation
@@ -140,7 +139,7 @@ class _Why:
             for array in sent_by(one, [given.one for given in self.flow.operands(place)])
         )
         return Explained(
-            op, axis, sent, run.count, run.at_most, _primitive(one.origin) in _WRITTEN, "transpose(" in one.origin,
+            op, axis, sent, run.count, run.at_most, one.primitive in _WRITTEN, "transpose(" in one.origin,
             tuple(self._causes(place, op, axis, num_ranks)),
         )  # fmt: skip
 
@@ -157,11 +156,11 @@ class _Why:
     def _of_sum(self, place: Place, given: Place, axis: str, num_ranks: int, index: int | None) -> Cause:
         """A sum over ranks: of what was computed from arrays that are sharded. `index` is its place among several."""
         made = self.flow.source(given)
-        operation = _operation(made.one) or _primitive(place.one.origin) or made.one.op
+        operation = _operation(made.one) or place.one.primitive or made.one.op
         where = self._line(place if index is None else made) or self._line(made) or self._line(place)
         operands = self._operands(made, where)
         of = f" of {' and '.join(operands)}" if operands else ""
-        if (written := _primitive(place.one.origin)) in _WRITTEN:
+        if (written := place.one.primitive) in _WRITTEN:
             operands = (self._text(made, where),)
             why = self._as_written(place, written, operands[0])
         elif is_product(made.one) or made.one.op == "reduce":
@@ -170,7 +169,7 @@ class _Why:
         else:
             why = f"after {operation}{of} each rank has only a part of the result"
         if place.one.op.startswith("all-reduce") and self._keeps_share(place, index, num_ranks):
-            why += f". Each rank keeps only its 1/{num_ranks} of it: XLA for GPUs and TPUs makes it a reduce_scatter"
+            why += f"; each rank keeps 1/{num_ranks} of the result: a reduce_scatter on GPUs and TPUs"
         array = given.one.arrays[0]
         return Cause(where, array.dtype, array.shape, operation, operands, why)
 
@@ -179,7 +178,7 @@ class _Why:
         made, user = self.flow.source(given), next(self.flow.needed_by(place), None)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
         array, operand = given.one.arrays[0], self._text(made, where)
-        operation = _primitive(place.one.origin)
+        operation = place.one.primitive
         if operation in _WRITTEN or operation in _ASKED:
             why = self._as_written(place, operation, operand)
             return Cause(where, array.dtype, array.shape, operation, (operand,), why)
@@ -187,8 +186,10 @@ class _Why:
         if user is not None:
             operation, line = _operation(user.one) or user.one.op, self._line(user)
             who = f"{operation}{f' ({line})' * (line not in ('', where))} needs"
+        is_second = self.flow.is_moved(given)
+        shards = " after another collective has moved it" if is_second else f", which is sharded over {axis}"
         why = {
-            "all_gather": f"{who} all of {operand}, which is sharded over {axis}",
+            "all_gather": f"{who} all of {operand}{shards}",
             "all_to_all": f"{who} {operand} cut along another dim than it is",
         }.get(op, f"{who} {operand} on other ranks than those that have it")
         shape = (num_pieces, *array.shape) if num_pieces > 1 else array.shape
@@ -241,10 +242,4 @@ class _Why:
 
 def _operation(one: Instruction) -> str:
     """JAX's name of what an instruction does. XLA puts transposes into products, and may keep their names only."""
-    name = _primitive(one.origin)
-    return "dot_general" if one.op == "dot" and "dot" not in name else name
-
-
-def _primitive(origin: str) -> str:
-    """ "jit(f)/jvp()/dot_general" -> "dot_general"."""
-    return re.sub(r"\.\d+$", "", origin.rpartition("/")[2])
+    return "dot_general" if one.op == "dot" and "dot" not in one.primitive else one.primitive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,8 +54,9 @@ class Slot:
 class Flow:
     """Follows arrays through a module, backwards and forwards."""
 
-    def __init__(self, module: Module, mesh: Mesh):
-        self.module, self.mesh = module, mesh
+    def __init__(self, module: Module, mesh: Mesh, names: Mapping[str, str] | None = None):
+        """names   of arguments, where the reader knows them by other names than JAX"""
+        self.module, self.mesh, self._names = module, mesh, names or {}
         self._made = {name: {one.name: one for one in ones} for name, ones in module.computations.items()}
         self._callers: dict[str, Place] = {}
         self._users: dict[tuple[str, str], list[Instruction]] = {}
@@ -73,7 +74,8 @@ class Flow:
         return [Place(place.computation, made[name]) for name in place.one.operands if name in made]
 
     def source(self, place: Place) -> Place:
-        """What made this array, or the parameter of the program that it is: views, moves and loops are followed."""
+        """What made this array, or the parameter of the program that it is. Views, loops and collectives are followed:
+        a sum over ranks is, as a whole, what its operand is in parts."""
         indices: list[int] = []  # of the elements of tuples that we are in
         seen: set[tuple[str, str, tuple[int, ...]]] = set()
         while (key := (place.computation, place.one.name, tuple(indices))) not in seen:
@@ -101,12 +103,22 @@ class Flow:
             return given[1]  # what scan puts away of an iteration
         if one.op == "while" and indices:
             return self._root(one.called("body")[0])
-        moves = one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
-        if given and (one.op in _VIEWS or moves or one.op.endswith(("-done", "-update"))):
-            if moves and indices:
-                indices.pop()
+        if given and one.collective:
+            number = indices.pop() if indices else 0  # a start gives its operands, too, and more
+            return given[number if number < len(given) and not one.is_start else 0]
+        if given and (one.op in _VIEWS or one.op.endswith(("-done", "-update"))):
             return given[0]
         return None
+
+    def is_moved(self, place: Place) -> bool:
+        """Whether another collective has moved this array before."""
+        indices: list[int] = []
+        while place.one.op in (*_VIEWS, "get-tuple-element") and place.one.collective is None:
+            before = self._before(place, indices)
+            if before is None:
+                return False
+            place = before
+        return place.one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
 
     def _argument(self, computation: str, number: int, indices: list[int]) -> Place | None:
         """What a computation is called with: in a loop what an iteration leaves, if that is something else."""
@@ -141,6 +153,7 @@ class Flow:
         if one.op != "parameter" or computation != self.module.entry:
             return None
         name = re.sub(r"""^arrays\[(['"])(.*)\1\]$""", r"\2", one.origin)  # of `lowered`, by the reader's names
+        name = self._names.get(name, name)
         pieces = self._pieces(one)
         array = one.arrays[0]
         if pieces is None:

@@ -81,6 +81,14 @@ class Instruction:
         return re.sub(r"\\(.)", r"\1", self._found(r'op_name="((?:[^"\\]|\\.)*)"'))
 
     @property
+    def primitive(self) -> str:
+        """The last name of the origin: JAX's name of the operation. "" where XLA made one of several that differ."""
+        _, merged, several = self.origin.rpartition("/(")  # "jit(f)/(jvp()/dot_general:jvp()/reduce_sum)"
+        paths = several[:-1].split(":") if merged and several.endswith(")") else [self.origin]
+        names = {re.sub(r"\.\d+$", "", path.rpartition("/")[2]) for path in paths}
+        return names.pop() if len(names) == 1 else ""
+
+    @property
     def index(self) -> int:
         """Of a get-tuple-element."""
         return int(self._found(r"\bindex=(\d+)") or 0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from jax.tree_util import SequenceKey
 
 from tplab.errors import TraceError
 from tplab.jax.tracing.hlo import Module
@@ -19,11 +23,14 @@ from tplab.mesh import Mesh
 
 
 class Lowered(NamedTuple):
-    """title   the function's name"""
+    """title   the function's name
+    names   of arguments, by the names that JAX gives them, where the reader knows others
+    """
 
     title: str
     module: Module
     mesh: Mesh
+    names: dict[str, str]
 
 
 def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowered:
@@ -40,19 +47,24 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
         )
     if hasattr(fn, "as_text") and (args or kwargs):
         raise TypeError("this function is compiled already, for arguments of its own: trace(compiled), without any")
+    if type(fn).__module__.startswith("equinox"):
+        fn = getattr(fn, "__wrapped__", fn)  # filter_jit traces arrays and takes the rest as it is, as we do
     jaxpr = None
     if hasattr(fn, "as_text"):
         compiled = fn
     elif hasattr(fn, "lower"):
         traced = fn.trace(*args, **kwargs) if hasattr(fn, "trace") else None
         jaxpr = getattr(traced, "jaxpr", None)
+        if type(fn).__name__ == "PmapFunction":  # until JAX 0.7 it could be lowered only
+            jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
         compiled = (fn.lower(*args, **kwargs) if traced is None else traced.lower()).compile()
     else:
         traced = _jitted(fn, args, kwargs)
         jaxpr, compiled = traced.jaxpr, traced.lower().compile()
     compiled = getattr(compiled, "compiled", compiled)  # Equinox's is wrapped
     module = Module(compiled.as_text() or "")
-    return Lowered(_title(fn), module, _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks))
+    mesh = _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks)
+    return Lowered(_title(fn), module, mesh, _names(fn, args, kwargs))
 
 
 def _title(fn: Any) -> str:
@@ -97,27 +109,43 @@ def _name(fn: Callable[..., Any], path: Any) -> str:
     return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
+def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:
+    """Those of the parameters of Flax NNX's models and optimizers: JAX gets them as lists, "model.states[0][1]"."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return {}
+    listed = {_name(fn, (None, SequenceKey(place))): arg for place, arg in enumerate(args)} | kwargs
+    names = {}
+    for name, arg in listed.items():
+        if isinstance(arg, nnx.Pytree):
+            for number, (path, _) in enumerate(nnx.to_flat_state(nnx.state(arg))):
+                text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+                names[f"{name}.states[0][{number}]"] = f"{name}{text}"
+    return names
+
+
 # --- the mesh --------------------------------------------------------------------------------------------------------
 
 
-def _meshes(leaves: Sequence[Any], compiled: Any, jaxpr: Any) -> Iterator[Any]:
-    """JAX's meshes of the arguments and results, and those that the function names itself."""
+def _meshes(leaves: Sequence[Any], compiled: Any, jaxpr: Any) -> Iterator[dict[Any, int]]:
+    """Axis -> size, of the meshes of the arguments and results, and of those that the function names itself."""
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    shardings += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    if jaxpr is not None:
-        for eqn, _ in equations_of(jaxpr.jaxpr):
-            if eqn.primitive.name == "shard_map":
-                yield eqn.params["mesh"]
-            shardings.append(eqn.params.get("sharding"))
-    yield from (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
-    yield jax.sharding.get_abstract_mesh()
+    with suppress(AttributeError):  # until JAX 0.7 a pmap does not know them
+        shardings += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    for eqn, _ in equations_of(jaxpr.jaxpr) if jaxpr is not None else ():
+        if eqn.primitive.name == "shard_map":
+            yield dict(eqn.params["mesh"].shape)
+        elif eqn.primitive.name == "xla_pmap":
+            yield {eqn.params["axis_name"]: eqn.params["global_axis_size"]}
+        shardings.append(eqn.params.get("sharding"))
+    yield from (dict(sharding.mesh.shape) for sharding in shardings if isinstance(sharding, NamedSharding))
+    yield dict(jax.sharding.get_abstract_mesh().shape)
 
 
-def _mesh(meshes: Iterator[Any], num_ranks: int) -> Mesh:
+def _mesh(meshes: Iterator[dict[Any, int]], num_ranks: int) -> Mesh:
     """The mesh with the most axes, of those that have as many ranks as the program; else all devices along one axis."""
-    shapes = [dict(mesh.shape) for mesh in meshes if mesh.size == num_ranks]
-    shape = max(shapes, key=lambda shape: sum(size > 1 for size in shape.values()), default={})
-    shape = shape or {"devices": num_ranks}
+    shapes = [shape for shape in meshes if shape and math.prod(shape.values()) == num_ranks]
+    shape = max(shapes, key=lambda shape: sum(size > 1 for size in shape.values()), default={"devices": num_ranks})
     named: dict[str, int] = {}
     for name, size in shape.items():
         text = re.sub(r"\W|^(?=\d)", "_", str(name))

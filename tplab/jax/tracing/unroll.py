@@ -96,7 +96,7 @@ class Unroll:
     def _computing(self, one: Instruction, operands: list[Instruction], needs: tuple[int, ...]) -> Task:
         work = work_of(self._module, one, operands)
         array = one.arrays[0]
-        op = work.main.origin.rpartition("/")[2] or one.op
+        op = work.main.primitive or one.primitive or one.op
         where = self._module.where(work.main) or self._module.where(one)
         ranks = tuple(self._mesh.ranks)
         return Task("compute", op, ranks, needs, array.shape, array.dtype, work.num_bytes, where, work.flops)
@@ -163,7 +163,7 @@ class Unroll:
         needs = tuple(sorted({need for part in parts for need in part.needs if need < first}))
         flops, num_bytes = sum(part.flops for part in parts), sum(part.num_bytes for part in parts)
         main = max(parts, key=lambda part: part.flops)
-        op = one.origin.rpartition("/")[2] or one.op
+        op = one.primitive or one.op
         task = replace(main, op=op, needs=needs, where=where, flops=times * flops, num_bytes=times * num_bytes)
         return self._add(task)
 
