@@ -345,6 +345,36 @@ def play_broadcast_ring(R, n, num_pieces):
     return net
 
 
+def play_tree_to_root(R, n, is_sum):
+    """In round k each odd multiple of 2^k hands what it has to the rank 2^k before it."""
+    net, held = Network(R), start_with_own(R)
+    distance = 1
+    while distance < R:
+        senders = range(distance, R, 2 * distance)
+        net.round([(rank, rank - distance, n if is_sum else n * len(held[rank])) for rank in senders])
+        for rank in senders:
+            held[rank - distance] |= held[rank]
+        distance *= 2
+    assert held[0] == everything(R)
+    return net
+
+
+def play_scatter_tree(R, n):
+    """A gather by the tree, its messages turned round."""
+    net = Network(R)
+    for messages in reversed(play_tree_to_root(R, n // R, is_sum=False).log):
+        net.round([(to, rank, size) for rank, to, size in messages])
+    return net
+
+
+def play_with_root(R, n, to_root):
+    """The root and one other rank at a time."""
+    net = Network(R)
+    for rank in range(1, R):
+        net.round([(rank, 0, n) if to_root else (0, rank, n // R)])
+    return net
+
+
 def play_one_message(R, n):
     net = Network(R)
     net.round([(rank, (rank + 1) % R, n) for rank in range(R)])
@@ -383,6 +413,11 @@ PLAYERS = {
     ("all_to_all", "bidirectional"): lambda R, n: neighbours_only(R, n, both=True),
     ("broadcast", "tree"): play_broadcast_tree,
     ("broadcast", "scatter_all_gather"): play_broadcast_scatter_all_gather,
+    ("reduce", "tree"): lambda R, n: play_tree_to_root(R, n, is_sum=True),
+    ("gather", "ring"): lambda R, n: play_with_root(R, n, to_root=True),
+    ("gather", "tree"): lambda R, n: play_tree_to_root(R, n, is_sum=False),
+    ("scatter", "ring"): lambda R, n: play_with_root(R, n, to_root=False),
+    ("scatter", "tree"): play_scatter_tree,
     ("ppermute", "ring"): play_one_message,
     ("ring_shift", "ring"): play_one_message,
     ("barrier", "ring"): play_barrier(lambda R: [1] * (R - 1)),
@@ -392,7 +427,7 @@ EVERY = [(op, name) for op in cost.OPS for name in cost.algorithms(op, links_per
 
 
 def test_every_algorithm_is_played():
-    assert set(EVERY) == {*PLAYERS, ("broadcast", "ring")}
+    assert set(EVERY) == {*PLAYERS, ("broadcast", "ring"), ("reduce", "ring")}
 
 
 @pytest.mark.parametrize("op, algorithm", PLAYERS, ids=map("-".join, PLAYERS))
@@ -410,6 +445,7 @@ def test_closed_forms_are_what_the_messages_add_up_to(op, algorithm, R, piece):
 @pytest.mark.parametrize("R", WORLDS[1:])
 @pytest.mark.parametrize("n", [0, 1, 5, 64, 150])
 def test_the_pipelined_broadcast_takes_the_best_number_of_pieces(R, n):
+    assert cost.collective("reduce", n, R, LINK) == cost.collective("broadcast", n, R, LINK)  # the same, backwards
     played = [play_broadcast_ring(R, n, pieces) for pieces in range(1, max(n, 1) + 1)]
     best = min(net.seconds for net in played)
     got = cost.collective("broadcast", n, R, LINK)
@@ -443,6 +479,8 @@ def test_bytes_sent_is_exact_for_uneven_pieces(R, data):
     assert sent("all_gather", sizes) == net.sent
     assert sent("all_gather") == [(R - 1) * elements * 4] * R
     assert sent("broadcast") == [elements * 4] * (R - 1) + [0]
+    assert sent("reduce") == sent("gather") == [0] + [elements * 4] * (R - 1)
+    assert sent("scatter") == [4 * (elements - sizes[0])] + [0] * (R - 1)
     assert sent("ring_shift") == sent("ppermute") == [elements * 4] * R
     assert sent("barrier") == [0] * R
 
@@ -531,7 +569,7 @@ def test_relations_between_the_rings(R):
 def test_at_the_crossover_hops_and_bytes_cost_the_same(op, algorithm, R):
     n = cost.crossover_bytes(op, R, LINK, algorithm)
     hops = cost.collective(op, 0, R, LINK, algorithm).seconds
-    if (op, algorithm) == ("broadcast", "ring"):
+    if (op, algorithm) in (("broadcast", "ring"), ("reduce", "ring")):
         bytes_alone = n / LINK.bandwidth  # as n grows its pieces follow one another and n passes each link once
     else:
         bytes_alone = cost.collective(op, n, R, Link("no latency", 0.0, LINK.bandwidth), algorithm).seconds
@@ -595,12 +633,12 @@ def test_what_cannot_be_is_refused():
     for nbytes in (-1, math.nan, math.inf):
         with pytest.raises(ClusterError, match="nbytes is "):
             cost.collective("all_reduce", nbytes, 4, LINK)
-    with pytest.raises(ClusterError, match="no collective is named 'gather'"):
-        cost.lower_bound("gather", 8, 4, LINK)
-    with pytest.raises(ClusterError, match="no collective is named 'gather'"):
-        cost.crossover_bytes("gather", 4, LINK)
-    with pytest.raises(ClusterError, match="no collective is named 'gather'"):
-        cost.bytes_sent("gather", 8, 4, 4, 0)
+    with pytest.raises(ClusterError, match="no collective is named 'collect'"):
+        cost.lower_bound("collect", 8, 4, LINK)
+    with pytest.raises(ClusterError, match="no collective is named 'collect'"):
+        cost.crossover_bytes("collect", 4, LINK)
+    with pytest.raises(ClusterError, match="no collective is named 'collect'"):
+        cost.bytes_sent("collect", 8, 4, 4, 0)
     for elements, ranks, index in ((8, 4, 4), (8, 4, -1), (-8, 4, 0), ((1, 2), 4, 0), ((1, 2), 4, 3), (8, 0, 0)):
         with pytest.raises(ClusterError, match=f"index {index} of {ranks} ranks"):
             cost.bytes_sent("all_gather", elements, 4, ranks, index)

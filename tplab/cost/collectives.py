@@ -18,6 +18,12 @@ latency + b / bandwidth (tplab.cost.Link). A rank sends one message and receives
     broadcast          ring                R-2+m           n                     large n: m pieces, one behind the other
                        tree                L               L n (the root)        small n
                        scatter_all_gather  L+R-1           2(R-1)/R n            between the two
+    reduce             ring                R-2+m           n                     a broadcast backwards, pipelined
+                       tree                L               n                     small n
+    gather             ring                R-1             n                     large n: the root receives in turn
+                       tree                L               about R/2 n           small n
+    scatter            ring                R-1             (R-1)/R n (the root)  large n: the root sends in turn
+                       tree                L               (R-1)/R n (the root)  small n
     ppermute           ring                1               n                     one message per rank
     ring_shift         ring                1               n
     barrier            ring                R-1             0
@@ -101,9 +107,23 @@ _ALGORITHMS: dict[str, dict[str, Callable[[float, int, int], _Terms]]] = {
     },
     "ppermute": {"ring": lambda n, R, L: (1, n, n)},
     "ring_shift": {"ring": lambda n, R, L: (1, n, n)},
+    "reduce": {"tree": lambda n, R, L: (L, n, L * n)},
+    "gather": {
+        "ring": lambda n, R, L: (R - 1, n, (R - 1) * n),
+        # a rank that has gathered half of the others hands on all that it has
+        "tree": lambda n, R, L: (L, max(R - (1 << L >> 1), 1 << L >> 2) * n, (R - 1) * n),
+    },
+    "scatter": {
+        "ring": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R),
+        "tree": lambda n, R, L: (L, (R - 1) * n / R, (R - 1) * n / R),
+    },
     "barrier": {"ring": lambda n, R, L: (R - 1, 0, 0), "dissemination": lambda n, R, L: (L, 0, 0)},
 }
 _TWO_LINKS = ("bidirectional", "split")
+_PIPELINED = (("broadcast", "ring"), ("reduce", "ring"))
+
+_ALL_BUT_OWN = ("reduce_scatter", "all_to_all", "scatter")
+"""A rank that sends in these keeps its own piece."""
 
 OPS = tuple(_ALGORITHMS)
 """The collectives that have a cost."""
@@ -132,7 +152,7 @@ def collective(op: str, nbytes: float, num_ranks: int, link: Link, algorithm: st
     _check(nbytes, num_ranks)
     if num_ranks == 1:
         return Cost(0.0, 0, 0, algorithm)
-    if (op, algorithm) == ("broadcast", "ring"):
+    if (op, algorithm) in _PIPELINED:
         hops, sent, carried = _pipelined_broadcast(nbytes, num_ranks, link)
     else:
         hops, sent, carried = _ALGORITHMS[op][algorithm](nbytes, num_ranks, (num_ranks - 1).bit_length())
@@ -156,6 +176,8 @@ def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_ra
             reduce_scatter   (R-1)/R n: each of R pieces of n/R lacks R-1 terms where it ends
             all_to_all       (R-1)/R n: all but a rank's own piece
             broadcast        n: the root sends everything at least once
+            reduce, gather   n: every rank but the root sends its input at least once
+            scatter          (R-1)/R n: the root sends every piece but its own
     The ring all_reduce sends exactly 2(R-1)/R n and never waits for a link: so it is bandwidth-optimal.
 
     Each of the two alone is a bound on seconds, so the larger is: max(hops * latency, latency + bytes / (k bandwidth)).
@@ -169,7 +191,7 @@ def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_ra
     hops, reached = 0, 1
     while reached < R:
         hops, reached = hops + 1, reached * (links_per_rank + 1)
-    factor = {"all_reduce": 2 * (R - 1), "all_gather": (R - 1) * R, "reduce_scatter": R - 1, "all_to_all": R - 1}
+    factor = {"all_reduce": 2 * (R - 1), "all_gather": (R - 1) * R, **dict.fromkeys(_ALL_BUT_OWN, R - 1)}
     sent = 0 if op == "barrier" else factor.get(op, R) * nbytes / R
     if op in ("ppermute", "ring_shift"):
         hops = 1
@@ -185,7 +207,7 @@ def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring"
     """
     hops = collective(op, 0, num_ranks, link, algorithm).hops  # a broadcast of nothing has one piece
     # bytes are proportional to n in every algorithm; the pipelined broadcast gets there as n grows: one n passes
-    _, carried = (0, 1) if (op, algorithm) == ("broadcast", "ring") else _carried(op, num_ranks, algorithm)
+    _, carried = (0, 1) if (op, algorithm) in _PIPELINED else _carried(op, num_ranks, algorithm)
     return hops * link.latency * link.bandwidth / carried if hops and carried else math.inf
 
 
@@ -197,7 +219,7 @@ def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ra
 
     num_elements   elements of this rank's input, or of every rank's where the inputs differ. Where a tensor is split
                    along one dim, give its size there, and as itemsize the bytes of one slice
-    index          position on the axis; for a broadcast counted from the root
+    index          position on the axis; counted from the root where there is one
 
     Rank i ends a reduce_scatter with piece i, and so never sends it on: n - piece_i. In an all_gather it never sends
     its successor's input back to it. An all_reduce is the one, then the other: 2n - piece_i - piece_(i+1). Over all
@@ -219,7 +241,11 @@ def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ra
         sent = 2 * elements - len(pieces[index]) - len(pieces[following])
     elif op == "all_gather":
         sent = (num_ranks - 1) * elements if alike else sum(num_elements) - num_elements[following]
-    elif op in ("reduce_scatter", "all_to_all"):
+    elif op in ("reduce", "gather"):
+        sent = elements if index else 0
+    elif op == "scatter" and index:
+        sent = 0
+    elif op in _ALL_BUT_OWN:
         sent = elements - len(pieces[index])
     elif op == "broadcast":
         sent = elements if index < num_ranks - 1 else 0

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 from tplab.errors import MissingPackageError
 
@@ -31,6 +32,7 @@ from tplab.torch.comm.collectives import (
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
@@ -48,6 +50,9 @@ from tplab.torch.pipeline.train_batch import train_batch
 from tplab.torch.private import not_compiled
 from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.run import Result, run
+
+if TYPE_CHECKING:
+    from tplab.torch.scripts import launch
 
 __all__ = [
     "GPT",
@@ -84,6 +89,7 @@ __all__ = [
     "check_parallel",
     "classifier_specs",
     "copy_to",
+    "device_mesh",
     "dropout",
     "gather_again",
     "gather_from",
@@ -91,6 +97,7 @@ __all__ = [
     "gpt2_plan",
     "gpt2_state",
     "gpt_specs",
+    "launch",
     "llama_plan",
     "load_shards",
     "load_state",
@@ -121,7 +128,17 @@ __all__ = [
     "whole_state",
 ]
 
-for _name in __all__:  # torch.compile leaves these alone, and compiles the program around them
+
+def __getattr__(name: str) -> Any:
+    """torch.distributed takes time to import: what needs it comes when it is asked for."""
+    if name == "launch":
+        from tplab.torch.scripts import launch
+
+        return launch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+for _name in set(__all__) - {"launch"}:  # torch.compile leaves these alone, and compiles the program around them
     _function = getattr(globals()[_name], "forward", globals()[_name])
     if isinstance(_function, FunctionType) and _function.__module__.startswith(__name__):
         not_compiled(_function)

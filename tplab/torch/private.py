@@ -5,6 +5,8 @@ They have no promise of torch's: a new version may rename them. All were tried o
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -95,7 +97,28 @@ SAVED = "_saved_"
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells a storage from all others that live, without an address that would be read."""
 
+def at_end_of_backward(function: Callable[[], Any]) -> None:
+    """Call `function` at the end of the backward pass that this thread is in."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
 # --- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+def environ_data(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """The dict in which os.environ keeps the variables; with `given`, that one from now on."""
+    if given is not None:
+        os.environ._data = given  # type: ignore[attr-defined]
+    return os.environ._data  # type: ignore[attr-defined]
+
+
+def rng_tracker_home() -> Any:
+    """The module in which DTensor keeps a process's random generator; None where it was not imported."""
+    return sys.modules.get("torch.distributed.tensor._random")
+
+
+c10d_C: Any = _C._distributed_c10d
+"""What torch.distributed is made of: the base class of works, and the table of process groups by name."""
 
 
 def backend_of(group: Any, device: torch.device) -> Any:

@@ -15,6 +15,8 @@ from tplab.mesh import Mesh
 from tplab.options import check_run
 from tplab.torch.ranks import results
 from tplab.torch.ranks.launch import run_on_simulated_ranks
+from tplab.torch.ranks.process_state import More
+from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.trace.trace import Trace
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -64,6 +66,7 @@ def run(
     seed: int = 0,
     keep_values: int = 1000,
     device: str | torch.device | None = None,
+    distributed: bool | More = False,
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
@@ -83,6 +86,9 @@ def run(
     keep_values of how many messages the trace keeps the values (of at most 64 elements)
     device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU; "meta" for
                 tensors without numbers, of which the modelled clock counts what real ones of any size would cost
+    distributed whether `fn` is a program for torch.distributed: inside it is initialised, its world is the mesh, and
+                `tplab.torch.device_mesh()` is the mesh as a DeviceMesh. Environment variables such as RANK, sys.argv,
+                and Python's and NumPy's random numbers are each rank's own, and so are modules that it imports first
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
     Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks. torch's default dtype and
@@ -94,16 +100,21 @@ def run(
     """
     check_run(fn, mesh, seed=seed, keep_values=keep_values)
     place = None if device is None else torch.empty(0, device=device).device
-    is_launched = os.environ.keys() >= _TORCHRUNS
+    is_launched = os.environ.keys() >= _TORCHRUNS and current_rank_or_none() is None
     is_simulated = _is_simulated(on, is_launched)
     clock = _clock(clock, cluster, is_simulated)
+    if distributed and not is_simulated:
+        raise ValueError(
+            "distributed=True is for simulated ranks; processes have torch.distributed anyway: leave it out, or run "
+            "on='simulated'"
+        )
     title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
     if is_simulated:
         _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")
         known = find(cluster) if cluster is not None else THIS_LAPTOP if clock == "measured" else None
         per_rank, make_trace = run_on_simulated_ranks(
             fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place,
-            title=title,
+            title=title, more=_processes(mesh, seed) if distributed is True else distributed or None,
         )  # fmt: skip
         return Result(per_rank, make_trace, mesh, out_specs)
     from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
@@ -113,6 +124,12 @@ def run(
     run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
     per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title)
     return Result(per_rank, make_trace, mesh, out_specs)
+
+
+def _processes(mesh: Mesh, seed: int) -> More:
+    from tplab.torch.distributed.process import Processes  # torch.distributed takes time to import
+
+    return Processes(mesh, seed)
 
 
 def _is_simulated(on: str | None, is_launched: bool) -> bool:

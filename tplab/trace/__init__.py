@@ -5,6 +5,7 @@ from tplab.trace.event import Event
 from tplab.trace.overlap import Overlap, overlap
 from tplab.trace.perfetto import to_perfetto
 from tplab.trace.recorder import Recorder
+from tplab.trace.summary import summary
 from tplab.trace.trace import Trace
 from tplab.trace.traffic import Sent, Traffic, traffic_table
 
@@ -17,6 +18,7 @@ __all__ = [
     "Traffic",
     "critical_path",
     "overlap",
+    "summary",
     "to_perfetto",
     "traffic_table",
 ]

@@ -44,6 +44,9 @@ def deadlock(ranks: Iterable[SimulatedRank]) -> DeadlockError:
         if rank.waits_in is None:
             lines.append(f"  rank {rank.rank} has returned")
             continue
+        if isinstance(rank.waits_in, str):
+            lines.append(f"  rank {rank.rank} waits in {rank.waits_in}")
+            continue
         site, meeting = rank.waits_in
         missing = meeting.absent if site.source is None else f"a message from rank {site.source}"
         lines.append(f"  rank {rank.rank} waits in {site.call} at {site.where} for {missing}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TextIO, cast
 
@@ -14,7 +15,7 @@ from tplab.torch.ranks import faults, results
 from tplab.torch.ranks.arguments import Arguments
 from tplab.torch.ranks.inherited import inherited_state
 from tplab.torch.ranks.printing import Sheet, beneath, show_sheets
-from tplab.torch.ranks.process_state import Own, ProcessState
+from tplab.torch.ranks.process_state import More, Own, ProcessState
 from tplab.torch.ranks.rank import current_rank_or_none, enter
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Turns
@@ -24,15 +25,15 @@ from tplab.trace.trace import Trace
 
 def run_on_simulated_ranks(
     fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], in_specs: Any, *, cluster: Cluster | None, clock: str,
-    seed: int, keep_values: int, device: torch.device | None, title: str,
+    seed: int, keep_values: int, device: torch.device | None, title: str, more: More | None = None,
 ) -> tuple[list[Any], Callable[[], Trace]]:  # fmt: skip
     """Run `fn` on every rank of `mesh`, each a thread that takes its turn: what each returned, and what makes the
-    trace."""
+    trace. `more` is what ranks have for themselves where the program uses torch.distributed."""
     world = World(
         mesh, title=title, cluster=cluster, is_timed=clock == "measured", seed=seed, keep_values=keep_values,
         device=device,
     )  # fmt: skip
-    state, around = ProcessState(device), current_rank_or_none()
+    state, around = ProcessState(device, more), current_rank_or_none()
     turns = Turns(
         mesh.size, state, stuck=lambda: faults.deadlock(ranks),
         named=lambda rank, error: faults.named(rank, error, turns.failure, mesh, world.lines),
@@ -50,7 +51,7 @@ def run_on_simulated_ranks(
 
     def program(rank: SimulatedRank, pieces: list[Any]) -> Any:
         enter(rank)
-        with inherited():
+        with inherited(), more.inside(rank) if more is not None else nullcontext():
             rank.start_watching()
             try:
                 return fn(*pieces)

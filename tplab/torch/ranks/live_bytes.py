@@ -38,6 +38,8 @@ class LiveBytes(DispatchMode):
         return sum(num_bytes for _, num_bytes in self._made.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, say: what it does to the tensors that it is made of comes here again
         for storage in _storages((args, kwargs)):
             if not self._knows(storage):
                 self._before[storage_id(storage)] = StorageWeakRef(storage)

@@ -106,8 +106,12 @@ def bytes_sent(call: Call, inputs: list[Tensor], index: int) -> int:
     num_ranks, itemsize = len(inputs), x.element_size()
     if call.op == "all_gather":
         return cost.bytes_sent(call.op, [tensor.numel() for tensor in inputs], itemsize, num_ranks, index)
-    if call.op == "broadcast":
+    if call.op in ("broadcast", "reduce", "gather"):
         index = (index - call.params[0]) % num_ranks
+    if call.splits is not None:
+        if call.op == "scatter" and index != call.params[0]:
+            return 0
+        return (sum(call.splits) - call.splits[index]) * (x.numel() // x.shape[0] if x.shape[0] else 0) * itemsize
     if call.op == "reduce_scatter" and x.shape[call.params[0]]:
         size = x.shape[call.params[0]]
         kept = call.params[2][index]

@@ -65,7 +65,11 @@ class Meter(DispatchMode):
         _at_the_bottom(lambda: pop_mode(None), depth=1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, say: what it does to the tensors that it is made of comes here again
         kwargs = kwargs or {}
+        if types and any(kind.__name__ == "FakeTensor" for kind in types):  # without data, to find out shapes
+            return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # where compound operations, as linear, come whole
             with self:
                 result = func.decompose(*args, **kwargs)

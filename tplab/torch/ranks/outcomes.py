@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -14,14 +14,19 @@ from tplab.sharding import share
 from tplab.torch.ranks.rank import MESSAGES, UNWAITED, Call, Pending, Place
 
 
-def results(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
+def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]] = ()) -> list[Tensor]:
     """What each rank of the group gets: a tensor of its own for every position.
+
+    `splits` are, for each position, the sizes of its pieces along dim 0, where ranks cut what they put in themselves.
 
     all_reduce      sum_j x_j (or mean, max, min), the same on all; added up in the order of positions
     all_gather      x_0, x_1, ... behind one another along `dim`
     reduce_scatter  position i: piece i along `dim` of what all_reduce would give
     all_to_all      position i: piece i of x_0, x_1, ... behind one another
     broadcast       x_root
+    reduce          the root: what all_reduce would give; the others: nothing
+    gather          the root: what all_gather would give along dim 0; the others: nothing
+    scatter         position i: piece i of x_root
     """
     if call.op == "all_reduce":
         return _copies(reduced(inputs, call.params[0]), len(inputs))
@@ -30,13 +35,23 @@ def results(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [own(piece) for piece in reduced(inputs, reduction).split(list(sizes), dim)]
     if call.op == "all_gather":
         return _copies(joined(inputs, call.params[0]), len(inputs))
+    if call.op == "all_to_all" and splits:
+        cut = [x.split(list(sizes)) for x, sizes in zip(inputs, splits, strict=True)]
+        return [joined(column, 0) for column in zip(*cut, strict=True)]
     if call.op == "all_to_all":
         split_dim, concat_dim = call.params
         rows = [x.chunk(len(inputs), split_dim) for x in inputs]
         return [joined(column, concat_dim) for column in zip(*rows, strict=True)]
     if call.op == "broadcast":
         return _copies(own(inputs[call.params[0]]), len(inputs))
-    return [x.new_empty(0) for x in inputs]  # barrier: nothing but the meeting
+    if call.op == "scatter":
+        root = call.params[0]
+        return [own(piece) for piece in inputs[root].split(list(splits[root]))]
+    nothing = [x.new_empty(0) for x in inputs]
+    if call.op in ("reduce", "gather"):
+        root = call.params[0]
+        nothing[root] = joined(inputs, 0) if call.op == "gather" else reduced(inputs, call.params[1])
+    return nothing  # of a barrier there is nothing but the meeting
 
 
 def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
@@ -52,7 +67,13 @@ def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
             return _flipped(reduce(pick, map(_flipped, inputs))).view(dtype)
         extreme = reduce(pick, [x.to(wide) for x in inputs])
         return extreme.to(dtype) if len(inputs) > 1 else own(inputs[0])
-    first, *rest = inputs if wide is dtype else [x.to(wide) for x in inputs]
+    terms = inputs if wide is dtype else [x.to(wide) for x in inputs]
+    if reduction in _BINARY:
+        total = own(terms[0])
+        for x in terms[1:]:
+            _BINARY[reduction](total, x, out=total)
+        return total if wide is dtype else total.to(dtype)
+    first, *rest = terms
     total = first + rest[0] if rest else own(first)
     for x in rest[1:]:
         total += x
@@ -76,6 +97,8 @@ def signature(call: Call, x: Tensor) -> tuple[Any, ...]:
     if call.op == "all_gather":
         dim = call.params[0]
         shape = (*shape[:dim], -1, *shape[dim + 1 :])
+    if call.splits is not None:  # only the ranks that send and receive know how large each piece is
+        shape = (-1, *shape[1:])
     return call.key, x.dtype, shape
 
 
@@ -140,6 +163,13 @@ _WIDE = {
     **dict.fromkeys((torch.uint16, torch.uint32, torch.uint64), torch.int64),
     torch.complex32: torch.complex64,
 }
+_BINARY: dict[str, Callable[..., Tensor]] = {
+    "product": torch.mul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
+"""Reductions that only torch.distributed has."""
 BITS = {1: torch.uint8, 2: torch.int16}
 WITHOUT_KERNELS = {
     getattr(torch, name)

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import sys
-from typing import TextIO
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor
 
 from tplab.torch.ranks.generators import generators
 
-Own = tuple[list[Tensor], torch.dtype, TextIO]
+Own = tuple[list[Tensor], torch.dtype, TextIO, Any]
 """What a rank keeps while it does not have the turn, or the kernel while ranks have it: the states of torch's default
-generators, torch's default dtype, and sys.stdout. A plain tuple, as each turn makes one."""
+generators, torch's default dtype, sys.stdout, and what a distributed program has beside. A plain tuple, as each turn
+makes one."""
+
+
+class More(Protocol):
+    """What the ranks of a distributed program have for themselves beside: what they would find in a process."""
+
+    @property
+    def ranks(self) -> Sequence[Any]:
+        """What each rank begins with."""
+        ...
+
+    def take(self) -> Any: ...
+
+    def put(self, process: Any) -> None: ...
+
+    def inside(self, member: Any) -> AbstractContextManager[None]:
+        """Around the program of one rank, in its thread."""
+        ...
 
 
 class ProcessState:
     """The state of this process that ranks swap; `device` is where their programs run."""
 
-    def __init__(self, device: torch.device | None):
+    def __init__(self, device: torch.device | None, more: More | None = None):
+        self._more = more
         self._generators = generators(device)
         self._gets = [generator.get for generator in self._generators]
         self._sets = [generator.set for generator in self._generators]
 
     def take(self) -> Own:
         """As it is now."""
-        return [get() for get in self._gets], torch.get_default_dtype(), sys.stdout
+        more = None if self._more is None else self._more.take()
+        return [get() for get in self._gets], torch.get_default_dtype(), sys.stdout, more
 
     def put(self, own: Own) -> None:
-        draws, dtype, sys.stdout = own
+        draws, dtype, sys.stdout, more = own
+        if self._more is not None:
+            self._more.put(more)
         for set_state, state in zip(self._sets, draws):
             set_state(state)
         if torch.get_default_dtype() is not dtype:
@@ -36,4 +60,5 @@ class ProcessState:
 
     def of_rank(self, seed: int, rank: int, kernels: Own, stdout: TextIO) -> Own:
         """What a rank begins with: random numbers of its own, all else as the kernel has it."""
-        return [generator.state(seed, rank) for generator in self._generators], kernels[1], stdout
+        more = None if self._more is None else self._more.ranks[rank]
+        return [generator.state(seed, rank) for generator in self._generators], kernels[1], stdout, more

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,27 @@ class Pair(tuple[int, ...]):
         return hash(("pair", tuple(self)))
 
 
+class Apart(tuple[int, ...]):
+    """A group's ranks, whose collectives are counted apart from those of other groups that have the same ranks:
+    torch.distributed can have several such groups, which have different names."""
+
+    name: str
+
+    def __new__(cls, ranks: Iterable[int], name: str) -> Apart:
+        self = super().__new__(cls, ranks)
+        self.name = name
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Apart) and self.name == other.name and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self)))
+
+
 class Place(NamedTuple):
     """A rank's place along an axis: the axis as text, the group's ranks in order, and its own position among them."""
 
@@ -57,14 +78,19 @@ class Call:
     """A collective as one rank calls it: its name, the rank's place, and the collective's own parameters.
 
     `peers` is for the operations between pairs (ppermute, ring_shift, send, receive): the rank to send to and the one
-    to receive from, None where there is none. `key` is what must be the same on every rank. Calls are made once and
-    compared by identity.
+    to receive from, None where there is none. `key` is what must be the same on every rank. `splits` are the sizes of
+    this rank's pieces, one for each position, where ranks may cut what they put in differently. Calls are made once
+    and compared by identity.
     """
 
-    __slots__ = ("axis", "key", "op", "params", "peers", "place")
+    __slots__ = ("axis", "key", "op", "params", "peers", "place", "splits")
 
-    def __init__(self, op: str, axis: Axis, place: Place, params: tuple[Any, ...], peers: Peers | None):
+    def __init__(
+        self, op: str, axis: Axis, place: Place, params: tuple[Any, ...], peers: Peers | None,
+        splits: tuple[int, ...] | None = None,
+    ):  # fmt: skip
         self.op, self.axis, self.place, self.params, self.peers = op, axis, place, params, peers
+        self.splits = splits
         self.key = (op, place.label, params)
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ class SimulatedRank(Rank):
     def __init__(self, rank: int, world: World, seat: Seat):
         super().__init__(rank, world.mesh)
         self.world, self.seat, self.seed = world, seat, world.seed
-        self.waits_in: tuple[Site, Meeting] | None = None
+        self.waits_in: tuple[Site, Meeting] | str | None = None
         self.clock = 0.0
         self.hops = 0.0
         self._is_timed = world.is_timed
@@ -206,6 +206,9 @@ class SimulatedRank(Rank):
         meeting.sites[index] = site
         if len(meeting.sites) == group.size:
             del group.open[number]
+            if site.call.op == "receive" and meeting.waiting:  # for it to be taken
+                self.seat.turns.ready.extend(meeting.waiting)
+                meeting.waiting.clear()
         return meeting
 
     def _send(self, site: Site, x: Tensor, meeting: Meeting) -> None:
@@ -232,6 +235,8 @@ class SimulatedRank(Rank):
         if waiting and target in waiting:
             waiting.remove(target)
             self.seat.turns.ready.append(target)
+        if world.watched:
+            self.look()
 
     def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
         """Give this rank's tensor to the meeting; the last one to come works out what everybody gets."""
@@ -242,7 +247,8 @@ class SimulatedRank(Rank):
         if len(meeting.inputs) < len(ranks):
             return
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
-        meeting.outputs = dict(enumerate(results(call, inputs)))
+        splits = [meeting.sites[index].call.splits or () for index in range(len(ranks))] if call.splits else ()
+        meeting.outputs = dict(enumerate(results(call, inputs, splits)))
         if len(ranks) == 1:
             meeting.end, meeting.hops_end = self.clock, self.hops
             return
@@ -255,7 +261,7 @@ class SimulatedRank(Rank):
             other = meeting.sites[index]
             num_sent = other.num_sent
             if num_sent is None:
-                num_sent = bytes_sent(call, inputs, index)
+                num_sent = bytes_sent(other.call, inputs, index)
                 if call.op != "all_gather":  # what others put in may have another size each time
                     other.num_sent = num_sent
             values = world.values(meeting.outputs[index])
@@ -297,6 +303,73 @@ class SimulatedRank(Rank):
         self.waits_in = site, meeting
         self.seat.turns.pass_on(self.seat)
         self.waits_in = None
+
+    # --- what torch.distributed asks beside collectives ------------------------------------------------------------
+
+    def await_receiver(self, sent: _Pending) -> None:
+        """Wait until the rank to which this was sent has come to take it, as large messages of real networks do."""
+        site, meeting = sent.site, sent.meeting
+        if site.target == self.rank:
+            return
+        if self._is_timed:
+            self._catch_up()
+        if len(meeting.sites) < site.group.size:
+            self._wait(site, meeting)
+        if self._is_timed:
+            self._seen_at = self._now()
+
+    def fetch(self, pending: _Pending) -> Tensor:
+        """What this rank gets from a meeting of all. Its clock goes on: it waits when the program does."""
+        meeting = pending.meeting
+        if self._is_timed:
+            self._catch_up()
+        if meeting.outputs is None:
+            with no_dispatch():
+                self._wait(pending.site, meeting)
+        if self._is_timed:
+            self._seen_at = self._now()
+        return meeting.outputs[pending.site.index]  # type: ignore
+
+    def has_come(self, pending: _Pending) -> bool:
+        """Whether waiting would be over at once. If not, the others have a turn."""
+        site, meeting = pending.site, pending.meeting
+        if site.call.peers is None:
+            here = meeting.outputs is not None
+        else:
+            here = len(meeting.sites) == site.group.size and (site.source is None or self.rank in meeting.messages)
+        if not here and self.seat.turns.ready:
+            self.seat.turns.ready.append(self.rank)
+            self.seat.turns.pass_on(self.seat)
+        return here
+
+    def first_to_send(self, calls: Sequence[Call]) -> int:
+        """Of several receives, the source of one whose message is there; waits until there is one."""
+
+        def here() -> Iterator[int]:
+            for call in calls:
+                group = self.world.groups.get(call.place.group)
+                meeting = group.open.get(group.num_calls[1]) if group else None
+                if meeting is not None and self.rank in meeting.messages:
+                    yield call.place.group[0]
+
+        self.wait_until(lambda: any(True for _ in here()), "receive(x, any source)")
+        return next(here())
+
+    def wait_until(self, is_there: Callable[[], bool], what: str) -> None:
+        """Let the others go on until `is_there`; `what` says in an error what this rank waits in."""
+        if is_there():
+            return
+        self.waits_in = f"{what} at {self.world.lines.here()}"
+        self.world.watched[self.rank] = is_there
+        self.seat.turns.pass_on(self.seat)
+        self.waits_in = None
+
+    def look(self) -> None:
+        """Let ranks go on for which something that this rank has done is what they wait for."""
+        watched = self.world.watched
+        for rank in [rank for rank, is_there in watched.items() if is_there()]:
+            del watched[rank]
+            self.seat.turns.ready.append(rank)
 
     def _mismatch(self, meeting: Meeting, site: Site) -> CollectiveMismatchError:
         """The error for a call that is not the collective the others of its group are in. The run ends with it, also

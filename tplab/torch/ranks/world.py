@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ class World:
 
     is_timed           whether the ranks' own computing is timed
     num_left_to_keep   of how many messages values are still kept
+    watched            rank -> whether what it waits for has come, where that is no collective of its own
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class World:
         self.links = Links(cluster)
         self.hop_links = Links(None)
         self.groups: dict[tuple[int, ...], Group] = {}
+        self.watched: dict[int, Callable[[], bool]] = {}
 
     def values(self, x: Tensor) -> np.ndarray | None:
         """The values of `x`, if it is small and not too many were kept already."""

@@ -1,0 +1,182 @@
+"""What torch.distributed knows of one rank's process groups, and how it makes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tplab.errors import MeshError
+from tplab.torch.distributed.group import Group, label_of
+from tplab.torch.distributed.store import Store
+from tplab.torch.private import c10d_C
+from tplab.torch.ranks.simulated import SimulatedRank
+
+_INIT = inspect.signature(dist.init_process_group)
+_SPLIT = inspect.signature(dist.split_group)
+
+
+class Groups:
+    """The process groups of one rank: what torch.distributed otherwise keeps once for a process, by the same names.
+
+    Groups are made as torch makes them, up to the point where connections would be. is_joined: whether the program
+    finds torch.distributed initialised before it calls init_process_group.
+    """
+
+    def __init__(self, member: SimulatedRank, values: dict[str, bytes], is_joined: bool):
+        self.member, self.store = member, Store(values, member)
+        self.pg_map: dict[Any, tuple[str, Any]] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+        self.group_count = 0
+        self.meshes: dict[str, Any] = {}
+        self.default_pg: Group | None = None
+        self._is_implicit = False
+        if is_joined:
+            self._join("gloo")
+            self._is_implicit = True
+
+    pg_config_info = c10d._World.pg_config_info
+
+    # --- what the program calls, by way of torch ------------------------------------------------------------------
+
+    def init_process_group(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.distributed.init_process_group`: the ranks of the run are the group, whatever the backend."""
+        given = _INIT.bind(*args, **kwargs).arguments
+        if self.default_pg is not None and not self._is_implicit:
+            raise ValueError("trying to initialize the default process group twice!")  # torch's words
+        world, rank = self.member.mesh.size, self.member.rank
+        for name, true in (("world_size", world), ("rank", rank)):
+            value = given.get(name, -1)
+            if value not in (-1, true):
+                raise MeshError(
+                    f"init_process_group: {name}={value}, but this is rank {rank} of the {world} ranks of "
+                    f"{self.member.mesh}; leave {name} out, or run on as many ranks as the program wants"
+                )
+        backend = str(given.get("backend") or "gloo")
+        if self._is_implicit:
+            assert self.default_pg is not None
+            self._is_implicit = False
+            self.default_pg.backend = backend
+            self.pg_map[self.default_pg] = (backend, self.store)
+            self.pg_backend_config[self.default_pg] = backend
+        else:
+            self._join(backend)
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """`torch.distributed.split_group`: the part of a group that this rank is in; no rank talks for it."""
+        given = _SPLIT.bind(*args, **kwargs).arguments
+        parent = given.get("parent_pg") or self.default_pg
+        if parent is None or not given.get("split_ranks"):
+            raise ValueError("split_group needs an initialised process group and split_ranks, a list of lists of ranks")
+        whole, mine = parent.place.group, None
+        for number, positions in enumerate(given["split_ranks"]):
+            ranks = sorted(whole[position] for position in positions)
+            if self.member.rank in ranks:
+                mine = self._made(ranks, f"{parent.group_name}:split:{self.group_count}:{number}", parent.backend)
+        self.group_count += 1
+        return mine
+
+    # --- how torch makes a group ---------------------------------------------------------------------------------
+
+    def new_group(
+        self, group_size: int, group_rank: int, global_ranks_in_group: Sequence[int], backend: Any, store: Any,
+        group_name: Any, backend_options: Any = None, timeout: Any = None, pg_tag: Any = None, device_id: Any = None,
+        group_desc: Any = None, **_: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """In place of torch's `_new_process_group_helper`: the group, and its store."""
+        if pg_tag not in (None, ""):
+            existing = c10d._find_pg_by_ranks_and_tag(pg_tag, list(global_ranks_in_group))
+            if existing:
+                return existing, self.pg_map[existing][1]
+        if self.member.rank not in global_ranks_in_group:
+            return dist.GroupMember.NON_GROUP_MEMBER, None
+        group = self._made(list(global_ranks_in_group), str(group_name), str(backend), pg_tag)
+        return group, group.store
+
+    def _join(self, backend: str) -> None:
+        group = self._made(list(self.member.mesh.ranks), str(self.group_count), backend)
+        self.group_count += 1
+        self.default_pg = group
+
+    def _made(self, ranks: Sequence[int], name: str, backend: str, tag: str | None = None) -> Group:
+        store = c10d.PrefixStore(f"{name}/", self.store)
+        group = Group(self.member, ranks, name, label_of(ranks, self.member.mesh), backend, store)
+        self.pg_map[group] = backend, store
+        self.pg_names[group] = name
+        self.pg_backend_config[group] = backend
+        self.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+        c10d_C._register_process_group(name, group)
+        tag = f"ptd:{name}" if tag in (None, "") else f"user:{tag}"
+        if tag.startswith("ptd:"):
+            self.tags_to_pg.setdefault("", []).append(group)
+        self.tags_to_pg.setdefault(tag, []).append(group)
+        self.pg_to_tag[group] = tag
+        return group
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+# Programs have `init_process_group` by many names, imported before a run begins. So the functions stay the same
+# objects, and for the time of a run their code is this, in which `_world` is torch's own name for what Groups replaces.
+
+
+def _init(*args, **kwargs):  # type: ignore
+    return _world.init_process_group(*args, **kwargs)  # type: ignore  # noqa: F821
+
+
+def _split(*args, **kwargs):  # type: ignore
+    return _world.split_group(*args, **kwargs)  # type: ignore  # noqa: F821
+
+
+def _new(*args, **kwargs):  # type: ignore
+    return _world.new_group(*args, **kwargs)  # type: ignore  # noqa: F821
+
+
+class Hooks:
+    """torch.distributed as simulated ranks need it, for the time of a run."""
+
+    def __init__(self) -> None:
+        from torch.distributed import c10d_logger, device_mesh
+
+        self._codes = [(_innermost(getattr(c10d, name)), hook.__code__) for name, hook in _HOOKS.items()]
+        self._own_codes = [function.__code__ for function, _ in self._codes]
+        self._attributes: list[tuple[Any, str, Any]] = [
+            (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
+            (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
+            (device_mesh, "get_backend", lambda group=None: "threaded"),  # so that each rank's meshes are its own
+        ]
+        self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
+
+    def put(self) -> None:
+        c10d_C._set_thread_isolation_mode(True)
+        for function, code in self._codes:
+            function.__code__ = code
+        for module, name, value in self._attributes:
+            setattr(module, name, value)
+
+    def take_back(self) -> None:
+        for (function, _), code in zip(self._codes, self._own_codes, strict=True):
+            function.__code__ = code
+        for (module, name, _), value in zip(self._attributes, self._own_attributes, strict=True):
+            setattr(module, name, value)
+        c10d_C._set_thread_isolation_mode(False)
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "init_process_group": _init,
+    "split_group": _split,
+    "_new_process_group_helper": _new,
+}
+
+
+def _innermost(function: Any) -> Any:
+    """A function without its wrappers."""
+    return inspect.unwrap(function)

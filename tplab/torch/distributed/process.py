@@ -1,0 +1,190 @@
+"""What Python and torch.distributed have one of in a process, and each rank of a distributed program has for itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from torch.distributed import distributed_c10d as c10d
+
+from tplab.mesh import Mesh
+from tplab.torch.distributed.groups import Groups, Hooks
+from tplab.torch.private import c10d_C, environ_data, rng_tracker_home
+from tplab.torch.ranks.rank import is_program
+from tplab.torch.ranks.simulated import SimulatedRank
+
+
+class Process:
+    """What one rank, or the notebook, has of a process while it does not have the turn.
+
+    world     torch.distributed's process groups
+    environ   environment variables, in the form in which os.environ holds them
+    argv      sys.argv
+    modules   the user's modules that it has imported
+    numpys    NumPy's default generator; `pythons`: the state of Python's
+    tracker   DTensor's generator
+    """
+
+    def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
+        self.world, self.environ, self.argv, self.numpys, self.pythons = world, environ, argv, numpys, pythons
+        self.modules: dict[str, ModuleType] = {}
+        self.tracker: Any = None
+
+
+class Processes:
+    """The processes that the ranks of one run seem to be; in between, the notebook's own.
+
+    mesh          the ranks
+    is_joined     whether programs find torch.distributed initialised
+    argv          what programs find in sys.argv; None: what the notebook has
+    is_fresh      whether each rank imports the user's modules anew, also those that the notebook has imported
+    per_node      how many ranks share a node, for LOCAL_RANK
+    """
+
+    def __init__(
+        self, mesh: Mesh, seed: int, *, is_joined: bool = True, argv: Sequence[str] | None = None,
+        is_fresh: bool = False, per_node: int | None = None,
+    ):  # fmt: skip
+        self.mesh, self.seed, self.is_joined, self.is_fresh = mesh, seed, is_joined, is_fresh
+        self.per_node = per_node or mesh.size
+        self._argv = argv
+        self._hooks = Hooks()
+        self._finder = _Finder(self)
+        self._values: dict[str, bytes] = {}  # of the store
+        self._kernel: Process | None = None
+        self.active: Process | None = None
+        self.ranks: list[Process] = []
+
+    # --- changing hands ------------------------------------------------------------------------------------------
+
+    def take(self) -> Process:
+        """What the process is now, to be put back later."""
+        active = self.active
+        if active is None:
+            active = self._kernel = self._notebook()
+            self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
+            return active
+        active.argv, active.pythons = sys.argv, random.getstate()
+        if (home := rng_tracker_home()) is not None:
+            active.tracker = home._rng_tracker
+        return active
+
+    def put(self, process: Process) -> None:
+        is_notebook, before = process is self._kernel, self.active
+        if before is not None:
+            for name in before.modules:
+                before.modules[name] = sys.modules.pop(name, None)  # type: ignore[assignment]
+        if is_notebook and before is not None:
+            self._leave()
+        elif not is_notebook and before is None:
+            self._enter()
+        c10d._world = process.world
+        environ_data(process.environ)
+        sys.argv = process.argv
+        sys.modules.update({name: module for name, module in process.modules.items() if module is not None})
+        np.random.set_bit_generator(process.numpys)  # type: ignore[attr-defined]
+        random.setstate(process.pythons)
+        if (home := rng_tracker_home()) is not None:
+            home._rng_tracker = process.tracker
+        self.active = None if is_notebook else process
+
+    def _enter(self) -> None:
+        """From the notebook to the ranks."""
+        assert self._kernel is not None
+        self._hooks.put()
+        sys.meta_path.insert(0, self._finder)
+        for name in self._kernel.modules:
+            if name != "__main__":  # there always is one
+                sys.modules.pop(name, None)
+
+    def _leave(self) -> None:
+        """From the ranks to the notebook."""
+        assert self._kernel is not None
+        self._hooks.take_back()
+        sys.meta_path.remove(self._finder)
+        notebooks = self._kernel.environ
+        for process in self.ranks:  # Python tells C of each change, and C forgets whose it was
+            for key in process.environ.keys() | notebooks.keys():
+                if process.environ.get(key) != notebooks.get(key):
+                    os.putenv(key, notebooks[key]) if key in notebooks else os.unsetenv(key)
+
+    # --- what each has -------------------------------------------------------------------------------------------
+
+    def _notebook(self) -> Process:
+        numpys = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        process = Process(c10d._world, environ_data(), sys.argv, numpys, random.getstate())
+        if self.is_fresh:
+            process.modules = {
+                name: module for name, module in list(sys.modules.items())
+                if name == "__main__" or _is_users(getattr(module, "__spec__", None))
+            }  # fmt: skip
+        if (home := rng_tracker_home()) is not None:
+            process.tracker = home._rng_tracker
+        return process
+
+    def _rank(self, rank: int, kernel: Process) -> Process:
+        environ = dict(kernel.environ)
+        for name, value in self._variables(rank).items():
+            environ[os.environ.encodekey(name)] = os.environ.encodevalue(value)  # type: ignore[attr-defined]
+        seeds = np.random.SeedSequence(self.seed, spawn_key=(rank, 1))
+        pythons = random.Random(int(seeds.generate_state(1, np.uint64)[0])).getstate()
+        argv = list(kernel.argv if self._argv is None else self._argv)
+        return Process(None, environ, argv, np.random.MT19937(seeds), pythons)
+
+    def _variables(self, rank: int) -> Mapping[str, str]:
+        """What torchrun sets in the environment."""
+        size, local = self.mesh.size, self.per_node
+        node = rank // local
+        return {
+            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local),
+            "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(-(-size // local)),
+            "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(size), "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "tplab",
+        }  # fmt: skip
+
+    @contextmanager
+    def inside(self, member: SimulatedRank) -> Iterator[None]:
+        """Around the program of one rank, in its thread."""
+        process = self.ranks[member.rank]
+        c10d._world = process.world = Groups(member, self._values, self.is_joined)
+        try:
+            yield
+            for group in list(process.world.pg_map):
+                while group.unfinished:  # started and never waited for: it ends all the same
+                    group.unfinished[0].wait()
+        finally:
+            c10d_C._unregister_all_process_groups()
+
+
+class _Finder:
+    """Notes which modules of the user's a rank imports. They are found as always."""
+
+    def __init__(self, processes: Processes):
+        self._processes = processes
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        if not _is_users(spec):
+            return None
+        active = self._processes.active
+        if active is not None:
+            active.modules.setdefault(name, None)  # type: ignore[arg-type]  # it is there once it was executed
+        return spec
+
+
+def _is_users(spec: ModuleSpec | None) -> bool:
+    """Whether a module is the user's: Python source that is not installed."""
+    if spec is None:
+        return False
+    if spec.origin is None:  # a folder without __init__.py
+        where = list(spec.submodule_search_locations or ())
+        return bool(where) and all(is_program(os.path.join(folder, "")) for folder in where)
+    return spec.has_location and spec.origin.endswith(".py") and is_program(spec.origin)

@@ -1,0 +1,133 @@
+"""What a started collective of torch.distributed gives: the program waits on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tplab.torch.private import at_end_of_backward, c10d_C, graph_task
+from tplab.torch.ranks.simulated import SimulatedRank
+
+Future = torch.futures.Future
+_PATIENCE = 100  # questions
+
+
+class Work(c10d_C.Work):
+    """Something that was asked of a process group."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def source_rank(self) -> int:
+        return self._source_rank()
+
+    def _source_rank(self) -> int:
+        raise RuntimeError("only a message that was received has a source rank")
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return []
+
+    def get_future(self) -> Future[Any]:
+        self.wait()
+        return _done(self.result())
+
+
+class Taken(Work):
+    """It is done, and its result was written."""
+
+
+class Started(Work):
+    """A collective or a message on its way.
+
+    take    writes the result where the program wants it; None for a message sent
+    queue   what its group has started and not yet waited for, the oldest first
+    """
+
+    def __init__(
+        self, member: SimulatedRank, pending: Any, x: Tensor, take: Callable[[Tensor], None] | None, source: int = -1,
+        queue: deque[Started] | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self._member, self._queue = member, queue
+        if queue is not None:
+            queue.append(self)
+        self._pending, self._x, self._take, self._source = pending, x, take, source
+        self._is_done = False
+        self._has_data = False
+        self._num_asked = 0
+
+    def wait(self, timeout: Any = None) -> bool:
+        """What the group had started before this is done first: its results are there in the same order."""
+        queue = self._queue
+        while queue and not self._is_done:
+            queue.popleft()._finish()
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        """Wait until it is there, on the rank's clock too."""
+        if self._is_done:
+            return
+        self._is_done = True
+        if self._take is None:  # a message sent: the receiver must be ready to take it
+            self._member.await_receiver(self._pending)
+            return
+        self._write(self._pending.wait())
+
+    def _write(self, y: Tensor) -> None:
+        if not self._has_data:
+            self._has_data = True
+            assert self._take is not None
+            self._take(y)
+
+    def is_completed(self) -> bool:
+        """Asked again and again, it lets other ranks go on in between, and in the end waits: a loop that asks for ever
+        would hide a deadlock."""
+        self._num_asked += 1
+        if not self._is_done and (self._num_asked > _PATIENCE or self._member.has_come(self._pending)):
+            self.wait()
+        return self._is_done
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return [self._x]
+
+    def get_future(self) -> Future[Any]:
+        """Done, with the result. torch's C++ code waits for futures where no other rank could have its turn, so the
+        data is fetched now. In a backward pass the rank's clock goes on: it waits at the end of the pass, which is
+        where DistributedDataParallel waits for its buckets."""
+        if self._is_done or graph_task() == -1 or self._take is None:
+            self.wait()
+        else:
+            self._write(self._member.fetch(self._pending))
+            at_end_of_backward(self.wait)
+        return _done([self._x])
+
+
+def _done(result: list[Tensor]) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

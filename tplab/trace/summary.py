@@ -1,0 +1,81 @@
+"""A trace on one screen: who sent what along which group, how long ranks stood still, and where they waited longest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tplab.trace.trace import Trace
+
+
+def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) -> str:
+    """What one wants to know first of a run, as text.
+
+    peaks       the most bytes of tensors that each rank held at once, where they were counted
+    num_waits   how many of the longest waits to list
+    """
+    on = f" on {trace.cluster}" if trace.cluster else ""
+    parts = [f"{trace.title or 'a program'} on {trace.mesh}, {trace.clock}{on}", _sent(trace), _shares(trace)]
+    if waits := _longest_waits(trace, num_waits):
+        parts.append(waits)
+    if peaks:
+        most = max(range(len(peaks)), key=peaks.__getitem__)
+        parts.append(
+            f"peak memory of tensors: {_in_units(max(peaks))} on rank {most}"
+            + (f", {_in_units(min(peaks))} on the rank with the least" if min(peaks) != max(peaks) else " on each rank")
+        )
+    return "\n\n".join(parts)
+
+
+def _sent(trace: Trace) -> str:
+    """One line per group and operation."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for event in (*trace.select(kind="collective").events, *trace.select(kind="send").events):
+        row = rows.setdefault((event.axis or "", event.op), [0, 0])
+        row[0] += 1
+        row[1] += event.bytes
+    if not rows:
+        return "nothing was sent"
+    num_ranks = trace.mesh.size
+    lines = [["group", "operation", "calls per rank", "sent by all ranks"]]
+    for (axis, op), (count, num_bytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
+        lines.append([axis, op, f"{count / num_ranks:.4g}", _in_units(num_bytes)])
+    widths = [max(len(line[place]) for line in lines) for place in range(4)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), line[1].ljust(widths[1]), line[2].rjust(widths[2]), line[3].rjust(widths[3])])
+        for line in lines
+    )
+
+
+def _shares(trace: Trace) -> str:
+    """How long it took, and how much of it ranks computed nothing."""
+    idle = trace.idle_share()
+    took = f"{trace.makespan:g} {trace.unit}" if trace.unit != "s" else _in_seconds(trace.makespan)
+    if not np.any(trace.busy()):
+        return f"takes {took}; computing was not counted: name a cluster to model it"
+    least, most = float(idle.min()), float(idle.max())
+    share = f"{least:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
+    return f"takes {took}, of which ranks compute nothing for {share}"
+
+
+def _longest_waits(trace: Trace, count: int) -> str:
+    waits = sorted(trace.select(kind="wait").events, key=lambda event: (-event.duration, event.start, event.rank))
+    lines = [
+        f"  rank {wait.rank}: {_in_seconds(wait.duration) if trace.unit == 's' else f'{wait.duration:g} {trace.unit}'} in "
+        f"{wait.op} over {wait.axis}" + (f" at {wait.where}" if wait.where else "")
+        for wait in waits[:count] if wait.duration > 0
+    ]  # fmt: skip
+    return "the longest waits:\n" + "\n".join(lines) if lines else ""
+
+
+def _in_seconds(seconds: float) -> str:
+    for size, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def _in_units(num_bytes: int) -> str:
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"
