@@ -137,7 +137,7 @@ def test_a_plan_that_computes_something_else_is_told_where_it_begins(monkeypatch
     shard = tplab.torch.parallelize
 
     def biased(model: Any, plan: Any) -> Any:
-        sharded = shard(model, plan)
+        sharded: Any = shard(model, plan)
         sharded.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, output: 2 * output)
         return sharded
 

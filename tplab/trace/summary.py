@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tplab.trace.event import Event
 from tplab.trace.trace import Trace
 
 
@@ -40,10 +41,9 @@ def _sent(trace: Trace) -> str:
     for (axis, op), (count, num_bytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
         lines.append([axis, op, f"{count / num_ranks:.4g}", _in_units(num_bytes)])
     widths = [max(len(line[place]) for line in lines) for place in range(4)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), line[1].ljust(widths[1]), line[2].rjust(widths[2]), line[3].rjust(widths[3])])
-        for line in lines
-    )
+    names = [[cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)] for line in lines]
+    figures = [[cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)] for line in lines]
+    return "\n".join("  ".join(left + right) for left, right in zip(names, figures, strict=True))
 
 
 def _shares(trace: Trace) -> str:
@@ -58,13 +58,23 @@ def _shares(trace: Trace) -> str:
 
 
 def _longest_waits(trace: Trace, count: int) -> str:
-    waits = sorted(trace.select(kind="wait").events, key=lambda event: (-event.duration, event.start, event.rank))
-    lines = [
-        f"  rank {wait.rank}: {_in_seconds(wait.duration) if trace.unit == 's' else f'{wait.duration:g} {trace.unit}'} in "
-        f"{wait.op} over {wait.axis}" + (f" at {wait.where}" if wait.where else "")
-        for wait in waits[:count] if wait.duration > 0
-    ]  # fmt: skip
-    return "the longest waits:\n" + "\n".join(lines) if lines else ""
+    """The longest waits, each line of the program once."""
+    longest: dict[tuple[str, str | None, str], list[Event]] = {}
+    for wait in trace.select(kind="wait").events:
+        longest.setdefault((wait.op, wait.axis, wait.where), []).append(wait)
+    worst = sorted(((max(waits, key=_length), waits) for waits in longest.values()), key=lambda pair: -_length(pair[0]))
+    lines = []
+    for wait, waits in worst[:count]:
+        took = _in_seconds(wait.duration) if trace.unit == "s" else f"{wait.duration:g} {trace.unit}"
+        num_ranks = len({other.rank for other in waits})
+        at = f" at {wait.where}" if wait.where else ""
+        others = f"; {num_ranks} ranks wait there" if num_ranks > 1 else ""
+        lines.append(f"  rank {wait.rank}: {took} in {wait.op} over {wait.axis}{at}{others}")
+    return "the longest waits:\n" + "\n".join(lines) if worst and _length(worst[0][0]) > 0 else ""
+
+
+def _length(event: Event) -> float:
+    return event.duration
 
 
 def _in_seconds(seconds: float) -> str:

@@ -64,6 +64,7 @@ def ddp_that_accumulates() -> list[Tensor]:
 def ddp_with_a_hook() -> list[Tensor]:
     def halve_and_sum(state, bucket):
         work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
     model = nn.parallel.DistributedDataParallel(mlp())
