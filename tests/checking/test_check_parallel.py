@@ -139,7 +139,8 @@ class Hand(nn.Module):
         if self.mistake == "sum after softmax":  # parts of all heads in place of some heads
             here = (3, 1, WIDTH // self.ranks)
         q, k, v = self.qkv(self.into(x, "attention")).unflatten(-1, here).permute(2, 0, 3, 1, 4)
-        scores = q @ k.mT / math.sqrt(WIDTH // HEADS)
+        width = WIDTH // self.ranks if self.mistake == "softmax scale" else WIDTH // HEADS
+        scores = q @ k.mT / math.sqrt(width)
         weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1)
         if self.mistake == "sum after softmax":
             weights = lab.all_reduce(weights, "tp")
@@ -203,7 +204,7 @@ def test_what_is_right_passes(mesh):
     assert report.of("gate_up.bias").layout == ("P('tp') in 2 parts" if num_ranks > 1 else "copies")
     assert report.of("down.weight").layout == ("P(None, 'tp')" if num_ranks > 1 else "copies")
     assert max(row.error for row in report.rows) < 1e-12
-    assert "rounding" in report.summary()
+    assert report.summary().endswith("the loss gap is 0" if report.of("loss").error == 0 else "rounding")
 
 
 def test_without_a_loss_outputs_are_weighted():
@@ -251,9 +252,148 @@ def test_rounding_of_short_types_is_no_mistake_and_a_mistake_is_none_of_theirs(d
         str(dtype).removeprefix("torch.") in report.of("qkv.weight").words
         or "last bit" in report.of("qkv.weight").words
     )
-    assert report.summary().endswith("rounding") and "not rounding" not in report.summary()
+    assert report.summary().endswith(("the loss gap is 0", ", rounding"))
     for mistake in ("bias before the sum", "no f before mlp"):
         assert not checked(mistake, whole=whole).ok
+
+
+class RowParallel(nn.Module):
+    """A row-parallel layer whose bias is in the sum; alone it is the root module."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(lab.axis_size("tp"), 1)[lab.axis_index("tp")].clone())
+        self.bias = nn.Parameter(whole.bias.detach().clone())
+
+    def forward(self, x):
+        return lab.all_reduce(F.linear(x, self.weight, self.bias), "tp")
+
+
+def test_the_root_module_gets_the_words_of_a_wrapped_one():
+    words = "its bias is added 4 times, before the sum over the ranks: it belongs behind it, once"
+    options = {"inputs": (torch.randn(5, 8, dtype=torch.float64),), "in_specs": P(None, "tp"), "mesh": Mesh(tp=4)}
+    root = check_parallel(RowParallel, nn.Linear(8, 3).double(), **options)
+    assert root.of("output").words == words and root.wrong[0].name == "output"
+    wrapped = check_parallel(
+        lambda whole: nn.Sequential(RowParallel(whole[0])), nn.Sequential(nn.Linear(8, 3)).double(), **options
+    )
+    assert wrapped.of("0", "activation").words == f"the first that is wrong: {words}" and wrapped.wrong[0].name == "0"
+    assert wrapped.of("output").follows == "output of 0"
+
+
+class Gathered(nn.Module):
+    """An MLP of tokens that ranks share; `gather` puts them together again."""
+
+    up: Any
+    down: Any
+
+    def __init__(self, whole, gather, by_hand=False):
+        super().__init__()
+        self.norm, self.gather, self.by_hand = copy.deepcopy(whole.norm), gather, by_hand
+        for name, dim in ("up", 0), ("down", 1):
+            piece = getattr(whole, name).weight.detach().chunk(lab.axis_size("tp"), dim)[lab.axis_index("tp")]
+            setattr(self, name, nn.Linear(*reversed(piece.shape), bias=False).double())
+            getattr(self, name).weight = nn.Parameter(piece.clone())
+
+    def forward(self, x):
+        weight, bias = (lab.copy_to(p, "tp") for p in (self.norm.weight, self.norm.bias))
+        if self.by_hand:
+            weight, bias = self.norm.weight, self.norm.bias
+        tokens = self.gather(F.layer_norm(x, x.shape[-1:], weight, bias), "tp", 0)
+        return lab.reduce_scatter(self.down(self.up(tokens).tanh()), "tp", 0)
+
+
+class Ungathered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12, bias=False), nn.Linear(12, 6, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(x)).tanh())
+
+
+TOKENS = {"inputs": (torch.randn(12, 6, dtype=torch.float64),), "in_specs": P("tp")}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_gather_from_in_the_place_of_all_gather_is_named(num_ranks):
+    options = {**TOKENS, "mesh": Mesh(tp=num_ranks)}
+    right = check_parallel(lambda whole: Gathered(whole, lab.all_gather), Ungathered().double(), **options)
+    assert right.ok, right
+    report = check_parallel(lambda whole: Gathered(whole, lab.gather_from), Ungathered().double(), **options)
+    assert report.of("output").ok
+    first = report.wrong[0]
+    assert first.name.startswith("norm.") and first.mistake == "gather"
+    assert "ranks use what gather_from returns ([12, 6]) in different ways: with all_gather in its place" in first.words
+    assert first.words.endswith("whose backward pass adds their gradients up, all gradients are right")
+
+
+def test_one_of_two_mistakes_is_named_by_what_it_makes_right():
+    """A gradient of the norm that each rank has for its own tokens is not right with all_gather, either."""
+    options = {**TOKENS, "mesh": Mesh(tp=3)}
+    model = lambda whole: Gathered(whole, lab.gather_from, by_hand=True)  # noqa: E731
+    report = check_parallel(model, Ungathered().double(), **options)
+    assert report.wrong[0].words.endswith("adds their gradients up, the gradient of input 0 is right")
+    mended = check_parallel(
+        lambda whole: Gathered(whole, lab.all_gather, by_hand=True), Ungathered().double(), **options
+    )
+    assert {row.name for row in mended.wrong} == {"norm.weight", "norm.bias"}
+    assert all("wrap the parameter, copy_to(parameter, 'tp')" in row.words for row in mended.wrong)
+
+
+def test_all_gather_in_the_place_of_gather_from_is_named():
+    class Columns(nn.Module):
+        def __init__(self, whole, gather):
+            super().__init__()
+            piece = whole.up.weight.detach().chunk(lab.axis_size("tp"))[lab.axis_index("tp")]
+            self.up, self.gather = nn.Linear(6, 12, bias=False), gather
+            self.up.weight = nn.Parameter(piece.clone())
+            self.norm, self.down = copy.deepcopy(whole.norm), copy.deepcopy(whole.down)
+
+        def forward(self, x):
+            return self.down(self.gather(self.up(lab.copy_to(self.norm(x), "tp")).tanh(), "tp", -1))
+
+    options = {"inputs": TOKENS["inputs"], "mesh": Mesh(tp=3)}
+    assert check_parallel(lambda whole: Columns(whole, lab.gather_from), Ungathered().double(), **options).ok
+    report = check_parallel(lambda whole: Columns(whole, lab.all_gather), Ungathered().double(), **options)
+    assert report.wrong[0].name == "up.weight" and report.wrong[0].mistake == "gather"
+    assert "ranks use what all_gather returns ([12, 12]) in the same way: with gather_from" in report.wrong[0].words
+
+
+@pytest.mark.parametrize("mistake", ["", "scale"])
+def test_scores_of_torch_s_own_attention_are_compared(mistake):
+    """With a mask, with grouped queries, as a root module without modules inside."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Parameter(torch.randn(8, size)) for size in (8, 4, 4, 8))
+
+        def forward(self, x, heads=4, scale=None, o=None, finish=lambda y: y):
+            q = (x @ self.q).unflatten(-1, (heads, 2)).transpose(0, 1)
+            k, v = ((x @ w).unflatten(-1, (heads // 2, 2)).transpose(0, 1) for w in (self.k, self.v))
+            mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+            y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+            return finish(y.transpose(0, 1).flatten(1) @ self.o)
+
+    class Heads(Attention):
+        def __init__(self, whole):
+            super().__init__()
+            for name, dim in {"q": 1, "k": 1, "v": 1, "o": 0}.items():
+                setattr(
+                    self, name, nn.Parameter(getattr(whole, name).detach().chunk(2, dim)[lab.axis_index("tp")].clone())
+                )
+
+        def forward(self, x):
+            scale = 2 * 2**-0.5 if mistake else None
+            return super().forward(lab.copy_to(x, "tp"), 2, scale, finish=lambda y: lab.all_reduce(y, "tp"))
+
+    x = torch.randn(5, 8, dtype=torch.float64)
+    report = check_parallel(Heads, Attention().double(), inputs=(x,), mesh=Mesh(tp=2))
+    assert report.ok == (not mistake), report
+    if mistake:
+        assert report.wrong[0].name == "output" and report.wrong[0].mistake == "scale"
+        assert "the scores that softmax takes are 2 times the reference's" in report.wrong[0].words
 
 
 def test_a_loss_gap_is_called_what_it_is():
@@ -269,6 +409,12 @@ MISTAKES = {
     "bias before the sum": ("activation", "out", r"its bias is added 4 times, before the sum", "bias"),
     "no sum": ("activation", "down", r"each rank's part, and its bias: an all_reduce over 'tp' is missing", "partial"),
     "sum after softmax": ("activation", "out", r"rows of attention weights .* add up to 4", "softmax"),
+    "softmax scale": (
+        "activation",
+        "out",
+        r"the scores that softmax takes are 0\.57735 times the reference's, so the factor before it is another",
+        "scale",
+    ),
     "no f before mlp": ("gradient", "norm_2.weight", r"all_reduce over 'tp' is missing; copy_to", "partial"),
     "no f before attention": ("gradient", "norm_1.weight", r"all_reduce over 'tp' is missing; copy_to", "partial"),
     "qkv in one piece": ("gradient", "qkv.weight", r"it holds 3 parts side by side", "fused"),
@@ -302,6 +448,12 @@ def test_a_missing_f_is_placed():
     assert report.of("output").ok and report.of("loss").ok
     assert re.search(r"right down to gate_up\.\w+ and wrong from norm_2\.\w+ on", report.notes[-1])
     assert not report.of("qkv.weight").ok  # and everything before it
+    # It is on top, and what it makes wrong is folded: no second advice is given.
+    first, *behind = report.wrong
+    assert first.name.startswith("norm_2.") and first.follows == ""
+    assert {row.follows for row in behind} == {first.title}
+    assert len(str(report).splitlines()) == 5 and str(report).count("copy_to") == 1
+    assert f"and {len(behind)} gradients that may follow from it: norm_2." in str(report).splitlines()[2]
 
 
 def test_the_input_s_gradient_is_compared():
@@ -343,13 +495,16 @@ def test_norm_gradients_that_are_not_summed_under_sequence_parallelism_are_named
 
     report = check_parallel(forgetful, lambda: lab.GPT(config, "tp").double(), inputs=(ids,), mesh=Mesh(tp=4))
     assert {row.name for row in report.wrong} == {"blocks.0.norm_2.weight", "blocks.0.norm_2.bias"}
-    assert all("an all_reduce over 'tp' is missing" in row.words for row in report.wrong)
+    for row in report.wrong:
+        assert "an all_reduce over 'tp' is missing; each rank uses the parameter for its own part" in row.words
+        assert "wrap the parameter, copy_to(parameter, 'tp')" in row.words
+    assert "look at what is between" not in str(report)
 
 
 DATA = {  # what is done with the gradients of two data-parallel ranks, of a mesh of (2, 2)
     "right": (lambda g: lab.all_reduce(g, "dp", "mean"), ""),
-    "nothing": (lambda g: g, "their mean is the reference: an all_reduce of the mean over 'dp' is missing"),
-    "sum": (lambda g: lab.all_reduce(g, "dp"), "2 times the reference on every rank: added up over 'dp'"),
+    "nothing": (lambda g: g, "over 'dp' is missing; ranks have other data along 'dp': average every gradient over it"),
+    "sum": (lambda g: lab.all_reduce(g, "dp"), "once too often; where ranks have other data along 'dp', average the"),
     "by the world": (lambda g: lab.all_reduce(g, ("dp", "tp")) / 8, "1/2 of the reference on every rank"),
 }
 
@@ -379,7 +534,51 @@ def test_data_parallel_gradients(what):
     for name in ("layer.weight", "layer.bias"):
         row = report.of(name, "gradient")
         assert row.ok == (not words) and words in row.words, row.words
+        assert "copy_to" not in row.words
     assert report.of("loss").ok
+    assert report.summary().endswith("each rank has its part of the loss")
+    # Each rank's loss is the mean over its own data; so the gradient of an input is as many times the reference's.
+    assert "2 times the reference on every rank, as each rank's loss is the mean over" in report.of("input 0").words
+    assert report.ok == (what == "right")
+
+
+@pytest.mark.parametrize("is_cut_by_hand", [False, True])
+def test_a_loss_averaged_over_data_leaves_gradients_to_be_added_up(is_cut_by_hand):
+    """As all_reduce divides on the way back, each rank has its part of the gradient. No copy_to is missing."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return (self.down(self.up(x).tanh()) ** 2).mean()
+
+    class Averaged(Mean):
+        def forward(self, x):
+            x = x.chunk(2)[lab.axis_index("dp")] if is_cut_by_hand else x
+            return lab.all_reduce(super().forward(x), "dp", "mean")
+
+    def model(whole):
+        averaged = Averaged().double()
+        averaged.load_state_dict(whole.state_dict())
+        return averaged
+
+    x = torch.randn(4, 5, dtype=torch.float64)
+    options = {"inputs": (x,), "mesh": Mesh(dp=2, tp=2), "in_specs": None if is_cut_by_hand else P("dp")}
+    report = check_parallel(model, Mean().double(), **options)
+    assert report.summary().endswith("the loss gap is 0") or report.summary().endswith(", rounding")
+    first = report.wrong[0]
+    assert first.name == "down.bias"
+    assert "ranks have other data along 'dp': add every gradient up over it after the backward pass" in first.words
+    assert not any("copy_to" in row.words for row in report.wrong if not row.name.startswith("input"))
+
+    def add_up(model):
+        for parameter in model.parameters():
+            parameter.grad = lab.all_reduce(parameter.grad, "dp")
+
+    mended = check_parallel(model, Mean().double(), **options, after_backward=add_up)
+    assert {row.name for row in mended.wrong} <= {"input 0"}
 
 
 def test_dropout_is_compared():

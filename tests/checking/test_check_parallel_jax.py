@@ -11,7 +11,7 @@ import optax
 from tests.sharded import numbers
 from tplab import Mesh, P
 from tplab.errors import ParallelError, SpecError
-from tplab.jax import axis_index, axis_size
+from tplab.jax import axis_index, axis_size, gather_from
 from tplab.jax.private import in_float64
 from tplab.models.gpt import GPTConfig
 
@@ -114,6 +114,10 @@ def test_a_bias_inside_the_sum():
     wrong = lambda params, x: all_reduce(whole(params, x), "tp")  # noqa: E731
     report = checked(wrong)
     assert set(found(report)) == {("output", "output"), ("gradient", "bias")}
+    assert report.of("output").words == (
+        "its bias is added 3 times, before the sum over the ranks: it belongs behind it, once"
+    )
+    assert [row.name for row in report.wrong] == ["output", "bias"] and report.of("bias").follows == "output"
     assert "3 times the reference on every rank" in report.of("bias").words
     assert set(found(checked(wrong, perturb=False))) == {("gradient", "bias")}
     with pytest.raises(ParallelError, match="2 of 5 wrong"):
@@ -200,6 +204,91 @@ def test_dropped_tokens_and_a_piece_of_another_rank():
     report = checked(turned)
     assert found(report)["output", "output"] == "pieces"
     assert "right numbers on the wrong ranks" in report.of("output").words
+
+
+def test_heads_cut_in_parts_are_named():
+    def attention(params, x, total=lambda x: x):
+        scores = (x @ params["q"]) @ (x @ params["k"]).T / 2
+        return total(jax.nn.softmax(jnp.where(jnp.tril(jnp.ones_like(scores)) > 0, scores, -jnp.inf), -1) @ x)
+
+    params = {name: jnp.asarray(numbers(4, 12, seed=seed)) for seed, name in enumerate("qk")}
+    wrong = lambda params, x: attention(params, x, lambda part: all_reduce(part, "tp", "mean"))  # noqa: E731
+    report = checked(wrong, attention, params=params, specs=dict.fromkeys("qk", P(None, "tp")))
+    assert report.wrong[0].name == "output" and report.wrong[0].mistake == "softmax"
+    assert report.wrong[0].words.endswith(
+        "softmax takes only this rank's part of the scores; heads must be sharded whole"
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_scores_of_another_scale_are_named(num_ranks):
+    """The width of a head is taken from this rank's columns, as if it had one head; also inside of jit."""
+
+    def attention(params, x, heads, width=3):
+        q, k, v = ((x @ params[name]).reshape(len(x), heads, 3).swapaxes(0, 1) for name in "qkv")
+        weights = jax.jit(jax.nn.softmax)(q @ k.mT / np.sqrt(width))
+        return (weights @ v).swapaxes(0, 1).reshape(len(x), -1) @ params["o"]
+
+    def sharded(params, x, width=3):
+        return all_reduce(attention(params, x, 4 // num_ranks, width), "tp")
+
+    params = {name: jnp.asarray(numbers(4, 12, seed=seed)) for seed, name in enumerate("qkv")}
+    params["o"] = jnp.asarray(numbers(12, 4, seed=5))
+    specs = {**dict.fromkeys("qkv", P(None, "tp")), "o": P("tp")}
+    options = {"params": params, "specs": specs, "num_ranks": num_ranks}
+    assert checked(sharded, lambda params, x: attention(params, x, 4), **options).ok
+    wrong = lambda params, x: sharded(params, x, 12)  # noqa: E731
+    report = checked(wrong, lambda params, x: attention(params, x, 4), **options)
+    assert report.wrong[0].name == "output" and report.wrong[0].mistake == "scale"
+    assert "the scores that softmax takes are 0.5 times the reference's" in report.wrong[0].words
+
+
+def test_gradients_of_a_mean_over_data_that_is_missing():
+    """JAX's types add gradients up over dp: where each rank's loss is the mean over its own data, they are dp times too
+    large."""
+    loss = lambda params, x: (right(params, x) ** 2).mean()  # noqa: E731
+    reference, mesh = lambda params, x: (whole(params, x) ** 2).mean(), Mesh(dp=2, tp=3)
+    report = check_parallel(
+        loss, reference, inputs=(X,), params=mlp_params(), mesh=mesh, specs=SPECS, in_specs=(P("dp"),)
+    )
+    assert report.summary().endswith("each rank has its part of the loss")
+    first, *behind = report.wrong
+    assert (first.name, first.mistake) == ("bias", "scaled")
+    assert first.words.endswith("where ranks have other data along 'dp', average the gradients over it, or the loss")
+    assert [(row.name, row.follows) for row in behind] == [
+        ("down", "gradient of bias"), ("up", "gradient of bias"),
+    ]  # fmt: skip
+    assert "2 times the reference on every rank, as each rank's loss" in report.of("input 0").words
+
+
+def test_the_first_wrong_gradient_of_the_backward_pass_is_on_top():
+    """A gradient that somebody scales on its way back, between down and up: what is behind follows from it."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return x
+
+    doubled.defvjp(lambda x: (x, None), lambda _, dx: (2 * dx,))
+
+    def wrong(params, x):
+        return all_reduce(doubled(jnp.tanh(x @ params["up"])) @ params["down"], "tp") + params["bias"]
+
+    report = checked(wrong, params={**mlp_params(), "bias": jnp.asarray(numbers(4, seed=3))})
+    assert [row.name for row in report.rows if row.kind == "gradient"] == ["bias", "down", "up", "input 0"]
+    assert [(row.name, row.follows) for row in report.wrong] == [("up", ""), ("input 0", "gradient of up")]
+    assert str(report).splitlines()[2].strip() == "and 1 gradient that may follow from it: input 0"
+
+
+def test_gather_from_is_as_right_as_all_gather():
+    """JAX's types add up what ranks use in different ways: the cause that torch's check names cannot be."""
+    specs = {"up": P(None, "tp"), "down": P("tp"), "bias": P()}
+
+    def tokens(gather):
+        return lambda p, x: reduce_scatter(jnp.tanh(gather(x, "tp", 0) @ p["up"]) @ p["down"], "tp", 0) + p["bias"]
+
+    for gather in (all_gather, gather_from):
+        report = checked(tokens(gather), specs=specs, in_specs=P("tp"))
+        assert report.ok, str(report)
 
 
 def test_what_differs_from_rank_to_rank():

@@ -6,12 +6,16 @@ Both frameworks run their models and hand over NumPy arrays; everything here is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from tplab.checking.report import Row
+from tplab.checking.advice import advised, folded, in_backward_order, where_it_begins
+from tplab.checking.bias import of_bias
+from tplab.checking.report import ParallelReport, Row
+from tplab.checking.scores import wrong_scores
 from tplab.checking.verdict import EPSILON, Rounding, Verdict, judge, slack_of_step
 from tplab.errors import SpecError
 from tplab.layout import Layout, layout_of, take
@@ -25,6 +29,9 @@ each input) and "parameter" (after an optimizer's step)."""
 OTHER_DTYPE = {"float64": "float32"}
 """In which dtype the reference runs once more, to see how much rounding does to it; from the others it is float64."""
 
+FORWARD = ("activation", "output", "loss")
+"""Kinds of rows that come before the backward pass."""
+
 NOT_COMPARED = "gradients are not compared: no output has the shape of a piece of the reference's"
 
 
@@ -34,14 +41,20 @@ class Comparison:
     layouts    how each parameter is laid out on the mesh
     again      the reference's answer in another dtype (`OTHER_DTYPE`), where it has one: a sum in which terms cancel is
                less exact than others, and this shows it
-    is_split   whether ranks were given pieces of the inputs, so that each may have its part of the loss
+    in_specs   how the inputs are cut: ranks that have pieces of them may each have their part of the loss
+    biases     the whole of each parameter that may be a bias, with its name
     largest    the largest element of any gradient of the reference
+    mean_over  the axes along which each rank's loss is the mean over its own data
     """
 
-    def __init__(self, mesh: Mesh, rounding: Rounding, layouts: Mapping[str, Layout], is_split: bool):
-        self.mesh, self.rounding, self.layouts, self.is_split = mesh, rounding, layouts, is_split
+    def __init__(self, mesh: Mesh, rounding: Rounding, layouts: Mapping[str, Layout], in_specs: Sequence[P]):
+        self.mesh, self.rounding, self.layouts = mesh, rounding, layouts
+        self.split = {name for spec in in_specs for name in spec.axis_names}
+        self.in_specs = {f"input {index}": spec for index, spec in enumerate(in_specs)}
+        self.biases: dict[str, np.ndarray] = {}
         self.rows: list[Row] = []
         self.largest = 0.0
+        self.mean_over: set[str] = set()
         self.again: Answer | None = None
 
     def weigh(
@@ -82,16 +95,55 @@ class Comparison:
     def compare_outputs(self, told: Sequence[Answer], want: Answer) -> None:
         for name, whole in want["output"].items():
             self._add("output", name, whole, self._pieces(told, "output", name), None)
+            if not self.rows[-1].ok:
+                self._blame_a_bias(whole, self._pieces(told, "output", name))
         for name, whole in want["loss"].items():
             self._add("loss", name, whole, self._pieces(told, "loss", name), Layout())
+
+    def _blame_a_bias(self, whole: np.ndarray, pieces: list[np.ndarray | None]) -> None:
+        """Whether all that is wrong with the last output is a bias."""
+        found = self.judge_output(whole, pieces)
+        if found is None or found[1].ok or any(piece is None or piece.shape != whole.shape for piece in pieces):
+            return
+        layout, verdict = found
+        known = [piece for piece in pieces if piece is not None]
+        for name, values in self.biases.items():
+            what = "its bias" if name == "bias" else name
+            blamed = of_bias(values, known, whole, layout, verdict, self.mesh, what)
+            if blamed is not verdict:
+                self.rows[-1] = Row.of("output", self.rows[-1].name, whole.shape, layout, blamed)
+                return
+
+    @property
+    def is_forward_wrong(self) -> bool:
+        """Whether anything is wrong before the backward pass."""
+        return any(not row.ok and row.kind in FORWARD for row in self.rows)
+
+    def blame_scores(self, want: Sequence[Sequence[np.ndarray]], told: Sequence[Sequence[np.ndarray]]) -> None:
+        """Where an output or the loss is wrong, whether the scores of attention are why.
+
+        want, told   what the softmaxes take, for each rank of the reference, and of the model
+        """
+        wrong = next((index for index, row in enumerate(self.rows) if not row.ok and row.kind in FORWARD), None)
+        found = wrong_scores(want[0], told, self.mesh, self.judge_output)
+        if found and wrong is not None:
+            mistake, words = found
+            row = self.rows[wrong]
+            self.rows[wrong] = replace(row, words=f"{row.words}; {words}", mistake=mistake, axes=())
+
+    def report(self, order: Sequence[str], notes: Sequence[str] = ()) -> ParallelReport:
+        """All rows, gradients in the order in which the reference's arrive, with what to do and what follows from
+        what."""
+        cut = {name for layout in self.layouts.values() for name in layout.spec.axis_names}
+        rows = folded(advised(in_backward_order(self.rows, order), cut, self.split))
+        begins = where_it_begins(rows)
+        return ParallelReport(rows, mesh=str(self.mesh), notes=[*notes, *([begins] if begins else [])])
 
     def compare_gradients(self, told: Sequence[Answer], want: Answer) -> None:
         known = [g for g in want["gradient"].values() if g is not None]
         self.largest = max((float(np.abs(g).max(initial=0)) for g in known), default=0.0)
         for name, layout in self.layouts.items():
-            self._add(
-                "gradient", name, want["gradient"].get(name), self._pieces(told, "gradient", name), layout
-            )
+            self._add("gradient", name, want["gradient"].get(name), self._pieces(told, "gradient", name), layout)
         for name, whole in want["input"].items():
             self._add("gradient", name, whole, self._pieces(told, "input", name), None, among="input")
 
@@ -124,9 +176,14 @@ class Comparison:
         own = self._own_rounding(whole, among or kind, name)
         largest = self.largest if kind == "gradient" else 0.0
         verdict = judge(pieces, whole, layout, self.mesh, self.rounding, what=kind, largest=largest, own=own)
-        if kind == "loss" and self.is_split and verdict.mistake == "partial":
+        if kind == "loss" and self.split and verdict.mistake in ("partial", "mean"):
+            self.mean_over = set(verdict.axes) if verdict.mistake == "mean" else set()
             words = "each rank's part of it, as it has its part of the inputs"
             verdict = verdict._replace(ok=True, words=words, mistake="")
+        here = self.in_specs[name].axis_names if among == "input" and name in self.in_specs else ()
+        if verdict.mistake == "scaled" and verdict.axes and set(verdict.axes) <= self.mean_over.intersection(here):
+            words = f"{verdict.words.partition(':')[0]}, as each rank's loss is the mean over its own part of the input"
+            verdict = verdict._replace(ok=True, words=words, mistake="", axes=())
         shape = next((x.shape for x in (whole, *pieces) if x is not None), ())
         self.rows.append(Row.of(kind, name, shape, layout, verdict))
 

@@ -21,7 +21,8 @@ class Row:
     name        of the parameter, the output, the input or the module
     shape       of the whole
     layout      how it lies on the mesh, as text
-    ok, error, tolerance, words, mistake    see `tplab.checking.verdict.Verdict`
+    ok, error, tolerance, words, mistake, axes    see `tplab.checking.verdict.Verdict`
+    follows     the title of the row that may be why this one is wrong, or ""
     """
 
     kind: str
@@ -33,12 +34,14 @@ class Row:
     tolerance: float
     words: str
     mistake: str = ""
+    axes: tuple[str, ...] = ()
+    follows: str = ""
 
     @classmethod
     def of(cls, kind: str, name: str, shape: Sequence[int], layout: Any, verdict: Verdict) -> Row:
         return cls(
             kind, name, tuple(shape), str(layout), bool(verdict.ok), float(verdict.error), float(verdict.tolerance),
-            verdict.words, verdict.mistake,
+            verdict.words, verdict.mistake, verdict.axes,
         )  # fmt: skip
 
     @property
@@ -57,12 +60,14 @@ _BEFORE_NAME = {
 
 
 class ParallelReport:
-    """What was found, in the order in which it is computed: values, outputs, the loss, gradients, parameters.
+    """What was found, in the order in which it is computed: values, outputs, the loss, gradients as they arrive in the
+    backward pass, parameters.
 
     rows    see `Row`
     notes   sentences on all of it: what was given other values for the check, where a mistake begins
     ok      whether everything is the reference's, up to rounding
-    str()   one line a tensor that is wrong, and how many are right
+    wrong   the rows that are wrong: first those that no other one explains
+    str()   one line for each of these, and what follows from it; `table()` has all
     """
 
     def __init__(self, rows: Iterable[Row], *, mesh: str = "", notes: Iterable[str] = ()):
@@ -74,7 +79,7 @@ class ParallelReport:
 
     @property
     def wrong(self) -> list[Row]:
-        return [row for row in self.rows if not row.ok]
+        return sorted((row for row in self.rows if not row.ok), key=lambda row: bool(row.follows))
 
     def of(self, name: str, kind: str | None = None) -> Row:
         """The row of a name: of its kinds the first that is wrong, or the first. Raises KeyError for another name."""
@@ -98,9 +103,12 @@ class ParallelReport:
         return f"{len(self.wrong)} of {len(self.rows)} wrong{on}: {_counted(self.wrong)}; {_loss_gap(self.rows)}"
 
     def __str__(self) -> str:
-        lines = [self.summary()]
-        width = min(max((len(row.title) for row in self.wrong), default=0), 60)
-        lines += [f"  {row.title:<{width}}  {row.words}" for row in self.wrong]
+        lines, first = [self.summary()], [row for row in self.wrong if not row.follows]
+        width = min(max((len(row.title) for row in first), default=0), 60)
+        for row in first:
+            lines.append(f"  {row.title:<{width}}  {row.words}")
+            if behind := [other for other in self.wrong if other.follows == row.title]:
+                lines.append(f"  {'':<{width}}  and {_listed(behind)}")
         return "\n".join(lines + [f"  ({note})" for note in self.notes])
 
     def __repr__(self) -> str:
@@ -114,17 +122,16 @@ class ParallelReport:
         return "\n".join([self.summary(), *lines])
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{'✓' if row.ok else '✗'}</td><td><code>{escape(row.title)}</code></td>"
-            f"<td>{escape(row.layout)}</td><td style='text-align:left'>{escape(row.words)}</td></tr>"
-            for row in sorted(self.rows, key=lambda row: row.ok)
-        )
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        behind, right = [row for row in self.wrong if row.follows], [row for row in self.rows if row.ok]
+        parts = [_html_table([row for row in self.wrong if not row.follows])] if self.wrong else []
+        if behind:
+            parts.append(_html_folded(f"{_counted(behind)} that may follow from it", behind))
+        if right:
+            parts.append(_html_folded(f"what is right: {_counted(right)}", right) if self.wrong else _html_table(right))
         shown = "" if self.ok else " open"
-        return (
-            f"<details{shown}><summary>{escape(self.summary())}</summary>{notes}<table><thead><tr><th></th>"
-            f"<th>tensor</th><th>layout</th><th>what was found</th></tr></thead><tbody>{rows}</tbody></table></details>"
-        )
+        body = "".join(parts)
+        return f"<details{shown}><summary>{escape(self.summary())}</summary>{notes}{body}</details>"
 
     def to_json(self) -> str:
         """All of it, as text that `from_json` reads back: one rank judges, and tells the others."""
@@ -134,7 +141,7 @@ class ParallelReport:
     def from_json(cls, text: str) -> ParallelReport:
         """The report that `to_json` wrote."""
         told = json.loads(text)
-        rows = [Row(**{**row, "shape": tuple(row["shape"])}) for row in told["rows"]]
+        rows = [Row(**{**row, "shape": tuple(row["shape"]), "axes": tuple(row["axes"])}) for row in told["rows"]]
         return cls(rows, mesh=told["mesh"], notes=told["notes"])
 
 
@@ -165,4 +172,32 @@ def _loss_gap(rows: Sequence[Row]) -> str:
     loss = next((row for row in rows if row.kind == "loss"), None)
     if loss is None:
         return "no loss"
+    if loss.ok and loss.error > loss.tolerance:
+        return "each rank has its part of the loss"
+    if loss.error == 0:
+        return "the loss gap is 0"
     return f"the loss gap is {loss.error:.2g}, " + ("rounding" if loss.ok else "not rounding")
+
+
+MOST_NAMES = 4
+
+
+def _listed(behind: Sequence[Row]) -> str:
+    """8 gradients that may follow from it: norm_2.bias, out.weight, ..."""
+    names = ", ".join(row.name for row in behind[:MOST_NAMES]) + ", ..." * (len(behind) > MOST_NAMES)
+    named = f": {names}" if len({row.kind for row in behind}) == 1 else ""
+    return f"{_counted(behind)} that may follow from it{named}"
+
+
+def _html_table(rows: Sequence[Row]) -> str:
+    lines = "".join(
+        f"<tr><td>{'✓' if row.ok else '✗'}</td><td><code>{escape(row.title)}</code></td>"
+        f"<td>{escape(row.layout)}</td><td style='text-align:left'>{escape(row.words)}</td></tr>"
+        for row in rows
+    )
+    head = "<tr><th></th><th>tensor</th><th>layout</th><th>what was found</th></tr>"
+    return f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>"
+
+
+def _html_folded(summary: str, rows: Sequence[Row]) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{_html_table(rows)}</details>"

@@ -18,10 +18,6 @@ from tplab.layout import Layout, layouts_for, take
 from tplab.mesh import Mesh
 
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-WAY_OUT = {
-    "gradient": "copy_to (Megatron's f) where the tensor enters divided work makes it",
-    "output": "reduce_from (Megatron's g) after the divided work makes it",
-}
 
 
 class Verdict(NamedTuple):
@@ -31,8 +27,9 @@ class Verdict(NamedTuple):
     error       how far the worst rank is off, relative to the largest element of the answer
     tolerance   what rounding can explain, in the same measure
     words       what was found
-    mistake     a word for it: "", "scaled", "partial", "disagree", "missing", "shape", "not finite", "tied", "values",
-                "pieces", "fused", "other"
+    mistake     a word for it: "", "scaled", "partial", "mean", "disagree", "missing", "shape", "not finite", "tied",
+                "values", "pieces", "fused", "bias", "scale", "softmax", "gather", "other"
+    axes        over which a sum is missing, or made once too often
     """
 
     ok: bool
@@ -40,6 +37,7 @@ class Verdict(NamedTuple):
     tolerance: float
     words: str
     mistake: str = ""
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ def judge(
     if error <= tolerance:
         return Verdict(True, error, tolerance, rounding.words(error, own))
     case = _Case(got, want, reference, layout, mesh, tolerance, what)
-    mistake, words = case.explained()
-    return Verdict(False, error, tolerance, words, mistake)
+    mistake, words, axes = case.explained()
+    return Verdict(False, error, tolerance, words, mistake, axes)
 
 
 def slack_of_step(
@@ -153,6 +151,10 @@ def slack_of_step(
     return 2 * np.abs(after - before).max(initial=0) * np.minimum(1, share)
 
 
+Answer = tuple[str, str, tuple[str, ...]]
+"""A mistake, the words for it, and the axes over which a sum is missing or made too often."""
+
+
 class _Case:
     """A tensor that is wrong, and the questions that its numbers can answer."""
 
@@ -164,7 +166,7 @@ class _Case:
         self.layout, self.mesh, self.tolerance, self.what = layout, mesh, tolerance, what
         self.size = _largest(reference)
 
-    def explained(self) -> tuple[str, str]:
+    def explained(self) -> Answer:
         for question in (self._zero, self._scaled, self._partial, self._pieces, self._disagree, self._rows):
             if answer := question():
                 return answer
@@ -172,18 +174,19 @@ class _Case:
         return (
             "other",
             f"off by {error:.2g} of its largest element; neither a multiple of the reference nor parts of it",
+            (),
         )
 
     def _close(self, got: np.ndarray, want: np.ndarray, slack: float = 1.0) -> bool:
         return got.shape == want.shape and _largest(got - want) <= slack * self.tolerance * self.size
 
-    def _zero(self) -> tuple[str, str] | None:
+    def _zero(self) -> Answer | None:
         ranks = [r for r in self.mesh.ranks if _largest(self.got[r]) == 0 and _largest(self.want[r]) > 0]
         if len(ranks) == len([w for w in self.want if w.size]):
-            return "missing", "zero on every rank, and the reference is not: it takes no part"
+            return "missing", "zero on every rank, and the reference is not: it takes no part", ()
         return None
 
-    def _scaled(self) -> tuple[str, str] | None:
+    def _scaled(self) -> Answer | None:
         scales = []
         for g, w in zip(self.got, self.want):
             if _largest(w) <= self.tolerance * self.size:
@@ -196,50 +199,48 @@ class _Case:
             return None  # a single number is a multiple of any other
         first = scales[0]
         if all(abs(scale - first) <= 4 * self.tolerance * max(abs(first), 1) for scale in scales):
-            return "scaled", self._multiple(first)
-        return "scaled", "a multiple of the reference, and another one on each rank: " + ", ".join(
-            f"{scale:.5g}" for scale in scales
-        )
+            return self._multiple(first)
+        listed = ", ".join(f"{scale:.5g}" for scale in scales)
+        return "scaled", f"a multiple of the reference, and another one on each rank: {listed}", ()
 
-    def _multiple(self, scale: float) -> str:
+    def _multiple(self, scale: float) -> Answer:
         close = 1e-3 + 4 * self.tolerance
         for names in axis_sets(self.mesh):
             count, label = self.mesh.axis_size(names), _label(names)
             if abs(scale / count - 1) < close:
-                return (
+                words = (
                     f"{scale:.5g} times the reference on every rank: added up over {label}, of {count} ranks, once too "
                     "often"
                 )
+                return "scaled", words, names
             if abs(scale * count - 1) < close:
-                return (
+                words = (
                     f"1/{count} of the reference on every rank: divided by the {count} ranks of {label} once too often "
                     "(a mean in place of a sum, or sizes divided by the whole world's)"
                 )
+                return "scaled", words, ()
         if abs(scale + 1) < close:
-            return "minus the reference on every rank"
-        return f"{scale:.5g} times the reference on every rank"
+            return "scaled", "minus the reference on every rank", ()
+        return "scaled", f"{scale:.5g} times the reference on every rank", ()
 
-    def _partial(self) -> tuple[str, str] | None:
+    def _partial(self) -> Answer | None:
         for names in axis_sets(self.mesh, without=self.layout.spec.axis_names):
             groups = self.mesh.groups(names)
             total = {rank: np.sum([self.got[other] for other in group], axis=0) for group in groups for rank in group}
             label, count = _label(names), self.mesh.axis_size(names)
-            where = WAY_OUT.get(self.what, WAY_OUT["output"])
             if all(self._close(total[rank], self.want[rank], slack=count) for rank in self.mesh.ranks):
-                return "partial", (
-                    f"only this rank's part on each, and the parts add up to the reference: an all_reduce over {label} "
-                    f"is missing; {where}"
+                words = (
+                    f"only this rank's part on each, and the parts add up to the reference: an all_reduce over {label}"
                 )
+                return "partial", f"{words} is missing", names
             if all(self._close(total[rank], count * self.want[rank], slack=count) for rank in self.mesh.ranks):
-                return "partial", (
-                    f"ranks disagree, and their mean is the reference: an all_reduce of the mean over {label} is "
-                    "missing, as over ranks that have other data"
-                )
+                words = f"ranks disagree, and their mean is the reference: an all_reduce of the mean over {label}"
+                return "mean", f"{words} is missing", names
             if scale := self._scale_of_sum(total, count):
-                return "partial", (
-                    f"only this rank's part on each, {scale:.5g} times too large together: a sum over {label} is made "
-                    "in another place than where it belongs"
+                words = (
+                    f"only this rank's part on each, {scale:.5g} times too large together: a sum over {label} is made"
                 )
+                return "partial", f"{words} in another place than where it belongs", ()
         return None
 
     def _scale_of_sum(self, total: dict[int, np.ndarray], count: int) -> float | None:
@@ -252,7 +253,7 @@ class _Case:
         fits = is_one and all(self._close(t, scales[0] * w, slack=count * max(abs(scales[0]), 1)) for t, w in pairs)
         return scales[0] if fits else None
 
-    def _pieces(self) -> tuple[str, str] | None:
+    def _pieces(self) -> Answer | None:
         """Every rank has a piece of the answer, but another one's; or pieces that are cut otherwise."""
         if not self.layout.spec.axis_names:
             return None
@@ -264,14 +265,14 @@ class _Case:
             listed = ", ".join(
                 f"rank {rank} that of rank {place}" for rank, place in enumerate(places) if rank != place
             )
-            return "pieces", f"right numbers on the wrong ranks: {listed}"
+            return "pieces", f"right numbers on the wrong ranks: {listed}", ()
         for layout in layouts_for(self.reference.shape, [g.shape for g in self.got], self.mesh):
             cut = [take(self.reference, layout, self.mesh, rank) for rank in self.mesh.ranks]
             if layout != self.layout and all(self._close(g, w) for g, w in zip(self.got, cut)):
-                return "fused", f"cut as {layout}, where {self.layout} was said"
+                return "fused", f"cut as {layout}, where {self.layout} was said", ()
         return None
 
-    def _disagree(self) -> tuple[str, str] | None:
+    def _disagree(self) -> Answer | None:
         spare = [name for name in self.mesh.axis_names if name not in self.layout.spec.axis_names]
         groups = self.mesh.groups(tuple(spare)) if spare else []
         gap = max(
@@ -281,12 +282,10 @@ class _Case:
             return None
         right = [rank for rank in self.mesh.ranks if self._close(self.got[rank], self.want[rank])]
         some = f"; right on {_ranks(right)} alone" if right else ""
-        return "disagree", (
-            f"ranks disagree by {gap / self.size:.2g} of the largest element, and should hold copies over "
-            f"{_label(tuple(spare))}{some}"
-        )
+        words = f"ranks disagree by {gap / self.size:.2g} of the largest element, and should hold copies over"
+        return "disagree", f"{words} {_label(tuple(spare))}{some}", ()
 
-    def _rows(self) -> tuple[str, str] | None:
+    def _rows(self) -> Answer | None:
         """A part of the rows or columns is right: a fused weight of which one part is, a bias of which one piece is."""
         for dim in range(self.reference.ndim):
             wrong = [np.abs(g - w).max(axis=_others(g.ndim, dim)) > self.tolerance * self.size
@@ -295,9 +294,10 @@ class _Case:
             if 0 < count <= of // 2:
                 first = next(rows for rows in wrong if rows.any())
                 where = np.flatnonzero(first)
-                return "other", (
+                words = (
                     f"wrong in {count} of {of} places along dim {dim} (the first at {where[0]}), right in the others"
                 )
+                return "other", words, ()
         return None
 
 

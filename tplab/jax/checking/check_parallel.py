@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from tplab.checking.comparison import NOT_COMPARED, OTHER_DTYPE, Comparison, eac
 from tplab.checking.report import ParallelReport, perturbed
 from tplab.checking.verdict import Rounding
 from tplab.errors import SpecError
+from tplab.jax.checking.reading import backward_order, softmaxes
 from tplab.jax.models.huggingface import shard_params
 from tplab.jax.private import in_float64
 from tplab.jax.ranks.context import varying_axes
@@ -64,8 +66,8 @@ def check_parallel(
     theirs = _Side(reference, params, inputs, kwargs or {}, alone, reference_loss or loss)
     ours = _Side(model, shard_params(params, specs, mesh), inputs, kwargs or {}, mesh, loss, specs, spec_of_each)
     layouts = {name: Layout(spec) for name, spec in zip(_names(params), spread(specs, params, "specs"))}
-    is_split = any(spec.axis_names for spec in spec_of_each)
-    comparison = Comparison(mesh, _rounding(params, inputs), layouts, is_split)
+    comparison = Comparison(mesh, _rounding(params, inputs), layouts, spec_of_each)
+    comparison.biases = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
     notes = [perturbed(changed)] if changed else []
     outputs = theirs.outputs()[0] if loss is None else {}
     has_loss = not any(x.ndim for x in outputs.values())
@@ -78,24 +80,27 @@ def check_parallel(
         comparison.compare_outputs(told, want)
         comparison.compare_gradients(told, want)
         if optimizer is not None:
-            comparison.compare_step(told, want, {n: np.asarray(x) for n, x in _named(params).items()})
+            comparison.compare_step(told, want, _whole_arrays(params))
     else:
         told = [{"output": x, "loss": {}} for x in ours.outputs()]
         comparison.compare_outputs(told, {"output": outputs, "loss": {}})
         notes.append(NOT_COMPARED)
-    if counted := [name for name in ours.loss_varies if mesh.axis_size(name) > 1 and not is_split]:
+    if comparison.is_forward_wrong:
+        comparison.blame_scores(theirs.softmaxes(), ours.softmaxes())
+    if counted := [name for name in ours.loss_varies if mesh.axis_size(name) > 1 and not comparison.split]:
         axes = " and ".join(map(repr, counted))
         notes.append(
             f"the loss may differ along {axes} as far as JAX's types know, and jax.grad adds up those of all ranks: "
             "where they are one loss, all_reduce(loss, axis, 'mean') says so"
         )
-    return ParallelReport(comparison.rows, mesh=str(mesh), notes=notes)
+    return comparison.report(theirs.order, notes)
 
 
 class _Side:
     """One of the two models, with its parameters and inputs on its mesh.
 
     loss_varies   the axes along which the loss may differ, after `answer`
+    order         the parameters in the order in which their gradients are complete, after `answer`
     """
 
     def __init__(
@@ -106,12 +111,21 @@ class _Side:
         self.mesh, self.loss, self.specs = mesh, loss, P() if specs is None else specs
         self.in_specs = tuple(in_specs or [P()] * len(inputs))
         self.loss_varies: frozenset[str] = frozenset()
+        self.order: list[str] = []
 
     def outputs(self) -> list[Arrays]:
         """The floating-point outputs of each rank."""
 
         def program(params: Any, inputs: tuple[Any, ...]) -> Any:
             return _floats_in(self.model(params, *inputs, **self.kwargs))
+
+        return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
+
+    def softmaxes(self) -> list[list[np.ndarray]]:
+        """What each softmax takes, of each rank."""
+
+        def program(params: Any, inputs: tuple[Any, ...]) -> Any:
+            return softmaxes(partial(self.model, **self.kwargs), params, *inputs)
 
         return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
 
@@ -137,6 +151,8 @@ class _Side:
                 self.loss_varies = varying_axes(value)
                 return value, ({"loss": value}, outputs if getattr(output, "ndim", None) != 0 else {})
 
+            forward = jax.make_jaxpr(partial(self.model, **self.kwargs))(params, *inputs)
+            self.order = backward_order(forward.jaxpr, _names(params))
             floats = [inputs[index] for index in indices]
             grads, (loss, outputs) = jax.grad(total, (0, 1), has_aux=True)(params, floats)
             by_params = grads[0] if after_backward is None else after_backward(grads[0])
@@ -193,6 +209,10 @@ def _names(tree: Any) -> list[str]:
     """A name for each leaf: its path, joined by dots, as in torch's state_dict."""
     paths, _ = jax.tree.flatten_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+
+
+def _whole_arrays(tree: Any) -> Arrays:
+    return {name: np.asarray(x) for name, x in _named(tree).items()}
 
 
 def _named(tree: Any) -> dict[str, Any]:

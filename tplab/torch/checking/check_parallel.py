@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.checking.comparison import NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
+from tplab.checking.comparison import FORWARD, NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.verdict import Rounding, Verdict, judge
 from tplab.errors import RankError, SpecError
@@ -19,9 +20,11 @@ from tplab.layout import Layout, layout_of
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.torch.checking.culprit import first_wrong_module
+from tplab.torch.checking.gathers import OtherGathers, words_of
 from tplab.torch.checking.masks import mask_rows
 from tplab.torch.checking.recut import better_cuts, modules_like
 from tplab.torch.checking.side import Loss, Side, own_loss, to_numpy
+from tplab.torch.checking.softmax import softmaxes
 from tplab.torch.run import run
 
 
@@ -75,7 +78,7 @@ def check_parallel(
     check.look_for_the_cause()
     if check.is_training:
         check.rows += mask_rows(check.ours.masks(), mesh)
-    return ParallelReport(check.rows, mesh=str(mesh), notes=check.notes)
+    return check.comparison.report(check.order, check.notes)
 
 
 class _Check:
@@ -96,8 +99,7 @@ class _Check:
         rounding = Rounding.of(
             [(_dtype(p), p.shape) for p in whole.parameters()], [(x.shape, x.is_floating_point()) for x in everything]
         )
-        self.is_split = any(spec.axis_names for spec in in_specs)
-        self.comparison = Comparison(mesh, rounding, {}, self.is_split)
+        self.comparison = Comparison(mesh, rounding, {}, in_specs)
         self.rows, self.notes, self.is_wrong, self.is_training = self.comparison.rows, list[str](), set[str](), False
         self.order: list[str] = []
 
@@ -164,20 +166,46 @@ class _Check:
         if not self.has_gradients:
             self.notes.append(NOT_COMPARED)
             want, told = ([{"output": x, "loss": {}} for x in side.outputs()] for side in (self.theirs, self.ours))
+            self.comparison.biases = self._biases()
             self.comparison.compare_outputs(told, want[0])
             return
         want = self.theirs.answer(reference_loss, on_one, optimizer)[0]
         self.comparison.again = self._answer_again(reference_loss, on_one)
-        told = self.ours.answer(loss, {name: each for name, (_, each) in weights.items()}, optimizer, after_backward)
+        each = {name: each for name, (_, each) in weights.items()}
+        told = self.ours.answer(loss, each, optimizer, after_backward)
         self.order = want["order"]
+        self.comparison.biases = self._biases()
         self.comparison.compare_outputs(told, want)
         self.comparison.compare_gradients(told, want)
         for index, row in enumerate(self.rows):
             if row.kind == "gradient" and not row.ok and row.name in self.comparison.layouts:
                 self.rows[index] = self._tied(row, told, want["gradient"])
+        if not self.comparison.is_forward_wrong and not all(row.ok for row in self.rows):
+            self._try_other_gathers(partial(self.ours.answer, loss, each, None, after_backward), want)
         if optimizer is not None:
             before = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items()}
             self.comparison.compare_step(told, want, before)
+
+    def _try_other_gathers(self, answer: Callable[..., list[dict[str, Any]]], want: Mapping[str, Any]) -> None:
+        """Whether gradients are right once gather_from and all_gather are exchanged."""
+        told = answer(before_backward=OtherGathers)
+        found = dict.fromkeys(gather for rank in told for gather in rank["before"].found)
+        if not found:
+            return
+        comparison = self.comparison
+        again = Comparison(self.mesh, comparison.rounding, comparison.layouts, list(comparison.in_specs.values()))
+        again.again, again.mean_over = comparison.again, comparison.mean_over
+        again.compare_gradients(told, want)
+        now = {row.name: row.ok for row in again.rows}
+        gradients = {row.name: row for row in self.rows if row.kind == "gradient"}
+        mended = [name for name, row in gradients.items() if now[name] and not row.ok]
+        if not mended or any(row.ok and not now[name] for name, row in gradients.items()):
+            return
+        right = "all gradients are right" if all(now.values()) else f"the gradient of {mended[0]} is right"
+        order = {name: index for index, name in enumerate(self.order)}
+        first = min((row for row in gradients.values() if not row.ok), key=lambda row: order.get(row.name, len(order)))
+        words = "; ".join([first.words, *(words_of(op, shape, right) for op, shape in found)])
+        self.rows[self.rows.index(first)] = replace(first, words=words, mistake="gather", axes=())
 
     def _answer_again(self, loss: Loss | None, weights: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The reference's answer in another dtype, where it can be computed so."""
@@ -195,6 +223,10 @@ class _Check:
             return side.answer(loss, weights, None)[0]
         except RankError:  # it computes with tensors of a type of its own, which do not go with this one
             return None
+
+    def _biases(self) -> dict[str, Any]:
+        """The values of each parameter that may be a bias, as both models have them during the check."""
+        return {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items() if p.dim() == 1}
 
     def _noise(self, name: str) -> Any:
         return self.theirs.changes[name][1] if name in self.theirs.changes else 0.0
@@ -218,15 +250,15 @@ class _Check:
 
     def look_for_the_cause(self) -> None:
         """Where outputs are wrong, find the innermost module whose output is, and try whether a fused weight is cut in
-        one piece; where only gradients are wrong, note the first of them."""
-        if all(row.ok or row.kind not in ("output", "loss") for row in self.rows):
-            self._look_behind()
+        one piece."""
+        if not self.comparison.is_forward_wrong:
             return
         row = first_wrong_module(self.ours, self.theirs, self.comparison)
         if row is not None:
-            index = next((index for index, one in enumerate(self.rows) if one.kind == "gradient"), len(self.rows))
+            index = next((index for index, one in enumerate(self.rows) if one.kind in FORWARD), len(self.rows))
             self.rows.insert(index, row)
-        if self.is_wrong or self.is_split:
+        self._look_at_softmaxes()
+        if self.is_wrong or self.comparison.split:
             return
         whole = {name: to_numpy(self.whole[name]) + self._noise(name) for name in self.comparison.layouts}
         for pattern, count in (better_cuts(whole, self.comparison.layouts, self.mesh, self._is_right) or {}).items():
@@ -234,6 +266,20 @@ class _Check:
             for index, one in enumerate(self.rows):
                 if one.kind == "gradient" and modules_like(one.name) == pattern:
                     self.rows[index] = replace(one, ok=False, words=words, mistake="fused")
+
+    def _look_at_softmaxes(self) -> None:
+        """Whether what a softmax takes, or gives, is why an output is wrong."""
+        (want,), told = self.theirs.ask(softmaxes), self.ours.ask(softmaxes)
+        row_sum = next((rank.row_sum for rank in told if rank.row_sum), 0)
+        if not row_sum or want.row_sum:
+            self.comparison.blame_scores([want.scores], [rank.scores for rank in told])
+            return
+        wrong = next(index for index, row in enumerate(self.rows) if not row.ok and row.kind in FORWARD)
+        words = (
+            f"{self.rows[wrong].words}; the rows of attention weights inside of the model add up to {row_sum}: softmax "
+            "was taken of each rank's part of the scores, and the results added up; heads must be sharded whole"
+        )
+        self.rows[wrong] = replace(self.rows[wrong], words=words, mistake="softmax", axes=())
 
     def _is_right(self, replaced: Mapping[str, tuple[Layout, np.ndarray]]) -> bool:
         """Whether the model's outputs are the reference's, with other pieces of some parameters."""
@@ -244,17 +290,6 @@ class _Check:
             if x.ndim
         ]
         return all(one is not None and one[1].ok for one in found)
-
-    def _look_behind(self) -> None:
-        """Note where, in the order of the backward pass, gradients begin to be wrong."""
-        rows = {row.name: row for row in self.rows if row.kind == "gradient"}
-        order = [rows[name] for name in self.order if name in rows]
-        first = next((index for index, row in enumerate(order) if not row.ok and row.mistake != "tied"), 0)
-        if first > 0 and order[first].mistake not in ("scaled", "missing"):
-            self.notes.append(
-                "all outputs are right; in the order of the backward pass gradients are right down to "
-                f"{order[first - 1].name} and wrong from {order[first].name} on: look at what is between the two"
-            )
 
 
 def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any]) -> bool:

@@ -82,12 +82,15 @@ class Side:
     def answer(
         self, loss: Loss | None, weights: Mapping[str, Any], optimizer: Callable[..., torch.optim.Optimizer] | None,
         after_backward: Callable[[nn.Module], Any] | None = None,
+        before_backward: Callable[[], Callable[[Tensor], Any]] | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """An `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Under "order" it has
         the parameters in the order in which their gradients arrive.
 
         loss      of the output; without one it is the output's own, or the outputs weighted by `weights`, which has an
                   array for each rank
+        before_backward   makes for each rank what is called with its loss before the backward pass; the answer has it
+                  under "before"
         """
 
         def pass_through(model: nn.Module, inputs: list[Any], kwargs: Any) -> dict[str, Any]:
@@ -106,6 +109,9 @@ class Side:
             for name, parameter in named.items():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+            if before_backward is not None:
+                told["before"] = before_backward()
+                told["before"](value)
             value.backward()
             if after_backward is not None:
                 after_backward(model)

@@ -1,0 +1,47 @@
+"""A bias that is added more than once, or not at all: what all of an output's error can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tplab.checking.verdict import Verdict, axis_sets
+from tplab.layout import Layout, take
+from tplab.mesh import Mesh
+
+
+def of_bias(
+    values: np.ndarray, pieces: Sequence[np.ndarray], whole: np.ndarray, layout: Layout, verdict: Verdict, mesh: Mesh,
+    name: str = "its bias",
+) -> Verdict:  # fmt: skip
+    """Whether all that is wrong with an output is one bias; otherwise the verdict as it was.
+
+    values    of the bias, which is the same on every rank
+    pieces    of the output, one per rank; `whole` is the reference's
+    name      what the bias is called in the verdict
+    """
+    if layout.split_dims or values.shape != whole.shape[-1:] or not np.any(values):
+        return verdict
+    size = float(np.abs(whole).max(initial=0))
+    excess = [np.asarray(piece) - take(whole, layout, mesh, rank) for rank, piece in enumerate(pieces)]
+    times = [float((e * values).sum() / max((np.broadcast_to(values, e.shape) ** 2).sum(), 1e-300)) for e in excess]
+    slack = 10 * verdict.tolerance * size
+    for names in axis_sets(mesh):
+        parts = [np.asarray(piece) - values for piece in pieces]
+        sums = [sum(parts[other] for other in mesh.group(rank, names)) + values for rank in mesh.ranks]
+        if all(
+            np.abs(total - take(whole, layout, mesh, rank)).max(initial=0) <= slack for rank, total in enumerate(sums)
+        ):
+            label = " and ".join(map(repr, names))
+            words = f"each rank's part, and {name}: an all_reduce over {label} is missing before it"
+            return verdict._replace(words=words, mistake="partial", axes=())
+    if any(np.abs(e - t * values).max(initial=0) > slack for e, t in zip(excess, times)):
+        return verdict
+    count = times[0] + 1
+    words = f"{name} is added {count:.5g} times"
+    if abs(count) < 1e-3:
+        words = f"{name} is not added"
+    elif abs(count - round(count)) < 1e-3:
+        words += ", before the sum over the ranks: it belongs behind it, once"
+    return verdict._replace(words=words, mistake="bias", axes=())
