@@ -107,7 +107,7 @@ def passes_its_own(x):
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_largest(shift: int):
-    expect(check_largest(largest(tt, torch.maximum, shift=shift)), True, "largest equal the plain answer")
+    expect(check_largest(largest(tt, torch.maximum, shift=shift)), True, "result equal the plain answer")
     expect(check_largest(lambda x: tt.all_reduce(x, "ring", op="max")), True)
     expect(check_largest(largest(tj, jnp.maximum, shift=shift), framework="jax"), True)
 
@@ -117,14 +117,43 @@ def test_largest(shift: int):
     [
         (lambda x: x, "own number"),
         (largest(tt, torch.maximum, too_few=1), "R - 1 hops"),
-        (largest(tt, torch.add), "It is the sum"),
+        (largest(tt, torch.add), "This is the sum"),
         (keeps_the_last, "arrived last"),
-        (passes_its_own, "the one that has just arrived"),
+        (passes_its_own, "the number that has just arrived"),
         (lambda x: -x, "entries are off, by up to"),
     ],
 )
 def test_largest_gone_wrong(fn: Callable[..., Any], hint: str):
     expect(check_largest(fn), False, hint, "on rank", "Mesh(ring=4)")
+
+
+def hops(number: int | None) -> Callable[..., Any]:
+    """So many, or one more than are needed."""
+
+    def solution(x):
+        best = passing = x
+        for _ in range(tt.axis_size("ring") if number is None else number):
+            passing = tt.ring_shift(passing, "ring")
+            best = torch.maximum(best, passing)
+        return best
+
+    return solution
+
+
+def test_seven_hops_are_not_right_on_every_ring():
+    """They are on the lab's ring of eight."""
+    expect(check_largest(hops(7)), False, "the check uses rings of several lengths", "Mesh(ring=9)")
+
+
+def test_a_hop_too_many_is_remarked_upon():
+    expect(check_largest(hops(None)), True, "On Mesh(ring=4) it sends 128 bytes, and 96 would do")
+    verdict = check_largest(largest(tt, torch.maximum))
+    assert "would do" not in verdict.text
+
+
+def test_a_right_answer_is_shown():
+    verdict = check_largest(largest(tt, torch.maximum))
+    assert [(panel.title, panel.array.tolist()) for panel in verdict.panels] == [("your result, rank 0", [13])]
 
 
 # ---------------------------------------------------------------------------------------- lab 01: the bug to repair
@@ -165,13 +194,43 @@ def test_backward():
     [
         (backward(tt, torch.tanh, as_in_the_tutorials), "how far z is from the hidden activation"),
         (backward(tt, torch.tanh, lambda z, y, t: z - t), "half of what is right"),
-        (backward(tt, torch.tanh, lambda z, y, t: 2 * (t - z)), "sign is turned round"),
-        (backward(tt, torch.tanh, lambda z, y, t: 2 * (z - t), sums=False), "this rank's own addend"),
+        (backward(tt, torch.tanh, lambda z, y, t: 2 * (t - z)), "The sign is wrong"),
+        (backward(tt, torch.tanh, lambda z, y, t: 2 * (z - t), sums=False), "this rank's own term"),
         (backward(tt, torch.tanh, lambda z, y, t: 3 * (z - t)), "entries are off"),
     ],
 )
 def test_backward_gone_wrong(fn: Callable[..., Any], hint: str):
     expect(check_backward(fn), False, "da is not right yet on rank 0 of Mesh(tp=2)", hint)
+
+
+def with_dx(first: bool, sums: bool = True, adds: bool = False) -> Callable[..., Any]:
+    def solution(x, a, b, target):
+        y = torch.tanh(x @ a)
+        dz = 2 * (tt.all_reduce(y @ b, "tp") - target)
+        du = (dz @ b.T) * (1 - y**2)
+        da, db, dx = x.T @ du, y.T @ dz, du @ a.T
+        dx = tt.all_reduce(dx, "tp") if sums else dx
+        da, db = (tt.all_reduce(grad, "tp") for grad in (da, db)) if adds else (da, db)
+        return (dx, da, db) if first else (da, db, dx)
+
+    return solution
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_backward_may_return_dx_as_well(first: bool):
+    """The lab says that its backward pass leaves dx out."""
+    expect(check_backward(with_dx(first)), True, "da, db, dx equal the plain answer")
+    expect(check_backward(with_dx(first, sums=False)), False, "dx is not right yet", "the rank's own term of dx")
+
+
+def test_added_gradients_of_different_pieces_are_told():
+    expect(check_backward(with_dx(first=False, adds=True)), False, "The ranks' pieces of da are added up")
+
+    def f_of_a_weight(x, a, g, b):
+        x, a = tt.copy_to(x, "tp"), tt.copy_to(a, "tp")
+        return tt.reduce_from((torch.nn.functional.silu(x @ a) * (x @ g)) @ b, "tp")
+
+    expect(check_gated(f_of_a_weight), False, "da is not right yet", "pieces of this gradient are added up")
 
 
 def test_backward_of_a_layer_as_wide_as_its_output_is_not_enough():
@@ -224,7 +283,7 @@ def test_row_linear():
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (row_linear(tt, bias_in=True, bias_out=False), "the sum holds it R times"),
+        (row_linear(tt, bias_in=True, bias_out=False), "the sum has it R times"),
         (row_linear(tt, bias_out=False), "The bias is missing"),
         (row_linear(tt, sums=False), "the sum over the ranks is missing"),
         (row_linear(tt, index=False), "Every rank took the first columns"),
@@ -272,12 +331,12 @@ def test_gated():
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (gated(sums=0), "what is missing is the sum"),
+        (gated(sums=0), "so the sum is missing"),
         (gated(sums=2), "R times too large: it was added up twice"),
-        (gated(f_a=False, f_g=False), "this rank's own part of dx"),
+        (gated(f_a=False, f_g=False), "the rank's own part of dx"),
         (gated(f_g=False), "through a are added up"),
         (gated(f_a=False), "through g are added up"),
-        (summed_twice_backward, "R times too large: gradients that were added up already"),
+        (summed_twice_backward, "R times too large: gradients that were added up"),
         (lambda x, a, g, b: tt.all_reduce((x @ a * (x @ g)) @ b, "tp"), "entries are off"),
         (lambda x, a, g, b: tt.all_reduce(x @ a, "tp"), "z has shape [3, 6]"),
     ],
@@ -314,7 +373,8 @@ def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: 
     """On the mesh that a wrong program meets first; otherwise a hint would be a guess."""
     mesh = exercise.meshes[0]
     tensors = exercise.tensors(np.random.default_rng(0), mesh)
-    specs = {**exercise.results, **{f"d{name}": exercise.specs[name] for name in exercise.gradients}}
+    gradients = {f"d{name}": exercise.specs[name] for name in exercise.gradients}
+    specs = {**exercise.results, **exercise.also, **gradients}
     outcomes: dict[str, list[np.ndarray]] = {}
     for mistake in exercise.mistakes:
         wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)

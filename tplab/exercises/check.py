@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -82,6 +82,7 @@ class Exercise:
     plain       arguments -> the right results, whole, by name: first what the function returns, then the gradients.
                 Given one rank's pieces, what that rank would have without the others
     results     how each thing that the function returns lies on the mesh, in order
+    also        the same of things that it may return as well, before the results or after them: told by their shapes
     gradients   the arguments whose gradient is compared as well, for the loss sum(result * weight(result)); the
                 result "dx" is that of "x"
     mistakes    known ones, the likeliest first
@@ -94,6 +95,7 @@ class Exercise:
     specs: Mapping[str, P]
     plain: Callable[[Tensors], Tensors]
     results: Mapping[str, P]
+    also: Mapping[str, P] = field(default_factory=dict)
     gradients: tuple[str, ...] = ()
     mistakes: tuple[Mistake, ...] = ()
     fewest: Callable[[Mesh, Tensors], int] | None = None
@@ -109,6 +111,15 @@ def own_part(plain: Callable[[Tensors], Tensors], result: str, hint: str) -> Mis
 def added_up_again(result: str, axis: Axis, hint: str) -> Mistake:
     """The mistake of adding up what is already the same on every rank of `axis`: R times too large."""
     return Mistake(result, hint, lambda seen: seen.want * seen.mesh.axis_size(axis))
+
+
+def added_over(result: str, axis: Axis, dim: int, plain: Callable[[Tensors], Tensors], hint: str) -> Mistake:
+    """The mistake of adding up different pieces, split over `axis` along `dim`, as if they were copies."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        return np.sum(np.split(plain(seen.tensors)[result], seen.mesh.axis_size(axis), axis=dim), axis=0)
+
+    return Mistake(result, hint, wrong)
 
 
 def weight(result: np.ndarray) -> np.ndarray:
@@ -144,7 +155,7 @@ def grade(fn: Callable[..., Any], exercise: Exercise, framework: Framework = "to
     name = exercise.name
     if not_started(fn):
         return untouched(name)
-    remark = ""
+    remark, shown = "", {}
     for seed, mesh in enumerate(exercise.meshes):
         tensors = exercise.tensors(np.random.default_rng(seed), mesh)
         try:
@@ -153,18 +164,21 @@ def grade(fn: Callable[..., Any], exercise: Exercise, framework: Framework = "to
                 if verdict := _compared(found, exercise, mesh, tensors, framework):
                     return verdict
                 num_bytes = trace.bytes_sent()
+                if not seed:
+                    shown |= found[0]
         except Exception as error:
             return Verdict(False, raised(error, fn, name, mesh))
-        if exercise.fewest and not remark:
+        if exercise.fewest and not remark and not shown.keys() & exercise.also.keys():
             needed = exercise.fewest(mesh, tensors) // (1 if framework == "torch" else 2)  # JAX computes in float32
             if num_bytes > needed:
                 remark = (
                     f"\nOn {mesh} it sends {num_bytes:,} bytes, and {needed:,} would do: "
                     "is there a collective that you can do without?"
                 )
-    names = [*exercise.results, *(f"d{key}" for key in exercise.gradients)]
     listed = ", ".join(map(str, exercise.meshes))
-    return Verdict(True, f"{name} is right: {', '.join(names)} equal the plain answer on {listed}.{remark}")
+    text = f"{name} is right: {', '.join(shown)} equal the plain answer on {listed}.{remark}"
+    panels = [Panel(f"your {result}, rank 0", array) for result, array in list(shown.items())[:3]]
+    return Verdict(True, f"{text}\nShown is rank 0 of {exercise.meshes[0]}.", panels)
 
 
 def _trials(
@@ -176,13 +190,17 @@ def _trials(
 
     def forward(*args: Any) -> tuple[Any, ...]:
         returned = fn(*args)
-        results = returned if isinstance(returned, tuple | list) else (returned,)
-        if len(results) != len(exercise.results) or any(result is None for result in results):
+        results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+        also, num = exercise.also, len(exercise.results)
+        if len(results) not in (num, num + len(also)) or any(result is None for result in results):
             got = "None; is a `return` missing?" if returned is None else f"{len(results)} things"
             raise TypeError(f"it must return {', '.join(exercise.results)}, and it returned {got}")
-        return tuple(results)
+        first = [tuple(split(right[name], spec, mesh)[0].shape) for name, spec in also.items()]
+        if len(results) > num and [tuple(result.shape) for result in results[: len(also)]] == first:
+            results = results[len(also) :] + results[: len(also)]
+        return results
 
-    yield _run(framework, forward, mesh, tensors, specs, list(exercise.results))
+    yield _run(framework, forward, mesh, tensors, specs, [*exercise.results, *exercise.also])
     if exercise.gradients:
         chosen = [place for place, key in enumerate(tensors) if key in exercise.gradients]
         weights = {f"weight of {key}": weight(right[key]) for key in exercise.results}
@@ -237,7 +255,8 @@ def _compared(
     """The verdict on the first thing that is wrong, if any is."""
     right = exercise.plain(tensors)
     tolerance = exercise.tolerance if framework == "torch" else 1e-4  # JAX computes in float32
-    specs = {**exercise.results, **{f"d{key}": exercise.specs[key] for key in exercise.gradients}}
+    gradients = {f"d{key}": exercise.specs[key] for key in exercise.gradients}
+    specs = {**exercise.results, **exercise.also, **gradients}
     for result in found[0]:
         slack = tolerance * max(1.0, float(np.abs(right[result]).max()))
         got, want = [results[result] for results in found], split(right[result], specs[result], mesh)

@@ -122,7 +122,9 @@ def check_gather(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     for mesh in GATHER.meshes:
         if fault := _fault(_trace(fn, mesh, framework), mesh):
             return fault
-    return Verdict(True, f"{verdict.text}\nOn R ranks it takes R // 2 rounds of hops, and every piece comes once.")
+    return Verdict(
+        True, f"{verdict.text}\nOn R ranks it takes R // 2 rounds of hops, and every piece comes once.", verdict.panels
+    )
 
 
 def _trace(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Trace:

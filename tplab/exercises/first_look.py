@@ -1,4 +1,4 @@
-"""The exercise of lab 00: pass numbers round a ring, and keep the largest."""
+"""The exercise of lab 00: pass numbers around a ring, and keep the largest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
 
 
 def _plain(tensors: Tensors) -> Tensors:
-    return {"largest": tensors["x"].max(keepdims=True)}
+    return {"result": tensors["x"].max(keepdims=True)}
 
 
 def _met(seen: Seen, num_hops: int) -> np.ndarray:
@@ -32,32 +32,35 @@ LARGEST = Exercise(
     tensors=_tensors,
     specs={"x": P("ring")},
     plain=_plain,
-    results={"largest": P()},
-    meshes=(Mesh(ring=4), Mesh(ring=3), Mesh(ring=2), Mesh(ring=8), Mesh(ring=1)),
+    results={"result": P()},
+    # Nine ranks: the lab's ring has eight, and on eight or fewer a program that always makes seven hops is right.
+    meshes=(Mesh(ring=4), Mesh(ring=3), Mesh(ring=2), Mesh(ring=9), Mesh(ring=1)),
+    fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,
     mistakes=(
         Mistake(
-            "largest",
-            "It is this rank's own number: nothing that was passed on is compared with it.",
+            "result",
+            "This is the rank's own number: nothing that arrives is compared with it.",
             lambda seen: seen.own["x"],
         ),
         Mistake(
-            "largest",
-            "It is the largest of all but one: with R ranks, a number needs R - 1 hops to reach every rank.",
+            "result",
+            "This is the largest of all numbers but one. With R ranks, a number needs R - 1 hops to reach every rank, "
+            "and the check uses rings of several lengths: axis_size gives R.",
             lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True),
         ),
         Mistake(
-            "largest",
-            "It is the largest of two: the number to pass on next is the one that has just arrived.",
+            "result",
+            "This is the largest of two numbers. Pass on the number that has just arrived.",
             lambda seen: _met(seen, 1).max(keepdims=True),
         ),
         Mistake(
-            "largest",
-            "It is the number that arrived last: compare each one with the largest so far.",
+            "result",
+            "This is the number that arrived last. Compare each one with the largest so far.",
             lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[-1:],
         ),
         Mistake(
-            "largest",
-            "It is the sum of the ring: keep the larger of two numbers (torch.maximum), rather than adding them.",
+            "result",
+            "This is the sum of the ring. Keep the larger of two numbers (torch.maximum) instead of adding them.",
             lambda seen: seen.tensors["x"].sum(keepdims=True),
         ),
     ),

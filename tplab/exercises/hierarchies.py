@@ -110,7 +110,7 @@ def check_gather_all(fn: Callable[..., Any], framework: Framework = "torch") -> 
     for mesh in GATHER_ALL.meshes:
         if fault := _too_much_across(_trace(fn, mesh, framework), mesh):
             return fault
-    return Verdict(True, f"{verdict.text}\nEvery row crosses to each other node once.")
+    return Verdict(True, f"{verdict.text}\nEvery row crosses to each other node once.", verdict.panels)
 
 
 def _trace(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Trace:

@@ -14,6 +14,7 @@ from tplab.exercises.check import (
     Seen,
     Tensors,
     Verdict,
+    added_over,
     added_up_again,
     bytes_of_a_sum,
     grade,
@@ -53,15 +54,20 @@ def _slopes(tensors: Tensors) -> Tensors:
     return {
         "da": finite_differences(lambda a: _two_layers(tensors, a=a), tensors["a"]),
         "db": finite_differences(lambda b: _two_layers(tensors, b=b), tensors["b"]),
+        "dx": finite_differences(lambda x: _two_layers(tensors, x=x), tensors["x"]),
     }
 
 
 def _formulas(seen: Seen, dz: Callable[[np.ndarray, np.ndarray], np.ndarray], whole: bool = True) -> Tensors:
-    """This rank's da and db, from a formula for dz (of z and the whole y); `whole` = False: z of this rank alone."""
+    """This rank's da, db and term of dx, from a formula for dz, of z and the whole y.
+
+    `whole` = False: z is this rank's term alone.
+    """
     x, a, b = seen.own["x"], seen.own["a"], seen.own["b"]
     y, whole_y = np.tanh(x @ a), np.tanh(x @ seen.tensors["a"])
     error = dz(whole_y @ seen.tensors["b"] if whole else y @ b, whole_y)
-    return {"da": x.T @ ((error @ b.T) * (1 - y**2)), "db": y.T @ error}
+    du = (error @ b.T) * (1 - y**2)
+    return {"da": x.T @ du, "db": y.T @ error, "dx": du @ a.T}
 
 
 def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
@@ -73,25 +79,33 @@ def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
         ),
         Mistake(
             result,
-            "It is half of what is right: the derivative of (z - target)**2 is 2 * (z - target).",
+            "This is half of what is right: the derivative of (z - target)**2 is 2 * (z - target).",
             lambda seen: seen.want / 2,
         ),
         Mistake(
             result,
-            "The sign is turned round: dz = 2 * (z - target), not 2 * (target - z).",
+            "The sign is wrong: dz is 2 * (z - target), and this is the gradient for 2 * (target - z).",
             lambda seen: -seen.want,
         ),
         Mistake(
             result,
-            "z is this rank's own addend here. The loss needs the sum of them: one all_reduce.",
+            "Here z is this rank's own term. The loss needs the sum of all terms: one all_reduce.",
             lambda seen: _formulas(seen, lambda z, y: 2 * (z - seen.own["target"]), whole=False)[result],
+        ),
+        added_over(
+            result,
+            "tp",
+            1 if result == "da" else 0,
+            _slopes,
+            f"The ranks' pieces of {result} are added up. Along tp each rank has a piece of its own, and the gradients "
+            "of different pieces must stay apart.\n(Along dp, where ranks have copies of the weights, you would add.)",
         ),
     )
 
 
 def _backward_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     """On two ranks the tutorial's own 2 x 2 example: there y and the target have one shape, which hides the bug."""
-    if mesh.axis_size("tp") in (1, 2):
+    if mesh.axis_size("tp") == 2:
         x, a, b = rng.normal(size=(3, 2, 2))
         return {"x": x, "a": a, "b": b, "target": np.array([[-0.5, 0.5], [-0.5, 0.5]])}
     sizes = {"x": (5, 3), "a": (3, 12), "b": (12, 4), "target": (5, 4)}
@@ -104,7 +118,16 @@ BACKWARD = Exercise(
     specs={"x": P(), "a": COLUMNS, "b": ROWS, "target": P()},
     plain=_slopes,
     results={"da": COLUMNS, "db": ROWS},
-    mistakes=_backward_mistakes("da") + _backward_mistakes("db"),
+    also={"dx": P()},
+    mistakes=(
+        *_backward_mistakes("da"),
+        *_backward_mistakes("db"),
+        Mistake(
+            "dx",
+            "da and db are right. This is only the rank's own term of dx: every rank's columns of A contribute to it.",
+            lambda seen: _formulas(seen, lambda z, y: 2 * (z - seen.own["target"]))["dx"],
+        ),
+    ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["target"], mesh),
     tolerance=1e-7,  # what finite differences are good for
 )
@@ -114,6 +137,8 @@ def check_backward(fn: Callable[..., Any], framework: Framework = "torch") -> Ve
     """Whether `fn` gives the gradients of the loss sum((tanh(x @ a) @ b - target)**2), as finite differences find them.
 
     x [B, D]   a [D, F/tp]   b [F/tp, K]   target [B, K]   ->   da [D, F/tp], db [F/tp, K], this rank's pieces
+
+    It may return dx [B, D] as well, before or after them.
     """
     return grade(fn, BACKWARD, framework)
 
@@ -153,11 +178,11 @@ ROW_LINEAR = Exercise(
     mistakes=(
         Mistake(
             "y",
-            "Every rank adds the bias, so the sum holds it R times. Add it once, after the sum.",
+            "Every rank adds the bias, so the sum has it R times. Add it once, after the sum.",
             lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["bias"],
         ),
         Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
-        Mistake("y", "It is this rank's own addend: the sum over the ranks is missing.", _own_addend),
+        Mistake("y", "This is the rank's own term: the sum over the ranks is missing.", _own_addend),
         Mistake(
             "y",
             "Every rank took the first columns of x. The rank at index i holds rows i * width up to (i + 1) * width of "
@@ -204,6 +229,11 @@ def _one_way(summed: str, alone: str, hint: str) -> Mistake:
     return Mistake("dx", hint, wrong)
 
 
+_APART = (
+    "The ranks' pieces of this gradient are added up. Along tp each rank has a piece of its own, and the gradients of "
+    "different pieces must stay apart.\nf belongs at what all ranks share."
+)
+
 GATED = Exercise(
     name="gated",
     tensors=lambda rng, mesh: {
@@ -217,16 +247,17 @@ GATED = Exercise(
     results={"z": P()},
     gradients=("x", "a", "g", "b"),
     mistakes=(
-        own_part(_gated, "z", "It is this rank's own addend. b is split by rows: what is missing is the sum."),
-        added_up_again("z", "tp", "It is R times too large: it was added up twice, or was whole before the sum."),
+        own_part(_gated, "z", "This is the rank's own term. b is split by rows, so the sum is missing."),
+        added_up_again("z", "tp", "This is R times too large: it was added up twice, or it was whole before the sum."),
         own_part(
             _gated,
             "dx",
-            "It is this rank's own part of dx: nothing adds up the gradients of the ranks. Which of f and g does that?",
+            "This is the rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do that?",
         ),
-        _one_way("a", "g", "The gradients that come through a are added up; x also goes through g."),
-        _one_way("g", "a", "The gradients that come through g are added up; x also goes through a."),
-        added_up_again("dx", "tp", "It is R times too large: gradients that were added up already are added up again."),
+        _one_way("a", "g", "The gradients that come through a are added up, but x also goes through g."),
+        _one_way("g", "a", "The gradients that come through g are added up, but x also goes through a."),
+        added_up_again("dx", "tp", "This is R times too large: gradients that were added up are added up again."),
+        *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, _APART) for name in "agb"),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
 )
