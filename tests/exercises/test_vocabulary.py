@@ -38,7 +38,7 @@ def code_of(name: str) -> str:
 
 
 def token_loss(
-    largest: str = "all", total: bool = True, label: bool = True, masks: bool = True, in_label: bool = True
+    largest: str = "max", total: bool = True, label: bool = True, masks: bool = True, in_label: bool = True
 ) -> Callable[..., Any]:
     """The lab's loss: whose largest logit is subtracted, what is added up, and what other ranks say of the label."""
 
@@ -46,7 +46,10 @@ def token_loss(
         n = logits.shape[-1]
         begin = tt.axis_index("tp") * n
         m = logits.detach().amax(-1)
-        m = tt.all_reduce(m, "tp", "max") if largest == "all" else m if largest == "own" else torch.zeros_like(m)
+        if largest in ("max", "mean"):
+            m = tt.all_reduce(m, "tp", largest)
+        elif largest == "none":
+            m = torch.zeros_like(m)
         z = logits - m[:, None]
         sums = z.exp().sum(-1)
         sums = tt.all_reduce(sums, "tp") if total else sums
@@ -108,6 +111,7 @@ def test_the_librarys_loss_is_right():
         (token_loss(label=False), "Only the rank that has the right word"),
         (token_loss(masks=False), "They should add 0"),
         (token_loss(largest="none"), "exp of a large logit overflows"),
+        (token_loss(largest="mean"), "the mean of the ranks' maxima"),
         (token_loss(in_label=False), "the logit of the right word still has it"),
         (
             lambda z, t: F.cross_entropy(tt.all_gather(z, "tp", dim=1), t, reduction="none"),

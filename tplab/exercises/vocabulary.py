@@ -44,9 +44,11 @@ def _token_loss(tensors: Tensors) -> Tensors:
 
 
 def _token_loss_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Twelve words. The second token's logits are so large that exp overflows. The labels are on different ranks."""
+    """Twelve words. The second token's logits are so large that exp overflows, and the first token's are so only for
+    the words of the first rank. The labels are on different ranks."""
     logits = rng.integers(-3, 4, (4, 12)).astype(float)
     logits[1] += 1000
+    logits[0, :2] += 1900  # exp also overflows where the mean of the ranks' maxima is subtracted, on up to four ranks
     return {"logits": logits, "ids": np.array([1, 7, 10, 4])}
 
 
@@ -72,7 +74,8 @@ def _own_maximum(seen: Seen) -> np.ndarray:
 
 def _own_sum(seen: Seen) -> np.ndarray:
     p = _Parts(seen)
-    return np.log(np.exp(p.pieces[p.index] - p.max[:, None]).sum(-1)) - (p.of_id - p.max)
+    with np.errstate(divide="ignore"):  # log 0 where the largest logits are on another rank
+        return np.log(np.exp(p.pieces[p.index] - p.max[:, None]).sum(-1)) - (p.of_id - p.max)
 
 
 def _own_label(seen: Seen) -> np.ndarray:
@@ -91,6 +94,13 @@ def _without_maximum(seen: Seen) -> np.ndarray:
     p = _Parts(seen)
     with np.errstate(over="ignore"):
         return np.log(np.exp(seen.tensors["logits"]).sum(-1)) - p.of_id
+
+
+def _mean_of_maxima(seen: Seen) -> np.ndarray:
+    p = _Parts(seen)
+    mean = p.own_max.mean(0)
+    with np.errstate(over="ignore"):
+        return np.log(np.exp(p.pieces - mean[:, None]).sum((0, -1))) - (p.of_id - mean)
 
 
 def _maximum_in_one_place(seen: Seen) -> np.ndarray:
@@ -133,6 +143,12 @@ TOKEN_LOSS = Exercise(
             "exp of a large logit overflows, and the second token has logits of about 1000. Subtract the largest logit "
             "first.",
             _without_maximum,
+        ),
+        Mistake(
+            "loss",
+            "exp overflows for the first token. Its large logits are all on one rank, so the mean of the ranks' maxima "
+            "is not large\nenough. Subtract the largest of the maxima.",
+            _mean_of_maxima,
         ),
         Mistake(
             "loss",
