@@ -81,7 +81,7 @@ def test_the_hint_over_every_action_of_a_schedule_is_about_it(page: Page, rule):
     drawn, run = draw(page, gantt(rule)), simulate(rule)
     box = page.locator(".tpl-lanes").bounding_box()
     assert box is not None
-    per_unit, lane = (box["width"] - 66) / run.makespan, 24 + 11 + 5
+    per_unit, lane = (box["width"] - 120) / run.makespan, 24 + 14 + 5
     for row in range(len(rule)):
         action, rank = rule.action(row), int(rule.rank[row])
         middle = (run.start[row] + run.end[row]) / 2

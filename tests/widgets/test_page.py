@@ -109,7 +109,7 @@ def test_a_widget_is_shown_as_it_is_now(tmp_path: Path):
     card = gantt(gpipe(2, 3))
     card.step = 2
     page = Page(to_html(card, tmp_path / "now.html"))
-    assert page.cards[0]["values"] == {"step": 2}
+    assert page.cards[0]["values"] == {"step": 2, "colour": "kind"}
 
 
 @pytest.mark.parametrize("name", WIDGETS)

@@ -96,7 +96,7 @@ def test_settings_answer():
     lab.settings = {**lab.settings, "microbatches": 12, "forward": 2.0, "compare": "zb_v"}
     assert lab.run.makespan == simulate(gpipe(4, 12), Costs(2, 1, 1)).makespan
     assert lab.runs[1].schedule == zb_v(4, 12)
-    assert unpack(lab.board)[0]["runs"][1]["name"] == "zb_v"
+    assert unpack(lab.board)[0]["runs"][1]["name"] == "ZB-V"
     lab.step = lab.num_steps
     lab.settings = {**lab.settings, "microbatches": 2, "compare": None}
     assert lab.step <= lab.num_steps and len(lab.runs) == 1
@@ -201,3 +201,28 @@ def test_the_playhead_rests_at_ends_and_not_at_too_many():
 
 def test_every_slider_has_a_setting():
     assert set(LIMITS) < set(pipeline_lab().settings)
+
+
+def test_moves_are_taken_back_one_by_one_or_all():
+    lab = pipeline_lab("one_f_one_b")
+    before = lab.schedule
+    assert not lab.undo() and not lab.reset()
+    assert lab.move(0, 4, 3)  # the fifth thing of rank 0 before the fourth
+    once = lab.schedule
+    assert lab.move(1, 3, 2) and lab.num_edits == 2 and lab.settings["rule"] == "edited"
+    assert lab.undo() and lab.schedule == once and lab.num_edits == 1
+    assert lab.move(1, 3, 2) and lab.reset()
+    assert lab.schedule == before and lab.num_edits == 0 and lab.settings["rule"] == "one_f_one_b"
+    assert lab.move(0, 4, 3)
+    lab.settings = {**lab.settings, "rule": "gpipe"}  # another rule: there is nothing left to take back
+    assert lab.num_edits == 0 and not lab.undo() and lab.schedule.name == "gpipe"
+
+
+def test_settings_that_cannot_be_make_the_picture_stale():
+    lab = pipeline_lab("gpipe")
+    lab.settings = {**lab.settings, "rule": "dualpipe", "ranks": 3}
+    assert lab.is_stale and "even number of ranks" in lab.notice
+    lab.settings = {**lab.settings, "ranks": 4}
+    assert not lab.is_stale and lab.notice == ""
+    lab.move(0, 5, 0)  # a move that is not legal leaves what is shown as it is
+    assert not lab.is_stale

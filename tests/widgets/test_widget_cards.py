@@ -261,6 +261,7 @@ def test_python_s_colours_are_those_of_the_style_sheet():
     names = ("ink", "dim", "line", "soft", "paper", "accent", "hatch", "work")
     assert {name: tokens[name] for name in names} == {name: getattr(palette, name.upper()) for name in names}
     assert [tokens[f"c{index}"] for index in range(8)] == list(palette.HUES)
+    assert {kind: tokens[f"k{kind.lower()}"] for kind in "FIW"} == palette.KINDS
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -280,6 +281,15 @@ def test_text_and_marks_can_be_told_from_what_is_behind_them(theme: str):
         assert contrast(arriving, token["paper"]) >= 4.5
         tint = written(palette.mix(colour, 0.42, token["paper"]))
         assert contrast(token["ink"], tint) >= 4.5
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_kinds_of_actions_differ_in_lightness_and_carry_letters(theme: str):
+    token = _tokens(theme)
+    lightness = [116 * np.cbrt(float(_linear(token[f"k{kind}"]) @ [0.2126, 0.7152, 0.0722])) - 16 for kind in "fiw"]
+    assert np.diff(lightness).min() > 14  # what a grey print tells apart
+    for kind in "fiw":
+        assert max(contrast("#ffffff", token[f"k{kind}"]), contrast("#10151f", token[f"k{kind}"])) >= 4.5
 
 
 _SIGHT = {  # Machado, Oliveira and Fernandes 2009, severity 1: no L, no M, no S cones

@@ -19,16 +19,19 @@ SCRIPTS = ("units", "wire", "shell", "player", "canvas", "gantt", "pipeline")
 
 class Gantt(Card):
     """The card that `gantt` makes. `step` is where the playhead is: at step k, k different moments are over at which
-    some action ends."""
+    some action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
 
     _esm = script(*SCRIPTS)
     _css = style()
     board = traitlets.Bytes().tag(sync=True)
+    colour = traitlets.Enum(("kind", "microbatch", "stage"), "kind").tag(sync=True)
     step = Step().tag(sync=True)
 
-    def __init__(self, runs: Sequence[Simulation], limit: float | None = None, step: float = 0):
+    def __init__(
+        self, runs: Sequence[Simulation], limit: float | None = None, step: float = 0, colour: str = "kind"
+    ):  # fmt: skip
         self.show(runs, limit)
-        super().__init__(board=payload.board(self.runs, self.limit), step=step)
+        super().__init__(board=payload.board(self.runs, self.limit), step=step, colour=colour)
 
     def show(self, runs: Sequence[Simulation], limit: float | None) -> None:
         """What it is the picture of."""
@@ -39,25 +42,27 @@ class Gantt(Card):
     def picture(self) -> bytes:
         pen = Pen(still.WIDTH, still.height(self.runs))
         pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=still.LINE, radius=12)
-        still.draw(pen, self.runs, self.limit)
+        still.draw(pen, self.runs, self.limit, self.colour)
         return encode([pen.image()], [0])
 
     def to_svg(self) -> str:
         """The same picture as an SVG document."""
         pen = SvgPen(still.WIDTH, still.height(self.runs))
-        still.draw(pen, self.runs, self.limit)
+        still.draw(pen, self.runs, self.limit, self.colour)
         return pen.document(self.sentence)
 
 
 def gantt(
     run: Simulation | Schedule, beside: Simulation | Schedule | None = None, *, memory_limit: float | None = None,
-    step: float = 0,
+    step: float = 0, colour: str = "kind",
 ) -> Gantt:  # fmt: skip
     """Show a pipeline schedule: every action on its rank, idle time hatched, under each rank the activations it holds.
 
     run           a simulated run, or a schedule, which is simulated with F = I = W = 1
     beside        another one, on the same time axis, under the same playhead
-    memory_limit  microbatches whose activations a rank may hold: what lies above is marked
+    memory_limit  microbatches whose activations a rank may hold: what is above is marked
+    colour        what the colours mean: "kind" (F, I and W; a B is both), "microbatch" or "stage"
     """
     both = [run] if beside is None else [run, beside]
-    return Gantt([one if isinstance(one, Simulation) else simulate(one, Costs()) for one in both], memory_limit, step)
+    runs = [one if isinstance(one, Simulation) else simulate(one, Costs()) for one in both]
+    return Gantt(runs, memory_limit, step, colour)

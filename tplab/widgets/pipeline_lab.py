@@ -13,6 +13,7 @@ from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, f
 from tplab.widgets.gantt import SCRIPTS, Gantt
 from tplab.widgets.paper.card import script, style
 from tplab.widgets.schedule import payload
+from tplab.widgets.schedule.papers import PAPERS
 
 LIMITS: dict[str, tuple[float, float, float]] = {
     "ranks": (1, 16, 1),
@@ -36,6 +37,8 @@ class PipelineLab(Gantt):
     settings   what the controls say; setting it from Python moves them. `memory_limit` and `compare` may be None
     schedule, run   what is shown
     notice     why something is not so: a rule that does not fit, a move that is not legal, memory over its limit
+    is_stale   whether the settings cannot be: what is shown is still the last schedule that could
+    num_edits  how many moves by hand `undo` can take back
     """
 
     _esm = script(*SCRIPTS)
@@ -43,15 +46,20 @@ class PipelineLab(Gantt):
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
     notice = traitlets.Unicode("").tag(sync=True)
+    is_stale = traitlets.Bool(False).tag(sync=True)
+    num_edits = traitlets.Int(0).tag(sync=True)
 
     def __init__(self, settings: dict[str, Any]):
         self._edited: Schedule | None = None
+        self._past: list[Schedule | None] = []  # what was edited before each move
+        self._rule = settings.get("rule")  # the rule that is edited
         self._asked: dict[str, Any] = {}
         _check(settings)
         runs = self._runs(settings)
         super().__init__(runs, settings["memory_limit"])
         self.choices = {
             "rules": [*RULES, AUTO],
+            "names": PAPERS,
             "virtual": [name for name, rule in RULES.items() if "virtual_stages" in inspect.signature(rule).parameters],
             "limits": {name: list(limit) for name, limit in LIMITS.items()},
         }
@@ -80,12 +88,17 @@ class PipelineLab(Gantt):
         settings = change["new"]
         shape = ("rule", "ranks", "microbatches", "virtual_stages")
         if any(settings[name] != self._asked.get(name) for name in shape) and settings["rule"] != EDITED:
-            self._edited = None
+            self._forget_edits()
+        if settings["rule"] != EDITED:
+            self._rule = settings["rule"]
         self._asked = dict(settings)
         try:
             self._put(self._runs(settings), settings)
         except TplabError as error:
-            self.notice = str(error)
+            self.notice, self.is_stale = str(error), True
+
+    def _forget_edits(self) -> None:
+        self._edited, self._past, self.num_edits = None, [], 0
 
     def _put(self, runs: list[Simulation], settings: dict[str, Any]) -> None:
         self.show(runs, settings["memory_limit"])
@@ -94,7 +107,7 @@ class PipelineLab(Gantt):
         with self.hold_sync():
             self.step = min(self.step, float(self.num_steps))
             self.board = payload.board(self.runs, self.limit)
-            self.notice = self._over_limit(runs, settings)
+            self.notice, self.is_stale = self._over_limit(runs, settings), False
 
     def _runs(self, settings: dict[str, Any]) -> list[Simulation]:
         names = ("forward", "input_grad", "weight_grad", "transfer")
@@ -140,10 +153,28 @@ class PipelineLab(Gantt):
         except TplabError as error:
             self.notice = str(error)
             return False
-        self._asked = {**self._asked, "rule": EDITED}
-        self.settings = dict(self._asked)
-        self._put(runs, self._asked)
+        self._past.append(before)
+        self._show_edited(runs)
         return True
+
+    def undo(self) -> bool:
+        """Take back the last move; False where there is none."""
+        if not self._past:
+            return False
+        self._edited = self._past.pop()
+        self._show_edited(None)
+        return True
+
+    def reset(self) -> bool:
+        """Take back all moves; False where there is none."""
+        del self._past[1:]
+        return self.undo()
+
+    def _show_edited(self, runs: list[Simulation] | None) -> None:
+        self._asked = {**self._asked, "rule": EDITED if self._past else self._rule}
+        self.num_edits = len(self._past)
+        self.settings = dict(self._asked)
+        self._put(runs or self._runs(self._asked), self._asked)
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         """The browser asks for a move or a file, or whether its settings have arrived. Every message has an answer, by
@@ -151,6 +182,10 @@ class PipelineLab(Gantt):
         answer = {"answered": True}
         if "move" in content:
             self.move(*map(int, content["move"]))
+        elif "undo" in content:
+            self.undo()
+        elif "reset" in content:
+            self.reset()
         elif "export" in content:
             kind = content["export"]
             answer = {"file": f"{self.schedule.name or 'schedule'}.{_SUFFIX[kind]}", "text": self.export(kind)}

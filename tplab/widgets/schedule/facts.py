@@ -75,7 +75,7 @@ def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
 
     bubble = run.makespan - float(run.busy.max(initial=0.0))
     found = [Fact("makespan", time(run.makespan), ""), Fact("span", time(run.span), "")]
-    note = ""
+    note = ideal = ""
     shares = (costs.forward, costs.input_grad, costs.weight_grad)
     plain_costs = all(np.ndim(share) == 0 for share in shares)
     is_equal = plain_costs and shares[0] == shares[1] == shares[2] and not costs.overlap
@@ -84,10 +84,13 @@ def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
         note = f"{known.text} / T = {time(known.value(p, m, v, *shares))} / {time(run.makespan)}"
         if abs(known.value(p, m, v, *shares) - bubble) > 1e-9 * max(run.makespan, 1):
             note += f"; counted {time(bubble)}"
+        elif abs(run.bubble_over_ideal * (run.makespan - bubble) - bubble) < 1e-9 * max(run.makespan, 1):
+            text = "(p−1)/m" if schedule.name in ("gpipe", "one_f_one_b") else f"{known.text} / m(F+I+W)"
+            ideal = f"{text} = {time(bubble)} / {time(run.makespan - bubble)}"
     found.append(Fact("bubble, of the makespan", f"{plain(100 * run.bubble_fraction)} %", note))
-    found.append(Fact("of the ideal time", f"{plain(100 * run.bubble_over_ideal)} %", ""))
+    found.append(Fact("bubble, of the ideal time", f"{plain(100 * run.bubble_over_ideal)} %", ideal))
     peak, held = PEAK.get(schedule.name), float(run.peak_activations.max(initial=0.0))
-    note = "" if peak is None else f"{peak.text} = {plain(peak.value(p, m, v))}"
+    note = "" if peak is None or peak.text == "1" else f"{peak.text} = {plain(peak.value(p, m, v))}"
     found.append(Fact("peak microbatches", plain(held), note))
     keeps = limit is not None and held <= limit + 1e-9
     best = lower_bounds(schedule, costs, limit).makespan if keeps else run.bounds.makespan

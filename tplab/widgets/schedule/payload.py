@@ -11,6 +11,7 @@ from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import overlay as over
 from tplab.widgets.schedule import still
 from tplab.widgets.schedule.facts import facts
+from tplab.widgets.schedule.papers import paper_name
 from tplab.widgets.score import words
 
 MAX_STEPS = 400
@@ -31,14 +32,14 @@ def moments(runs: Sequence[Simulation]) -> np.ndarray:
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     """What the browser draws from; static/gantt.js reads it."""
     header = {
-        "title": runs[0].schedule.name or "schedule",
+        "title": paper_name(runs[0].schedule.name),
         "about": still.about(runs[0]),
         "badge": still.badge(runs[0]),
         "unit": runs[0].costs.unit,
         "limit": limit,
         "runs": [
             {
-                "name": run.schedule.name or "schedule",
+                "name": paper_name(run.schedule.name),
                 "ranks": run.schedule.num_ranks,
                 "makespan": run.makespan,
                 "peak": float(run.peak_activations.max(initial=0.0)),

@@ -9,14 +9,19 @@ import numpy as np
 
 from tplab.schedules import Simulation
 from tplab.schedules.action import CODE, B, F, I, W
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, LINE, PAPER, SOFT, hue, mix
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, KINDS, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.pen import Colour, text_width
-from tplab.widgets.paper.units import ticks, time_text
+from tplab.widgets.paper.units import plain, ticks, time_text
 from tplab.widgets.schedule.facts import facts
+from tplab.widgets.schedule.papers import paper_name
 
 At = Callable[[float], float]
 MARGIN, LEFT, WIDTH = 18, 58, 860
+KEY = 22  # the legend's height
+RIGHT = 52  # beside a rank's strip, for how much it holds
 WRONG = "#d0342c"  # above the memory limit
+_SOLID = {F: "F", B: "IW", I: "I", W: "W"}
+KIND_NAMES = {F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient"}
 
 
 class Sheet(Protocol):
@@ -39,13 +44,14 @@ def lane_heights(num_ranks: int) -> tuple[float, float]:
 
 def height(runs: Sequence[Simulation]) -> float:
     """Of the whole picture."""
-    return 54 + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
+    return 54 + KEY + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
 
 
-def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None) -> None:
-    """One run, or several below each other on one time axis. limit: microbatches a rank may hold."""
+def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, by: str = "kind") -> None:
+    """One run, or several below each other on one time axis. limit: microbatches a rank may hold. by: what the colours
+    mean, "kind", "microbatch" or "stage"."""
     first = runs[0]
-    x = MARGIN + sheet.text(MARGIN, 26, first.schedule.name or "schedule", size=14, bold=True, anchor="lm") + 10
+    x = MARGIN + sheet.text(MARGIN, 26, paper_name(first.schedule.name), size=14, bold=True, anchor="lm") + 10
     sheet.text(x, 26.5, about(first), size=11, fill=DIM, anchor="lm")
     label = badge(first)
     wide = text_width(label, 10.5) + 20
@@ -53,12 +59,14 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None) -
     sheet.text(WIDTH - MARGIN - wide / 2, 26, label, size=10.5, fill=DIM)
     end = max(run.makespan for run in runs)
     most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
-    top = 50.0
+    _key(sheet, runs, by)
+    top = 50.0 + KEY
     for index, run in enumerate(runs):
         if len(runs) > 1:
-            sheet.text(MARGIN, top + 8, run.schedule.name or f"schedule {index + 1}", size=11, bold=True, anchor="lm")
+            name = paper_name(run.schedule.name, f"schedule {index + 1}")
+            sheet.text(MARGIN, top + 8, name, size=11, bold=True, anchor="lm")
             top += 20
-        _draw_run(sheet, run, top, end, most, limit)
+        _draw_run(sheet, run, top, end, most, limit, by)
         top += _block(run)
 
 
@@ -82,10 +90,12 @@ def _block(run: Simulation) -> float:
     return run.schedule.num_ranks * (bars + strip + 5) + 24 + 44
 
 
-def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None) -> None:
+def _draw_run(
+    sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None, by: str
+) -> None:  # fmt: skip
     schedule = run.schedule
     bars, strip = lane_heights(schedule.num_ranks)
-    left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT
+    left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT - RIGHT
     begin = float(run.start.min(initial=0.0))
 
     def at(time: float) -> float:
@@ -99,8 +109,11 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
         sheet.box(left, y, at(begin + run.makespan) - left, bars, fill=SOFT)
         sheet.hatch(left, y, at(begin + run.makespan) - left, bars, HATCH)
         for index in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
-            _bar(sheet, run, index, at, y, bars, slots)
+            _bar(sheet, run, index, at, y, bars, slots, by)
         _strip(sheet, run, rank, at, y + bars + 1.5, strip, most, limit)
+        if strip >= 6:
+            held = f"up to {plain(float(run.peak_activations[rank]))}"
+            sheet.text(at(begin + run.makespan) + 6, y + bars + 1 + strip / 2, held, size=9.5, fill=DIM, anchor="lm")
     bottom = top + schedule.num_ranks * (bars + strip + 5)
     for time in ticks(0.0, end, 8, run.costs.unit):
         text = time_text(time, run.costs.unit, end)
@@ -112,7 +125,7 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
         x += max(text_width(name, 10), wide) + 28
 
 
-def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: float, slots: int) -> None:
+def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: float, slots: int, by: str) -> None:
     schedule = run.schedule
     kind, joined = int(schedule.kind[index]), bool(schedule.joined[index])
     has_second = index + 1 < len(schedule) and bool(schedule.joined[index + 1])
@@ -122,35 +135,62 @@ def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: floa
             x = at(float(run.start[index - 1]))
         y, size = (y + size / 2, size / 2) if joined else (y, size / 2)
     label = schedule.action(index).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
-    draw_action(sheet, kind, int(schedule.microbatch[index]), label, x, right, y, size, schedule.slot[index] / slots)
+    colour = _colour(by, int(schedule.stage[index]), int(schedule.microbatch[index]))
+    draw_action(sheet, kind, label, x, right, y, size, schedule.slot[index] / slots, colour)
+
+
+def _colour(by: str, stage: int, microbatch: int) -> str | None:
+    """The colour of an action's stage or microbatch; None where its kind says it."""
+    return None if by == "kind" else hue(stage if by == "stage" else microbatch)
 
 
 def draw_action(
-    sheet: Sheet, kind: int, microbatch: int, label: str, x: float, right: float, y: float, size: float,
-    under: float = 0.0,
+    sheet: Sheet, kind: int, label: str, x: float, right: float, y: float, size: float, tier: float = 0.0,
+    colour: str | None = None,
 ) -> None:  # fmt: skip
-    """A bar from x to right: F solid, B and I tinted, W pale and dashed, in the colour of the microbatch. A line along
-    `under` of its width tells which of its rank's stages it is of."""
-    width = max(right - x - 1, 0.8)
-    colour = hue(microbatch)
-    ink: Colour = INK
-    if kind == F:
-        sheet.box(x + 0.5, y, width, size, fill=colour, radius=3)
+    """A bar from x to right, in the colours of its kind: a B is an I and a W. Later stages of its rank are
+    lighter, up to `tier` 1. With a `colour` of its own, F is solid, B and I are tinted, W is pale."""
+    gap = 1.0 if right - x > 3.5 else 0.0
+    x, width = x + gap / 2, max(right - x - gap, 0.7)
+    radius = 3 if width > 4 and size > 5 else 0
+    share, ink = 1 - 0.45 * tier, INK
+    if colour is None and kind in _SOLID:
+        fills = [mix(KINDS[name], share) for name in _SOLID[kind]]
+        for place, fill in enumerate(fills):
+            sheet.box(x + place * width / len(fills), y, width / len(fills), size, fill=fill, radius=radius)
+        if len(fills) == 2 and radius:  # one bar of two halves
+            sheet.box(x + width / 2 - 3, y, 3, size, fill=fills[0])
+            sheet.box(x + width / 2, y, 3, size, fill=fills[1])
+        ink = INK if sum(fills[-1]) > 330 else PAPER
+    elif kind == F and colour is not None:
+        sheet.box(x, y, width, size, fill=mix(colour, share), radius=radius)
         ink = PAPER
-    elif kind in (B, I):
-        sheet.box(x + 0.5, y, width, size, fill=mix(colour, 0.42 if kind == B else 0.3), edge=colour, radius=3)
-    elif kind == W:
-        sheet.box(x + 0.5, y, width, size, fill=mix(colour, 0.1), radius=3)
-        sheet.dashed(x + 0.5, y, width, size, colour)
+    elif kind in _SOLID and colour is not None:
+        edge = colour if radius else None
+        sheet.box(x, y, width, size, fill=mix(colour, {B: 0.42, I: 0.3}.get(kind, 0.1)), edge=edge, radius=radius)
     else:
-        sheet.box(x + 0.5, y, width, size, fill=mix(DIM, 0.2), edge=DIM, radius=3)
-    if under > 0 and width > 5 and size >= 9:
-        line = PAPER if kind == F else mix(colour, 0.85)
-        sheet.box(x + 2.5, y + size - 4, max((width - 4) * under, 1), 1.5, fill=line)
-    for text in (label, label[1:]):
-        if size >= 9 and text and text_width(text, 9.5, mono=True) < width - 2:
-            sheet.text(x + width / 2 + 0.5, y + size / 2, text, size=9.5, fill=ink, mono=True)
+        sheet.box(x, y, width, size, fill=mix(DIM, 0.2), edge=DIM if radius else None, radius=radius)
+    for text in (label, label[:1] if kind in _SOLID else ""):
+        if size >= 9 and text and text_width(text, 9.5, mono=True) < width - 1:
+            sheet.text(x + width / 2, y + size / 2, text, size=9.5, fill=ink, mono=True)
             break
+
+
+def _key(sheet: Sheet, runs: Sequence[Simulation], by: str) -> None:
+    """What the marks mean: those that are in the picture."""
+    x, y = float(MARGIN), 48.0
+    for kind in sorted({int(kind) for run in runs for kind in np.unique(run.schedule.kind)} & _SOLID.keys()):
+        draw_action(sheet, kind, "", x, x + 19, y - 5, 11, colour=None if by == "kind" else hue(0))
+        x += 24 + sheet.text(x + 24, y, KIND_NAMES[kind], size=10.5, fill=DIM, anchor="lm") + 14
+    if by != "kind":
+        x += sheet.text(x, y, f"one colour per {by}", size=10.5, fill=DIM, anchor="lm") + 14
+    elif any(run.schedule.slot.max(initial=0) for run in runs):
+        x += sheet.text(x, y, "later stages lighter", size=10.5, fill=DIM, anchor="lm") + 14
+    sheet.hatch(x, y - 5, 18, 11, HATCH)
+    x += 24 + sheet.text(x + 24, y, "idle", size=10.5, fill=DIM, anchor="lm") + 14
+    sheet.box(x, y - 1, 18, 7, fill=mix(DIM, 0.36))
+    most = max(float(run.peak_activations.max(initial=0.0)) for run in runs)
+    sheet.text(x + 24, y, f"microbatches held, up to {plain(most)}", size=10.5, fill=DIM, anchor="lm")
 
 
 def _strip(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import textwrap
 
-from tplab.schedules.action import KINDS, W
+from tplab.schedules.action import F, W
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, LINE, PAPER, SOFT, WORK, hue, mix
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, KINDS, LINE, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.units import ticks, time_text
 from tplab.widgets.schedule import overlay
 from tplab.widgets.schedule.overlay import Overlay
-from tplab.widgets.schedule.still import LEFT, MARGIN, WIDTH, At, draw_action
+from tplab.widgets.schedule.still import KIND_NAMES, LEFT, MARGIN, WIDTH, At, draw_action
 from tplab.widgets.score import words
 
 TOP = 72.0
@@ -59,9 +59,9 @@ def draw(pen: Pen, over: Overlay, position: float) -> None:
     slots = max(1, int(schedule.slot.max(initial=0)))
     for row, rank in enumerate(schedule.rank.tolist()):
         y = TOP + rank * (ran + due + gap)
-        kind, microbatch = int(schedule.kind[row]), int(schedule.microbatch[row])
+        kind = int(schedule.kind[row])
         x, right = _stretch(at, over.actions["start"][row], over.actions["end"][row])
-        draw_action(pen, kind, microbatch, schedule.action(row).label, x, right, y, ran, schedule.slot[row] / slots)
+        draw_action(pen, kind, schedule.action(row).label, x, right, y, ran, schedule.slot[row] / slots)
         _due(pen, over, row, at, y + ran + 1, due - 1)
     bottom = TOP + schedule.num_ranks * (ran + due + gap)
     for time in ticks(0.0, last, 8, unit):
@@ -100,10 +100,10 @@ def _key(pen: Pen, over: Overlay, y: float) -> None:
     """Which is which."""
     x = float(MARGIN)
     for kind in sorted(set(over.actions["kind"].tolist())):
-        draw_action(pen, kind, 0, "", x, x + 19, y - 5, 11)
-        x += 24 + pen.text(x + 24, y, KINDS[kind], size=10.5, fill=DIM, anchor="lm") + 14
+        draw_action(pen, kind, "", x, x + 19, y - 5, 11)
+        x += 24 + pen.text(x + 24, y, KIND_NAMES.get(kind, "other"), size=10.5, fill=DIM, anchor="lm") + 14
     x += pen.text(x, y, f"{over.word}, above", size=10.5, fill=DIM, anchor="lm") + 14
-    pen.box(x, y - 4, 18, 9, fill=PAPER, edge=hue(0), radius=2.5)
+    pen.box(x, y - 4, 18, 9, fill=PAPER, edge=KINDS["F"], radius=2.5)
     x += 24 + pen.text(x + 24, y, "predicted, beneath", size=10.5, fill=DIM, anchor="lm") + 14
     if len(over.others["rank"]):
         pen.box(x, y - 5, 18, 11, fill=mix(WORK, 0.42), radius=3)
@@ -127,12 +127,9 @@ def _due(pen: Pen, over: Overlay, row: int, at: At, y: float, size: float) -> No
         y, size = y + size / 2, size / 2
     elif row + 1 < len(schedule) and schedule.joined[row + 1]:
         size /= 2
-    width, colour = max(right - x - 1, 0.8), hue(int(schedule.microbatch[row]))
-    if int(schedule.kind[row]) == W and size > 4:
-        pen.box(x + 0.5, y, width, size, fill=PAPER, radius=2.5)
-        pen.dashed(x + 0.5, y, width, size, colour)
-    else:
-        pen.box(x + 0.5, y, width, size, fill=PAPER, edge=colour, radius=2.5 if size > 4 else 0)
+    width = max(right - x - 1, 0.8)
+    colour = {F: KINDS["F"], W: KINDS["W"]}.get(int(schedule.kind[row]), KINDS["I"])
+    pen.box(x + 0.5, y, width, size, fill=PAPER, edge=colour, radius=2.5 if size > 4 else 0)
     label = schedule.action(row).label
     if size >= 10 and text_width(label, 9) < width - 3:
         pen.text(x + width / 2 + 0.5, y + size / 2, label, size=9, fill=DIM)

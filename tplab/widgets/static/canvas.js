@@ -11,37 +11,68 @@ const ACTIONS = ["F", "B", "I", "W", "send F", "receive F", "send B", "receive B
 // "F3"; what has no microbatch, by its name alone.
 export const actionName = (kind, microbatch) => (microbatch >= 0 ? `${ACTIONS[kind]}${microbatch}` : ACTIONS[kind]);
 
-// An action of a schedule, in the colour of its microbatch: F solid, B and I tinted, W pale and dashed; `outlined` is
-// one that was predicted only. A line along `under` of its width tells which of its rank's stages it is of. Its name is
-// written where there is room between `from` and `to`, in letters that tell I from 1.
-export function actionBar(pen, paint, [x, y, wide, height], kind, microbatch, name, under = 0, outlined = false, [from, to] = [0, Infinity]) {
-  const width = Math.max(wide - 1, 0.8), colour = microbatch >= 0 ? paint.hue(microbatch) : paint.work;
-  const large = width > 5 && height > 5.5, edged = large && (outlined || kind !== 0);
-  pen.fillStyle = paint.paper;
-  if (!outlined) pen.fillRect(x, y, wide, height);
-  const tint = (kind === 0 ? 1 : kind === 1 ? 0.42 : kind === 3 ? 0.1 : 0.28) + (large || kind === 0 ? 0 : 0.15);
-  if (!outlined) pen.fillStyle = tint === 1 ? colour : paint.mix(colour, tint);
-  else if (!large) pen.fillStyle = paint.mix(colour, height < 4 ? 0.7 : 0.4); // no room for an outline
-  shape(pen, x + 0.5, y + 0.5, width, height - 1, large ? (outlined ? Math.min(3, width / 4) : 3) : 0);
-  pen.fill();
-  if (edged) {
+const SOLID = [["F"], ["I", "W"], ["I"], ["W"]]; // by kind: a B is an I and a W
+const TINTS = [1, 0.42, 0.28, 0.1]; // by microbatch or stage: F solid, B and I tinted, W pale
+
+// An action of a schedule. `by` says what its colour means: its kind, its microbatch or its stage. tier: which of its
+// rank's stages it is of, from 0 to 1; later ones are lighter. `outlined` is one that was predicted only. Its name is
+// written with `letters` where there is room between `from` and `to`, in letters that tell I from 1; else its kind alone.
+export function actionBar(pen, paint, [x, y, wide, height], action, { by = "kind", outlined = false, from = 0, to = Infinity, letters = pen } = {}) {
+  const { kind, microbatch, stage, tier = 0 } = action, large = wide > 5 && height > 5.5;
+  const width = Math.max(wide - (wide > 3.5 ? 1 : 0), 0.8), left = x + (wide > 3.5 ? 0.5 : 0);
+  const hue = by === "stage" ? paint.hue(stage) : microbatch >= 0 ? paint.hue(microbatch) : paint.work;
+  const named = by === "kind" && kind < 4;
+  const colour = named ? paint.kinds[SOLID[kind][0]] : hue;
+  const tint = (TINTS[kind] ?? 0.28) + (large || kind === 0 ? 0 : 0.15), share = 1 - 0.45 * tier;
+  const fills = named ? SOLID[kind].map((name) => paint.lighter(paint.kinds[name], share)) : [tint === 1 ? paint.mix(hue, share) : paint.mix(hue, tint)];
+  if (!outlined) {
+    pen.fillStyle = paint.paper;
+    pen.fillRect(x, y, wide, height);
+  }
+  pen.save();
+  shape(pen, left, y + 0.5, width, height - 1, large ? (outlined ? Math.min(3, width / 4) : 3) : 0);
+  if (outlined) {
+    pen.fillStyle = large ? paint.paper : paint.mix(colour, height < 4 ? 0.7 : 0.4); // no room for an outline
+    pen.fill();
+  } else {
+    pen.clip();
+    fills.forEach((fill, place) => {
+      pen.fillStyle = fill;
+      pen.fillRect(left + (width * place) / fills.length, y, width / fills.length + 0.5, height);
+    });
+  }
+  pen.restore();
+  if (large && (outlined || (!named && kind !== 0))) {
+    shape(pen, left, y + 0.5, width, height - 1, outlined ? Math.min(3, width / 4) : 3);
     pen.strokeStyle = outlined ? paint.onPaper(colour) : colour;
     pen.lineWidth = 1;
-    pen.setLineDash(kind === 3 ? [3, 2] : []);
+    pen.setLineDash(kind === 3 && !named ? [3, 2] : []);
     pen.stroke();
     pen.setLineDash([]);
   }
-  if (under > 0 && large && height >= 9 && !outlined) {
-    pen.fillStyle = kind === 0 ? "#ffffff" : paint.onPaper(colour);
-    pen.fillRect(x + 2.5, y + height - 4, Math.max((width - 4) * under, 1), 1.5);
-  }
   if (height < 9) return;
-  const start = Math.max(x, from), room = Math.min(x + wide, to) - start;
-  pen.font = `${kind === 0 && !outlined ? 600 : 500} ${height >= 18 ? 11 : 9.5}px ${LETTERS}`;
-  pen.fillStyle = outlined ? paint.dim : kind === 0 ? "#ffffff" : paint.ink;
-  pen.textAlign = "center";
-  const shown = [name, kind < 4 ? name.slice(1) : ""].find((part) => part && pen.measureText(part).width < room - 3);
-  if (shown) pen.fillText(shown, start + room / 2, y + height / 2 + 0.5);
+  const ink = outlined ? paint.dim : named || kind === 0 ? readable(fills[fills.length - 1]) : paint.ink;
+  write(letters, action.name, kind, Math.max(x, from), Math.min(x + wide, to), y + height / 2 + 0.5, height, ink);
+}
+
+// The name in the middle between two places, smaller where it has to be; else the letter of its kind.
+function write(pen, name, kind, from, to, y, height, ink) {
+  const sizes = height >= 18 ? [11, 9.5] : [9.5], room = to - from - 1.5;
+  for (const [text, size] of [...sizes.map((size) => [name, size]), ...(kind < 4 ? [[name.slice(0, 1), 9.5]] : [])]) {
+    pen.font = `600 ${size}px ${LETTERS}`;
+    if (!text || pen.measureText(text).width > room) continue;
+    pen.fillStyle = ink;
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    pen.fillText(text, (from + to) / 2, y);
+    return;
+  }
+}
+
+// White or nearly black, whichever is easier to read on a colour.
+function readable(colour) {
+  const [r, g, b] = colour.match(/\d+/g).map((part) => (part / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.19 ? "#10151f" : "#ffffff";
 }
 
 export function hatch(pen, colour, ratio) {

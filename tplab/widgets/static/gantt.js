@@ -3,7 +3,7 @@ import { actionBar, actionName, hatch, shape } from "./canvas.js";
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 
-const TOP_MARGIN = 4, TITLE = 22, AXIS_HEIGHT = 22, GAP = 5;
+const TOP_MARGIN = 4, TITLE = 22, AXIS_HEIGHT = 22, GAP = 5, RIGHT = 62;
 
 const F = 0;
 const PASSES = ["the forward pass", "the whole backward pass", "the backward pass to its input: input gradients", "weight gradients, the rest of the backward pass"];
@@ -32,7 +32,9 @@ export class GanttChart {
     this.head = el("div.tpl-playhead");
     this.mark = el("div.tpl-barmark", { hidden: "" });
     this.plot = el("div.tpl-plot", {}, this.mark, this.head);
-    this.box = el("div.tpl-lanes", {}, this.canvas, this.plot);
+    this.names = el("canvas.tpl-names", { "aria-hidden": "true" }); // above the playhead, which so spares them
+    this.box = el("div.tpl-lanes", {}, this.canvas, this.plot, this.names);
+    this.by = "kind";
     host.append(this.box);
     this.chosen = null;
     this.listen();
@@ -46,7 +48,7 @@ export class GanttChart {
     this.end = Math.max(...this.runs.map((run) => run.makespan), 1e-12);
     this.most = Math.max(...this.runs.map((run) => run.peak), board.limit ?? 0);
     const ranks = Math.max(...this.runs.map((run) => run.ranks));
-    [this.bar, this.strip] = ranks <= 8 ? [24, 11] : ranks <= 12 ? [17, 7] : [13, 5];
+    [this.bar, this.strip] = ranks <= 4 ? [24, 14] : ranks <= 8 ? [24, 11] : ranks <= 12 ? [17, 8] : [13, 6];
     this.left = ranks > 12 ? 34 : 58;
     this.chosen = null;
     this.mark.hidden = true;
@@ -57,7 +59,7 @@ export class GanttChart {
       top += run.ranks * (this.bar + this.strip + GAP) + AXIS_HEIGHT;
     }
     this.height = top;
-    this.box.style.height = this.canvas.style.height = `${top}px`;
+    this.box.style.height = this.canvas.style.height = this.names.style.height = `${top}px`;
     const said = this.runs.map((run) => `${run.name} on ${run.ranks} ranks, ${timeText(run.makespan, board.unit)} long`);
     this.canvas.setAttribute("aria-label", said.join("; "));
     this.draw();
@@ -85,11 +87,15 @@ export class GanttChart {
   draw() {
     const full = this.box.clientWidth;
     if (!full || !this.board) return;
-    this.width = full - this.left - 8;
-    const ratio = window.devicePixelRatio || 1, pen = this.canvas.getContext("2d");
-    this.canvas.width = Math.round(full * ratio);
-    this.canvas.height = Math.round(this.height * ratio);
-    pen.scale(ratio, ratio);
+    this.width = full - this.left - RIGHT;
+    const ratio = window.devicePixelRatio || 1, [pen, letters] = [this.canvas, this.names].map((canvas) => {
+      canvas.width = Math.round(full * ratio);
+      canvas.height = Math.round(this.height * ratio);
+      const pen = canvas.getContext("2d");
+      pen.scale(ratio, ratio);
+      return pen;
+    });
+    this.letters = letters;
     Object.assign(this.plot.style, { left: `${this.left}px`, width: `${this.width}px`, height: `${this.height - AXIS_HEIGHT}px` });
     const paint = colours(this.root), idle = hatch(pen, paint.hatch, ratio);
     for (const run of this.runs) {
@@ -126,7 +132,7 @@ export class GanttChart {
     for (const time of ticks(0, this.end, Math.max(2, this.width / 90), this.board.unit)) {
       const x = this.x(time);
       pen.textAlign = x > this.left + this.width - 14 ? "right" : x < this.left + 8 ? "left" : "center";
-      pen.fillText(timeText(time, this.board.unit, this.end), x, bottom + 8);
+      pen.fillText(timeText(time, this.board.unit, this.end), x, bottom + 10);
     }
   }
 
@@ -144,6 +150,10 @@ export class GanttChart {
       pen.fillStyle = paint.hues[5];
       pen.fillRect(x, level(held), right - x + 0.4, level(limit) - level(held));
     }
+    pen.fillStyle = paint.dim;
+    pen.textAlign = "left";
+    pen.font = `10px ${paint.font}`;
+    pen.fillText(`up to ${plain(this.mostHeld(run, rank))}`, end + 6, top + strip / 2);
     if (limit === null) return;
     pen.fillStyle = paint.accent;
     pen.fillRect(this.left, level(limit) - 0.5, end - this.left, 1);
@@ -151,7 +161,8 @@ export class GanttChart {
 
   action(pen, paint, run, row) {
     pen.globalAlpha = this.critical && !this.onPath[run.place].has(row) ? 0.25 : 1;
-    actionBar(pen, paint, this.place(run, row), run.kind[row], run.microbatch[row], label(run, row), run.slot[row] / run.slots);
+    const action = { kind: run.kind[row], microbatch: run.microbatch[row], stage: run.stage[row], tier: run.slot[row] / run.slots, name: label(run, row) };
+    actionBar(pen, paint, this.place(run, row), action, { by: this.by, letters: this.letters });
     pen.globalAlpha = 1;
   }
 
@@ -237,12 +248,38 @@ export class GanttChart {
 
   choose(row) {
     this.chosen = row;
+    const run = this.runs[0];
+    this.wanted = row === null ? null : { rank: run.rank[row], kind: run.kind[row], stage: run.stage[row], microbatch: run.microbatch[row] };
     this.mark.hidden = row === null;
     if (row !== null) {
       const [x, y, width, height] = this.place(this.runs[0], row);
       Object.assign(this.mark.style, { left: `${x - this.left}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
     }
     this.pick(row);
+  }
+
+  // The next action of the chosen one's rank, or the one before; the first of all where none is chosen.
+  chooseNext(by) {
+    const run = this.runs[0];
+    if (this.chosen === null) return this.choose(run.rows[0][0] ?? null);
+    const row = run.rows[run.rank[this.chosen]][this.index(this.chosen) + by];
+    if (row !== undefined) this.choose(row);
+  }
+
+  // The action of another rank that begins nearest to the chosen one.
+  chooseRank(by) {
+    const run = this.runs[0];
+    if (this.chosen === null) return this.choose(run.rows[0][0] ?? null);
+    const rows = run.rows[run.rank[this.chosen] + by] ?? [], away = (row) => Math.abs(run.start[row] - run.start[this.chosen]);
+    if (rows.length) this.choose(rows.reduce((best, row) => (away(row) < away(best) ? row : best)));
+  }
+
+  // After a move the same action is chosen, wherever it is now.
+  keepChosen() {
+    const wanted = this.wanted, run = this.runs[0];
+    if (!wanted) return;
+    const row = run.rank.findIndex((_, other) => ["rank", "kind", "stage", "microbatch"].every((name) => run[name][other] === wanted[name]));
+    if (row >= 0) this.choose(row);
   }
 
   // Where in its rank's row an action is, from 0.

@@ -98,7 +98,8 @@ export class OverlayLanes extends Lanes {
         const place = which ? this.due(row) : this.ran(row), right = place[0] + place[2];
         if (right - last[which] < 0.7 && !score.joined[row]) continue; // nothing of it would be seen
         last[which] = right;
-        actionBar(pen, paint, place, score.kind[row], score.microbatch[row], name, score.slot[row] / slots, which === 1, [this.left, this.left + this.width]);
+        const action = { kind: score.kind[row], microbatch: score.microbatch[row], stage: score.stage[row], tier: score.slot[row] / slots, name };
+        actionBar(pen, paint, place, action, { outlined: which === 1, from: this.left, to: this.left + this.width });
       }
     }
   }

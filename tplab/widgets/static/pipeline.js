@@ -43,7 +43,7 @@ function controls(root, model, ask) {
       ...options.map(([value, text]) => el("option", { value }, text)));
     return [el("label.tpl-setting", {}, el("span", {}, name), node), node];
   };
-  const named = rules.map((rule) => [rule, rule]);
+  const named = rules.map((rule) => [rule, model.get("choices").names[rule] ?? rule]);
   const [ruleBox, rule] = select("schedule", [...named, ["edited", "edited"]], (value) => ask({ rule: value }));
   const [besideBox, beside] = select("beside it", [["", "nothing"], ...named], (value) => ask({ compare: value || null }));
   rule.querySelector("[value=edited]").disabled = true;
@@ -72,6 +72,22 @@ function save(name, text) {
   link.click();
   link.remove();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+const COLOURS = ["kind", "microbatch", "stage"];
+
+// What the marks in the picture mean: only those that are in it.
+function legendOf(board, by) {
+  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
+  const there = new Set(board.runs.flatMap((_, place) => [...board[`kind${place}`]]));
+  const several = board.runs.some((_, place) => board[`slot${place}`].some((slot) => slot > 0));
+  const kinds = by === "kind" ? ["f", "b", "i", "w"] : ["solid", "tint", "tint", "pale"];
+  const most = Math.max(...board.runs.map((run) => run.peak), board.limit ?? 0);
+  const says = ["F forward", "B backward: I, then W", "I input gradient", "W weight gradient"];
+  return [...says.map((text, kind) => (there.has(kind) ? key(kinds[kind], text) : null)),
+    by === "kind" && several ? key("later", "later stages of a rank are lighter") : null,
+    by === "kind" ? null : key("hues", by === "stage" ? "one colour per stage" : "one colour per microbatch"),
+    key("idle", "idle"), key("held", `microbatches held, up to ${plain(most)}`)].filter(Boolean);
 }
 
 async function render({ model, el: host }) {
@@ -132,18 +148,54 @@ async function render({ model, el: host }) {
   };
   const earlier = button("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
   const later = button("later ▸", "move the chosen action one place later", () => shift(1), { hidden: "" });
+  const undo = button("undo", "take back the last move (Ctrl+Z)", () => send({ undo: true }), { hidden: "" });
+  const reset = button("reset", "take back all moves", () => send({ reset: true }), { hidden: "" });
   const edit = toggle("edit", "move actions by hand", (on) => {
     chart.editing = on;
     earlier.hidden = later.hidden = !on;
     chart.choose(null);
-    if (on) note.textContent = "Choose an action; drag it, or move it with the buttons.";
+    if (on) note.textContent = "Choose an action with the pointer or the arrow keys; drag it, or move it with Shift and ← or →.";
+    showEdits();
   });
+  const showEdits = () => {
+    for (const node of [undo, reset]) {
+      node.hidden = !chart.editing && !model.get("num_edits");
+      node.disabled = !model.get("num_edits");
+    }
+  };
+  // While actions are edited, the arrow keys are about the chosen one; else they move the playhead.
+  const onEditKey = (event) => {
+    if (!chart.editing || event.target.closest("input, select") || event.altKey) return;
+    const command = event.ctrlKey || event.metaKey;
+    const act = command ? { z: () => send({ undo: true }) }[event.key]
+      : event.shiftKey ? { ArrowLeft: () => shift(-1), ArrowRight: () => shift(1) }[event.key]
+        : { ArrowLeft: () => chart.chooseNext(-1), ArrowRight: () => chart.chooseNext(1), ArrowUp: () => chart.chooseRank(-1),
+          ArrowDown: () => chart.chooseRank(1), Escape: () => edit.click() }[event.key];
+    if (!act) return;
+    event.preventDefault();
+    event.stopImmediatePropagation();
+    act();
+  };
+  root.addEventListener("keydown", onEditKey, true);
   const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
-  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  root.append(el("div.tpl-tools", {}, key("f", "F"), key("b", "B"), key("i", "I"), key("w", "W"), key("idle", "idle"), key("held", "activations held"),
-    el("span.tpl-space"), ...(isLab ? [earlier, later, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
+  const legend = el("span.tpl-legend");
+  const choice = el("span.tpl-choice", { role: "group", "aria-label": "colour by" }, el("span", {}, "colour by"),
+    ...COLOURS.map((by) => button(by, `colour by ${by}`, () => {
+      colourBy(by);
+      model.set("colour", by);
+      model.save_changes();
+    })));
+  const colourBy = (by) => {
+    chart.by = by;
+    for (const node of choice.querySelectorAll("button")) node.setAttribute("aria-pressed", node.textContent === by);
+    legend.replaceChildren(...legendOf(board, by));
+    chart.draw();
+  };
+  root.append(legend, el("div.tpl-tools", {}, choice,
+    el("span.tpl-space"), ...(isLab ? [earlier, later, undo, reset, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
     ...(isLab ? files : [])));
   const note = el("p.tpl-notice", { role: "status" });
+  note.hidden = !isLab;
   let player = null;
   const chart = new GanttChart(root, root, {
     hint: tip,
@@ -169,6 +221,8 @@ async function render({ model, el: host }) {
     root.querySelector(".tpl-about").textContent = board.about;
     root.setAttribute("aria-label", `pipeline schedule ${board.title}`);
     chart.set(board);
+    if (chart.editing) chart.keepChosen();
+    legend.replaceChildren(...legendOf(board, chart.by));
     if (chart.critical) chart.showCritical(true);
     figures.replaceChildren(...board.runs.map((run) => el("div.tpl-facts", {},
       board.runs.length > 1 ? el("div.tpl-of", {}, run.name) : null,
@@ -176,6 +230,7 @@ async function render({ model, el: host }) {
     player?.restart(board.moments.length - 1);
   }
   const tellNotice = () => {
+    root.dataset.stale = Boolean(model.get("is_stale"));
     note.textContent = silent ? SILENCE : (model.get("notice") ?? "");
     note.classList.toggle("tpl-wrong", Boolean(note.textContent));
   };
@@ -189,11 +244,17 @@ async function render({ model, el: host }) {
     board = await unpack(model.get("board"));
     draw();
   };
+  const onColour = () => colourBy(model.get("colour"));
+  onColour();
+  model.on("change:colour", onColour);
   const onSettings = () => show(wanted ?? model.get("settings"));
   model.on("change:board", onBoard);
   if (isLab) {
     onSettings();
     tellNotice();
+    showEdits();
+    model.on("change:num_edits", showEdits);
+    model.on("change:is_stale", tellNotice);
     model.on("change:settings", onSettings);
     model.on("change:notice", tellNotice);
     model.on("msg:custom", onAnswer);
@@ -202,7 +263,10 @@ async function render({ model, el: host }) {
   return () => {
     clearTimeout(silence);
     model.off("change:board", onBoard);
+    model.off("change:colour", onColour);
     model.off("change:settings", onSettings);
+    model.off("change:num_edits", showEdits);
+    model.off("change:is_stale", tellNotice);
     model.off("change:notice", tellNotice);
     model.off("msg:custom", onAnswer);
     unfollow();

@@ -66,8 +66,10 @@ export function colours(root) {
   const found = { font: style.fontFamily };
   for (const name of ["ink", "dim", "line", "soft", "paper", "accent", "hatch", "work"]) found[name] = read(name);
   found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
+  found.kinds = { F: read("kf"), I: read("ki"), W: read("kw") };
   found.hue = (item) => (item >= 0 ? found.hues[item % 8] : found.work);
   found.mix = (colour, share) => mix(colour, found.paper, share);
+  found.lighter = (colour, share) => mix(colour, "#ffffff", share);
   found.onPaper = (colour) => mix(colour, read("toward"), parseFloat(read("onpaper")) / 100); // for thin lines
   return found;
 }

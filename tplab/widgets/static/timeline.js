@@ -41,7 +41,8 @@ function keys(score) {
   const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
   if (!score.overlay) return [score.computes ? key("work", "computing") : null, key("send", "sending"), score.computes ? key("idle", "idle") : null];
   const kinds = ["F", "B", "I", "W"].filter((_, kind) => score.kind.includes(kind));
-  return [...kinds.map((kind) => key(kind.toLowerCase(), kind)), el("span.tpl-key", {}, `${score.word}, above`), key("due", "predicted, beneath"),
+  const says = { F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient" };
+  return [...kinds.map((kind) => key(kind.toLowerCase(), says[kind])), el("span.tpl-key", {}, `${score.word}, above`), key("due", "predicted, beneath"),
     score.other_rank.length ? key("work", "other work") : null, key("idle", "idle")];
 }
 
