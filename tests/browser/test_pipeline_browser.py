@@ -28,7 +28,7 @@ def test_controls_ask_python(page: Page, open_notebook, theme: str):
     expect(figure(root, "makespan")).to_have_text("27")
     root.get_by_label("schedule").select_option("gpipe")
     expect(figure(root, "makespan")).to_have_text("33")
-    expect(root.locator("header b")).to_have_text("gpipe")
+    expect(root.locator("header b")).to_have_text("GPipe")
     ranks = root.get_by_role("slider", name="ranks")
     ranks.focus()
     page.keyboard.press("ArrowRight")
