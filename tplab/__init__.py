@@ -21,5 +21,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'tplab' has no attribute {name!r}")
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext tplab` brings the magic `%%ranks`."""
+    from tplab.magic import load
+
+    load(shell)
+
+
 def __dir__() -> list[str]:
     return __all__

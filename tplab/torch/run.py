@@ -29,7 +29,10 @@ class Result:
     per_rank   what each rank returned
     value      the results put together as out_specs said; where ranks hold copies, one of them
     trace      everything that was sent, by whom, to whom, how large, when
+    peaks      the most bytes of tensors that each rank held at once, where `launch` was asked to count them
     """
+
+    peaks: list[int] | None = None
 
     def __init__(self, per_rank: list[Any], trace: Callable[[], Trace], mesh: Mesh, out_specs: Any):
         self.per_rank, self.mesh = per_rank, mesh

@@ -1,9 +1,13 @@
-"""Running a script that was written for torchrun on simulated ranks."""
+"""Running a script that was written for torchrun, or a notebook's cell, on simulated ranks."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -14,76 +18,120 @@ from tplab.cost.cluster import Cluster
 from tplab.errors import RankError
 from tplab.mesh import Mesh
 from tplab.torch.distributed.process import Processes
+from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.torch.ranks.rank import this_rank
 from tplab.torch.run import Result, run
 
 
 def launch(
     script: str | Path, args: Sequence[str] = (), *, ranks: int | None = None, mesh: Mesh | None = None,
-    num_nodes: int = 1, cluster: str | Cluster | None = None, clock: str | None = None, seed: int = 0,
-    keep_values: int = 1000, device: str | torch.device | None = None,
+    module: bool = False, num_nodes: int = 1, cluster: str | Cluster | None = None, clock: str | None = None,
+    seed: int = 0, keep_values: int = 1000, device: str | torch.device | None = None, count_memory: bool = False,
 ) -> Result:  # fmt: skip
     """Run a script on simulated ranks as torchrun would on processes: `launch("train.py", ["--lr", "0.1"], ranks=8)`.
 
-    script      a file of Python, unchanged. Each rank runs it as `__main__`, imports its own copy of the modules beside
-                it, and has RANK, WORLD_SIZE and the like, sys.argv and random numbers of its own
-    args        what follows the script on the command line
-    ranks       how many; or `mesh`, whose axes then have their names in the trace
-    num_nodes   on how many nodes the ranks are, for LOCAL_RANK
+    script       a file of Python, unchanged. Each rank runs it as `__main__`, imports its own copy of the modules
+                 beside it, and has RANK, WORLD_SIZE and the like, sys.argv and random numbers of its own
+    args         what follows the script on the command line
+    ranks        how many; or `mesh`, whose axes then have their names in the trace
+    module       whether `script` is the name of a module, as in `python -m`
+    num_nodes    on how many nodes the ranks are, for LOCAL_RANK
+    count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; it takes time
     cluster, clock, seed, keep_values, device: as of `tplab.torch.run`
 
     Returns a `Result`: `.trace`, and in `.per_rank` the variables that each rank's script has made at its top level.
     Raises RankError (a rank raised, or ended with another exit code than 0), CollectiveMismatchError, DeadlockError.
     """
-    mesh = mesh_of(ranks, mesh)
-    path = Path(script)
-    source = path.read_bytes()
-    code = compile(source, str(path.resolve()), "exec")
-    processes = Processes(
-        mesh, seed, is_joined=False, argv=[str(script), *args], is_fresh=True, per_node=per_node(mesh.size, num_nodes)
-    )
-
-    def program() -> dict[str, Any]:
-        return run_as_main(code, processes, str(path))
-
-    program.__name__ = path.stem
-    folder = str(path.resolve().parent)
+    mesh = _mesh(ranks, mesh)
+    local = _per_node(mesh.size, num_nodes)
+    folder = os.getcwd() if module else str(Path(script).resolve().parent)
     sys.path.insert(0, folder)
     try:
-        return run(
+        spec = _found(str(script)) if module else None
+        path = Path(spec.origin) if spec is not None and spec.origin else Path(script)
+        code = compile(path.read_bytes(), str(path.resolve()), "exec")
+        processes = Processes(
+            mesh, seed, is_joined=False, argv=[str(path) if module else str(script), *args], is_fresh=True,
+            per_node=local,
+        )  # fmt: skip
+        names = {"__file__": str(path), "__spec__": spec, "__package__": spec.parent if spec else None}
+        program = _Program(path.stem, code, processes, lambda: names, count_memory)
+        out = run(
             program, mesh, on="simulated", cluster=cluster, clock=clock, seed=seed, keep_values=keep_values,
             device=device, distributed=processes,
         )  # fmt: skip
+        out.peaks = program.peaks if count_memory else None
+        return out
     finally:
         sys.path.remove(folder)
 
 
-def mesh_of(ranks: int | None, mesh: Mesh | None) -> Mesh:
+def run_cell(code: CodeType, variables: Mapping[str, Any], mesh: Mesh, *, seed: int = 0, **options: Any) -> Result:
+    """Run a notebook's cell on every rank of `mesh`; each has a copy of the notebook's `variables` to begin with."""
+    processes = Processes(mesh, seed, is_fresh=True)
+    program = _Program("cell", code, processes, lambda: dict(variables), count_memory=False)
+    return run(program, mesh, on="simulated", seed=seed, distributed=processes, **options)
+
+
+class _Program:
+    """Code that each rank runs as its `__main__`.
+
+    names   what the module has before the code runs, made anew for each rank
+    peaks   the most bytes of tensors that each rank held, where they are counted
+    """
+
+    def __init__(
+        self, name: str, code: CodeType, processes: Processes, names: Callable[[], dict[str, Any]], count_memory: bool
+    ):
+        self.__name__, self._code, self._processes, self._names = name, code, processes, names
+        self._count_memory = count_memory
+        self.peaks = [0] * processes.mesh.size
+
+    def __call__(self) -> dict[str, Any]:
+        """What the code has made: its variables."""
+        main = ModuleType("__main__")
+        vars(main).update(self._names(), __name__="__main__")
+        before = dict(vars(main))
+        assert self._processes.active is not None
+        self._processes.active.modules["__main__"] = sys.modules["__main__"] = main
+        live = LiveBytes() if self._count_memory else None
+        try:
+            with live or nullcontext():
+                exec(self._code, vars(main))
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                rank = this_rank().rank
+                raise RankError(f"the script ended on rank {rank} with exit code {end.code}", rank) from None
+        finally:
+            if live is not None:
+                self.peaks[this_rank().rank] = live.peak
+        made = {name: value for name, value in vars(main).items() if before.get(name, main) is not value}
+        return {name: value for name, value in made.items() if _is_result(name, value)}
+
+
+def _is_result(name: str, value: Any) -> bool:
+    return not name.startswith("_") and not isinstance(value, ModuleType | type) and not callable(value)
+
+
+def _mesh(ranks: int | None, mesh: Mesh | None) -> Mesh:
     """The mesh to run on. Raises ValueError where both or neither are given."""
     if (ranks is None) == (mesh is None):
         raise ValueError("give either ranks=8 or mesh=Mesh(dp=2, tp=4)")
     return mesh if mesh is not None else Mesh(world=ranks)  # type: ignore[arg-type]
 
 
-def per_node(size: int, num_nodes: int) -> int:
+def _per_node(size: int, num_nodes: int) -> int:
     """How many ranks share a node. Raises ValueError where nodes would differ."""
     if num_nodes < 1 or size % num_nodes:
-        raise ValueError(f"{size} ranks cannot be shared equally by {num_nodes} nodes; torchrun starts as many on each")
+        raise ValueError(f"{num_nodes} nodes cannot share {size} ranks equally; torchrun starts as many on each node")
     return size // num_nodes
 
 
-def run_as_main(code: CodeType, processes: Processes, file: str) -> dict[str, Any]:
-    """Execute a script as the `__main__` of the rank that runs; the variables that it has made."""
-    main = ModuleType("__main__")
-    main.__file__ = file
-    assert processes.active is not None
-    processes.active.modules["__main__"] = sys.modules["__main__"] = main
-    try:
-        exec(code, vars(main))
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise RankError(f"the script ended with exit code {end.code}", -1) from None
-    return {name: value for name, value in vars(main).items() if _is_result(name, value)}
-
-
-def _is_result(name: str, value: Any) -> bool:
-    return not name.startswith("_") and not isinstance(value, ModuleType | type) and not callable(value)
+def _found(name: str) -> ModuleSpec:
+    """The module that `python -m name` would run. Raises ModuleNotFoundError."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"there is no module {name!r} to run, here or among what is installed")
+    return spec

@@ -20,10 +20,9 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
         parts.append(waits)
     if peaks:
         most = max(range(len(peaks)), key=peaks.__getitem__)
-        parts.append(
-            f"peak memory of tensors: {_in_units(max(peaks))} on rank {most}"
-            + (f", {_in_units(min(peaks))} on the rank with the least" if min(peaks) != max(peaks) else " on each rank")
-        )
+        others = f"on rank {most}, and {_in_units(min(peaks))} on the rank with the least"
+        whose = "on every rank" if min(peaks) == max(peaks) else others
+        parts.append(f"tensors take at most {_in_units(max(peaks))} {whose}")
     return "\n\n".join(parts)
 
 
@@ -49,7 +48,7 @@ def _sent(trace: Trace) -> str:
 def _shares(trace: Trace) -> str:
     """How long it took, and how much of it ranks computed nothing."""
     idle = trace.idle_share()
-    took = f"{trace.makespan:g} {trace.unit}" if trace.unit != "s" else _in_seconds(trace.makespan)
+    took = _time(trace, trace.makespan)
     if not np.any(trace.busy()):
         return f"takes {took}; computing was not counted: name a cluster to model it"
     least, most = float(idle.min()), float(idle.max())
@@ -65,16 +64,21 @@ def _longest_waits(trace: Trace, count: int) -> str:
     worst = sorted(((max(waits, key=_length), waits) for waits in longest.values()), key=lambda pair: -_length(pair[0]))
     lines = []
     for wait, waits in worst[:count]:
-        took = _in_seconds(wait.duration) if trace.unit == "s" else f"{wait.duration:g} {trace.unit}"
         num_ranks = len({other.rank for other in waits})
         at = f" at {wait.where}" if wait.where else ""
         others = f"; {num_ranks} ranks wait there" if num_ranks > 1 else ""
-        lines.append(f"  rank {wait.rank}: {took} in {wait.op} over {wait.axis}{at}{others}")
+        lines.append(f"  rank {wait.rank}: {_time(trace, wait.duration)} in {wait.op} over {wait.axis}{at}{others}")
     return "the longest waits:\n" + "\n".join(lines) if worst and _length(worst[0][0]) > 0 else ""
 
 
 def _length(event: Event) -> float:
     return event.duration
+
+
+def _time(trace: Trace, time: float) -> str:
+    if trace.unit == "s":
+        return _in_seconds(time)
+    return f"{time:g} {trace.unit.removesuffix('s') if time == 1 else trace.unit}"
 
 
 def _in_seconds(seconds: float) -> str:

@@ -100,7 +100,7 @@ class Call:
 def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
     """A call as the program wrote it."""
     params = params[: _GIVEN.get(op)]  # what follows is not the caller's
-    return f"{op}({', '.join([*(['x'] if op != 'receive' else []), repr(label), *map(repr, params)])})"
+    return f"{op}({', '.join([*(['x'] if op not in ('receive', 'barrier') else []), repr(label), *map(repr, params)])})"
 
 
 _GIVEN = {"reduce_scatter": 2, "send": 1}

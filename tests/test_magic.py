@@ -1,0 +1,58 @@
+"""`%%ranks`: a notebook's cell on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tplab import Mesh
+from tplab.torch import Result
+
+IPython = pytest.importorskip("IPython")
+
+
+@pytest.fixture
+def shell():
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    shell.run_line_magic("load_ext", "tplab")
+    yield shell
+    if shell.history_manager is not None:
+        shell.history_manager.end_session()
+
+
+def run(shell, line: str, cell: str):
+    return shell.run_cell_magic("ranks", line, cell)
+
+
+def test_a_cell_runs_on_every_rank_with_the_notebooks_variables(shell, capsys):
+    shell.user_ns["x"] = torch.ones(3)
+    cell = "import torch.distributed as dist\nx = x * dist.get_rank()\ndist.all_reduce(x)\nprint(x[0].item())\n"
+    out = run(shell, "tp=4 --cluster h100 --into out", cell)
+    assert isinstance(out, Result) and out is shell.user_ns["out"] and out.mesh == Mesh(tp=4)
+    assert [rank["x"].tolist() for rank in out.per_rank] == [[6.0] * 3] * 4
+    assert shell.user_ns["x"].tolist() == [1.0] * 3  # the notebook's is as it was
+    assert capsys.readouterr().out.splitlines() == [f"[rank {rank}] 6.0" for rank in range(4)]
+    assert out.trace.select(kind="collective", axis="tp").events[0].op == "all_reduce"
+
+
+def test_functions_and_modules_are_each_ranks_own(shell, tmp_path, monkeypatch):
+    (tmp_path / "counter_of_a_rank.py").write_text("COUNT = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    shell.run_cell("import counter_of_a_rank")
+    cell = (
+        "import counter_of_a_rank\nimport torch, torch.distributed as dist\n"
+        "def add():\n    counter_of_a_rank.COUNT += 1 + dist.get_rank()\n"
+        "add()\ndist.barrier()\nadd()\ncount = counter_of_a_rank.COUNT\n"
+    )
+    assert [rank["count"] for rank in run(shell, "dp=3", cell).per_rank] == [2, 4, 6]
+    assert shell.user_ns["counter_of_a_rank"].COUNT == 0
+
+
+@pytest.mark.parametrize(
+    "line, said", [("tp", "'tp' is no axis"), ("tp=4 --fast", "no option --fast"), ("tp=four", "'tp=four' is no axis")]
+)
+def test_a_line_that_makes_no_sense(shell, line, said):
+    with pytest.raises(ValueError, match=said):
+        run(shell, line, "1")

@@ -1,0 +1,88 @@
+"""`python -m tplab.torchrun`: torchrun's flags, a summary, and what it writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tplab import Trace, torchrun
+
+SCRIPT = """\
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+x = torch.ones(1000)
+dist.all_reduce(x)
+print("sum", x[0].item(), sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def same_path(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_a_run_ends_with_one_screen(script: Path, capsys):
+    flags = ["--nproc_per_node=2", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv_endpoint=host:1", "--standalone"]
+    assert torchrun.main([*flags, "--cluster", "h100", str(script), "--lr", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "[rank 3] sum 4.0 ['--lr', '1']" in shown
+    # a ring over 4 ranks: 2 * 3/4 of 4,000 bytes, on each of 4 ranks
+    assert ["world", "all_reduce", "1", "24", "kB"] in [line.split() for line in shown.splitlines()]
+    assert "train on Mesh(world=4), modelled on h100" in shown
+    assert "in all_reduce over world at train.py:5; 4 ranks wait there" in shown
+    assert "tensors take at most" in shown
+
+
+def test_what_it_writes(script: Path, tmp_path: Path, capsys):
+    trace, page, perfetto = (str(tmp_path / name) for name in ("run.json", "run.html", "run.perfetto.json"))
+    flags = ["--mesh", "dp=1,tp=2", "--trace", trace, "--html", page, "--perfetto", perfetto]
+    assert torchrun.main([*flags, str(script)]) == 0
+    read = Trace.from_json(Path(trace).read_text())
+    assert read.mesh.axis_names == ("dp", "tp") and read.bytes_sent() == 8000
+    assert "<title>" in Path(page).read_text() and Path(perfetto).stat().st_size > 100
+    assert "computing was not counted: name a cluster to model it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--nproc-per-node", "gpu"], "--nproc-per-node is 'gpu'; give a number"),
+        (["--mesh", "tp"], "write each axis as name=size"),
+        (["--mesh", "tp=4", "--nproc-per-node", "3"], "has 4 ranks, and --nproc-per-node 3 on 1 node are 3"),
+    ],
+)
+def test_flags_that_make_no_sense(script: Path, flags: list[str], said: str, capsys):
+    assert torchrun.main([*flags, str(script)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_failure_shows_the_scripts_own_lines(tmp_path: Path, capsys):
+    path = tmp_path / "fails.py"
+    path.write_text("import torch\n\n\ndef load():\n    raise ValueError('bad data')\n\n\nload()\n")
+    assert torchrun.main(["--nproc-per-node", "2", str(path)]) == 1
+    shown = capsys.readouterr().err
+    assert 'fails.py", line 8' in shown and "RankError: rank 0 raised ValueError at fails.py:5: bad data" in shown
+    assert "tplab/torch" not in shown
+    assert torchrun.main([str(tmp_path / "nowhere.py")]) == 2
+
+
+def test_as_a_command_in_another_folder(script: Path):
+    """Also where a file lies beside the script that has the name of a module torch imports."""
+    (script.parent / "cuda.py").write_text("raise SystemExit('imported')\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(torchrun.__file__).parents[1])}
+    command = [sys.executable, "-m", "tplab.torchrun", "--nproc-per-node", "3", script.name]
+    done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "[rank 2] sum 3.0 []" in done.stdout and "all_reduce" in done.stdout
