@@ -1,6 +1,7 @@
 """`explain`: which line and which operand made XLA insert each collective."""
 
 import inspect
+import math
 
 import jax
 import jax.numpy as jnp
@@ -173,3 +174,46 @@ def test_a_ranks_program_of_tplab():
     assert total.is_written
     if jax.__version_info__ >= (0, 8):  # XLA knew only the innermost line before, which is tplab's
         assert total.where == here(-6)
+
+
+def test_on_gpus_and_tpus_bfloat16_is_sent_as_such():
+    """XLA for CPUs makes float32 of it first. What the program itself makes float32 of stays."""
+    shape = lambda dims, *spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=on(*spec, mesh=DP))  # noqa: E731
+    x, w = shape((8, 16), None, "dp"), shape((16, 4), "dp")
+
+    def product(x, w):
+        return x @ w
+
+    for fn, given, num_bytes in [
+        (product, (x, w), 2 * 3 * 8 * 4 * 4 // 4),  # a sum
+        (jax.jit(lambda x: x * 2, out_shardings=on(mesh=DP)), (x,), 3 * 8 * 16 * 4 // 4),  # a gather
+    ]:
+        (here_,), (there,) = explain(fn, *given), explain(fn, *given, accelerator=True)
+        assert (here_.bytes, here_.causes[0].dtype) == (num_bytes, "float32")
+        assert (there.bytes, there.causes[0].dtype) == (num_bytes // 2, "bfloat16")
+        assert here_.causes[0].why.endswith("; sent as bfloat16 on GPUs")
+        assert trace(fn, *given, accelerator=True).bytes_sent(rank=0) == num_bytes // 2
+
+    wide = jax.jit(lambda x: jnp.sin(x.astype(jnp.float32)).sum(1))
+    for accelerator in (False, True):
+        (total,) = explain(wide, x, accelerator=accelerator)
+        assert (total.bytes, total.causes[0].dtype) == (2 * 3 * 8 * 4 // 4, "float32")
+        assert "GPUs" not in total.causes[0].why
+
+
+def test_on_gpus_and_tpus_a_sum_is_scattered():
+    """Where several sums are sent together, each is what it is."""
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+        return w - grad, value
+
+    w, x = placed((16, 32), "dp", mesh=DP), placed((64, 16), "dp", mesh=DP)
+    step = jax.jit(step, out_shardings=(on("dp", mesh=DP), on(mesh=DP)))
+    found = explain(step, w, x, accelerator=True)
+    by_op = {one.op: (one.bytes, [math.prod(cause.shape) for cause in one.causes]) for one in found}
+    assert by_op == {
+        "all_gather": (3 * 16 * 32 * 4 // 4, [4 * 32]), "reduce_scatter": (3 * 16 * 32 * 4 // 4, [16 * 32]),
+        "all_reduce": (8, [1]),
+    }  # fmt: skip
+    assert "GPUs" not in repr(found)

@@ -6,9 +6,9 @@ import tplab.jax  # noqa: F401  # before JAX is used
 from tplab import Mesh
 from tplab.cost.cluster import Chip, Cluster, Link
 from tplab.errors import TraceError
+from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.compiled import collectives_in_text
 from tplab.jax.tracing.hlo import Module
-from tplab.jax.tracing.unroll import axes_along
 from tplab.jax.tracing.xla import unrolled
 from tplab.trace.recorder import Recorder
 

@@ -29,10 +29,13 @@ LAYOUTS = {  # and the bytes that a group of ranks sends
     "data": SimpleNamespace(
         mesh=DATA, up=(), down=(), sends={("all_reduce", "data"): 2 * 3 * (WEIGHTS + LOSS)},
     ),
-    # each weight once; of the sum of its gradients a rank keeps its part (XLA for CPUs sends all of the sum)
+    # each weight once; of the sum of its gradients a rank keeps its part (XLA for CPUs sends all of the sum: `there`)
     "sharded over data": SimpleNamespace(
         mesh=DATA, up=("data",), down=("data",), sends={
             ("all_gather", "data"): 3 * WEIGHTS, ("all_reduce", "data"): 2 * 3 * (WEIGHTS + LOSS),
+        }, there={
+            ("all_gather", "data"): 3 * WEIGHTS, ("reduce_scatter", "data"): 3 * WEIGHTS,
+            ("all_reduce", "data"): 2 * 3 * LOSS,
         },
     ),
     # Megatron's: the part of the batch once, forward (its gradient is not asked for), and the part of the gradients
@@ -55,10 +58,11 @@ def sent(found):
     }
 
 
-def check(layout, step, *args):
-    found, why = lab.trace(step, *args, cluster="h100"), lab.explain(step, *args)
+def check(layout, step, *args, accelerator=False):
+    found = lab.trace(step, *args, cluster="h100", accelerator=accelerator)
+    why = lab.explain(step, *args, accelerator=accelerator)
     assert found.mesh == layout.mesh
-    expected = layout.sends.items()
+    expected = (layout.there if accelerator else layout.sends).items()
     assert sent(found) == {(op, axis): [size] * len(found.mesh.groups(axis)) for (op, axis), size in expected}
     assert why.bytes == max(found.bytes_sent(rank) for rank in found.mesh.ranks)
     assert found.makespan > 0
@@ -95,6 +99,8 @@ def test_plain_jax_with_optax(layout):
     why = check(layout, step, params, OPTIMIZER.init(params), batch(layout))
     operands = " ".join(operand for one in why for cause in one.causes for operand in cause.operands)
     assert ("params['down']" in operands) == (layout.down != ())
+    if hasattr(layout, "there"):
+        check(layout, step, params, OPTIMIZER.init(params), batch(layout), accelerator=True)
 
 
 def test_equinox(layout):

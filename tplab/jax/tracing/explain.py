@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tplab.cost import collectives as cost
+from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.compiled import Run, runs_of
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.flow import Flow, Place
 from tplab.jax.tracing.hlo import Instruction
 from tplab.jax.tracing.lowered import compiled_for
-from tplab.jax.tracing.unroll import axes_along, sent_by
+from tplab.jax.tracing.sending import Sent, keeps_share, merged, narrow_dtype, sent_by
 from tplab.jax.tracing.work import is_product
 from tplab.mesh import Mesh
 
@@ -94,12 +95,12 @@ class Explanation(tuple[Explained, ...]):
         return "\n".join([head, *map(str, self)]) if self else f"{self.title} on {self.mesh}: nothing is sent"
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], *args: Any, accelerator: bool = False, **kwargs: Any) -> Explanation:
     """Why XLA's program for `fn(*args, **kwargs)` sends what it sends: the line and the operand behind each collective.
 
         explain(jax.jit(train_step), params, batch)
 
-    The arguments are those of `trace`. Nothing is run.
+    The arguments are those of `trace`, and so is `accelerator`. Nothing is run.
 
     A collective that is in your program is said to be. One that XLA put in is explained by what computes with its
     result, or made its operand: a sum over a dim that is sharded, an array that is needed whole or cut in another way.
@@ -107,8 +108,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     are those that XLA kept with its instructions; JAX 0.7 gives it only the innermost, which may be a library's.
     """
     program = compiled_for(fn, args, kwargs)
-    why = _Why(Flow(program.module, program.mesh, program.names))
-    explanation = Explanation(one for run in runs_of(program.module) if (one := why.explained(run)) is not None)
+    why = _Why(Flow(program.module, program.mesh, program.names), accelerator)
+    explanation = Explanation(one for run in runs_of(program.module) for one in why.explained(run))
     explanation.title, explanation.mesh = program.title, program.mesh
     return explanation
 
@@ -122,38 +123,43 @@ _MOST_OPERANDS = 4
 class _Why:
     """Finds causes in the flow of a module."""
 
-    def __init__(self, flow: Flow):
-        self.flow, self.module, self.mesh = flow, flow.module, flow.mesh
+    def __init__(self, flow: Flow, accelerator: bool):
+        self.flow, self.module, self.mesh, self.accelerator = flow, flow.module, flow.mesh, accelerator
 
-    def explained(self, run: Run) -> Explained | None:
-        """None for a collective in which each rank is alone."""
-        one = run.one
-        op, groups = str(one.collective), self.module.groups(one)
-        axis, _ = axes_along(self.mesh, groups, op == "ppermute")
+    def explained(self, run: Run) -> Iterator[Explained]:
+        """One for each operation that a collective is; none where each rank is alone."""
+        one, groups = run.one, self.module.groups(run.one)
+        axis, _ = axes_along(self.mesh, groups, one.collective == "ppermute")
         if not axis:
-            return None
-        place = Place(run.computation, one)
-        num_ranks = len(groups[0])
-        sent = sum(
-            max(cost.bytes_sent(op, array.size, array.itemsize, num_ranks, index) for index in range(num_ranks))
-            for array in sent_by(one, [given.one for given in self.flow.operands(place)])
-        )
-        return Explained(
-            op, axis, sent, run.count, run.at_most, one.primitive in _WRITTEN, "transpose(" in one.origin,
-            tuple(self._causes(place, op, axis, num_ranks)),
-        )  # fmt: skip
+            return
+        place, num_ranks = Place(run.computation, one), len(groups[0])
+        sent = sent_by(self.flow, place, self.accelerator)
+        causes = self._causes(place, sent, axis, num_ranks)
+        for op in dict.fromkeys(op for op, _ in sent):
+            num_bytes = sum(
+                max(cost.bytes_sent(op, array.size, array.itemsize, num_ranks, index) for index in range(num_ranks))
+                for _, array in merged(each for each in sent if each.op == op)
+            )
+            # of the pieces of one array there is one cause
+            its_causes = tuple(cause for cause, each in zip(causes, sent, strict=False) if each.op == op)
+            is_backward, is_written = "transpose(" in one.origin, one.primitive in _WRITTEN
+            yield Explained(op, axis, num_bytes, run.count, run.at_most, is_written, is_backward, its_causes)
 
-    def _causes(self, place: Place, op: str, axis: str, num_ranks: int) -> list[Cause]:
+    def _causes(self, place: Place, sent: list[Sent], axis: str, num_ranks: int) -> list[Cause]:
         operands = self.flow.operands(place)
-        num_pieces = len(operands) if op == "all_to_all" else 1
-        if num_pieces > 1:  # of one array
-            operands = operands[:1]
-        if op in ("all_reduce", "reduce_scatter"):
+        if place.one.collective in ("all_reduce", "reduce_scatter"):
             indices = [None] if len(operands) == 1 else range(len(operands))
-            return [self._of_sum(place, given, axis, num_ranks, n) for given, n in zip(operands, indices, strict=True)]
-        return [self._of_move(place, given, op, axis, num_pieces) for given in operands]
+            found = zip(operands, sent, indices, strict=True)
+            return [self._of_sum(place, given, each, axis, num_ranks, index) for given, each, index in found]
+        if place.one.collective == "all_to_all" and len(operands) > 1:  # pieces of one array
+            array = sent[0].array
+            pieces = sent[0]._replace(array=array._replace(shape=(len(operands), *array.shape)))
+            return [self._of_move(place, operands[0], pieces, axis)]
+        return [self._of_move(place, given, each, axis) for given, each in zip(operands, sent, strict=False)]
 
-    def _of_sum(self, place: Place, given: Place, axis: str, num_ranks: int, index: int | None) -> Cause:
+    def _of_sum(
+        self, place: Place, given: Place, sent: Sent, axis: str, num_ranks: int, index: int | None
+    ) -> Cause:  # fmt: skip
         """A sum over ranks: of what was computed from arrays that are sharded. `index` is its place among several."""
         made = self.flow.source(given)
         operation = _operation(made.one) or place.one.primitive or made.one.op
@@ -168,20 +174,21 @@ class _Why:
             why = f"{operation}{of} {what} a dim that is sharded over {axis}, so each rank has only its part"
         else:
             why = f"after {operation}{of} each rank has only a part of the result"
-        if place.one.op.startswith("all-reduce") and self._keeps_share(place, index, num_ranks):
+        if sent.op == "all_reduce" and keeps_share(self.flow, place, index):
             why += f"; each rank keeps 1/{num_ranks} of the result: a reduce_scatter on GPUs and TPUs"
-        array = given.one.arrays[0]
-        return Cause(where, array.dtype, array.shape, operation, operands, why)
+        why += self._as_wide(place, sent, index)
+        return Cause(where, sent.array.dtype, sent.array.shape, operation, operands, why)
 
-    def _of_move(self, place: Place, given: Place, op: str, axis: str, num_pieces: int) -> Cause:
+    def _of_move(self, place: Place, given: Place, sent: Sent, axis: str) -> Cause:
         """An array that is needed elsewhere than it is."""
         made, user = self.flow.source(given), next(self.flow.needed_by(place), None)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
-        array, operand = given.one.arrays[0], self._text(made, where)
+        array, operand = sent.array, self._text(made, where)
+        wide = self._as_wide(place, sent, None)
         operation = place.one.primitive
         if operation in _WRITTEN or operation in _ASKED:
             why = self._as_written(place, operation, operand)
-            return Cause(where, array.dtype, array.shape, operation, (operand,), why)
+            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
         operation, who = "", "the function returns"
         if user is not None:
             operation, line = _operation(user.one) or user.one.op, self._line(user)
@@ -191,9 +198,13 @@ class _Why:
         why = {
             "all_gather": f"{who} all of {operand}{shards}",
             "all_to_all": f"{who} {operand} cut along another dim than it is",
-        }.get(op, f"{who} {operand} on other ranks than those that have it")
-        shape = (num_pieces, *array.shape) if num_pieces > 1 else array.shape
-        return Cause(where, array.dtype, shape, operation, (operand,), why)
+        }.get(sent.op, f"{who} {operand} on other ranks than those that have it")
+        return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
+
+    def _as_wide(self, place: Place, sent: Sent, index: int | None) -> str:
+        """Where what is narrow is sent as float32."""
+        dtype = narrow_dtype(self.flow, place, index) if sent.array.dtype == "float32" else ""
+        return f"; sent as {dtype} on GPUs" if dtype else ""
 
     def _as_written(self, place: Place, primitive: str, operand: str) -> str:
         who = "the gradient of your program has" if "transpose(" in place.one.origin else "your program has"
@@ -232,12 +243,6 @@ class _Why:
 
     def _line(self, place: Place) -> str:
         return self.module.where(place.one)
-
-    def _keeps_share(self, place: Place, index: int | None, num_ranks: int) -> bool:
-        """Whether of a sum every rank needs a piece only."""
-        users = list(self.flow.needed_by(place, index))
-        size = place.one.arrays[index or 0].size // num_ranks
-        return bool(users) and all(u.one.op == "dynamic-slice" and u.one.arrays[0].size == size for u in users)
 
 
 def _operation(one: Instruction) -> str:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.hlo import BRANCHES, Instruction, Module, iota
-from tplab.jax.tracing.unroll import axes_along
 from tplab.mesh import Mesh
 
 _VIEWS = {
@@ -86,8 +86,11 @@ class Flow:
             place = before
         return place
 
-    def _before(self, place: Place, indices: list[int]) -> Place | None:
+    def before(self, place: Place) -> Place | None:
         """One step back; None where the array is made here."""
+        return self._before(place, [])
+
+    def _before(self, place: Place, indices: list[int]) -> Place | None:
         computation, one = place
         given = self.operands(place)
         if one.op == "parameter":
@@ -184,6 +187,14 @@ class Flow:
 
         index   which element of it, where it is a tuple
         """
+        return (user for user, computes in self._walk(place, index) if computes)
+
+    def handed_on(self, place: Place, index: int | None = None) -> Iterator[Place]:
+        """The views and copies of this array, until something computes with it."""
+        return (user for user, computes in self._walk(place, index) if not computes)
+
+    def _walk(self, place: Place, index: int | None) -> Iterator[tuple[Place, bool]]:
+        """What hands this array on, and with True what computes with it."""
         computation, one = place
         pending = [place]
         if index is not None:
@@ -195,6 +206,7 @@ class Flow:
             if (computation, one.name) in seen:
                 continue
             seen.add((computation, one.name))
+            yield place, False
             if one.is_root:
                 pending += self._handed_out(place)
             for user in self._users.get((computation, one.name), ()):
@@ -206,7 +218,7 @@ class Flow:
                 elif user.op == "tuple":
                     pending += self._elements(Place(computation, user), numbers)
                 else:
-                    yield Place(computation, user)
+                    yield Place(computation, user), True
 
     def _parameters(self, computation: str, numbers: list[int]) -> list[Place]:
         ones = self.module.computations[computation]

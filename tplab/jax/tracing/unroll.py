@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tplab.errors import TraceError
+from tplab.jax.tracing.axes import axes_along
+from tplab.jax.tracing.flow import Flow, Place
 from tplab.jax.tracing.held import Label
-from tplab.jax.tracing.hlo import BRANCHES, Array, Groups, Instruction, Module
+from tplab.jax.tracing.hlo import BRANCHES, Instruction
+from tplab.jax.tracing.sending import merged, sent_by
 from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.walk import MOST_ITERATIONS
 from tplab.jax.tracing.work import FREE, PASSED_ON, work_of
-from tplab.mesh import Mesh
 
 MOST_TASKS = 100_000
 """Of a program. Each is an event on every rank."""
@@ -24,19 +25,30 @@ Value = tuple[int, ...] | list[Any]
 """What must have been done before a value is there: tasks by number; of a tuple, for each of its elements."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a module does not say.
+
+    branch       which branch a conditional takes that the data decides; None: any, where all send the same
+    trips        how often a loop runs whose length the data decides; None: not known
+    accelerator  whether to send as XLA has GPUs and TPUs send, where it compiled for CPUs
+    """
+
+    branch: int | None = None
+    trips: int | None = None
+    accelerator: bool = False
+
+
 class Unroll:
     """Follows a module and writes down what the ranks have to do: `tasks`.
 
     chunk    numbers what (rank, piece) is, for messages
-    branch   which branch a conditional takes that the data decides; None: any, where all send the same
-    trips    how often a loop runs whose length the data decides; None: not known
+    options  what is not in the module
     """
 
-    def __init__(
-        self, module: Module, mesh: Mesh, chunk: Callable[[int, int], int], branch: int | None, trips: int | None
-    ):
+    def __init__(self, flow: Flow, chunk: Callable[[int, int], int], options: Options):
         self.tasks: list[Task] = []
-        self._module, self._mesh, self._chunk, self._branch, self._trips = module, mesh, chunk, branch, trips
+        self._flow, self._module, self._mesh, self._chunk, self._options = flow, flow.module, flow.mesh, chunk, options
         self._num_messages = 0
 
     def run(self, name: str, parameters: Sequence[Value]) -> Value:
@@ -46,14 +58,15 @@ class Unroll:
         result: Value = ()
         for one in made.values():
             given = [values[operand] for operand in one.operands if operand in values]
-            values[one.name] = self._instruction(one, given, made, parameters)
+            values[one.name] = self._instruction(Place(name, one), given, made, parameters)
             if one.is_root:
                 result = values[one.name]
         return result
 
     def _instruction(
-        self, one: Instruction, values: list[Value], made: dict[str, Instruction], parameters: Sequence[Value]
+        self, place: Place, values: list[Value], made: dict[str, Instruction], parameters: Sequence[Value]
     ) -> Value:
+        one = place.one
         if one.op == "parameter":
             return parameters[int(one.given)] if parameters else ()
         if one.op == "tuple":
@@ -71,7 +84,7 @@ class Unroll:
         operands = [made[name] for name in one.operands if name in made]
         needs = tuple(sorted(_needs(values)))
         if one.collective:
-            return self._collective(one, needs, operands)
+            return self._collective(place, needs)
         if calls := self._module.calls(one):
             return self.run(calls[0], values)
         if one.op == "while":
@@ -101,16 +114,16 @@ class Unroll:
         ranks = tuple(self._mesh.ranks)
         return Task("compute", op, ranks, needs, array.shape, array.dtype, work.num_bytes, where, work.flops)
 
-    def _collective(self, one: Instruction, needs: tuple[int, ...], operands: list[Instruction]) -> Value:
-        op, groups = str(one.collective), self._module.groups(one)
-        is_message = op == "ppermute"
+    def _collective(self, place: Place, needs: tuple[int, ...]) -> Value:
+        one, operands = place.one, [given.one for given in self._flow.operands(place)]
+        groups, is_message = self._module.groups(one), one.collective == "ppermute"
         axis, along = axes_along(self._mesh, groups, is_message)
         if not axis:
             return needs
         ranks = tuple(self._mesh.ranks) if is_message else tuple(sorted(rank for group in along for rank in group))
         where = next((line for x in (one, *operands) if (line := self._module.where(x))), "")
         numbers: list[int] = []
-        for array in sent_by(one, operands):
+        for op, array in merged(sent_by(self._flow, place, self._options.accelerator)):
             task = Task(
                 "message" if is_message else "collective", op, ranks, needs, array.shape, array.dtype, array.num_bytes,
                 where, axis=axis, groups=along, costs=op,
@@ -130,14 +143,14 @@ class Unroll:
         times, first = one.trip_count, len(self.tasks)
         is_decided = times is None
         if times is None:
-            times = self._trips if self._trips is not None else 1
+            times = self._options.trips if self._options.trips is not None else 1
         decided = _needs(self.run(condition, [carry]))
         for iteration in range(times):
             before = len(self.tasks)
             carry = self.run(body, [_after(carry, decided)])
             decided = _needs(self.run(condition, [carry]))
             num_tasks = len(self.tasks) - before
-            if is_decided and self._trips is None and len(self.tasks) > first:
+            if is_decided and self._options.trips is None and len(self.tasks) > first:
                 raise TraceError(
                     f"how often the loop at {where} runs is known only when it runs. Say how often to follow it: "
                     "trace(..., trips=10); or give it a length that XLA knows, as lax.scan and lax.fori_loop do"
@@ -169,8 +182,8 @@ class Unroll:
 
     def _conditional(self, one: Instruction, values: list[Value]) -> Value:
         branches = one.called(*BRANCHES)
-        where = self._module.where(one) or one.origin or one.name
-        if self._branch is None:
+        where, wanted = self._module.where(one) or one.origin or one.name, self._options.branch
+        if wanted is None:
             tried = [self._tried(branch) for branch in branches]
             sends = [_sends(tasks) for tasks in tried]
             if any(sent != sends[0] for sent in sends):
@@ -181,18 +194,18 @@ class Unroll:
                     "Say which one to follow: trace(..., branch=1). Of lax.cond, 0 is the branch for False"
                 )
             chosen = max(range(len(branches)), key=lambda n: sum(t.flops + t.num_bytes for t in tried[n]))
-        elif 0 <= self._branch < len(branches):
-            chosen = self._branch
+        elif 0 <= wanted < len(branches):
+            chosen = wanted
         else:
             raise TraceError(
-                f"branch is {self._branch}, and the conditional at {where} has branches 0 to {len(branches) - 1}"
+                f"branch is {wanted}, and the conditional at {where} has branches 0 to {len(branches) - 1}"
             )
         decided = _needs(values[:1])
         return _after(self.run(branches[chosen], [_after(values[1 + chosen], decided)]), decided)
 
     def _tried(self, branch: str) -> list[Task]:
         """What a branch would do."""
-        trial = Unroll(self._module, self._mesh, lambda *_: 0, self._branch, self._trips)
+        trial = Unroll(self._flow, lambda *_: 0, self._options)
         trial.run(branch, [()])
         return trial.tasks
 
@@ -216,30 +229,7 @@ def _all(value: Value, task: tuple[int]) -> Value:
     return task if isinstance(value, tuple) else [_all(element, task) for element in value]
 
 
-# --- what is sent, and along which axes ------------------------------------------------------------------------------
-
-
-def sent_by(one: Instruction, operands: Sequence[Instruction]) -> Iterator[Array]:
-    """What a rank gives to a collective: an array per dtype, as XLA sends those of one together."""
-    # of a ragged exchange the first, taken to be spread evenly; its other operands say where the pieces are
-    given = operands[:1] if one.op.startswith("ragged") else operands
-    arrays = [array for operand in given for array in operand.arrays]
-    for dtype in dict.fromkeys(array.dtype for array in arrays):
-        alike = [array for array in arrays if array.dtype == dtype]
-        yield alike[0] if len(alike) == 1 else Array(dtype, (sum(array.size for array in alike),))
-
-
-@lru_cache(maxsize=1024)
-def axes_along(mesh: Mesh, groups: Groups, are_pairs: bool = False) -> tuple[str, Sequence[tuple[int, ...]]]:
-    """The axes of the mesh along which the ranks of these groups differ, "dp,tp", and the groups; "" where each rank
-    is alone. A group may have only some of the ranks along its axes; of pairs it is all of those ranks."""
-    places = [[mesh.coordinates(rank) for rank in group] for group in groups]
-    names = [name for name in mesh.shape if any(at[name] != group[0][name] for group in places for at in group)]
-    if not names:
-        return "", ()
-    along = mesh.groups(tuple(names))
-    is_whole = set(map(frozenset, along)) == set(map(frozenset, groups))
-    return ",".join(names), along if are_pairs or is_whole else groups
+# --- branches, in words -----------------------------------------------------------------------------------------------
 
 
 def _sends(tasks: Sequence[Task]) -> list[tuple[str, str, int]]:

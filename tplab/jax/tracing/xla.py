@@ -11,45 +11,48 @@ from collections.abc import Callable
 from typing import Any
 
 from tplab.cost.cluster import Cluster, find
+from tplab.jax.tracing.flow import Flow
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.lowered import compiled_for
 from tplab.jax.tracing.trace import recorded
-from tplab.jax.tracing.unroll import Unroll
+from tplab.jax.tracing.unroll import Options, Unroll
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
 
 
 def trace(
     fn: Callable[..., Any], *args: Any, cluster: str | Cluster | None = None, branch: int | None = None,
-    trips: int | None = None, **kwargs: Any,
+    trips: int | None = None, accelerator: bool = False, **kwargs: Any,
 ) -> Trace:  # fmt: skip
     """What every rank would do in `fn(*args, **kwargs)`, as XLA compiled it. Nothing is run.
 
         trace(jax.jit(train_step), params, batch, cluster="h100")
 
-    fn       any function of JAX arrays, jitted or not (jax.jit, pmap, nnx.jit, eqx.filter_jit); `shard_map`, `scan` and
-             the rest may be inside
-    args     arrays, or jax.ShapeDtypeStruct, with the shardings that they are to have; whatever else `fn` takes
-    cluster  the modelled clock's figures, as in `run`
-    branch   which branch to follow of a `lax.cond` or `lax.switch`: 0 is the one for False. Without it a branch is
-             followed only where all of them send the same: the one with the most to compute
-    trips    how often a loop is taken to run whose length only the running program knows
+    fn           any function of JAX arrays, jitted or not (jax.jit, pmap, nnx.jit, eqx.filter_jit); `shard_map`, `scan`
+                 and the rest may be inside
+    args         arrays, or jax.ShapeDtypeStruct, with the shardings that they are to have; whatever else `fn` takes
+    cluster      the modelled clock's figures, as in `run`
+    branch       which branch to follow of a `lax.cond` or `lax.switch`: 0 is the one for False. Without it a branch is
+                 followed only where all of them send the same: the one with the most to compute
+    trips        how often a loop is taken to run whose length only the running program knows
+    accelerator  on CPUs: send what XLA has GPUs and TPUs send. A sum of which each rank keeps a piece is a
+                 reduce_scatter there, and bfloat16 is sent as such, where it is float32 on CPUs
 
     Ranks are numbered as the devices of the mesh. The mesh is the one that the arguments, the results or the function
     itself are sharded over, of several the one with the most axes; without any, its one axis is "devices". XLA compiles
-    for the devices of that mesh: for CPUs it makes no reduce_scatter and starts nothing early, as it does for GPUs.
+    for the devices of that mesh.
     Raises TraceError where only the running program knows what is sent.
     """
     known = None if cluster is None else find(cluster)
     program = compiled_for(fn, args, kwargs)
-    return unrolled(program.module, Recorder(program.mesh, program.title, "jax"), known, branch, trips)
+    options = Options(branch, trips, accelerator)
+    return unrolled(program.module, Recorder(program.mesh, program.title, "jax"), known, options)
 
 
 def unrolled(
-    module: Module, recorder: Recorder, cluster: Cluster | None = None, branch: int | None = None,
-    trips: int | None = None,
-) -> Trace:  # fmt: skip
+    module: Module, recorder: Recorder, cluster: Cluster | None = None, options: Options | None = None
+) -> Trace:
     """The trace of a compiled module, whose ranks are those of the recorder's mesh."""
-    program = Unroll(module, recorder.mesh, recorder.chunk, branch, trips)
+    program = Unroll(Flow(module, recorder.mesh), recorder.chunk, options or Options())
     program.run(module.entry, [])
     return recorded(recorder, program.tasks, set(range(len(program.tasks))), cluster, record=0)

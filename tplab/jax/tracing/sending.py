@@ -1,0 +1,88 @@
+"""What a collective of a compiled module sends, as it was compiled, and as XLA for GPUs and TPUs would send it.
+
+For CPUs XLA does two things in its own way. A sum of which each rank keeps a piece stays an all_reduce, and numbers of
+16 bits are mostly sent as float32, in which a CPU computes with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.hlo import Array, Instruction
+
+_MOST_STEPS = 8  # from a collective to what made its operand narrow
+
+
+class Sent(NamedTuple):
+    """What one rank gives, to which collective, by tplab's name."""
+
+    op: str
+    array: Array
+
+
+def sent_by(flow: Flow, place: Place, accelerator: bool = False) -> list[Sent]:
+    """What a rank gives to a collective: one for each operand that is sent."""
+    one, operands = place.one, flow.operands(place)
+    # of a ragged exchange the first, taken to be spread evenly; its other operands say where the pieces are
+    operands = operands[:1] if one.op.startswith("ragged") else operands
+    found = [Sent(str(one.collective), array) for given in operands for array in given.one.arrays]
+    if not accelerator or len(found) != len(operands):
+        return found
+    indices = [None] if len(found) == 1 else range(len(found))
+    return [
+        Sent("reduce_scatter" if keeps_share(flow, place, index) else op, array._replace(dtype=dtype))
+        for (op, array), index in zip(found, indices, strict=True)
+        for dtype in [narrow_dtype(flow, place, index) or array.dtype]
+    ]
+
+
+def merged(sent: Iterable[Sent]) -> Iterator[Sent]:
+    """XLA sends those of one dtype together, one behind the other."""
+    listed = list(sent)
+    for key in dict.fromkeys((op, array.dtype) for op, array in listed):
+        alike = [one for one in listed if (one.op, one.array.dtype) == key]
+        size = sum(one.array.size for one in alike)
+        yield alike[0] if len(alike) == 1 else Sent(key[0], Array(key[1], (size,)))
+
+
+def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
+    """Whether every rank needs only a piece of a sum: of its element `index`, where several are summed together."""
+    one = place.one
+    if not one.op.startswith("all-reduce"):
+        return False
+    size, rest = divmod(one.arrays[index or 0].size, len(flow.module.groups(one)[0]))
+    users = list(flow.needed_by(place, index))
+    return bool(users) and not rest and all(u.one.op == "dynamic-slice" and u.one.arrays[0].size == size for u in users)
+
+
+def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:
+    """The dtype of 16 bits of what is sent as float32 because XLA compiled for CPUs; "" where the program says so."""
+    if not any(array.dtype == "float32" for array in place.one.arrays):
+        return ""
+    if place.one.op.startswith("all-reduce"):
+        is_promoted = any("promoted" in name for name in place.one.called("to_apply"))
+        return _narrow_after(flow, place, index) or "bfloat16" if is_promoted else ""
+    return _narrow_before(flow, flow.operands(place)[index or 0])
+
+
+def _narrow_before(flow: Flow, place: Place) -> str:
+    for _ in range(_MOST_STEPS):
+        given = flow.operands(place)
+        if place.one.op == "convert" and given:
+            is_written = place.one.primitive == "convert_element_type"
+            return "" if is_written else _narrow(given[0].one)
+        before = flow.before(place)
+        if before is None:
+            break
+        place = before
+    return ""
+
+
+def _narrow_after(flow: Flow, place: Place, index: int | None) -> str:
+    return next((dtype for user in flow.handed_on(place, index) if (dtype := _narrow(user.one))), "")
+
+
+def _narrow(one: Instruction) -> str:
+    return next((array.dtype for array in one.arrays if array.dtype in ("bfloat16", "float16")), "")
