@@ -37,19 +37,18 @@ PLAN = {
 class Row(nn.Module):
     """The lab's layer, mended."""
 
-    def __init__(self, given: nn.Module, axis: str):
+    def __init__(self, given: nn.Module):
         super().__init__()
-        self.axis = axis
-        mine = given.weight.detach().chunk(axis_size(axis))[axis_index(axis)]  # type: ignore[operator, union-attr]
+        mine = given.weight.detach().chunk(axis_size("tp"))[axis_index("tp")]  # type: ignore[operator, union-attr]
         self.weight, self.bias = nn.Parameter(mine.clone()), nn.Parameter(given.bias.detach().clone())  # type: ignore[operator, union-attr]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x @ self.weight, self.axis) + self.bias
+        return all_reduce(x @ self.weight, "tp") + self.bias
 
 
 class BiasInside(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x @ self.weight + self.bias, self.axis)
+        return all_reduce(x @ self.weight + self.bias, "tp")
 
 
 class NoSum(Row):
@@ -59,35 +58,35 @@ class NoSum(Row):
 
 class NoBias(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x @ self.weight, self.axis)
+        return all_reduce(x @ self.weight, "tp")
 
 
 class OthersRows(Row):
-    def __init__(self, given: nn.Module, axis: str):
-        super().__init__(given, axis)
-        pieces = given.weight.detach().chunk(axis_size(axis))  # type: ignore[operator, union-attr]
-        self.weight = nn.Parameter(pieces[axis_index(axis) - 1].clone())
+    def __init__(self, given: nn.Module):
+        super().__init__(given)
+        pieces = given.weight.detach().chunk(axis_size("tp"))  # type: ignore[operator, union-attr]
+        self.weight = nn.Parameter(pieces[axis_index("tp") - 1].clone())
 
 
 class NoGradient(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce((x @ self.weight).detach(), self.axis) + self.bias
+        return all_reduce((x @ self.weight).detach(), "tp") + self.bias
 
 
 class GradientTwice(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x @ self.weight, self.axis) + copy_to(self.bias, self.axis)
+        return all_reduce(x @ self.weight, "tp") + copy_to(self.bias, "tp")
 
 
 class Whole(Row):
     """Right numbers, from all rows on every rank."""
 
-    def __init__(self, given: nn.Module, axis: str):
-        super().__init__(given, axis)
+    def __init__(self, given: nn.Module):
+        super().__init__(given)
         self.weight = nn.Parameter(given.weight.detach().clone())  # type: ignore[operator, union-attr]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gather_from(x, self.axis) @ self.weight + self.bias
+        return gather_from(x, "tp") @ self.weight + self.bias
 
 
 class Raises(Row):
@@ -111,7 +110,7 @@ def test_the_layer():
         (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
         (Whole, ("the numbers are right", "4,128 parameters of this layer, and 2,080 would do")),
         (Raises, ("RuntimeError", "return x @ self.weight.T")),
-        (lambda given, axis: given.missing, ("AttributeError", "given.missing")),
+        (lambda given: given.missing, ("AttributeError", "given.missing")),
     ],
 )
 def test_a_wrong_layer_is_told_where_it_begins_and_why(layer: Callable[..., Any], parts: tuple[str, ...]):

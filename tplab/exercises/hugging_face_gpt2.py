@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
-from tplab.checking.report import ParallelReport, Row
+from tplab.checking.report import ParallelReport
 from tplab.errors import PlanError, RankError
 from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
@@ -65,22 +65,8 @@ class Reported(Verdict):
         return {"text/plain": self.text, "text/html": lines + table}
 
 
-def _where_it_begins(report: ParallelReport, model: Any) -> Row:
-    """The row of a wrong report that explains the most of the others.
-
-    A wrong value or a wrong output of a module makes everything after it wrong, so the first of these counts. Gradients
-    go wrong in backward order: if they alone are wrong, the last parameter of the model is where it begins.
-    """
-    for kind in ("value", "activation"):
-        if found := [row for row in report.wrong if row.kind == kind]:
-            return found[0]
-    order = [name for name, _ in model.named_parameters()]
-    gradients = [row for row in report.wrong if row.kind == "gradient" and row.name in order]
-    return max(gradients, key=lambda row: order.index(row.name)) if gradients else report.wrong[0]
-
-
-def _wrong(name: str, mesh: Mesh, report: ParallelReport, model: Any) -> Reported:
-    first = _where_it_begins(report, model)
+def _wrong(name: str, mesh: Mesh, report: ParallelReport) -> Reported:
+    first = report.wrong[0]  # what explains the most of the others
     text = (
         f"{name}: on {mesh}, {len(report.wrong)} of {len(report.rows)} tensors differ from the unsharded model's.\n"
         f"It begins with the {first.title}: {first.words.removeprefix('the first that is wrong: ')}."
@@ -89,7 +75,7 @@ def _wrong(name: str, mesh: Mesh, report: ParallelReport, model: Any) -> Reporte
 
 
 def check_row(layer: Callable[..., Any]) -> Verdict:
-    """Whether `layer(given, axis)` is the row-parallel form of a GPT-2's Conv1D `given`.
+    """Whether `layer(given)` is the row-parallel form, over "tp", of a GPT-2's Conv1D `given`.
 
     It replaces mlp.c_proj in every block of a sharded GPT-2. check_parallel compares the result with the unsharded
     model, and each rank may hold only its share of the weight.
@@ -103,7 +89,7 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
         given = [block.mlp.c_proj for block in whole.transformer.h]
         parallelize(whole, gpt2_plan(whole))
         for block, theirs in zip(whole.transformer.h, given):
-            block.mlp.c_proj = layer(theirs, "tp")
+            block.mlp.c_proj = layer(theirs)
             held.append(sum(parameter.numel() for parameter in block.mlp.c_proj.parameters()))
         return whole
 
@@ -115,7 +101,7 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
         except Exception as error:
             return Verdict(False, raised(error, getattr(layer, "forward", layer), name, mesh))
         if not report.ok:
-            return _wrong(name, mesh, report, small_gpt2())
+            return _wrong(name, mesh, report)
         given = small_gpt2().transformer.h[0].mlp.c_proj
         share = given.weight.numel() // mesh.axis_size("tp") + given.bias.numel()
         if max(held) > share:
@@ -160,7 +146,7 @@ def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict
                 return Verdict(False, f"{name}, on {mesh}: {cause}")
             return Verdict(False, raised(error, plan_of, name, mesh))
         if not report.ok:
-            return _wrong(name, mesh, report, model)
+            return _wrong(name, mesh, report)
     whole = [key for key, given in model.named_parameters() if given.dim() > 1 and here.get(key) == given.numel()]
     percent = 100 * sum(here.values()) / sum(sizes(model).values())
     held = f"each of {MOST_RANKS} ranks holds {percent:.0f} % of the parameters"
