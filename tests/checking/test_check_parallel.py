@@ -360,6 +360,33 @@ def test_all_gather_in_the_place_of_gather_from_is_named():
     assert "ranks use what all_gather returns ([12, 12]) in the same way: with gather_from" in report.wrong[0].words
 
 
+def test_a_gather_that_only_some_ranks_use_is_reported_all_the_same():
+    """What only rank 0 uses has no gradient on the others, so that they cannot compare theirs."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.b(self.a(x).tanh()).sum()
+
+    class Half(Sum):
+        def forward(self, x):
+            index = lab.axis_index("tp")
+            y = self.b(lab.gather_from(self.a(x.chunk(2)[index]), "tp", 0).tanh()).sum()
+            return y if index == 0 else y.detach() + 0 * self.b.weight.sum()
+
+    def model(whole):
+        half = Half().double()
+        half.load_state_dict(whole.state_dict())
+        return half
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    report = check_parallel(model, Sum().double(), inputs=(x,), mesh=Mesh(tp=2))
+    assert report.of("loss").ok and not report.of("b.weight").ok and not report.of("a.weight").ok
+
+
 @pytest.mark.parametrize("mistake", ["", "scale"])
 def test_scores_of_torch_s_own_attention_are_compared(mistake):
     """With a mask, with grouped queries, as a root module without modules inside."""
@@ -705,6 +732,7 @@ def test_what_the_numbers_say():
     wrong_row[3] += 1
     assert "wrong in 4 of 32 places along dim 0 (the first at 3)" in words([wrong_row] * 4)
     assert "another one on each rank: 1, 2, 3, 4" in words([whole * (r + 1) for r in range(4)])
+    assert words([whole * 1.000047] * 4) == "1.000047 times the reference on every rank"
     padded = [np.pad(p, ((0, 0), (0, 2))) for p in cut]
     assert judge(padded, whole, column, mesh, ROUNDING).ok
     near = whole + np.abs(whole).max() * 2.0**-50
@@ -750,6 +778,26 @@ def test_keyword_arguments_reach_both_models():
     assert check_parallel(lambda whole: whole, Scaled(3, 3), **options, kwargs={"scale": 2.0}).ok
     with pytest.raises(TypeError, match="scael"):
         check_parallel(lambda whole: whole, Scaled(3, 3), **options, scael=2.0)  # type: ignore[call-arg]
+
+
+def test_a_model_that_draws_random_numbers_hides_no_mistake():
+    """In float64 the reference draws other numbers than in float32. That is no rounding."""
+
+    class Noisy(nn.Module):
+        def __init__(self, factor=1.0):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.factor = nn.Linear(4, 6), factor
+
+        def forward(self, x):
+            y = self.layer(x).tanh()
+            noise = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0))
+            return self.factor * (y + noise)
+
+    options = {"inputs": (torch.randn(3, 4),), "mesh": Mesh(tp=2)}
+    assert check_parallel(lambda whole: Noisy(), Noisy(), **options, perturb=False).ok
+    report = check_parallel(lambda whole: Noisy(1.5), Noisy(), **options, perturb=False)
+    assert report.of("output").mistake == "scaled" and not report.of("layer.weight").ok
 
 
 def test_what_makes_the_model_must_be_a_function_that_returns_one():

@@ -106,6 +106,21 @@ def test_what_is_rounding_in_shorter_dtypes(dtype):
     assert report.of("up").tolerance > 1e-7
 
 
+def test_a_model_that_draws_random_numbers_hides_no_mistake():
+    """In float64 the reference draws other numbers than in float32. That is no rounding."""
+
+    def noisy(params, x, factor=1.0):
+        y = jnp.tanh(x @ params["up"])
+        return factor * (y + jax.random.normal(jax.random.key(0), y.shape, y.dtype))
+
+    params, x = {"up": jnp.asarray(numbers(4, 12), "float32")}, jnp.asarray(X, "float32")
+    options = {"params": params, "specs": {"up": P()}}
+    report = checked(noisy, noisy, x, **options)
+    assert report.ok and report.of("output").error == 0
+    report = checked(lambda params, x: noisy(params, x, 1.5), noisy, x, **options)
+    assert report.of("output").mistake == "scaled" and not report.of("up").ok
+
+
 # ------------------------------------------------------------------------------------------------ known mistakes
 
 

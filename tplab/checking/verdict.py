@@ -221,7 +221,8 @@ class _Case:
                 return "scaled", words, ()
         if abs(scale + 1) < close:
             return "scaled", "minus the reference on every rank", ()
-        return "scaled", f"{scale:.5g} times the reference on every rank", ()
+        factor = f"{scale:.5g}" if f"{scale:.5g}" != "1" else f"{scale:.10g}"
+        return "scaled", f"{factor} times the reference on every rank", ()
 
     def _partial(self) -> Answer | None:
         for names in axis_sets(self.mesh, without=self.layout.spec.axis_names):

@@ -75,7 +75,7 @@ def check_parallel(
     if weights or has_loss:
         on_one = {name: [whole] for name, (whole, _) in weights.items()}
         want = theirs.answer(on_one, optimizer)[0]
-        comparison.again = _answer_again(theirs, on_one)
+        comparison.see_again(_answer_again(theirs, on_one), want)
         told = ours.answer({name: each for name, (_, each) in weights.items()}, optimizer, after_backward)
         comparison.compare_outputs(told, want)
         comparison.compare_gradients(told, want)
