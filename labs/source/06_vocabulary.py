@@ -371,8 +371,8 @@ knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Up to about 900 tokens gathering is faster, for one reason: each of our twenty operations has to be launched, and
-# the model charges 5 µs per launch. Without launches the three numbers win from 128 tokens on. A compiler or a
+# Up to about 900 tokens gathering is faster, for one reason: each of our many operations has to be launched, and
+# the model charges 5 µs per launch. Without launches the three numbers win from about 128 tokens on. A compiler or a
 # hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most of the
 # launches and of the passes over the logits. A server that generates text has few tokens at a time, and
 # [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/logits_processor.py) does gather

@@ -42,14 +42,14 @@ from tplab.widgets import matrices
 # - **inside**, between $f$ and $g$, where each rank has its own features or heads;
 # - **outside**, after $g$, where every rank has a copy of the same tensor.
 #
-# **Predict.** In which of these places must all ranks draw the same mask, and in which must each rank draw its own?
-# What goes wrong otherwise?
+# The picture above shows what is right: one mask outside, and one mask per rank inside.
+#
+# **Predict.** What goes wrong if the ranks draw different masks outside? And what if they draw the same mask inside?
 #
 # <details><summary>Answer</summary>
 #
-# Outside, all ranks need the same mask, because otherwise the copies are no longer copies. Inside, each rank needs
-# its own mask, because otherwise features on different ranks, which have nothing to do with each other, are always
-# dropped together. You will see both below.
+# Different masks outside: the copies are no longer copies. The same mask inside: features on different ranks, which
+# have nothing to do with each other, are always dropped together. You will see both below.
 #
 # </details>
 #
@@ -117,8 +117,8 @@ title = "Four copies of one weight, each trained with its own masks"
 matrices({f"rank {rank}": gain for rank, gain in enumerate(drifted)}, title)
 
 # %% [markdown]
-# The model now has four different norms, and nothing has raised an error. With tplab's `dropout`, the four copies
-# are still the same, and `out_specs=P()` accepts them:
+# The model now has four different norms, and nothing has raised an error. With tplab's `dropout`, the four copies are
+# still the same, and `out_specs=P()` accepts them:
 
 # %%
 same = tt.run(lambda: train(lambda x: tt.dropout(x, 0.5)), Mesh(tp=4), out_specs=P())

@@ -67,14 +67,14 @@ by_part = [np.concatenate([part[rank] for part in parts]) for rank in range(2)]
 print("cut part by part: ", *by_part)
 
 # %% [markdown]
-# Cut as one matrix, rank 0 gets all the queries and half of the keys. The shapes fit and no error is raised, but no
-# rank has a whole head. So a fused matrix must be cut part by part. (`c_attn` is also a `Conv1D`, which stores its
-# weight as [in, out], the transpose of what `nn.Linear` stores.)
+# If you cut it as one matrix, rank 0 gets all the queries and half of the keys. The shapes fit and no error is
+# raised, but no rank has a whole head. So a fused matrix must be cut part by part. (`c_attn` is also a `Conv1D`,
+# which stores its weight as [in, out], the transpose of what `nn.Linear` stores.)
 #
 # ## Ten lines of your own
 #
 # Sharding a model from outside means replacing its layers. Start with the MLPs: `c_fc` becomes column-parallel and
-# `c_proj` becomes row-parallel. `by_own_plan` is all that it takes:
+# `c_proj` becomes row-parallel. A plan says which layer replaces which module, and `by_own_plan` carries it out:
 
 # %%
 from fnmatch import fnmatch
@@ -329,8 +329,8 @@ print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 #
 # torch's own `parallelize_module` also takes a plan, and turns parameters into tensors that know how they are split
 # (`DTensor`). `jax.jit` needs no plan: you say how the parameters are split, and XLA works out what an *unsharded*
-# program has to send. Here is one training step of the same GPT-2 on four ranks. By default, each of the query, key
-# and value layers sums its own gradient. DTensor can be told that the three share their input.
+# program has to send. Here is one training step of the same GPT-2 on four ranks. In both of them query, key and value
+# are three layers, and each of the three sums the gradient of its input. DTensor can be told that they share it.
 
 # %%
 from functools import partial
