@@ -228,7 +228,7 @@ def readme_code() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax"])
+@pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax", "own"])
 def test_readme_code_runs_and_prints_what_it_says(code: str, tmp_path: Path):
     assert len([line for line in code.splitlines() if line]) <= 11
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)

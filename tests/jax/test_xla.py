@@ -185,8 +185,13 @@ def test_what_is_no_array_may_be_among_the_arguments():
 
 def test_no_mesh_at_all_and_what_is_compiled_already():
     x = np.ones((4, 4), np.float32)
-    compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(x).compile()
-    for found in (trace(lambda x: jnp.sin(x) @ x, x, cluster=TOY), trace(compiled, cluster=TOY)):
+
+    def product(x):
+        return jnp.sin(x) @ x
+
+    compiled = jax.jit(product).lower(x).compile()
+    for found in (trace(product, x, cluster=TOY), trace(compiled, cluster=TOY)):
+        assert found.title == "product"
         assert found.mesh == Mesh(devices=1)
         assert [e.flops for e in events(found, "compute") if e.flops] == [16, 128]
         assert found.bytes_sent() == 0

@@ -149,6 +149,7 @@ class Module:
 
     computations   by name, their instructions in the order in which they run
     entry          the name of the program's
+    name           the function's, as jit knows it
     num_ranks      how many ranks run it
     """
 
@@ -162,6 +163,7 @@ class Module:
                 self.entry = header[2] if header[1] else self.entry
             elif (instruction := _instruction(line)) is not None:
                 current.append(instruction)
+        self.name = re.sub(r"^HloModule (?:jit_|pmap_)?([^, ]*).*", r"\1", text.partition("\n")[0]).strip("_")
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
         self.num_ranks = math.prod(map(int, counts))
         self._tables = {name: _table(text, name) for name in ("FileNames", "FileLocations", "StackFrames")}

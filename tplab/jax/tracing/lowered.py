@@ -64,7 +64,8 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
     compiled = getattr(compiled, "compiled", compiled)  # Equinox's is wrapped
     module = Module(compiled.as_text() or "")
     mesh = _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks)
-    return Lowered(_title(fn), module, mesh, _names(fn, args, kwargs))
+    title = module.name if hasattr(fn, "as_text") else _title(fn)
+    return Lowered(title, module, mesh, _names(fn, args, kwargs))
 
 
 def _title(fn: Any) -> str:
