@@ -361,50 +361,41 @@ print(of_rank_3[0])
 assert of_rank_3 and not faults(one_f_one_b(4, 8))
 
 # %% [markdown]
-# ## Your turn: ten steps
+# ## Your turn: six puzzles
 #
-# Two ranks, three microbatches, F = I = W = 1 (a whole B takes 2 steps). 1F1B takes 12. Draw a schedule that takes 10, and
-# return the picture as text, as ZB-H1 was printed above: a row a rank, a cell a step, dots where a rank idles. Or only the
-# order of each row, without dots: then every action runs as soon as it can.
+# Each puzzle asks for a schedule with F = I = W = 1. A whole B takes 2 steps. Return a picture as text, like ZB-H1 above: one
+# row per rank, one cell per step, and dots where a rank idles. You may also write only the order of each row, without dots.
+# Then every action runs as soon as it can. A rule of your own can write the rows, as `row` did.
 
 # %%
-def two_ranks():
-    ...
+from tplab.exercises.pipeline_schedules import PUZZLES, check_puzzle
 
-# %%
-from tplab.exercises.pipeline_schedules import check_two_ranks
-
-check_two_ranks(two_ranks)
+for number, puzzle in PUZZLES.items():
+    print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# ## Your turn: beat 1F1B with three slots
-#
-# Four ranks with one stage each, eight microbatches. 1F1B takes 33 and holds four microbatches on rank 0. Find a schedule
-# that takes at most 32 while no rank ever holds more than three. Return its rows as text; a rule of your own can write
-# them, as `row` did above. Or return `lab.schedule` of `lab = pipeline_lab("zb_h1", memory_limit=3)`, changed with "edit"
-# pressed.
+# Puzzle 1 has an answer already, which is not right. Change it, then go on with the others:
 
 # %%
-def three_slots():
+def puzzle_1():
+    return """
+        F0 F1 B0 .. B1 ..
+        .. F0 F1 B0 .. B1 ..
+        """.strip()
+
+check_puzzle(1, puzzle_1)
+
+# %%
+def puzzle_2():
     ...
 
-# %%
-from tplab.exercises.pipeline_schedules import check_three_slots
-
-check_three_slots(three_slots)
-
-# %% [markdown]
-# <details><summary>How far can one go?</summary>
-#
-# With one stage a rank, 31 is the proven optimum for three microbatches held, 41 for two. tplab's scheduler finds 32 in an
-# instant, below; with `solver="exact"` (after `pip install ortools`) it looks for the optimum.
-#
-# </details>
+check_puzzle(2, puzzle_2)
 
 # %%
-found = simulate(auto_schedule(4, 8, memory_limit=3))
-assert found.makespan == 32 and found.peak_activations.max() == 3
-gantt(found)
+def puzzle_5():
+    ...
+
+check_puzzle(5, puzzle_5)
 
 # %% [markdown]
 # ## To take away

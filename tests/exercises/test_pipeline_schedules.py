@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from tplab.exercises.pipeline_schedules import check_one_f_one_b, check_three_slots, check_two_ranks
-from tplab.schedules import auto_schedule, gpipe, one_f_one_b, simulate, zb_h1
+from tplab.exercises.pipeline_schedules import PUZZLES, check_one_f_one_b, check_puzzle
+from tplab.schedules import auto_schedule, gpipe, one_f_one_b, zb_h1
 
 
 def row_with(ahead_of):
@@ -31,25 +31,29 @@ def test_the_right_row():
 @pytest.mark.parametrize(
     "ahead, said",
     [
-        (lambda rank, ranks, m: rank, "deadlock(.|\n)*Who waits longest"),
+        (lambda rank, ranks, m: rank, "deadlock(.|\n)*Which rank waits longest"),
         (lambda rank, ranks, m: ranks - rank, "One forward too many"),
-        (lambda rank, ranks, m: ranks - 1, "as many forwards ahead"),
+        (lambda rank, ranks, m: ranks - 1, "equally many forwards ahead"),
         (lambda rank, ranks, m: m, "that is GPipe"),
         (lambda rank, ranks, m: 0, "No forwards run ahead"),
     ],
 )
 def test_known_mistakes_in_the_row(ahead, said: str):
+    """Each is drawn, also where it cannot run."""
     import re
 
     verdict = check_one_f_one_b(row_with(ahead))
     assert verdict.passed is False and re.search(said, verdict.text), verdict
+    assert verdict.text.startswith("row: with 2 ranks") and "1 microbatches" not in verdict.text
+    data, metadata = verdict._repr_mimebundle_()
+    assert data["image/png"] and metadata["image/png"]["alt"] == verdict.text
 
 
 def test_rows_that_are_none():
     assert check_one_f_one_b(cast(Any, lambda rank, ranks, m: ...)).passed is None
     assert "AttributeError" in check_one_f_one_b(cast(Any, lambda rank, ranks, m: 7)).text
     assert "is no action" in check_one_f_one_b(lambda rank, ranks, m: "forward").text
-    assert "its rows name 1 microbatches" in check_one_f_one_b(lambda rank, ranks, m: "F0 B0").text
+    assert "its rows have 1 microbatch." in check_one_f_one_b(lambda rank, ranks, m: "F0 B0").text
     assert "cannot run" in check_one_f_one_b(lambda rank, ranks, m: " ".join(f"F{k}" for k in range(m))).text
 
 
@@ -58,32 +62,86 @@ F0 F1 F2 I0 W0 I1 W1 I2 W2 ..
 .. F0 I0 F1 I1 F2 I2 W0 W1 W2"""
 
 
-def test_puzzles_solved():
-    assert check_two_ranks(lambda: TEN).passed and "the best there is" in check_two_ranks(lambda: TEN).text
-    assert check_two_ranks(lambda: zb_h1(2, 3)).passed
-    assert check_two_ranks(lambda: TEN.replace(" ..", "").replace(".. ", "")).passed  # the order alone
-    found = auto_schedule(4, 8, memory_limit=3)
-    assert simulate(found).makespan <= 32
-    assert check_three_slots(lambda: found).passed
+def in_order(ranks: int, microbatches: int, slots: int, *orders: str) -> str:
+    """Each rank runs, of what it can run, the first in its order, "IFW" or "FWI"; all take one step."""
+    done: dict[tuple[str, int, int], int] = {}
+    rows: list[list[str]] = [[] for _ in range(ranks)]
+    ran = [dict.fromkeys("FIW", 0) for _ in range(ranks)]
+    for now in range(100):
+        chosen = []
+        for rank, num in enumerate(ran):
+            last = rank == ranks - 1
+            ready = {
+                "F": num["F"] < microbatches
+                and num["F"] - num["W"] < slots
+                and (rank == 0 or done.get(("F", rank - 1, num["F"]), 100) <= now),
+                "I": num["I"] < num["F"] and (last or done.get(("I", rank + 1, num["I"]), 100) <= now),
+                "W": num["W"] < num["I"],
+            }
+            kind = next((kind for kind in orders[rank] if ready[kind]), "")
+            if kind:
+                chosen.append((rank, kind))
+        for rank, kind in chosen:
+            rows[rank].append(f"{kind}{ran[rank][kind]}")
+            done[kind, rank, ran[rank][kind]] = now + 1
+            ran[rank][kind] += 1
+    return "\n".join(map(" ".join, rows))
+
+
+SOLVED = {
+    1: lambda: one_f_one_b(2, 2),
+    2: lambda: TEN,
+    3: lambda: zb_h1(2, 4),
+    4: lambda: str(zb_h1(3, 6)),
+    5: lambda: in_order(4, 8, 3, "FIW", "FIW", "FIW", "IFW"),
+    6: lambda: in_order(4, 8, 3, "FWI", "IFW", "IFW", "IFW"),
+}
+
+
+@pytest.mark.parametrize("number", PUZZLES)
+def test_puzzles_solved(number: int):
+    verdict = check_puzzle(number, SOLVED[number])
+    assert verdict.passed, verdict
+    data, _ = verdict._repr_mimebundle_()
+    assert data["image/png"]  # the learner's own schedule
+
+
+def test_the_order_alone_will_do():
+    assert check_puzzle(2, lambda: TEN.replace(" ..", "").replace(".. ", "")).passed
+    assert "No schedule can be shorter." in check_puzzle(2, lambda: TEN).text
 
 
 @pytest.mark.parametrize(
-    "answer, said",
+    "number, answer, said",
     [
-        (lambda: one_f_one_b(2, 3), "takes 12 steps; 10 can be done"),
-        (lambda: one_f_one_b(4, 8), "it has 4 ranks, 8 microbatches and 4 stages; asked for are 2, 3"),
-        (lambda: TEN.replace("W2 ..", ".. .."), "never W2"),
-        (lambda: "F0 what", "two_ranks:"),
-        (lambda: 7, "it must return a schedule"),
-        (lambda: 1 / 0, "ZeroDivisionError"),
+        (2, lambda: one_f_one_b(2, 3), "it runs, in 12 steps. 10 are possible."),
+        (
+            2,
+            lambda: one_f_one_b(4, 8),
+            "your schedule has 4 ranks, 8 microbatches and 4 stages. It should have 2 ranks",
+        ),
+        (2, lambda: TEN.replace("W2 ..", ".. .."), "never W2"),
+        (2, lambda: "F0 what", "puzzle 2:"),
+        (2, lambda: 7, "return a schedule, or its picture as text. It returned 7."),
+        (2, lambda: 1 / 0, "ZeroDivisionError"),
+        (2, lambda: "B0 F0\nF0 B0", "puzzle 2:"),
+        (3, lambda: one_f_one_b(2, 4), "it runs, in 15 steps. 13 are possible."),
+        (5, lambda: zb_h1(4, 8), "holds more than the 3 microbatches"),
+        (5, lambda: gpipe(4, 8), "holds more than the 3 microbatches"),
+        (5, lambda: in_order(4, 8, 3, *["IFW"] * 4), "in 33 steps. 32 are possible.\nSplitting B helps"),
+        (5, lambda: auto_schedule(4, 8, memory_limit=3), "the schedule that `auto_schedule` finds"),
+        (5, lambda: str(auto_schedule(4, 8, memory_limit=3)), "the schedule that `auto_schedule` finds"),
+        (6, lambda: SOLVED[5](), "in 32 steps. 31 are possible."),
+        (7, lambda: TEN, "There is no puzzle 7"),
     ],
 )
-def test_puzzles_not_solved(answer, said: str):
-    verdict = check_two_ranks(answer)
+def test_puzzles_not_solved(number: int, answer, said: str):
+    verdict = check_puzzle(number, answer)
     assert verdict.passed is False and said in verdict.text, verdict
+    verdict._repr_mimebundle_()
 
 
-def test_three_slots_are_three():
-    assert "holds more than the 3 microbatches" in check_three_slots(lambda: zb_h1(4, 8)).text
-    assert "holds more than the 3 microbatches" in check_three_slots(lambda: gpipe(4, 8)).text
-    assert check_three_slots(lambda: ...).passed is None
+def test_an_untouched_puzzle_says_what_it_asks_for():
+    verdict = check_puzzle(5, lambda: ...)
+    assert verdict.passed is None
+    assert "4 ranks, 8 microbatches: at most 32 steps, and at most 3 microbatches held by any rank" in verdict.text

@@ -23,9 +23,9 @@ def test_ahead_solved():
     "ahead, said",
     [
         (lambda rank, ranks: ranks - 1 if rank == 0 else 2 * (ranks - 1 - rank), "rank 1 wants F4, which rank 0 runs"),
-        (lambda rank, ranks: ranks - 1 - rank, "take 49 steps over the slow link; 39 will do.\nThis is 1F1B"),
+        (lambda rank, ranks: ranks - 1 - rank, "need 49 steps over the slow link, where 39 will do.\nThis is 1F1B"),
         (lambda rank, ranks: ranks - 1, "A rank has nothing to do while its gradient is on the way"),
-        (lambda rank, ranks: 99, "holds 8 microbatches; 7 are enough"),
+        (lambda rank, ranks: 99, "holds 8 microbatches. 7 are enough"),
         (lambda rank, ranks: rank, "deadlock: rank 0"),
         (lambda rank, ranks: -1, "give whole numbers, 0 or more"),
         (lambda rank, ranks: 1.5, "give whole numbers, 0 or more"),
@@ -35,6 +35,12 @@ def test_ahead_solved():
 def test_ahead_not_solved(ahead, said: str):
     verdict = check_ahead(ahead)
     assert verdict.passed is False and said in verdict.text, verdict
+
+
+@pytest.mark.parametrize("numbers", [lambda rank: 2 * (3 - rank), lambda rank: 3 - rank, lambda rank: rank])
+def test_every_answer_is_drawn(numbers):
+    data, metadata = check_ahead(lambda rank, ranks: max(numbers(rank) + ranks - 4, 0))._repr_mimebundle_()
+    assert data["image/png"] and metadata["image/png"]["alt"] == data["text/plain"]
 
 
 def test_ahead_not_started():

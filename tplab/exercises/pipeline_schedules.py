@@ -1,4 +1,4 @@
-"""The exercises of lab 10: a rank's row of 1F1B, and two puzzles with a limit on time and memory."""
+"""The exercises of lab 10: a rank's row of 1F1B, and puzzles with a limit on time and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from tplab.errors import TplabError
 from tplab.exercises.check import Verdict, untouched
-from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate
+from tplab.exercises.drawn import Drawn
+from tplab.schedules import Action, Costs, Schedule, auto_schedule, faults, one_f_one_b, simulate
 
 Row = Callable[[int, int, int], str]
 SIZES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 5))
@@ -16,7 +17,7 @@ SIZES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 5))
 
 def check_one_f_one_b(row: Row) -> Verdict:
     """Whether `row(rank, ranks, microbatches)` gives that rank's row of 1F1B, as text: "F0 F1 B0 ..."."""
-    name = "one_f_one_b"
+    name = getattr(row, "__name__", "row").replace("<lambda>", "my_row")
     for ranks, microbatches in SIZES:
         where = f"{ranks} ranks and {microbatches} microbatches"
         try:
@@ -27,22 +28,29 @@ def check_one_f_one_b(row: Row) -> Verdict:
         except Exception as error:
             return Verdict(False, f"{name}: {type(error).__name__} with {where}: {error}")
         if schedule.num_microbatches != microbatches:
-            return Verdict(False, f"{name}: with {where} its rows name {schedule.num_microbatches} microbatches.")
+            return Verdict(False, f"{name}: with {where}, its rows have {_count(schedule.num_microbatches)}.")
         wrong = faults(schedule, at_most=1)
         if wrong:
-            return Verdict(False, f"{name}: with {where} it cannot run.\n{wrong[0]}{_hint(schedule)}")
+            return Drawn(False, f"{name}: with {where} it cannot run.\n{wrong[0]}.{_hint(schedule)}", schedule)
         right = one_f_one_b(ranks, microbatches)
         if schedule != right:
             held, best = simulate(schedule).peak_activations, simulate(right).peak_activations
             rank = next(rank for rank in range(ranks) if schedule.by_rank()[rank] != right.by_rank()[rank])
-            return Verdict(
+            more = f", and rank {rank} holds {_count(held[rank])} where 1F1B holds {best[rank]:g}"
+            return Drawn(
                 False,
-                f"{name}: with {where} it runs, in {simulate(schedule).makespan:g} steps where 1F1B takes "
-                f"{simulate(right).makespan:g}, and rank {rank} holds {held[rank]:g} microbatches where "
-                f"{best[rank]:g} would do.{_hint(schedule)}",
+                f"{name}: with {where} it runs, but it is not 1F1B.\nIt takes {simulate(schedule).makespan:g} steps, "
+                f"where 1F1B takes {simulate(right).makespan:g}{more if held[rank] != best[rank] else ''}."
+                f"{_hint(schedule)}",
+                schedule,
             )
     listed = ", ".join(f"{ranks} x {microbatches}" for ranks, microbatches in SIZES)
-    return Verdict(True, f"{name} is right, for ranks x microbatches {listed}.")
+    shown = _of_rows([row(rank, 4, 8) for rank in range(4)])
+    return Drawn(True, f"{name} is right, for ranks x microbatches {listed}. This is 4 x 8:", shown)
+
+
+def _count(microbatches: float) -> str:
+    return f"{microbatches:g} microbatch{'' if microbatches == 1 else 'es'}"
 
 
 def _hint(schedule: Schedule) -> str:
@@ -50,11 +58,11 @@ def _hint(schedule: Schedule) -> str:
     ranks, microbatches = schedule.num_ranks, schedule.num_microbatches
     ahead = [next((i for i, a in enumerate(row) if a.kind != "F"), len(row)) for row in schedule.by_rank()]
     known = {
-        "Rank r runs r forwards ahead. Who waits longest for its first gradient, the first rank or the last?":
+        "Rank r runs r forwards ahead. Which rank waits longest for its first gradient, the first or the last?":
             [min(rank, microbatches - 1) + 1 for rank in range(ranks)],
         "One forward too many before the first backward: the last rank needs none ahead of its pair.":
             [min(ranks - rank, microbatches - 1) + 1 for rank in range(ranks)],
-        "Every rank runs as many forwards ahead. The last one can send a gradient back at once.":
+        "Every rank runs equally many forwards ahead. The last one could send a gradient back at once.":
             [min(ranks - 1, microbatches - 1) + 1] * ranks,
         "All forwards come first: that is GPipe.": [microbatches] * ranks,
         "No forwards run ahead: each microbatch waits for the one before it to come back.": [1] * ranks,
@@ -65,70 +73,78 @@ def _hint(schedule: Schedule) -> str:
 @dataclass(frozen=True)
 class Puzzle:
     """A schedule is wanted for so many ranks and microbatches, F = I = W = 1 (B is I and W), whose makespan is at most
-    `makespan`, and of whose ranks none holds more than `slots` microbatches."""
+    `makespan`, and in which no rank ever holds more than `slots` microbatches."""
 
-    name: str
     ranks: int
     microbatches: int
     makespan: float
-    slots: float
+    slots: int
     hint: str
 
-
-TWO_RANKS = Puzzle(
-    "two_ranks", 2, 3, 10, 3,
-    "1F1B takes 12. Split each B of rank 1 into I and W, and let rank 0 have its gradients sooner.",
-)  # fmt: skip
-THREE_SLOTS = Puzzle(
-    "three_slots", 4, 8, 32, 3,
-    "1F1B takes 33 and holds 4 on rank 0. With a split backward, a rank that waits can run a W, which frees its slot. "
-    "For the last step: I before F where both could run, and put a W off for as long as its slot is not needed.",
-)  # fmt: skip
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} ranks, {_count(self.microbatches)}: at most {self.makespan:g} steps, and at most "
+            f"{_count(self.slots)} held by any rank"
+        )
 
 
-def check_two_ranks(fn: Callable[[], Any]) -> Verdict:
-    """Whether `fn()` is a schedule, or the picture of one, for 2 ranks and 3 microbatches in 10 steps."""
-    return solve(fn, TWO_RANKS)
+PUZZLES = {
+    1: Puzzle(2, 2, 9, 2, "Let rank 1 run B0 as soon as it has run F0."),
+    2: Puzzle(2, 3, 10, 3, "1F1B takes 12. Split each B into I and W. Rank 0 waits for I, but no rank waits for W."),
+    3: Puzzle(2, 4, 13, 2, "Rank 0 must free a place before it may run another F. A W frees one."),
+    4: Puzzle(3, 6, 20, 3, "How long must rank 2 wait for its first F? If it never idles after that, what is the sum?"),
+    5: Puzzle(
+        4, 8, 32, 3,
+        "Splitting B helps: with the rule 'I if it can run, else F, else W' every rank waits little, and that takes 33 "
+        "steps.\nAll other ranks wait for the forwards of rank 0. What should rank 0 prefer?",
+    ),
+    6: Puzzle(
+        4, 8, 31, 3,
+        "31 is the proven optimum. When rank 0 is full, a W makes room for its next F. How early can it run that F?",
+    ),
+}  # fmt: skip
 
 
-def check_three_slots(fn: Callable[[], Any]) -> Verdict:
-    """Whether `fn()` is a schedule, or the picture of one, that is sooner than 1F1B with 3 microbatches a rank."""
-    return solve(fn, THREE_SLOTS)
-
-
-def solve(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
-    """Compare what `fn` returns with a puzzle. Never raises."""
-    name = puzzle.name
+def check_puzzle(number: int, fn: Callable[[], Any]) -> Verdict:
+    """Whether `fn()` is a schedule, or the picture of one, that solves puzzle `number`. Never raises."""
+    if number not in PUZZLES:
+        return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
+    puzzle, name = PUZZLES[number], f"puzzle {number}"
     try:
         given = fn()
         if given is None or given is ...:
-            return untouched(name)
+            return Verdict(None, f"{name}: not started. {puzzle}.\nReplace the `...`, then run this cell again.")
         schedule = _read(given) if isinstance(given, str) else given
         if not isinstance(schedule, Schedule):
-            return Verdict(False, f"{name}: it must return a schedule, or its picture as text, and returned {given!r}.")
-        shape = (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages)
-        if shape != (puzzle.ranks, puzzle.microbatches, puzzle.ranks):
-            return Verdict(
-                False,
-                f"{name}: it has {shape[0]} ranks, {shape[1]} microbatches and {shape[2]} stages; asked for are "
-                f"{puzzle.ranks}, {puzzle.microbatches} and one stage per rank.",
-            )
-        wrong = faults(schedule, memory_limit=puzzle.slots, at_most=1)
-        if wrong:
-            return Verdict(False, f"{name}: {wrong[0]}.")
+            return Verdict(False, f"{name}: return a schedule, or its picture as text. It returned {given!r}.")
+        return _judged(name, puzzle, schedule)
     except TplabError as error:
         return Verdict(False, f"{name}: {error}")
     except Exception as error:
         return Verdict(False, f"{name}: {type(error).__name__}: {error}")
+
+
+def _judged(name: str, puzzle: Puzzle, schedule: Schedule) -> Verdict:
+    shape = (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages)
+    if shape != (puzzle.ranks, puzzle.microbatches, puzzle.ranks):
+        return Drawn(
+            False,
+            f"{name}: your schedule has {shape[0]} ranks, {_count(shape[1])} and {shape[2]} stages. It should have "
+            f"{puzzle.ranks} ranks, {_count(puzzle.microbatches)} and one stage per rank.",
+            schedule,
+        )
+    if wrong := faults(schedule, memory_limit=puzzle.slots, at_most=1):
+        return Drawn(False, f"{name}: {wrong[0]}.", schedule, limit=puzzle.slots)
     run = simulate(schedule, Costs())
     if run.makespan > puzzle.makespan:
-        text = f"{name}: it is legal, and takes {run.makespan:g} steps; {puzzle.makespan:g} can be done."
-        return Verdict(False, f"{text}\n{puzzle.hint}")
-    bound = "the best there is" if run.gap < 1e-9 else f"the bound is {run.bounds.makespan:g}"
-    return Verdict(
-        True,
-        f"{name} is solved: {run.makespan:g} steps ({bound}), {run.peak_activations.max():g} microbatches held.",
-    )
+        text = f"{name}: it runs, in {run.makespan:g} steps. {puzzle.makespan:g} are possible."
+        return Drawn(False, f"{text}\n{puzzle.hint}", schedule, limit=puzzle.slots)
+    if puzzle.ranks > 3 and schedule.by_rank() == auto_schedule(*shape[:2], memory_limit=puzzle.slots).by_rank():
+        text = "this is, action for action, the schedule that `auto_schedule` finds. Now write one of your own."
+        return Drawn(False, f"{name}: {text}", schedule, limit=puzzle.slots)
+    best = " No schedule can be shorter." if run.gap < 1e-9 else ""
+    held = _count(run.peak_activations.max())
+    return Drawn(True, f"{name} is solved: {run.makespan:g} steps, {held} held.{best}", schedule, limit=puzzle.slots)
 
 
 def _read(text: str) -> Schedule:

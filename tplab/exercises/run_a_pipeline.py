@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.drawn import Drawn
 from tplab.mesh import Mesh
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate, zb_h1, zb_h2
 from tplab.widgets.matrices import Panel, number_text
@@ -48,37 +49,46 @@ def check_ahead(ahead: Ahead) -> Verdict:
             schedule = running_ahead(numbers, microbatches)
         except Exception as error:
             return Verdict(False, f"{name}: {type(error).__name__} with {where}: {error}")
-        given = f"With {where} the ranks run {', '.join(map(str, numbers))} forwards ahead"
+        given = f"With {where}, the ranks run {', '.join(map(str, numbers))} forwards ahead"
         if stuck := faults(schedule, at_most=1):
             rank = next(rank for rank in range(1, ranks) if numbers[rank] > numbers[rank - 1])  # no other way to it
-            return Verdict(
+            return Drawn(
                 False,
-                f"{name}: {stuck[0]}.\n{given}. Before its first backward rank {rank} wants F{numbers[rank - 1] + 1}, "
+                f"{name}: {stuck[0]}.\n{given}. Before its first backward, rank {rank} wants F{numbers[rank - 1] + 1}, "
                 f"which rank {rank - 1} runs only after its own first backward.",
+                schedule,
             )
         run, best = simulate(schedule, SLOW), 3 * (microbatches + ranks - 1) + 2 * (ranks - 1)
         if run.makespan > best:
-            text = f"{name}: no deadlock. {given}, and take {run.makespan:g} steps over the slow link; {best} will do."
-            return Verdict(False, f"{text}\n{_who_waits(numbers)}")
+            steps = f"{run.makespan:g} steps over the slow link, where {best} will do"
+            text = f"{name}: no deadlock. {given}, and need {steps}."
+            return Drawn(False, f"{text}\n{_who_waits(numbers)}", schedule, SLOW)
         if run.peak_activations.max() > 2 * ranks - 1 and microbatches >= 2 * ranks:
-            return Verdict(
+            return Drawn(
                 False,
                 f"{name}: no deadlock, and {best} steps. {given}, so that a rank holds "
-                f"{run.peak_activations.max():g} microbatches; {2 * ranks - 1} are enough.",
+                f"{run.peak_activations.max():g} microbatches. {2 * ranks - 1} are enough.",
+                schedule,
+                SLOW,
+                2 * ranks - 1,
             )
     listed = ", ".join(f"{ranks} x {microbatches}" for ranks, microbatches in SIZES)
-    return Verdict(
+    return Drawn(
         True,
-        f"{name} is right: no deadlock, as quick as GPipe, and no more held than hides the messages; for ranks x "
-        f"microbatches {listed}.",
+        f"{name} is right: no deadlock, as quick as GPipe, and no more microbatches held than are needed to hide the "
+        f"messages.\nTried with ranks x microbatches {listed}. This is the first of them:",
+        running_ahead([ahead(rank, SIZES[0][0]) for rank in range(SIZES[0][0])], SIZES[0][1]),
+        SLOW,
     )
 
 
 def _who_waits(numbers: Sequence[int]) -> str:
     ranks = len(numbers)
     if numbers == [ranks - 1 - rank for rank in range(ranks)]:
-        return "This is 1F1B: a rank has nothing to do while a forward travels down, and while its gradient comes back."
-    return "A rank has nothing to do while its gradient is on the way: how long does one take, over all cuts below it?"
+        return "This is 1F1B. A rank has nothing to do while a forward travels down and its gradient comes back."
+    return (
+        "A rank has nothing to do while its gradient is on the way. How long does one take over all the cuts below it?"
+    )
 
 
 # --- a worker that splits its backward -------------------------------------------------------------------------------
@@ -107,7 +117,8 @@ def check_train_split(fn: Train) -> Verdict:
     if split > 1.02 * whole:  # less is additions, counted where torch shows them
         text += (
             f"\nOn two ranks a batch takes {100 * (split / whole - 1):.0f} % more FLOPs with I and W than with B: W "
-            "walks the chain once more. tplab's `train_batch` keeps the gradient at each layer's output, and does not."
+            "goes through the whole chain once more. tplab's `train_batch` avoids this: it keeps the gradient of each "
+            "layer's output."
         )
     return Verdict(True, text)
 
@@ -124,7 +135,7 @@ def _compared(fn: Train, schedule: Schedule, mesh: Mesh) -> Verdict | None:
     try:
         got = float(got)
     except (TypeError, ValueError):
-        return Verdict(False, f"{name}: the last rank returned {got!r}; it must return the loss. {where}")
+        return Verdict(False, f"{name}: the last rank returned {got!r}; it must return the loss, with {where}.")
     for rank in range(ranks):
         for key, want in right[rank].items():
             grad = per_rank[rank][1][key]
