@@ -100,7 +100,7 @@ for rank, arrived in enumerate(out.per_rank):
 # $$4 + 0 + 7 + 4 = 15$$
 #
 # These are rank 1's first number, rank 2's second, rank 3's third and rank 0's fourth. In the table they form a
-# diagonal that wraps around at the bottom. Find the other three sums before you run the cell.
+# diagonal that wraps around from the bottom to the top. Find the other three sums before you run the cell.
 #
 # The program never asks which rank it is. It sends `parts[0]` first, and at hop $k$ it adds `parts[k]` to what comes in.
 
@@ -183,7 +183,8 @@ for name, out in (("star", wheel), ("ring", ring)):
 
 # %% [markdown]
 # So the ring saves no bytes. It shares them out evenly. Look at a larger tensor on a slow network: in the star, rank 0 has
-# to send three times while the others wait. In the ring, every rank sends at every step.
+# to send three times while the others wait. (The model even lets it receive from three ranks at once.) In the ring, every
+# rank sends at every step.
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -215,8 +216,9 @@ for piece in range(4):
 # %% [markdown]
 # ## What it costs
 #
-# Two more members of the family. In a **broadcast** the ranks that know tell ranks that do not, so the number of ranks
-# that know doubles with every hop: a **tree**. In an **all-to-all** every rank has something different for every rank.
+# Here are two more members of the family. In a **broadcast**, the ranks that already have the tensor send it to ranks that
+# do not, so their number doubles with every hop: a **tree**. In an **all-to-all**, every rank has something different for
+# every rank.
 
 # %%
 def tree(x):
@@ -302,8 +304,7 @@ for event in out.trace.select(rank=0, kind="send").events:
 # <details><summary>Answer</summary>
 #
 # For a hundred numbers fewer hops are better, and for a hundred million fewer bytes. They are equal where sending the
-# bytes that the ring saves takes as long as its eleven extra hops. So it is the product of latency and bandwidth that
-# decides.
+# bytes that the ring saves takes as long as its eleven extra hops. So the product of latency and bandwidth decides.
 #
 # </details>
 #
@@ -354,9 +355,11 @@ curves(
 # every pair has a link of its own. Where ranks are wired as a ring or a torus, these messages share links and take longer.
 # A ring only ever uses neighbours, so its formula holds on any wiring.
 #
-# Now **measured**: star and ring on four processes of one machine. Real times are much larger, because the processes share
-# a few cores and every message has to wake one of them. But the order is the same as in the model: the star is faster
-# for a small tensor, the ring for a large one.
+# %% [markdown]
+# Now **measured**: star and ring on four processes of one machine. Real times are much larger, and the star may win even
+# for a large tensor. The ring is fast because all its links work at the same time. Four processes on a few cores take
+# turns instead, and then the number of messages counts: 6 in the star, 24 in the ring. So ask what a model assumes before
+# you trust it, and measure where you will run.
 
 # %% tags=["nbval-ignore-output"]
 for nbytes in (2**10, 2**23):
@@ -458,7 +461,7 @@ check_sum_up(sum_up)
 # %% [markdown]
 # ## Your turn: gather in both directions
 #
-# If each rank has a link to either neighbour, as TPUs have, a ring in one direction leaves half of the links idle. Write
+# If each rank has a link to both of its neighbours, as TPUs have, a ring in one direction leaves half of the links idle. Write
 # `gather`, in torch, in `R // 2` rounds. `x` is this rank's piece, `[1, n]`; return all pieces, `[R, n]`, with piece $j$
 # in row $j$. Use `ring_shift` by 1 and by -1 only.
 #

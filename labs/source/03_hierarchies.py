@@ -11,7 +11,7 @@
 # ![Two nodes with four GPUs each. They add up inside each node, then across the nodes, then gather inside each node.](images/03_hierarchies.png)
 #
 # *Two nodes with four GPUs each add up a tensor in three steps: inside each node, across the nodes, and inside each node
-# again. Only a quarter of the tensor crosses from any GPU to the other node.*
+# again. Each GPU sends only a quarter of the tensor to the other node.*
 
 # %%
 import subprocess
@@ -100,11 +100,11 @@ for nodes in (2, 4):
     print(f"    two_levels sends {within} within the node and {across} across")
 
 # %% [markdown]
-# Each GPU sends equally much both ways. With two levels, most of it stays on the fast links.
+# Each GPU sends the same number of bytes either way. With two levels, most of them stay on the fast links.
 #
-# One assumption decides how large the difference is: here a single ring squeezes through one network card. NCCL runs
-# several rings, each through a card of its own, and is about as fast as our two levels. You think in levels where you
-# place collectives yourself, as hybrid sharding (HSDP) does with exactly these three steps.
+# One assumption decides how large the difference is: here all bytes of a single ring pass through one network card per
+# node. NCCL runs several rings, each through a card of its own, and is about as fast as our two levels. You need to think
+# in levels when you place collectives yourself, as hybrid sharding (HSDP) does with exactly these three steps.
 #
 # ## Two axes of one training step
 #
@@ -249,14 +249,14 @@ check_average(average)
 
 # %% [markdown]
 # Mend `average`, run its cell, then run the check again. This happens: [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/pull/5555)
-# once divided by too large a group, and its gradient norms were a quarter of the right ones. With Adam, which does not care
-# about the scale of gradients, one may never notice.
+# once divided by too large a group, and its gradient norms were a quarter of the right ones. With Adam, which ignores the
+# scale of gradients, you may never notice.
 #
 # ## Your turn: gather on two levels
 #
 # Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. Each GPU may send
-# only its *own* row to other nodes, once to each: $N - 1$ rows on $N$ nodes. All else must stay inside a node. On the mesh
-# that the check uses, as on ours, rank = node × (GPUs per node) + gpu.
+# only its *own* row to other nodes, once to each: $N - 1$ rows on $N$ nodes. All else must stay inside a node. The rank is
+# node × (GPUs per node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #
@@ -288,7 +288,7 @@ check_gather_all(gather_all)
 #
 # ## To take away
 #
-# - Add up inside the node, then across, then gather inside: of $n$ bytes, each of $G$ GPUs sends only about $n/G$ across.
+# - Add up inside the node, then across, then gather inside. Of $n$ bytes, each of $G$ GPUs sends less than $2n/G$ across.
 # - Activations travel along `tp`, gradients along `dp`. The batch decides which mesh sends the least; 8 × 2 and 4 × 4
 #   are equal at $B = 2F$.
 # - Put the axis whose sums cannot be hidden inside the node, and divide by the size of the group that you summed over.

@@ -55,7 +55,7 @@ matrices(shown, "f copies in the forward pass, so it adds in the backward pass")
 #
 # The MLP has two matrices with `gelu` between them. Lab 01 split the first by columns and the second by rows.
 #
-# **Predict.** What if you do it the other way round, rows first? How many collectives does the forward pass need?
+# **Predict.** What if you do it in the other order, rows first? How many collectives does the forward pass need?
 #
 # <details><summary>Answer</summary>
 #
@@ -112,8 +112,8 @@ for mlp, split in SPECS_OF.items():
 # A head reads $x$ through a few columns of three matrices, mixes tokens, and goes out through a few rows of the output
 # matrix. This is the MLP's shape again: columns, then rows. What stands between them is a head instead of `gelu`.
 #
-# Here is an example for your head, with two tokens and two heads of one feature each. All queries are zero, so each
-# token takes the mean of the values up to and including its own.
+# Here is an example that you can check on paper, with two tokens and two heads of one feature each. All queries are zero, so
+# each token takes the mean of the values up to and including its own.
 
 # %%
 def softmax(scores):
@@ -155,10 +155,10 @@ matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's sco
 # A norm must see finished sums, too. Each half of the block therefore has a pair of its own:
 #
 # ```
-#        ┌───────────────────────────┐   ┌──────────────────────┐
-#   x ───┴ norm ─ f ─ q,k,v ─ o ─ g ─+───┴ norm ─ f ─ a ─ b ─ g ─+─── y
-#   [B, S, D]     │   n/tp heads  │  [B, S, D]   │  4D/tp   │  [B, S, D]
-#   on every rank │  on each rank │              │ features │
+#  x ─┬─ norm ─ f ─ q,k,v ─ heads ─ o ─ g ─ + ─┬─ norm ─ f ─ a ─ gelu ─ b ─ g ─ + ─ y
+#     └─────────────────────────────────────┘  └────────────────────────────────┘
+#      [B, S, D]       n/tp heads               [B, S, D]  4D/tp features
+#  on all ranks         per rank             on all ranks     per rank
 # ```
 #
 # All heads of a rank are computed at once. Outside of `run`, `heads` is plain attention.
@@ -306,7 +306,7 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Eight ranks are the fastest, with any number of tokens. Sixteen are *slower* than eight, because then each sum crosses the
+# Eight ranks are the fastest, with each of these numbers of tokens. Sixteen are *slower* than eight, because then each sum crosses the
 # network between the nodes. Within a node something else keeps them from being eight times as fast: the norms, the
 # residuals and the launches of kernels are the same on every rank, however many there are. This part assumes unfused
 # operations and 5 µs for each launch, as in eager PyTorch. With fused kernels or CUDA graphs it is smaller, and the sums
@@ -381,15 +381,14 @@ for f in (no_f, with_f):
 
 # %% [markdown]
 # Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights. That is at `q`, at
-# `k` and at `v`, so there are three sums where one `copy_to` before them makes one. In JAX, then, $f$ is not needed to be
-# right, but to be fast. (XLA on a GPU or TPU may combine the three; on CPU devices it does not.)
+# `k` and at `v`, so there are three sums where one `copy_to` before them makes one. So in JAX $f$ only makes the program
+# faster. (XLA on a GPU or TPU may combine the three; on CPU devices it does not.)
 #
 # ## A bug to repair
 #
 # Here is a row-parallel layer with its bias, as
-# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. Its
-# authors had no reason to worry: in a new layer the bias is zero, and four times zero is zero. With a trained bias it looks
-# like this:
+# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. A test of a
+# new layer passes, because there the bias is zero, and four times zero is zero. With a trained bias it looks like this:
 
 # %%
 def down(hidden, b, bias):  # hidden [B, S, H/tp]   b [H/tp, D]   bias [D]
@@ -431,8 +430,9 @@ print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 # hands every copy of the bias the whole gradient. And `bias` had other values during the check: `check_parallel` gives
 # parameters that are all zeros or all ones random values first, since zeros hide mistakes.
 #
-# Mend `down`, run its cell, and then this one. The check looks at the gradients too. Two popular repairs fail there:
-# each rank adds a share of the bias, or rank 0 adds all of it.
+# Mend `down`, run its cell, and then this one. The check looks at the gradients too. Two repairs that are good enough for
+# inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in
+# [nano-vllm](https://github.com/GeeeekExplorer/nano-vllm/issues/99).
 
 # %%
 from tplab.exercises.megatron_block import check_down

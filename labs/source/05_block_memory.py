@@ -36,7 +36,7 @@ from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards
 #
 # The backward pass of a product $y = xw$ needs $x$, for $dw = x^\top dy$. That of `gelu` or of a norm needs its input, that
 # of softmax its output, and that of dropout its mask. So the forward pass keeps these tensors. They are the
-# **activations**, and in training they are often most of the memory.
+# **activations**, and in training they can be most of the memory.
 #
 # Count them for one block. Let $s$ be the number of tokens, $b$ the batch and $h$ the width. A number takes 2 bytes, and an
 # entry of a mask 1 byte, so each tensor is a multiple of $sbh$ bytes. Korthikanti et al. count these:
@@ -228,7 +228,7 @@ for name, found in (("whole", whole), ("split", halves), ("gathered again", agai
     print(f"{name:<15} {found.bytes:>8,} bytes, {found.bytes / (S * B * H):5.2f} sbh")
 
 # %% [markdown]
-# The last is $34/4 = 8.5$, apart from the small tensors. And time? Here is the MLP half at real size, on four H100s,
+# The last is $34/4 = 8.5$, apart from the small tensors. What about time? Here is the MLP half at real size, on four H100s,
 # **modelled** (with unfused norms, as in eager PyTorch):
 
 # %%
@@ -244,7 +244,7 @@ for mlp, tokens in ((plain_mlp, P()), (sequence_parallel, TOKENS)):
 #
 # ## The same in JAX
 #
-# The names stay. But look at `scale`: there is no $f$ for it.
+# The names are the same. But this program has no $f$ for `scale`:
 
 # %%
 import jax
@@ -327,7 +327,7 @@ check_tokens_split(tokens_split)
 #
 # - A block keeps $sbh(34 + 5as/h)$ bytes. Tensor parallelism divides what is between $f$ and $g$, and leaves $10\,sbh$ on
 #   every rank.
-# - Splitting the tokens outside divides that too, and sends no more bytes but for the gradients of the norms. To divide
+# - Splitting the tokens outside divides that too. It sends only a little more: the gradients of the norms. To divide
 #   everything, the tokens are gathered again in the backward pass.
 # - Ranks that share a parameter and use it on different tokens must add up its gradient.
 #
