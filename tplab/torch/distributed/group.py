@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from tplab.errors import ShapeError
 from tplab.mesh import Mesh
-from tplab.torch.distributed.work import Started, Taken, Work
+from tplab.torch.distributed.work import Several, Started, Taken, Work
 from tplab.torch.private import no_dispatch, num_modes
 from tplab.torch.ranks.outcomes import own
 from tplab.torch.ranks.rank import Apart, Call, Place
@@ -138,7 +138,9 @@ class Group(dist.ProcessGroup):
         return self._run(self._call("all_gather", (0,)), _rows(x), opts, lambda y: _write(output, y))
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
-        pairs = zip(output_lists, inputs, strict=True)
+        """output_lists[rank][i] gets what that rank has as inputs[i]."""
+        self._check_count("all_gather_coalesced", output_lists)
+        pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
         return self._together([self.allgather([outputs], [x], _Started(opts)) for outputs, x in pairs], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -276,7 +278,7 @@ class Group(dist.ProcessGroup):
             return Taken()
         if opts is not None and not opts.asyncOp:
             works[-1].wait()
-        return works[-1]  # to wait for the last is to wait for all before it
+        return Several(works)
 
     def _deal(self, op: str, places: Sequence[Tensor], y: Tensor) -> None:
         """Write what came from all ranks into one tensor for each."""

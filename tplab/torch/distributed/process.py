@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -164,6 +164,26 @@ class Processes:
             c10d_C._unregister_all_process_groups()
 
 
+_READS_THE_WORLD = {
+    "torch.distributed.nn.functional",
+    "torch.distributed.optim.zero_redundancy_optimizer",
+    "torch.distributed.fsdp.sharded_grad_scaler",
+}
+"""Modules of torch whose functions have the default group of the moment of their import as a default argument."""
+
+
+class _Worldless(SourceFileLoader):
+    """Loads such a module as if before init_process_group. It is there once for all ranks and all runs, so the group
+    of the rank that happens to import it must not stay in it; no group means the default one of whoever calls."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        world, c10d._world = c10d._world, c10d._World()
+        try:
+            super().exec_module(module)
+        finally:
+            c10d._world = world
+
+
 class _Finder:
     """Notes which modules of the user's a rank imports. They are found as always."""
 
@@ -172,6 +192,9 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target)
+        if name in _READS_THE_WORLD and spec is not None and spec.origin is not None:
+            spec.loader = _Worldless(name, spec.origin)
+            return spec
         if not _is_users(spec):
             return None
         active = self._processes.active

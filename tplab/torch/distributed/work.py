@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,23 @@ class Started(Work):
             self._write(self._member.fetch(self._pending))
             at_end_of_backward(self.wait)
         return _done([self._x])
+
+
+class Several(Work):
+    """Several collectives of one group as one. To wait for the last is to wait for all before it."""
+
+    def __init__(self, works: Sequence[Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        return self._works[-1].wait()
+
+    def is_completed(self) -> bool:
+        return self._works[-1].is_completed()
+
+    def result(self) -> list[Tensor]:
+        return [x for work in self._works for x in work.result()]
 
 
 def _done(result: list[Tensor]) -> Future[Any]:
