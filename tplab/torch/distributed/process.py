@@ -162,6 +162,7 @@ class Processes:
                     group.unfinished[0].wait()
         finally:
             c10d_C._unregister_all_process_groups()
+            process.world = None
 
 
 _READS_THE_WORLD = {

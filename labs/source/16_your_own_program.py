@@ -1,0 +1,295 @@
+# %% [markdown]
+# # 16 Your own program
+#
+# **What does my training script really send, and why does it hang?**
+#
+# Time: 50 minutes. Prerequisites: [lab 02](02_collectives.ipynb) for the collectives, and a script of yours that runs under
+# `torchrun`, or the wish to write one.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/16_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/16_your_own_program.ipynb)
+#
+# ![A timeline of four ranks. In the second backward pass, sums of gradients run while the ranks still compute.](images/16_your_own_program.png)
+#
+# *Two training steps with PyTorch's DistributedDataParallel on four simulated H100s. Nothing in the program is tplab's. In
+# the second step, the gradients travel while the backward pass is still running.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from tplab import Mesh
+from tplab.cost import NAMED
+from tplab.torch import device_mesh, run
+from tplab.trace import Traffic, overlap, summary, traffic_table
+from tplab.widgets import timeline
+
+# %% [markdown]
+# ## A script
+#
+# In the earlier labs you wrote the program of one rank with tplab's collectives. Your own code probably uses
+# `torch.distributed` instead. That works here too: with `distributed=True`, every simulated rank finds `torch.distributed`
+# initialized, and everything built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
+
+# %%
+WIDTH = 512
+
+def model():
+    torch.manual_seed(0)
+    layers = [[nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()] for _ in range(4)]
+    return nn.Sequential(*[nn.Sequential(*layer) for layer in layers])
+
+def batch():
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(256, WIDTH, generator=generator)
+
+def train(net, steps=2):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = net(batch()).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+def ddp_training():
+    train(DistributedDataParallel(model(), bucket_cap_mb=1))
+
+ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
+print(summary(ddp.trace))
+
+# %% [markdown]
+# The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled: they
+# are what the figures of an H100 and of NVLink add up to, with every operation launched one by one.
+#
+# **Predict.** The model has four matrices of 512 x 512 in float32. How many bytes of gradients does each rank send in one
+# step?
+#
+# <details><summary>Answer</summary>
+#
+# The gradients are 4 x 512 x 512 x 4 B = 4.2 MB. A ring all-reduce sends 2(R-1)/R of that from each rank, which is 6.3 MB on
+# four ranks. Two steps on four ranks make 50.3 MB, as the summary says.
+# </details>
+
+# %%
+gradients = 4 * WIDTH * WIDTH * 4
+sent = ddp.trace.bytes_sent(rank=0, op="all_reduce")
+print(f"formula: {2 * 2 * 3 / 4 * gradients:,.0f} B    counted: {sent:,} B")
+
+# %% [markdown]
+# The broadcasts are something that you did not write. DDP sends the parameters of rank 0 to every rank when it is
+# constructed, so that all ranks start from the same model.
+#
+# ## Where the time goes
+#
+# Hover over the bars. Each one knows the line of your program that caused it.
+
+# %% tags=["opening-picture"]
+timeline(ddp.trace)
+
+# %% [markdown]
+# The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does not
+# know yet in which order gradients become ready, so it puts everything in one bucket. In the second step there are four
+# buckets, and the first three are on their way while the backward pass goes on.
+#
+# **Turn the knob.** Change `bucket_cap_mb` above from 1 to 25, which is the default, and run the three cells again. This
+# model is so small that one bucket holds it all, and nothing overlaps any more.
+
+# %%
+print(overlap(ddp.trace))
+
+# %% [markdown]
+# ## FSDP: the same model, cut into pieces
+#
+# DDP keeps the whole model on every rank. FSDP keeps a quarter of each layer per rank, and collects a layer when it is needed.
+# `device_mesh()` is the mesh of this run as PyTorch wants it:
+
+# %%
+def fsdp_training():
+    net = model()
+    for layer in net:
+        fully_shard(layer, mesh=device_mesh())
+    train(fully_shard(net, mesh=device_mesh()))
+
+fsdp = run(fsdp_training, Mesh(dp=4), distributed=True, cluster="h100")
+columns = {"DDP": Traffic.of_trace(ddp.trace), "FSDP": Traffic.of_trace(fsdp.trace)}
+print(traffic_table(columns))
+
+# %% [markdown]
+# For each layer and step, FSDP sends three times: an `all_gather` of the weights before the forward pass, another one before
+# the backward pass, and a `reduce_scatter` of the gradients. Each of them sends (R-1)/R of the layer, and an `all_reduce`
+# sends twice that. So FSDP sends 3/2 of what DDP sends in a step, and holds a quarter of the model.
+#
+# **Decide.** Is that worth it between nodes? Here the same four ranks are in one node, and then in two nodes of two, where
+# rings pass the slow link between the nodes:
+
+# %%
+two_nodes = replace(NAMED["h100"], node_size=2)
+for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
+    for program in (ddp_training, fsdp_training):
+        trace = run(program, Mesh(dp=4), distributed=True, cluster=cluster).trace
+        time, idle = trace.makespan * 1e6, trace.idle_share().mean()
+        print(f"{nodes}, {program.__name__}: {time:.0f} us, idle {idle:.0%}")
+
+# %% [markdown]
+# With 256 rows per rank and layers of 512, there is too little to compute to hide the traffic between nodes. Larger batches
+# and layers change that, because computing grows faster than what is sent. The model assumes that nothing else uses the
+# links, and that each operation is launched on its own.
+#
+# ## It hangs
+#
+# The most common question about distributed programs is why they stop. Under `torchrun`, nothing happens for ten minutes or
+# more, and then every rank reports a timeout. Here is a training loop as one finds it in real projects. Only rank 0
+# validates:
+
+# %%
+def validate(net, x):
+    loss = net(x).pow(2).mean().detach()
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return loss
+
+def train_and_validate():
+    net = DistributedDataParallel(model())
+    train(net, steps=1)
+    if dist.get_rank() == 0:
+        print("loss", validate(net.module, batch()).item())
+
+try:
+    run(train_and_validate, Mesh(dp=4), distributed=True)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+
+# %% [markdown]
+# The error names the rank that waits, the line, and the ranks that will never come. Nothing had to time out: when no rank
+# can move, tplab sees it.
+#
+# **A bug to repair.** Mend `train_and_validate` above. There are two ways, and one of them changes what `loss` means.
+#
+# <details><summary>Answer</summary>
+#
+# Either every rank calls `validate` and only rank 0 prints, or `validate` does not communicate. In the second case the loss is
+# that of rank 0's batch alone.
+# </details>
+#
+# ## It does not hang, and is wrong
+#
+# Another classic: a branch that depends on data. Gradients are clipped by their norm over all ranks, but only if the norm on
+# this rank is large:
+
+# %%
+def clip_sometimes():
+    net = DistributedDataParallel(model())
+    loss = net(batch() * (1 + dist.get_rank())).pow(2).mean()
+    loss.backward()
+    if loss > 0.005:
+        norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    dist.all_reduce(weights, op=dist.ReduceOp.AVG)
+
+try:
+    run(clip_sometimes, Mesh(dp=4), distributed=True)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+
+# %% [markdown]
+# Some ranks ask for the maximum of a norm, and others for the mean of their weights. NCCL does not compare calls. It would
+# add up numbers that have nothing to do with each other, or hang, depending on the sizes. tplab compares every call with
+# those of the other ranks before it computes anything.
+#
+# ## The twin: `jit` in JAX
+#
+# In JAX you do not write collectives at all. You say how arrays are sharded, and XLA inserts what is needed. `trace` compiles
+# the function and shows what it sends. Nothing is executed, so shapes are enough:
+
+# %%
+import jax
+import jax.numpy as jnp
+import tplab.jax as tj
+from jax.sharding import NamedSharding, PartitionSpec
+
+tj.prepare(4)
+devices = jax.make_mesh((4,), ("dp",))
+
+def loss(params, x):
+    for w in params:
+        x = jax.nn.relu(x @ w)
+    return (x**2).mean()
+
+def step(params, x):
+    grads = jax.grad(loss)(params, x)
+    return [w - 0.1 * g for w, g in zip(params, grads)]
+
+def array(shape, *spec):
+    sharding = NamedSharding(devices, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+x = array((1024, WIDTH), "dp")
+for name, spec in (("like DDP", ()), ("like FSDP", ("dp",))):
+    params = [array((WIDTH, WIDTH), *spec)] * 4
+    jitted = jax.jit(step, out_shardings=[p.sharding for p in params])
+    print(name, Traffic.of_trace(tj.trace(jitted, params, x)), sep="\n")
+
+# %% [markdown]
+# With replicated parameters, XLA sends exactly what DDP sends in a step: 6,291,456 bytes per rank. With sharded parameters it
+# collects each layer once for the forward pass and keeps it for the backward pass, where FSDP collects it again. `explain`
+# says which line and which operand made XLA insert each collective:
+
+# %%
+print(tj.explain(jitted, params, x))
+
+# %% [markdown]
+# ## Your turn: send once per step
+#
+# Large batches are often computed in several parts, and the gradients of the parts are added up. DDP sends gradients in
+# *every* backward pass, unless you tell it not to. Write `accumulate` so that the gradients are those of the mean loss over
+# all batches and ranks, and are sent only once. `loss_of(net, batch)` is the loss of one batch.
+
+# %%
+from tplab.exercises.your_own_program import check_accumulate
+
+def accumulate(net, loss_of, batches):
+    ...
+
+check_accumulate(accumulate)
+
+# %% [markdown]
+# ## On Monday
+#
+# | you have | you run |
+# |---|---|
+# | a script for `torchrun` | `python -m tplab.torchrun --nproc-per-node 8 --cluster h100 train.py` |
+# | the same, to send to a colleague | `... --html run.html train.py`: a page that plays the run in any browser |
+# | a script that asks for GPUs, on a laptop | `... --device cpu train.py` |
+# | a script, from a notebook | `tplab.torch.launch("train.py", ["--lr", "0.1"], ranks=8)` |
+# | a cell of a notebook | `%load_ext tplab`, then `%%ranks dp=4` on the first line of the cell |
+# | a function | `run(fn, Mesh(dp=2, tp=4), distributed=True)` |
+# | a JAX function with shardings | `tplab.jax.trace(fn, *args)` and `tplab.jax.explain(fn, *args)` |
+#
+# In a script, each rank imports its own copy of your modules, so that a module may keep its process groups in a global
+# variable, as Megatron-LM does.
+
+# %% [markdown]
+# ## To take away
+#
+# - DDP sends 2(R-1)/R of the gradients per step and hides most of it. FSDP sends 3/2 of that and holds 1/R of the model.
+# - A hang is a collective that some ranks call and others do not. Ask who waits, in which line, and for whom.
+# - A script can be looked at before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs.
+#
+# **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
+# 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.
