@@ -329,7 +329,7 @@ check_recomputed(my_forget, my_again)
 # [Reducing activation recomputation](https://arxiv.org/abs/2205.05198), for selective recomputation. torch's
 # [checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html).
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [16 Your own program](16_your_own_program.ipynb), for the scripts that you already have.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
