@@ -80,8 +80,8 @@ def _checked(accumulate: Accumulate, num_ranks: int) -> Verdict | None:
         if all(ratio(grads, BATCHES) for grads in out.per_rank):
             return Verdict(
                 False,
-                f"{NAME}: the gradients are {BATCHES} times as large as they should be {on}. backward() adds to what is "
-                "there: divide each loss by the number of batches.",
+                f"{NAME}: the gradients are {BATCHES} times as large as they should be {on}. Each backward() adds to "
+                "what is there: divide each loss by the number of batches.",
             )
         first = out.per_rank[0]
         alike = all(torch.equal(a, b) for grads in out.per_rank for a, b in zip(grads, first, strict=True))
