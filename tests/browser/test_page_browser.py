@@ -85,7 +85,7 @@ def test_the_widget_touched_last_is_the_one_that_plays(open_page):
 
 def test_a_schedule_plays(page: Page, open_page):
     (card,) = open_page(one_f_one_b(3, 4)).all()
-    expect(page).to_have_title("one_f_one_b")
+    expect(page).to_have_title("1F1B")
     card.focus()
     page.keyboard.press("ArrowRight")
     expect(say(card)).to_contain_text("t = 1")

@@ -80,7 +80,8 @@ def folded(rows: Sequence[Row]) -> list[Row]:
     activation = next((row for row in rows if not row.ok and row.kind == "activation"), None)
     value = next((row for row in rows if not row.ok and row.kind == "value"), None)
     output = next((row for row in rows if not row.ok and row.kind in ("output", "loss")), None)
-    forward = None if output is None else activation or value or output
+    fused = next((row for row in rows if not row.ok and row.mistake == "fused"), None)
+    forward = None if output is None else fused or activation or value or output
     leader: Row | None = None
     leads: dict[str, str] = {}
     found = []
@@ -88,6 +89,8 @@ def folded(rows: Sequence[Row]) -> list[Row]:
         follows = ""
         if row.kind in ("output", "loss") and forward is not None:
             follows = forward.title
+        elif row.kind == "activation" and fused is not None:
+            follows = fused.title
         elif row.kind == "gradient" and row.mistake not in OWN_CAUSE and _tells(row):
             leader = None if row.ok else forward or leader or row
             follows = leader.title if leader else ""

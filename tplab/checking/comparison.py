@@ -16,7 +16,7 @@ from tplab.checking.advice import advised, folded, in_backward_order, where_it_b
 from tplab.checking.bias import of_bias
 from tplab.checking.report import ParallelReport, Row
 from tplab.checking.scores import wrong_scores
-from tplab.checking.verdict import EPSILON, Rounding, Verdict, judge, slack_of_step
+from tplab.checking.verdict import EPSILON, NEITHER, Rounding, Verdict, judge, slack_of_step
 from tplab.errors import SpecError
 from tplab.layout import Layout, layout_of, take
 from tplab.mesh import Mesh
@@ -138,12 +138,14 @@ class Comparison:
 
         want, told   what the softmaxes take, for each rank of the reference, and of the model
         """
-        wrong = next((index for index, row in enumerate(self.rows) if not row.ok and row.kind in FORWARD), None)
         found = wrong_scores(want[0], told, self.mesh, self.judge_output)
-        if found and wrong is not None:
-            mistake, words = found
-            row = self.rows[wrong]
-            self.rows[wrong] = replace(row, words=f"{row.words}; {words}", mistake=mistake, axes=())
+        if found and self.is_forward_wrong:
+            self.blame(next(row for row in self.rows if not row.ok and row.kind in FORWARD), *found)
+
+    def blame(self, row: Row, mistake: str, words: str) -> None:
+        """Say in a row what is the cause."""
+        found = row.words.removesuffix(f"; {NEITHER}")
+        self.rows[self.rows.index(row)] = replace(row, words=f"{found}; {words}", mistake=mistake, axes=())
 
     def report(self, order: Sequence[str], notes: Sequence[str] = ()) -> ParallelReport:
         """All rows, gradients in the order in which the reference's arrive, with what to do and what follows from

@@ -17,6 +17,7 @@ import numpy as np
 from tplab.layout import Layout, layouts_for, take
 from tplab.mesh import Mesh
 
+NEITHER = "neither a multiple of the reference nor parts of it"
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -173,7 +174,7 @@ class _Case:
         error = max(_largest(g - w) for g, w in zip(self.got, self.want)) / max(self.size, 1e-300)
         return (
             "other",
-            f"off by {error:.2g} of its largest element; neither a multiple of the reference nor parts of it",
+            f"off by {error:.2g} of its largest element; {NEITHER}",
             (),
         )
 

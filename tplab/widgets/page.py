@@ -20,6 +20,7 @@ from tplab.widgets.animate import Animation
 from tplab.widgets.gantt import gantt
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
+from tplab.widgets.schedule.papers import paper_name
 from tplab.widgets.score import words
 from tplab.widgets.score.score import score
 from tplab.widgets.timeline import Timeline
@@ -79,7 +80,7 @@ def _shown(thing: Any) -> tuple[str, str, list[Card]]:
         return thing.title or "A program", words.summary(of, "Trace"), [Animation(of), Timeline(of)]
     if isinstance(thing, Schedule | Simulation):
         card = gantt(thing)
-        return card.runs[0].schedule.name or "A schedule", card.sentence, [card]
+        return paper_name(card.runs[0].schedule.name, "A schedule"), card.sentence, [card]
     if isinstance(thing, Card):
         return re.split(r"[:.] |\.$", thing.sentence)[0], thing.sentence, [thing]
     way_out = "; give its trace" if isinstance(getattr(thing, "trace", None), Trace) else ""

@@ -207,8 +207,7 @@ class _Check:
         right = "all gradients are right" if all(now.values()) else f"the gradient of {mended[0]} is right"
         order = {name: index for index, name in enumerate(self.order)}
         first = min((row for row in gradients.values() if not row.ok), key=lambda row: order.get(row.name, len(order)))
-        words = "; ".join([first.words, *(words_of(op, shape, right) for op, shape in found)])
-        self.rows[self.rows.index(first)] = replace(first, words=words, mistake="gather", axes=())
+        self.comparison.blame(first, "gather", "; ".join(words_of(op, shape, right) for op, shape in found))
 
     def _answer_again(self, loss: Loss | None, weights: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The reference's answer in another dtype, where it can be computed so."""
@@ -277,12 +276,12 @@ class _Check:
         if not row_sum or want.row_sum:
             self.comparison.blame_scores([want.scores], [rank.scores for rank in told])
             return
-        wrong = next(index for index, row in enumerate(self.rows) if not row.ok and row.kind in FORWARD)
         words = (
-            f"{self.rows[wrong].words}; the rows of attention weights inside of the model add up to {row_sum}: softmax "
-            "was taken of each rank's part of the scores, and the results added up; heads must be sharded whole"
+            f"the rows of attention weights inside of the model add up to {row_sum}: softmax was taken of each rank's "
+            "part of the scores, and the results added up; heads must be sharded whole"
         )
-        self.rows[wrong] = replace(self.rows[wrong], words=words, mistake="softmax", axes=())
+        first = next(row for row in self.rows if not row.ok and row.kind in FORWARD)
+        self.comparison.blame(first, "softmax", words)
 
     def _is_right(self, replaced: Mapping[str, tuple[Layout, np.ndarray]]) -> bool:
         """Whether the model's outputs are the reference's, with other pieces of some parameters."""
