@@ -7,10 +7,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/06_vocabulary.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/06_vocabulary.ipynb)
 #
-# ![Four ranks in a ring. Three times, every rank contributes one number per token, and all ranks receive the combined numbers.](images/06_vocabulary.png)
+# ![Three numbers per token on each of four ranks, the combined numbers, and the loss that follows from them.](images/06_vocabulary.png)
 #
-# *The loss of four tokens. Each rank has the logits of a quarter of the words. The ranks combine three numbers per
-# token: the largest logit, a sum of exponentials, and the logit of the right word. Then every rank knows the loss.*
+# *The loss of four tokens, one per row. Each rank has the logits of a quarter of the words, and three numbers per token
+# that follow from them. The ranks combine these by one maximum and two sums. Then every rank knows the loss.*
 
 # %%
 import subprocess
@@ -150,27 +150,48 @@ print(f"exp(loss) = {np.exp(loss):.3g}")
 #
 # ## Build the loss
 
-# %% tags=["opening-picture"]
+# %%
 def cross_entropy(logits, ids, vocab_size):
     """logits [T, n]   ids [T]   ->   loss [T], replicated"""
     begin, count = own_words(vocab_size)
-    largest = tt.all_reduce(logits.detach().amax(-1), "tp", "max")  # [T]
-    z = logits - largest[:, None]
-    total = tt.all_reduce(z.exp().sum(-1), "tp")  # [T]
+    m = logits.detach().amax(-1)  # [T]  the largest logit of each token
+    m = tt.all_reduce(m, "tp", "max")
+    z = logits - m[:, None]
+    s = z.exp().sum(-1)  # [T]
+    s = tt.all_reduce(s, "tp")
     here = (ids >= begin) & (ids < begin + count)
-    of_id = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
-    of_id = tt.all_reduce(torch.where(here, of_id, 0), "tp")  # [T]  one term is not 0
-    return total.log() - of_id
+    z_t = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
+    z_t = torch.where(here, z_t, 0)  # [T]  0 on all ranks but one
+    z_t = tt.all_reduce(z_t, "tp")
+    return s.log() - z_t
 
 def loss_of_four_tokens(logits, ids):
     return cross_entropy(logits, ids, 12)
 
 rng = np.random.default_rng(0)
-twelve = rng.normal(size=(4, 12))  # the logits of 4 tokens, for 12 words
+twelve = rng.integers(-2, 3, (4, 12)).astype(float)  # logits of 4 tokens, for 12 words
 SPECS = P(None, "tp"), P()
 on_four = {"in_specs": SPECS, "out_specs": P()}
 out = tt.run(loss_of_four_tokens, Mesh(tp=4), twelve, ids, **on_four)
 animate(out.trace)
+
+# %% [markdown]
+# Each of the three messages combines one number per token. Here are these numbers, on each rank and combined. A row is
+# a token, and the columns are $m$, $s$ and $z_t$. The right words are 7, 2, 9 and 4, and each rank has three words.
+
+# %% tags=["opening-picture"]
+def three_numbers(own, m, rank):  # own [T, 3]: the logits of this rank's words
+    z, tokens = own - m[:, None], np.arange(4)
+    z_t = np.where(ids // 3 == rank, z[tokens, ids % 3], 0)
+    return np.stack([own.max(1), np.exp(z).sum(1), z_t], 1)
+
+m = twelve.max(1)
+per_rank = [three_numbers(one, m, r) for r, one in enumerate(np.split(twelve, 4, 1))]
+_, s, z_t = sum(per_rank).T
+panels = {f"rank {rank}": numbers for rank, numbers in enumerate(per_rank)}
+panels |= {"max, sum, sum": np.stack([m, s, z_t], 1), "loss: log s - z_t": (np.log(s) - z_t)[:, None]}
+assert np.allclose(np.log(s) - z_t, out.value)
+matrices(panels, "Largest logit m, sum of exponentials s, logit of the right word z_t")
 
 # %% [markdown]
 # Now we compare the loss and its gradient with torch's own loss on all the logits, on several numbers of ranks, and
