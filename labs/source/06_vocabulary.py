@@ -189,8 +189,9 @@ m = twelve.max(1)
 per_rank = [three_numbers(one, m, r) for r, one in enumerate(np.split(twelve, 4, 1))]
 _, s, z_t = sum(per_rank).T
 panels = {f"rank {rank}": numbers for rank, numbers in enumerate(per_rank)}
-panels |= {"max, sum, sum": np.stack([m, s, z_t], 1), "loss: log s - z_t": (np.log(s) - z_t)[:, None]}
-assert np.allclose(np.log(s) - z_t, out.value)
+loss = np.log(s) - z_t
+assert np.allclose(loss, out.value)
+panels |= {"max, sum, sum": np.stack([m, s, z_t], 1), "loss = log s - z_t": loss[:, None]}
 matrices(panels, "Largest logit m, sum of exponentials s, logit of the right word z_t")
 
 # %% [markdown]
