@@ -217,3 +217,12 @@ def test_on_gpus_and_tpus_a_sum_is_scattered():
         "all_reduce": (8, [1]),
     }  # fmt: skip
     assert "GPUs" not in repr(found)
+
+
+def test_pmap():
+    found = explain(jax.pmap(lambda x, w: jax.lax.psum(x @ w, "r"), "r"), np.ones((4, 2, 8)), np.ones((4, 8, 2)))
+    assert [(one.op, one.axis, one.bytes, one.is_written) for one in found] == [("all_reduce", "r", 24, True)]
+    (gather,) = explain(jax.pmap(lambda x: jax.lax.all_gather(x, "r"), "r"), np.ones((4, 8), np.float32))
+    if jax.__version_info__ >= (0, 8):  # XLA had no names of a pmap's arguments before
+        assert found[0].causes[0].why == "your program has psum of the result of dot_general"
+        assert gather.causes[0].why == "your program has all_gather of x float32[4, 8] P('r')"

@@ -8,7 +8,8 @@ from tplab.cost.cluster import Chip, Cluster, Link
 from tplab.errors import TraceError
 from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.compiled import collectives_in_text
-from tplab.jax.tracing.hlo import Module
+from tplab.jax.tracing.hlo import Array, Module
+from tplab.jax.tracing.sending import Sent, merged
 from tplab.jax.tracing.xla import unrolled
 from tplab.trace.recorder import Recorder
 
@@ -134,6 +135,15 @@ def test_the_text_of_other_compilers():
     assert by_op["broadcast"].start >= by_op["all_to_all"].end >= by_op["all_reduce"].end >= message.end
     lasting = found.select(rank=3, kind="send")
     assert len(lasting) == 0  # to itself
+
+
+def test_what_is_sent_together():
+    """One message per operation and dtype."""
+    wide, narrow = Array("float32", (4, 2)), Array("bfloat16", (3,))
+    given = [("all_reduce", wide), ("all_reduce", narrow), ("all_reduce", wide), ("reduce_scatter", wide)]
+    assert list(merged(Sent(*each) for each in given)) == [
+        ("all_reduce", Array("float32", (16,))), ("all_reduce", narrow), ("reduce_scatter", wide),
+    ]  # fmt: skip
 
 
 def test_half_a_message_is_refused():

@@ -111,12 +111,14 @@ def _name(fn: Callable[..., Any], path: Any) -> str:
 
 
 def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:
-    """Those of the parameters of Flax NNX's models and optimizers: JAX gets them as lists, "model.states[0][1]"."""
+    """Those of a pmap's arguments, "flat_args[0]", and of the parameters of Flax NNX's models and optimizers: JAX gets
+    them as lists, "model.states[0][1]"."""
+    found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
+    names = {f"flat_args[{number}]": _name(fn, path) for number, (path, _) in enumerate(found)}
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return {}
+        return names
     listed = {_name(fn, (None, SequenceKey(place))): arg for place, arg in enumerate(args)} | kwargs
-    names = {}
     for name, arg in listed.items():
         if isinstance(arg, nnx.Pytree):
             for number, (path, _) in enumerate(nnx.to_flat_state(nnx.state(arg))):

@@ -40,7 +40,8 @@ def trace(
 
     Ranks are numbered as the devices of the mesh. The mesh is the one that the arguments, the results or the function
     itself are sharded over, of several the one with the most axes; without any, its one axis is "devices". XLA compiles
-    for the devices of that mesh.
+    for the devices of that mesh. On the modelled clock, what is sent and what is computed overlap wherever the data
+    allow it, as in `run`; in the order in which XLA runs them they may overlap less.
     Raises TraceError where only the running program knows what is sent.
     """
     known = None if cluster is None else find(cluster)
