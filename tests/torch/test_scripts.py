@@ -126,6 +126,13 @@ def test_a_module_runs_as_with_python_m(script, monkeypatch):
     assert "work.other" not in sys.modules
 
 
+def test_a_module_may_communicate_while_it_is_imported(script):
+    script("import torch, torch.distributed as dist\ndist.init_process_group()\nx = torch.ones(1)\n"
+           "dist.all_reduce(x)\n", "setup_ranks.py")  # fmt: skip
+    out = launch(script("import setup_ranks\nimport setup_ranks as again\nx = again.x.item()\n"), ranks=3)
+    assert [rank["x"] for rank in out.per_rank] == [3.0] * 3
+
+
 def test_memory_is_counted_where_asked(script):
     text = "import torch, os\nx = torch.zeros(100 * (1 + int(os.environ['RANK'])))\ny = x + 1\n"
     assert launch(script(text), ranks=2, count_memory=True).peaks == [800, 1600]

@@ -5,6 +5,7 @@ They have no promise of torch's: a new version may rename them. All were tried o
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -110,6 +111,15 @@ def environ_data(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
     if given is not None:
         os.environ._data = given  # type: ignore[attr-defined]
     return os.environ._data  # type: ignore[attr-defined]
+
+
+def import_locks(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """The locks of modules that are being imported; with `given`, those from now on. A rank that communicates while it
+    imports a module must not keep the others from importing theirs."""
+    home: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    if given is not None:
+        home._module_locks = given
+    return home._module_locks
 
 
 def rng_tracker_home() -> Any:

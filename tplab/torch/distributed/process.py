@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tplab.mesh import Mesh
 from tplab.torch.distributed.groups import Groups, Hooks
-from tplab.torch.private import c10d_C, environ_data, rng_tracker_home
+from tplab.torch.private import c10d_C, environ_data, import_locks, rng_tracker_home
 from tplab.torch.ranks.rank import is_program
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -29,12 +29,14 @@ class Process:
     argv      sys.argv
     modules   the user's modules that it has imported
     numpys    NumPy's default generator; `pythons`: the state of Python's
+    locks     of the modules that it is just importing
     tracker   DTensor's generator
     """
 
     def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
         self.world, self.environ, self.argv, self.numpys, self.pythons = world, environ, argv, numpys, pythons
         self.modules: dict[str, ModuleType] = {}
+        self.locks: dict[Any, Any] = {}
         self.tracker: Any = None
 
 
@@ -87,6 +89,7 @@ class Processes:
             self._enter()
         c10d._world = process.world
         environ_data(process.environ)
+        import_locks(process.locks)
         sys.argv = process.argv
         sys.modules.update({name: module for name, module in process.modules.items() if module is not None})
         np.random.set_bit_generator(process.numpys)  # type: ignore[attr-defined]
@@ -120,6 +123,7 @@ class Processes:
     def _notebook(self) -> Process:
         numpys = np.random.get_bit_generator()  # type: ignore[attr-defined]
         process = Process(c10d._world, environ_data(), sys.argv, numpys, random.getstate())
+        process.locks = import_locks()
         if self.is_fresh:
             process.modules = {
                 name: module for name, module in list(sys.modules.items())
