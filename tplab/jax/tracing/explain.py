@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,15 +18,18 @@ from tplab.jax.tracing.sending import Sent, keeps_share, merged, narrow_dtype, s
 from tplab.jax.tracing.work import is_product
 from tplab.mesh import Mesh
 
+_WIDTH = 88
+_MARGIN = " " * 4
+
 
 class Cause(NamedTuple):
     """Why a tensor is sent.
 
-    where        the line of the program; "" where XLA does not know
+    where          the line of the program; "" where XLA does not know
     dtype, shape   of what each rank gives
-    operation    what needs it, or made it: "dot_general"
-    operands     the arrays that it is about: arguments by name, with their shardings, others by what made them
-    why          in words
+    operation      what needs it, or made it: "dot_general"
+    operands       the arrays that it is about: arguments by name, with their shardings, others by what made them
+    why            in words
     """
 
     where: str
@@ -70,7 +74,11 @@ class Explained:
         lines = [f"{times}{self.op} along {self.axis}, {self.bytes:,} B{' each' * (self.count != 1)}{backward}"]
         for cause in self.causes:
             where = f"{cause.where}, " if cause.where else ""
-            lines += [f"    {where}{cause.dtype}{list(cause.shape)}: {cause.why}"]
+            text = f"{where}{cause.dtype}{list(cause.shape)}: {cause.why}"
+            lines += textwrap.wrap(
+                text, _WIDTH, initial_indent=_MARGIN, subsequent_indent=_MARGIN, break_long_words=False,
+                break_on_hyphens=False,
+            )  # fmt: skip
         return "\n".join(lines)
 
 
@@ -149,9 +157,9 @@ class _Why:
         operands = self.flow.operands(place)
         if place.one.collective in ("all_reduce", "reduce_scatter"):
             indices = [None] if len(operands) == 1 else range(len(operands))
-            found = zip(operands, sent, indices, strict=True)
+            found = zip(operands, sent, indices, strict=False)
             return [self._of_sum(place, given, each, axis, num_ranks, index) for given, each, index in found]
-        if place.one.collective == "all_to_all" and len(operands) > 1:  # pieces of one array
+        if place.one.op.startswith("all-to-all") and len(operands) > 1:  # pieces of one array
             array = sent[0].array
             pieces = sent[0]._replace(array=array._replace(shape=(len(operands), *array.shape)))
             return [self._of_move(place, operands[0], pieces, axis)]
