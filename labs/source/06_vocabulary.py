@@ -188,10 +188,11 @@ def three_numbers(own, m, rank):  # own [T, 3]: the logits of this rank's words
 m = twelve.max(1)
 per_rank = [three_numbers(one, m, r) for r, one in enumerate(np.split(twelve, 4, 1))]
 _, s, z_t = sum(per_rank).T
-panels = {f"rank {rank}": numbers for rank, numbers in enumerate(per_rank)}
-loss = np.log(s) - z_t
-assert np.allclose(loss, out.value)
-panels |= {"max, sum, sum": np.stack([m, s, z_t], 1), "loss = log s - z_t": loss[:, None]}
+panels = {f"rank {rank}": three for rank, three in enumerate(per_rank)}
+four_losses = np.log(s) - z_t
+assert np.allclose(four_losses, out.value)
+panels["max, sum, sum"] = np.stack([m, s, z_t], 1)
+panels["loss = log s - z_t"] = four_losses[:, None]
 matrices(panels, "Largest logit m, sum of exponentials s, logit of the right word z_t")
 
 # %% [markdown]
