@@ -93,6 +93,11 @@ post_accumulate_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | 
 SAVED = "_saved_"
 """How the names of what a node of the graph has saved begin, such as `_saved_self`; torch documents them."""
 
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+parse_to: Callable[..., Any] = _C._nn._parse_to
+"""What Module.to makes of its arguments. It is called once for a module, before that moves one tensor after another."""
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")

@@ -30,12 +30,15 @@ class Result:
     value      the results put together as out_specs said; where ranks hold copies, one of them
     trace      everything that was sent, by whom, to whom, how large, when
     peaks      the most bytes of tensors that each rank held at once, where `launch` was asked to count them
+    mapped     which lines of the program said cuda and got the CPU, in a sentence; None where none did
     """
 
     peaks: list[int] | None = None
 
-    def __init__(self, per_rank: list[Any], trace: Callable[[], Trace], mesh: Mesh, out_specs: Any):
-        self.per_rank, self.mesh = per_rank, mesh
+    def __init__(
+        self, per_rank: list[Any], trace: Callable[[], Trace], mesh: Mesh, out_specs: Any, mapped: str | None = None
+    ):
+        self.per_rank, self.mesh, self.mapped = per_rank, mesh, mapped
         self._make_trace = trace
         self._has_value = out_specs is not None
         self._value = results.whole(per_rank, out_specs, mesh) if self._has_value else None
@@ -54,7 +57,8 @@ class Result:
         return self._value
 
     def __repr__(self) -> str:
-        return f"Result of {self.trace.title or 'a program'} on {self.trace.mesh}: value, per_rank, trace"
+        also = f"; {self.mapped}" if self.mapped else ""
+        return f"Result of {self.trace.title or 'a program'} on {self.trace.mesh}: value, per_rank, trace{also}"
 
 
 def run(
@@ -88,7 +92,8 @@ def run(
     seed        every rank draws from a torch generator of its own, derived from (seed, rank); the caller's is untouched
     keep_values of how many messages the trace keeps the values (of at most 64 elements)
     device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU; "meta" for
-                tensors without numbers, of which the modelled clock counts what real ones of any size would cost
+                tensors without numbers, of which the modelled clock counts what real ones of any size would cost.
+                With distributed, "cpu" maps every mention of cuda in the program to the CPU: Result.mapped says where
     distributed whether `fn` is a program for torch.distributed: inside it is initialised, its world is the mesh, and
                 `tplab.torch.device_mesh()` is the mesh as a DeviceMesh. Environment variables such as RANK, sys.argv,
                 and Python's and NumPy's random numbers are each rank's own, and so are modules that it imports first
@@ -115,11 +120,14 @@ def run(
     if is_simulated:
         _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")
         known = find(cluster) if cluster is not None else THIS_LAPTOP if clock == "measured" else None
+        more = _processes(mesh, seed) if distributed is True else distributed or None
+        if more is not None and place is not None and place.type == "cpu":
+            more.map_cuda()
         per_rank, make_trace = run_on_simulated_ranks(
             fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place,
-            title=title, more=_processes(mesh, seed) if distributed is True else distributed or None,
+            title=title, more=more,
         )  # fmt: skip
-        return Result(per_rank, make_trace, mesh, out_specs)
+        return Result(per_rank, make_trace, mesh, out_specs, more.mapped if more is not None else None)
     from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
 
     if not is_launched:

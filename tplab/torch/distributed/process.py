@@ -6,7 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.mesh import Mesh
+from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Groups, Hooks
 from tplab.torch.private import c10d_C, environ_data, import_locks, rng_tracker_home
 from tplab.torch.ranks.rank import is_program
@@ -58,11 +59,27 @@ class Processes:
         self.per_node = per_node or mesh.size
         self._argv = argv
         self._hooks = Hooks()
+        self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._values: dict[str, bytes] = {}  # of the store
         self._kernel: Process | None = None
         self.active: Process | None = None
         self.ranks: list[Process] = []
+
+    # --- cuda ----------------------------------------------------------------------------------------------------
+
+    def map_cuda(self) -> None:
+        """From the beginning of the run, what the program says of cuda means the CPU."""
+        self._cuda = CudaOnCpu(self.per_node)
+
+    @property
+    def mapped(self) -> str | None:
+        """What was mapped, in a sentence; None where nothing was."""
+        return None if self._cuda is None else self._cuda.sentence()
+
+    def advice(self, error: BaseException) -> str | None:
+        """What helps a program in which a rank has raised `error`."""
+        return advice(error, is_mapped=self._cuda is not None)
 
     # --- changing hands ------------------------------------------------------------------------------------------
 
@@ -102,6 +119,8 @@ class Processes:
         """From the notebook to the ranks."""
         assert self._kernel is not None
         self._hooks.put()
+        if self._cuda is not None:
+            self._cuda.put()
         sys.meta_path.insert(0, self._finder)
         for name in self._kernel.modules:
             if name != "__main__":  # there always is one
@@ -110,6 +129,8 @@ class Processes:
     def _leave(self) -> None:
         """From the ranks to the notebook."""
         assert self._kernel is not None
+        if self._cuda is not None:
+            self._cuda.take_back()
         self._hooks.take_back()
         sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ
@@ -160,7 +181,8 @@ class Processes:
         process = self.ranks[member.rank]
         c10d._world = process.world = Groups(member, self._values, self.is_joined)
         try:
-            yield
+            with nullcontext() if self._cuda is None else self._cuda.mode():
+                yield
             for group in list(process.world.pg_map):
                 while group.unfinished:  # started and never waited for: it ends all the same
                     group.unfinished[0].wait()

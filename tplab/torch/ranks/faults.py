@@ -13,9 +13,11 @@ from tplab.torch.ranks.simulated import SimulatedRank
 _OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
 
 
-def named(rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines) -> BaseException:
-    """What a rank raised, saying which rank it was. tplab's own errors stay what they are; but not those of another
-    run, which the rank has made inside its program. That of this run, `failure`, names its ranks already."""
+def named(
+    rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines, advice: str | None = None
+) -> BaseException:
+    """What a rank raised, saying which rank it was, and `advice`. tplab's own errors stay what they are; but not those
+    of another run, which the rank has made inside its program. That of this run, `failure`, names its ranks already."""
     if error is failure:
         return error
     line = lines.of(error)
@@ -23,7 +25,8 @@ def named(rank: int, error: BaseException, failure: BaseException | None, mesh: 
     if isinstance(error, TplabError) and not isinstance(error, _OF_A_RUN):
         error.add_note(f"on rank {rank} {mesh.coordinates(rank)}{at}")
         return error
-    found = RankError(f"rank {rank} raised {type(error).__name__}{at}: {error}", rank)
+    said = "; ".join(filter(None, (str(error), advice)))
+    found = RankError(f"rank {rank} raised {type(error).__name__}{at}: {said}", rank)
     found.__cause__ = error
     return found
 

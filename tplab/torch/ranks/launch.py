@@ -36,7 +36,9 @@ def run_on_simulated_ranks(
     state, around = ProcessState(device, more), current_rank_or_none()
     turns = Turns(
         mesh.size, state, stuck=lambda: faults.deadlock(ranks),
-        named=lambda rank, error: faults.named(rank, error, turns.failure, mesh, world.lines),
+        named=lambda rank, error: faults.named(
+            rank, error, turns.failure, mesh, world.lines, None if more is None else more.advice(error)
+        ),
         around=around.seat if isinstance(around, SimulatedRank) else None,
     )  # fmt: skip
     ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]

@@ -34,6 +34,19 @@ class More(Protocol):
         """Around the program of one rank, in its thread."""
         ...
 
+    def map_cuda(self) -> None:
+        """Let what the program says of cuda mean the CPU."""
+        ...
+
+    @property
+    def mapped(self) -> str | None:
+        """What was mapped, in a sentence."""
+        ...
+
+    def advice(self, error: BaseException) -> str | None:
+        """What helps a program in which a rank has raised `error`."""
+        ...
+
 
 class ProcessState:
     """The state of this process that ranks swap; `device` is where their programs run."""

@@ -1,0 +1,173 @@
+"""What torch.cuda and torch.accelerator say to ranks whose GPU is the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ContextDecorator, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.cuda import memory as torchs_memory
+from torch.cuda import nccl, nvtx, random
+
+from tplab.torch.ranks.rank import this_rank
+from tplab.torch.ranks.simulated import SimulatedRank
+
+
+class Devices:
+    """As many GPUs on a node as it has ranks, each of which is the CPU.
+
+    was_asked_for_memory   whether a program has asked how much memory it uses, which nobody counts
+    """
+
+    def __init__(self, per_node: int, cpu: torch.device):
+        self.per_node, self._cpu = per_node, cpu
+        self.was_asked_for_memory = False
+        self._current: dict[int, int] = {}  # rank -> its current device
+
+    def answers(self) -> list[tuple[Any, Mapping[str, Any]]]:
+        """(module, name -> the function or class that is to be there)"""
+        memory, nothing = dict.fromkeys(_MEMORY, self._no_bytes), dict.fromkeys(_NOTHING, _nothing)
+        cuda = {
+            **memory, **nothing, **{name: getattr(torch, name) for name in _TENSORS}, "Stream": Stream, "Event": Event,
+            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: self.per_node,
+            "is_bf16_supported": lambda *_, **__: True, "is_tf32_supported": lambda: False,
+            "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: True,
+            "set_device": self._set, "current_device": self._get, "device": _Context, "device_of": _Context,
+            "stream": _Context, "current_stream": Stream, "default_stream": Stream,
+            "get_device_name": lambda device=None: _NAME, "get_device_capability": lambda device=None: _CAPABILITY,
+            "get_device_properties": lambda device=None: self._properties(), "get_arch_list": list,
+            "mem_get_info": lambda device=None: (self._memory(), self._memory()),
+            "memory_stats": lambda device=None: self._no_bytes() or {}, "memory_summary": lambda *_, **__: _NAME,
+            "manual_seed": _seed, "manual_seed_all": _seed, "seed": _nothing, "seed_all": _nothing,
+            "initial_seed": torch.initial_seed, "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            "get_rng_state_all": lambda: [torch.get_rng_state()],
+            "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+        }  # fmt: skip
+        accelerator = {
+            **memory, **nothing, "is_available": lambda: True, "device_count": lambda: self.per_node,
+            "current_accelerator": lambda check_available=False: self._cpu, "current_stream": Stream,
+            "set_device_index": self._set, "set_device_idx": self._set, "current_device_index": self._get,
+            "current_device_idx": self._get, "device_index": _Context, "memory_stats": cuda["memory_stats"],
+            "get_device_capability": lambda device=None: {},
+        }  # fmt: skip
+        marks = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), lambda *_, **__: 0)
+        return [
+            (torch.cuda, cuda),
+            *((home, cuda) for home in (torchs_memory, random)),
+            (torch.accelerator, accelerator),
+            (nvtx, {**marks, "range": _Context}),
+            (nccl, {"version": lambda: (2, 0, 0)}),
+        ]
+
+    def _set(self, device: Any) -> None:
+        """torch.cuda.set_device: a number, or a device; those were mapped, and stand for that of the rank."""
+        rank = this_rank().rank
+        index = device if isinstance(device, int) else rank % self.per_node
+        if index >= self.per_node:
+            raise ValueError(
+                f"set_device({index}): a node has {self.per_node} ranks here, and so the devices 0 to "
+                f"{self.per_node - 1}; LOCAL_RANK is this rank's"
+            )
+        self._current[rank] = max(index, 0)
+
+    def _get(self) -> int:
+        return self._current.get(this_rank().rank, 0)
+
+    def _no_bytes(self, *_: Any, **__: Any) -> int:
+        self.was_asked_for_memory = True
+        return 0
+
+    def _memory(self) -> int:
+        """Bytes of a GPU of the cluster, or of an H100."""
+        cluster = _simulated().world.cluster
+        return int(cluster.chip.memory if cluster is not None else 80e9)
+
+    def _properties(self) -> SimpleNamespace:
+        major, minor = _CAPABILITY
+        return SimpleNamespace(
+            name=_NAME, total_memory=self._memory(), major=major, minor=minor, multi_processor_count=1, warp_size=32
+        )
+
+
+_NAME = "the CPU in place of a GPU"
+_CAPABILITY = (8, 0)  # the first with bfloat16, which the CPU has too
+_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
+           "max_memory_cached", "device_memory_used", "utilization", "memory_usage")  # fmt: skip
+_NOTHING = ("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "reset_peak_memory_stats",
+            "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
+            "set_per_process_memory_fraction", "set_sync_debug_mode", "empty_host_cache")  # fmt: skip
+_TENSORS = ("BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor", "HalfTensor",
+            "IntTensor", "LongTensor", "ShortTensor")  # fmt: skip
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """There is nothing to do."""
+
+
+class _Context(ContextDecorator, nullcontext[None]):
+    """A stream or a device that is current inside of a `with`, or of a function that is decorated with it."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+
+def _seed(seed: int) -> None:
+    """torch.cuda.manual_seed: ranks have one generator each."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _simulated() -> SimulatedRank:
+    rank = this_rank()
+    assert isinstance(rank, SimulatedRank)
+    return rank
+
+
+class Stream:
+    """A queue of operations. On the CPU they all run in order, so nothing is ever waited for."""
+
+    device_type, stream_id, cuda_stream = 1, 0, 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+        self.priority = priority
+
+    wait_stream = wait_event = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """There is no other stream to go back to."""
+
+
+class Event:
+    """A moment: on the modelled clock of the rank, if the run has a cluster, or else on that of this machine."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any):
+        self._milliseconds = 0.0
+
+    wait = synchronize = _nothing
+
+    def record(self, stream: Any = None) -> None:
+        rank = _simulated()
+        is_modelled = rank.world.cluster is not None and not rank.world.is_timed
+        self._milliseconds = 1e3 * (rank.clock if is_modelled else time.perf_counter())
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return end_event._milliseconds - self._milliseconds
+
+
