@@ -176,7 +176,7 @@ def grade(fn: Callable[..., Any], exercise: Exercise, framework: Framework = "to
                     "is there a collective that you can do without?"
                 )
     listed = ", ".join(map(str, exercise.meshes))
-    text = f"{name} is right: {', '.join(shown)} equal the plain answer on {listed}.{remark}"
+    text = f"{name} is right.\n{', '.join(shown)} equal the plain answer on {listed}.{remark}"
     panels = [Panel(f"your {result}, rank 0", array) for result, array in list(shown.items())[:3]]
     return Verdict(True, f"{text}\nShown is rank 0 of {exercise.meshes[0]}.", panels)
 
