@@ -427,8 +427,8 @@ print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 
 # %% [markdown]
 # Read it line by line. Four things were compared: the output and three gradients. Only the output is wrong, because $g$
-# hands every copy of the bias the whole gradient. And `bias` had other values during the check: `check_parallel` gives
-# parameters that are all zeros or all ones random values first, since zeros hide mistakes.
+# hands every copy of the bias the whole gradient. The second line names the cause. The third line says how it was found:
+# `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide mistakes.
 #
 # Mend `down`, run its cell, and then this one. The check looks at the gradients too. Two repairs that are good enough for
 # inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in

@@ -71,11 +71,11 @@ def unsorted(x):
 @pytest.mark.parametrize(
     ("sum_up", "hint"),
     [
-        (summing(0, 0), "there is the sum of piece j + 1"),
-        (summing(2, 0), "there is the sum of piece j - 1"),
+        (summing(0, 0), "the sum of piece j + 1 is where piece j belongs"),
+        (summing(2, 0), "the sum of piece j - 1 is where piece j belongs"),
         (summing(1, 1), "one correction is enough"),
         (unsorted, "in the order in which they arrived"),
-        (lambda x: x, "this rank's own tensor"),
+        (lambda x: x, "the rank's own tensor"),
         (lambda x: all_reduce(all_reduce(x, "tp"), "tp"), "added up twice"),
     ],
     ids=["the lab's bug", "one too far", "both repairs", "unsorted", "own", "twice"],
@@ -182,7 +182,7 @@ def test_gathering_both_ways_in_jax_passes():
         (lambda x: torch.cat(pass_on(x)), "Put piece j at place j", True),
         (both_sides_in_turn, "Put piece j at place j", True),
         (lambda x: x, "shape", True),
-        (lambda x: all_gather(x, "tp"), "lets all_gather do the work", False),
+        (lambda x: all_gather(x, "tp"), "all_gather does the work", False),
         (from_afar, "on Mesh(tp=4) rank 0 sends to rank 2, 2 places on", False),
     ],
     ids=["one way", "blocking", "twice", "unsorted", "in turn", "own", "collective", "from afar"],

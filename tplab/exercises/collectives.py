@@ -1,4 +1,4 @@
-"""The exercises of lab 02: mend an all-reduce whose sums land in the wrong place, gather both ways round a ring."""
+"""The exercises of lab 02: mend an all-reduce whose sums end in the wrong place, and gather in both directions."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ SUM_UP = Exercise(
     mistakes=(
         Mistake(
             "y",
-            "Every sum is right, and in the wrong place: where piece j belongs, there is the sum of piece j + 1.\n"
-            "Which piece does the rank at index i finish, and which one does the last line take it for?",
+            "Every sum is right, but it is in the wrong place: the sum of piece j + 1 is where piece j belongs.\n"
+            "Which piece does the rank at index i finish? And which piece does the last line assume that it is?",
             _shifted(1),
         ),
         Mistake(
             "y",
-            "Every sum is right, and in the wrong place: where piece j belongs, there is the sum of piece j - 1.\n"
-            "That is one step too far the other way: one correction is enough.",
+            "Every sum is right, but it is in the wrong place: the sum of piece j - 1 is where piece j belongs.\n"
+            "You have corrected it twice, and one correction is enough.",
             _shifted(-1),
         ),
-        Mistake("y", "The sums lie in the order in which they arrived: place k holds piece i - k.", _reversed_pieces),
+        Mistake("y", "The sums are in the order in which they arrived: place k has piece i - k.", _reversed_pieces),
         own_part(
             lambda tensors: {"y": tensors["x"].sum(0, keepdims=True)},
             "y",
-            "It is this rank's own tensor: nothing is added to it.",
+            "This is the rank's own tensor: nothing is added to it.",
         ),
-        added_up_again("y", "tp", "It is R times too large: it was added up twice."),
+        added_up_again("y", "tp", "This is R times too large: it was added up twice."),
     ),
 )
 
@@ -74,7 +74,7 @@ def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     return grade(fn, SUM_UP, framework)
 
 
-# --- both ways round -----------------------------------------------------------------------------------------------
+# --- in both directions ----------------------------------------------------------------------------------------------
 
 
 def _arrival_order(step: int) -> Callable[[Seen], np.ndarray]:
@@ -141,7 +141,7 @@ def _fault(trace: Trace, mesh: Mesh) -> Verdict | None:
     num_ranks, index = mesh.axis_size("tp"), [mesh.index(rank, "tp") for rank in mesh.ranks]
     if len(trace.select(kind="collective")):
         ops = ", ".join(sorted({event.op for event in trace.select(kind="collective").events}))
-        return Verdict(False, f"gather is right, but lets {ops} do the work. Build it from ring_shift.")
+        return Verdict(False, f"gather is right, but {ops} does the work. Build it from ring_shift.")
     for event in trace.select(kind="send").events:
         away = (index[event.peer or 0] - index[event.rank]) % num_ranks
         if away not in (1, num_ranks - 1):
@@ -154,15 +154,15 @@ def _fault(trace: Trace, mesh: Mesh) -> Verdict | None:
         nearest = np.minimum(up, num_ranks - up)
         text = (
             f"gather is right, but takes {trace.num_steps} rounds of hops on {mesh}, where {num_ranks // 2} will do.\n"
-            "Row i, place j: the round in which rank i gets piece j. `start` begins a hop without waiting for it."
+            "Row i, place j: the round in which rank i receives piece j. `start` begins a hop without waiting for it."
         )
         late = came > num_ranks // 2
-        return Verdict(False, text, [Panel("yours", came, late), Panel("the nearer way round", nearest)])
+        return Verdict(False, text, [Panel("yours", came, late), Panel("in the nearer direction", nearest)])
     sent, needed = trace.bytes_sent(), mesh.size * (num_ranks - 1) * 3 * 4  # float32
     if sent > needed:
         text = (
             f"gather is right and quick, but sends {sent:,} bytes on {mesh}, where {needed:,} will do.\n"
-            "Row i, place j: how often rank i gets piece j. Once is enough, and its own it has."
+            "Row i, place j: how often rank i receives piece j. Once is enough, and it already has its own."
         )
         once = 1 - np.eye(num_ranks)
         return Verdict(False, text, [Panel("yours", times, times > once), Panel("enough", once)])
