@@ -249,10 +249,10 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# They lose 16 and 14 steps, and for every 4 further microbatches 1F1B loses 6 more, and ZB-H1 3 more. Rank 0 runs $p = 4$ forwards and then
-# waits for the gradient of the first. That forward crosses $p - 1 = 3$ cuts, and its gradient crosses them back: 6 messages
-# for every $p$ microbatches. A schedule that runs more forwards ahead pays for the messages only once: GPipe loses 6, and
-# ZB-H2 loses 3.
+# They lose 16 and 14 steps. For every 4 further microbatches 1F1B loses 6 more, and ZB-H1 loses 3 more. In 1F1B, rank 0 runs
+# $p = 4$ forwards and then waits for the gradient of the first. That forward crosses $p - 1 = 3$ cuts, and its gradient
+# crosses them back: 6 messages for every $p$ microbatches. A schedule that runs more forwards ahead pays for the messages
+# only once: GPipe loses 6, and ZB-H2 loses 3.
 #
 # </details>
 
@@ -315,9 +315,9 @@ check_one_f_one_b(my_row)
 # %% [markdown]
 # ## Your turn: six puzzles
 #
-# Each puzzle wants a schedule with F = I = W = 1, so a whole B takes 2 steps. Return a picture as text: one row per rank, one
-# cell per step, and dots where a rank idles. Or write only the order of each row, without dots; then every action runs as
-# soon as it can. A rule of your own can write the rows, as `row` did.
+# Each puzzle wants a schedule with F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its
+# actions, as text with one row per rank. Every action then runs as soon as it can. A rule of your own can write the rows, as
+# `row` did. (A picture with dots, as `print` shows a schedule, will do too. Its columns are ticks.)
 
 # %%
 from tplab.exercises.pipeline_schedules import PUZZLES, check_puzzle
@@ -331,8 +331,8 @@ for number, puzzle in PUZZLES.items():
 # %%
 def puzzle_1():
     return """
-        F0 F1 B0 .. B1 ..
-        .. F0 F1 B0 .. B1 ..
+        F0 B0 F1 B1
+        F0 B0 F1 B1
         """
 
 check_puzzle(1, puzzle_1)

@@ -278,9 +278,9 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
               f"{time:g} steps, {100 * idle:.0f} % idle")
 
 # %% [markdown]
-# Is lock-step worth it? One program is easy to launch, to compile and to shard further with `jit`. Its price is the waiting
-# above, and one phase with too many shapes cannot be mixed in. GPipe or a zero-bubble schedule loses little by it. 1F1B loses
-# a quarter, so run it with one program per rank instead, as torch does.
+# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting above.
+# GPipe and ZB-H1 lose nothing by it when messages are free. 1F1B takes about a quarter longer, so it is better off with one
+# program per rank, as in torch.
 #
 # ## A bug to repair
 #
@@ -309,7 +309,7 @@ check_pipeline(my_pipeline)
 #
 # | here | JAX | elsewhere |
 # |---|---|---|
-# | `pipeline`, a scan with `ppermute` | the form that [praxis](https://github.com/google/praxis) and [MaxText](https://github.com/AI-Hypercomputer/maxtext) use, with a `vmap` over stages or a `shard_map` | torch and Megatron run one program per rank |
+# | `pipeline`, a scan with `ppermute` | [praxis](https://github.com/google/praxis) and [MaxText](https://github.com/AI-Hypercomputer/maxtext) use this form, with a `vmap` over stages and a shift that XLA turns into messages | torch and Megatron run one program per rank |
 # | the table of actions | write it yourself; or one program per stage, as [JaxPP](https://arxiv.org/abs/2412.14374) does | torch's `_PipelineScheduleRuntime` executes a table of actions per rank |
 # | `checkpoint_every` | `jax.checkpoint` around the stage | `torch.utils.checkpoint` |
 #
@@ -322,7 +322,7 @@ check_pipeline(my_pipeline)
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Xu et al. 2021,
-# [GSPMD](https://arxiv.org/abs/2105.04663), section 3.3, on pipelines as a loop with shifted buffers. Xhebraj et al. 2024,
+# [GSPMD](https://arxiv.org/abs/2105.04663), on pipelines as a loop with shifted buffers. Xhebraj et al. 2024,
 # [JaxPP](https://arxiv.org/abs/2412.14374). The JAX scaling book, [on training](https://jax-ml.github.io/scaling-book/training/).
 #
 # Next: [13 Pipeline memory](13_pipeline_memory.ipynb).

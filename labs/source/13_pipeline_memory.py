@@ -269,9 +269,9 @@ for ranks in (4, 8, 16):
               f"activations of rank 0 {sizes[1]:5.1f} GB")
 
 # %% [markdown]
-# Under 1F1B more ranks divide everything except the activations of rank 0. At 16 ranks these are three times as large as
-# everything else. To get rid of them, you can give the first rank fewer layers
-# ([lab 14](14_cut_a_pipeline.ipynb)) or keep less of each microbatch ([lab 15](15_recomputation.ipynb)).
+# Under 1F1B more ranks divide everything except the activations of rank 0. At 16 ranks these are nearly three times as large
+# as everything else. There are two remedies: give the first rank fewer layers ([lab 14](14_cut_a_pipeline.ipynb)), or keep
+# less of each microbatch ([lab 15](15_recomputation.ipynb)).
 #
 # ## A bug to repair
 #

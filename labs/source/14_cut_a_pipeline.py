@@ -294,8 +294,8 @@ check_cut(my_cut, gpt(words=65), ids[:4])
 
 # %% [markdown]
 # **Sources.** DeepSpeed's [pipeline tutorial](https://www.deepspeed.ai/tutorials/pipeline/) and its
-# [change of the objective](https://github.com/microsoft/DeepSpeed/pull/4312). Narayanan et al. 2019,
-# [PipeDream](https://arxiv.org/abs/1806.03377), which measures layers and then cuts. Fan et al. 2021,
+# [change of the objective](https://github.com/microsoft/DeepSpeed/pull/4312). Harlap et al. 2018,
+# [PipeDream](https://arxiv.org/abs/1806.03377), which measures layers and then cuts. Fan et al. 2020,
 # [DAPPLE](https://arxiv.org/abs/2007.01045), which places uneven stages.
 #
 # Next: [15 Recomputation](15_recomputation.ipynb).

@@ -89,7 +89,7 @@ class Puzzle:
 
 
 PUZZLES = {
-    1: Puzzle(2, 2, 9, 2, "Let rank 1 run B0 as soon as it has run F0."),
+    1: Puzzle(2, 2, 9, 2, "While rank 1 works on microbatch 0, rank 0 waits. What could it do?"),
     2: Puzzle(2, 3, 10, 3, "1F1B takes 12. Split each B into I and W. Rank 0 waits for I, but no rank waits for W."),
     3: Puzzle(2, 4, 13, 2, "Rank 0 must free a place before it may run another F. A W frees one."),
     4: Puzzle(3, 6, 20, 3, "How long must rank 2 wait for its first F? If it never idles after that, what is the sum?"),
@@ -134,7 +134,9 @@ def _judged(name: str, puzzle: Puzzle, schedule: Schedule) -> Verdict:
             schedule,
         )
     if wrong := faults(schedule, memory_limit=puzzle.slots, at_most=1):
-        return Drawn(False, f"{name}: {wrong[0]}.", schedule, limit=puzzle.slots)
+        late = "\nThe columns of a picture are ticks. Without dots, each action runs as soon as it can, as drawn here."
+        ticks = wrong[0].kind == "tick"
+        return Drawn(False, f"{name}: {wrong[0]}.{late if ticks else ''}", schedule, limit=puzzle.slots)
     run = simulate(schedule, Costs())
     if run.makespan > puzzle.makespan:
         text = f"{name}: it runs, in {run.makespan:g} steps. {puzzle.makespan:g} are possible."
