@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tplab import Mesh, Trace
+from tplab.schedules import Costs, one_f_one_b, simulate, zb_v
 from tplab.trace import Recorder
 
 
@@ -140,4 +141,6 @@ ALL = {
     "mlp 4": lambda: megatron_mlp(Mesh(tp=4), "tp"),
     "mlp 2x3": lambda: megatron_mlp(Mesh(dp=2, tp=3), "tp"),
     "overlap 4": lambda: overlapped_matmul(4),
+    "pipeline 4": lambda: simulate(one_f_one_b(4, 6), Costs(transfer=0.5)).trace,
+    "pipeline with V": lambda: simulate(zb_v(3, 6), Costs(transfer=0.25)).trace,
 }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from tplab.schedules import Simulation
 from tplab.schedules.action import CODE, B, F, I, W
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, KINDS, LINE, PAPER, SOFT, hue, mix
-from tplab.widgets.paper.pen import Colour, text_width
+from tplab.widgets.paper.action import SOLID, Sheet, draw_action
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, LINE, SOFT, hue, mix
+from tplab.widgets.paper.pen import text_width
 from tplab.widgets.paper.units import plain, ticks, time_text
 from tplab.widgets.schedule.facts import facts
 from tplab.widgets.schedule.papers import paper_name
@@ -20,21 +20,7 @@ MARGIN, LEFT, WIDTH = 18, 58, 860
 KEY = 22  # the legend's height
 RIGHT = 52  # beside a rank's strip, for how much it holds
 WRONG = "#d0342c"  # above the memory limit
-_SOLID = {F: "F", B: "IW", I: "I", W: "W"}
 KIND_NAMES = {F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient"}
-
-
-class Sheet(Protocol):
-    """What is drawn on: `Pen` or `SvgPen`."""
-
-    def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
-            edge: Colour | None = None, radius: float = 0, line: float = 1) -> None: ...  # fmt: skip
-    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None: ...
-    def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None: ...
-    def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None: ...
-    def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None: ...
-    def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
-             anchor: str = "mm", mono: bool = False) -> float: ...  # fmt: skip
 
 
 def lane_heights(num_ranks: int) -> tuple[float, float]:
@@ -144,42 +130,10 @@ def _colour(by: str, stage: int, microbatch: int) -> str | None:
     return None if by == "kind" else hue(stage if by == "stage" else microbatch)
 
 
-def draw_action(
-    sheet: Sheet, kind: int, label: str, x: float, right: float, y: float, size: float, tier: float = 0.0,
-    colour: str | None = None,
-) -> None:  # fmt: skip
-    """A bar from x to right, in the colours of its kind: a B is an I and a W. Later stages of its rank are
-    lighter, up to `tier` 1. With a `colour` of its own, F is solid, B and I are tinted, W is pale."""
-    gap = 1.0 if right - x > 3.5 else 0.0
-    x, width = x + gap / 2, max(right - x - gap, 0.7)
-    radius = 3 if width > 4 and size > 5 else 0
-    share, ink = 1 - 0.45 * tier, INK
-    if colour is None and kind in _SOLID:
-        fills = [mix(KINDS[name], share) for name in _SOLID[kind]]
-        for place, fill in enumerate(fills):
-            sheet.box(x + place * width / len(fills), y, width / len(fills), size, fill=fill, radius=radius)
-        if len(fills) == 2 and radius:  # one bar of two halves
-            sheet.box(x + width / 2 - 3, y, 3, size, fill=fills[0])
-            sheet.box(x + width / 2, y, 3, size, fill=fills[1])
-        ink = INK if sum(fills[-1]) > 330 else PAPER
-    elif kind == F and colour is not None:
-        sheet.box(x, y, width, size, fill=mix(colour, share), radius=radius)
-        ink = PAPER
-    elif kind in _SOLID and colour is not None:
-        edge = colour if radius else None
-        sheet.box(x, y, width, size, fill=mix(colour, {B: 0.42, I: 0.3}.get(kind, 0.1)), edge=edge, radius=radius)
-    else:
-        sheet.box(x, y, width, size, fill=mix(DIM, 0.2), edge=DIM if radius else None, radius=radius)
-    for text in (label, label[:1] if kind in _SOLID else ""):
-        if size >= 9 and text and text_width(text, 9.5, mono=True) < width - 1:
-            sheet.text(x + width / 2, y + size / 2, text, size=9.5, fill=ink, mono=True)
-            break
-
-
 def _key(sheet: Sheet, runs: Sequence[Simulation], by: str) -> None:
     """What the marks mean: those that are in the picture."""
     x, y = float(MARGIN), 48.0
-    for kind in sorted({int(kind) for run in runs for kind in np.unique(run.schedule.kind)} & _SOLID.keys()):
+    for kind in sorted({int(kind) for run in runs for kind in np.unique(run.schedule.kind)} & SOLID.keys()):
         draw_action(sheet, kind, "", x, x + 19, y - 5, 11, colour=None if by == "kind" else hue(0))
         x += 24 + sheet.text(x + 24, y, KIND_NAMES[kind], size=10.5, fill=DIM, anchor="lm") + 14
     if by != "kind":

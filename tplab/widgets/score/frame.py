@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tplab.trace.trace import Trace
+from tplab.widgets.score.holds import GONE
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score, score
 
 
@@ -52,6 +53,7 @@ def frame(of: Trace | Score, position: float) -> Frame:
         (rank, item): place
         for place, (rank, item) in enumerate(zip(holds["rank"][:num].tolist(), holds["item"][:num].tolist()))
     }
+    cells = {cell: place for cell, place in cells.items() if holds["state"][place] != GONE}
     arriving = {(int(bars["peer"][row]), int(bars["item"][row])) for row, _ in flights if bars["item"][row] >= 0}
     weights = np.where(bars["end"] <= time, bars["bytes"], 0)
     sent = np.bincount(bars["rank"], weights=weights, minlength=piece.trace.mesh.size)

@@ -11,7 +11,8 @@ import numpy as np
 
 from tplab.trace.trace import Trace
 
-OWN, HELD, PASSED = 1, 2, 3  # of a hold: the rank's own part; arrived or computed; given away, to be added to elsewhere
+OWN, HELD, PASSED, GONE = 1, 2, 3, 4
+"""Of a hold: the rank's own part; arrived or computed; given away, to be added to elsewhere; no longer kept."""
 
 _SEND, _RECEIVE, _COLLECTIVE, _COMPUTE = 1, -1, 2, 0
 JOINING = {"add": "sum", "add_": "sum", "add_any": "sum", "_foreach_add_": "sum", "sub": "", "mul": "product",

@@ -101,6 +101,11 @@ def layout(score: Score) -> Layout:
     used = set(zip(score.bars["rank"][sends].tolist(), score.bars["peer"][sends].tolist()))
     pairs = sorted(pair for pair in used if pair[0] != pair[1])
     labels: list[tuple[float, float, str]] = []
+    if score.is_pipeline and boxes and mesh.size == max(mesh.shape.values()):
+        centres = _grid(mesh.size, 8, (size[0] + 16, size[1] + 24))
+        curves = {pair: _line_link(centres, pair, 8, size) for pair in pairs}
+        links = {pair: _trim(curve, size, boxes) for pair, curve in curves.items()}
+        return _placed(boxes, centres, size, slots, links, labels)
     large_axes = [size for size in mesh.shape.values() if size > 1]
     if len(large_axes) <= 1 and mesh.size <= 64:
         centres = _ring(mesh.size, size)
@@ -149,6 +154,17 @@ def _grid(num_ranks: int, columns: int, size: tuple[float, float]) -> np.ndarray
     step = np.array([size[0] + LINK_GAP, size[1] + LINK_GAP]) if size[0] > DOT else np.array([46.0, 46.0])
     indices = np.arange(num_ranks)
     return np.stack([indices % columns, indices // columns], 1) * step
+
+
+def _line_link(centres: np.ndarray, pair: tuple[int, int], columns: int, size: tuple[float, float]) -> Curve:
+    """Of stages in a line: to the right above the middle, to the left below it; between others around the boxes."""
+    a, b = centres[pair[0]], centres[pair[1]]
+    side = np.array([0.0, -9.0 if pair[1] > pair[0] else 9.0])
+    if pair[0] // columns != pair[1] // columns:
+        return _bowed(a, b, 0.12)
+    if abs(pair[1] - pair[0]) == 1:
+        return a + side, (a + b) / 2 + side, b + side
+    return a, (a + b) / 2 + np.sign(side) * (size[1] + 60), b
 
 
 def _axis_labels(mesh, centres: np.ndarray, columns: int, size: tuple[float, float]) -> list[tuple[float, float, str]]:

@@ -90,12 +90,13 @@ def _about(score: Score) -> dict[str, Any]:
         "groups": score.groups,
         "where": trace.codes("where")[0],
         "computes": score.computes,
+        "pipeline": score.is_pipeline,
         "shapes": _tensors(score)[0],
     }
 
 
 def _bars(score: Score) -> dict[str, np.ndarray]:
-    names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group")
+    names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group", "flow")
     place = score.trace.codes("where")[1][score.bars["row"]]
     return {name: score.bars[name] for name in names} | {"place": place, "shape": _tensors(score)[1]}
 

@@ -18,7 +18,9 @@ from functools import cached_property
 import numpy as np
 
 from tplab.trace.trace import Trace
+from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
 from tplab.widgets.paper.units import letter
+from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import names
 
@@ -57,6 +59,7 @@ class Score:
     holds: dict[str, np.ndarray]
     sets: list[tuple[int, ...]]  # the distinct sets of contributors
     values: list[np.ndarray]  # the distinct contents that were kept
+    is_pipeline: bool = False  # a schedule ran: items are microbatches, and rounds end where actions do
 
     @property
     def num_steps(self) -> int:
@@ -75,9 +78,21 @@ class Score:
         """Bytes that each rank sends in all."""
         return np.bincount(self.bars["rank"], weights=self.bars["bytes"], minlength=self.trace.mesh.size)
 
+    def item_colour(self, item: int) -> str:
+        """In a pipeline activations have the colour of F; else each item has one of its own."""
+        return KINDS["F"] if self.is_pipeline else hue(item)
+
+    def bar_colour(self, row: int) -> str:
+        """Of a message, or a rank's part of a collective."""
+        if not self.is_pipeline:
+            return hue(int(self.bars["item"][row]))
+        return (WORK, KINDS["F"], GRADIENT)[self.bars["flow"][row]]
+
     @cached_property
     def table_caption(self) -> str:
         """What the table shows."""
+        if self.is_pipeline:
+            return "the microbatches whose activations each rank holds"
         hows = {item.how for item in self.items} & {"max", "min", "product"}
         names = {"max": "the maximum", "min": "the minimum", "product": "the product"}
         made = f": {names[hows.pop()]} of these ranks' parts" if len(hows) == 1 else ""
@@ -115,9 +130,12 @@ def score(trace: Trace) -> Score:
     columns["op"] = trace.codes("op")[1]
     columns["op_name"] = trace.column("op")
     columns["group"] = trace.codes("group")[1]
+    if pipeline.is_pipeline(trace):
+        return _of_pipeline(trace, columns)
     columns["item"], items = _items(trace, columns)
     if trace.clock == "measured":
         columns["end"] = _arrivals(trace, columns)
+    columns["flow"] = np.zeros(len(trace), np.int8)
     times = _times(trace, columns)
     sets, holds, values = holdings(trace, columns, times, len(items))
     seen = list(zip(holds["item"].tolist(), (sets[code] for code in holds["set"].tolist())))
@@ -135,6 +153,24 @@ def score(trace: Trace) -> Score:
     bars["row"] = rows
     bars["bytes"] = np.where(np.isin(bars["kind"], (SEND, COLLECTIVE)), bars["bytes"], 0)
     return Score(trace, times, bars, items, holds, sets, values)
+
+
+def _of_pipeline(trace: Trace, columns: dict[str, np.ndarray]) -> Score:
+    """The score of a schedule that ran."""
+    columns["item"], named = pipeline.microbatches(trace, columns)
+    if trace.clock == "measured":
+        columns["end"] = _arrivals(trace, columns)
+    columns["piece"] = np.array([piece for *_, piece, _ in named] + [-1])[columns["item"]]
+    columns["flow"] = pipeline.flows(columns, SEND)
+    times = pipeline.moments(columns)
+    begun = np.searchsorted(times, columns["start"] * (1 + 1e-12), side="right") - 1
+    columns["step"] = np.clip(begun, 0, len(times) - 2)
+    sets, holds = pipeline.held(columns, named, trace.mesh.size)
+    bars = {name: column for name, column in columns.items() if name not in ("op_name", "piece")}
+    rows = np.flatnonzero(bars["kind"] >= 0)
+    bars = {name: column[rows] for name, column in bars.items()} | {"row": rows}
+    bars["bytes"] = np.where(np.isin(bars["kind"], (SEND, COLLECTIVE)), bars["bytes"], 0)
+    return Score(trace, times, bars, [Item(*item, "", ()) for item in named], holds, sets, [], True)
 
 
 def _hows(columns: dict[str, np.ndarray], num_items: int) -> list[str]:

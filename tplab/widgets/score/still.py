@@ -1,4 +1,4 @@
-"""The picture of a score where no kernel runs: PNG, or an animated PNG that plays once and rests on its end."""
+"""The picture of a score where no kernel runs: PNG, or an animated PNG that loops, with a rest at both ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WORK, hue, mix
+from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, on_curve, text_width
 from tplab.widgets.paper.units import plain, range_text, time_text
 from tplab.widgets.score import words
@@ -20,7 +20,8 @@ from tplab.widgets.score.still_lanes import Lanes
 from tplab.widgets.score.still_table import Table, cell, share
 
 MAX_BYTES = 300_000
-SECONDS = 4.8  # nothing moves for more than five seconds without a way to stop it
+SECONDS = 4.5  # from one pause to the next
+PAUSE = 1800  # milliseconds
 MARGIN = 18
 
 
@@ -113,7 +114,8 @@ class Picture:
         left, top = x - width / 2, y - height / 2
         pen.box(left, top, width, height, fill=SOFT, edge=edge, radius=9, line=1.3)
         working = [score.ops[score.bars["op"][row]] for row, _ in now.computing if score.bars["rank"][row] == rank]
-        name = f"{rank} {working[0]}" if working else f"rank {rank}"
+        before = f"rank {rank}:" if score.is_pipeline else str(rank)
+        name = f"{before} {working[0]}" if working else f"rank {rank}"
         few = layout.slots[rank]
         if not few and score.items:
             pen.box(left + 9, top + height - 10, width - 18, 3, fill=LINE)
@@ -138,9 +140,9 @@ class Picture:
         x, y = on_curve(self._moved(curve), u)
         item = int(bars["item"][row])
         if not self.layout.boxes:
-            pen.disc(x, y, 4.5, fill=hue(item), edge=PAPER)
+            pen.disc(x, y, 4.5, fill=self.score.bar_colour(row), edge=PAPER)
             return
-        pen.box(x - 11, y - 11, 22, 22, fill=hue(item), edge=PAPER, radius=5, line=1.5)
+        pen.box(x - 11, y - 11, 22, 22, fill=self.score.bar_colour(row), edge=PAPER, radius=5, line=1.5)
         pen.text(x, y, self.score.items[item].name if item >= 0 else "", size=11.5, bold=True, fill=PAPER)
 
     def _say(self, pen: Pen, now: Frame) -> None:
@@ -187,14 +189,22 @@ def _head(pen: Pen, score: Score) -> None:
     pen.text(pen.width - MARGIN - width / 2, 26.5, note, size=10.5, fill=DIM)
 
 
-def moving(score: Score, plays: int = 1, frames: int = 30) -> bytes:
-    """The whole of it as an animated PNG; one picture from its middle where it has too many steps or ranks for that."""
+def story(score: Score) -> float:
+    """The position that says most where only one is seen: in the middle, with something on its way."""
+    return min(score.num_steps // 2 + 0.5, float(score.num_steps))
+
+
+def moving(score: Score, frames: int = 30) -> bytes:
+    """The whole of it as an animated PNG, whose first frame is that of `story`; that frame alone where it has too many
+    ranks or steps."""
     picture, steps = Picture(score), score.num_steps
-    if steps < frames and score.trace.mesh.size <= 16:
-        each = max(1, min(8, (frames - 2) // steps))
-        drawn = [picture.draw(index / each) for index in range(steps * each + 1)]
-        time = round(1000 * (SECONDS - 0.5) / len(drawn))
-        data = encode(drawn, [500 + time] + [time] * (len(drawn) - 1), plays)
-        if len(data) <= MAX_BYTES:
-            return data
-    return encode([picture.draw(steps / 2)], [0])
+    if steps <= 4 * frames and score.trace.mesh.size <= 16:
+        most = max(1, min(8, (frames - 2) // steps))
+        for each in range(most, 0, -1):  # as smooth as fits
+            positions = np.linspace(0, steps, min(steps * each, 2 * frames) + 1).tolist()
+            drawn = [picture.draw(position) for position in (story(score), *positions)]
+            time = round(1000 * SECONDS / len(drawn))
+            data = encode(drawn, [PAUSE, *[time] * (len(positions) - 1), PAUSE], plays=0)
+            if len(data) <= MAX_BYTES:
+                return data
+    return encode([picture.draw(story(score))], [0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, SOFT, WORK, hue, mix
+from tplab.widgets.paper.action import draw_action
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.units import ticks, time_text
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
@@ -47,7 +48,11 @@ class Lanes:
                 continue
             y = self.top + rank * self.lane + (0 if kind == COMPUTE else work)
             height = work if kind == COMPUTE else talk
-            colour = WORK if kind == COMPUTE else hue(item)
+            action = "FBIW".find(score.ops[bars["op"][row]][:1]) if kind == COMPUTE and score.is_pipeline else -1
+            if action >= 0 and item >= 0:
+                draw_action(pen, action, score.ops[bars["op"][row]], x, right, y, height)
+                continue
+            colour = WORK if kind == COMPUTE else score.bar_colour(row)
             fill = mix(WORK, 0.42) if kind == COMPUTE else mix(colour, 0.24)
             edge = colour if height > 6 else None
             pen.box(x + 0.5, y, max(right - x - 1, 0.7), height, fill=fill, edge=edge, radius=2)

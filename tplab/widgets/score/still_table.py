@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT, hue, mix
+from tplab.widgets.paper.palette import DIM, INK, LINE, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Colour, Pen
 from tplab.widgets.paper.units import number_text
 from tplab.widgets.score.frame import Frame, contributors
@@ -21,13 +21,13 @@ def cell(pen: Pen, score: Score, x: float, y: float, width: float, height: float
     members, pool, passed = (), (), False
     if hold is not None:
         members, pool, passed = score.members(hold), score.pool(hold), score.holds["state"][hold] == PASSED
-    key = (item % len(HUES), members, pool, passed, hold is None, arriving, label, value)
+    key = (score.item_colour(item), members, pool, passed, hold is None, arriving, label, value)
     pen.stamp(key, x, y, width, height, ground, lambda tile: _cell(tile, width, height, *key))
 
 
-def _cell(pen: Pen, width: float, height: float, item: int, members: tuple[int, ...], pool: tuple[int, ...],
+def _cell(pen: Pen, width: float, height: float, colour: str, members: tuple[int, ...], pool: tuple[int, ...],
           passed: bool, empty: bool, arriving: bool, label: str, value: str) -> None:  # fmt: skip
-    colour, small = hue(item), height < 20
+    small = height < 20
     radius, middle = min(height / 3.4, 7), 1 + width / 2
     if empty:
         pen.box(1, 1, width, height, fill=None if small else PAPER, edge=mix(LINE, 0.7), radius=radius)
@@ -115,7 +115,7 @@ class Table:
             return SOFT
         if self.score.holds["state"][hold] == PASSED:
             return mix(LINE, 0.9)
-        return mix(hue(int(self.score.holds["item"][hold])), 0.15 + 0.85 * share(self.score, hold))
+        return mix(self.score.item_colour(int(self.score.holds["item"][hold])), 0.15 + 0.85 * share(self.score, hold))
 
 
 def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple[str, str]:

@@ -30,9 +30,17 @@ def about(score: Score) -> str:
     if axes:
         parts.append(("axis " if len(mesh.axis_names) == 1 else "over ") + ", ".join(axes))
     sizes = bars["bytes"][bars["kind"] == SEND]
+    if score.is_pipeline:
+        parts.append(_microbatches(score))
     if len(sizes) and sizes.max() > 0:
-        parts.append(range_text(sizes.tolist()) + (" chunks" if sizes.min() == sizes.max() else " per message"))
+        alike = " per message" if score.is_pipeline else " chunks"
+        parts.append(range_text(sizes.tolist()) + (alike if sizes.min() == sizes.max() else " per message"))
     return " · ".join(parts)
+
+
+def _microbatches(score: Score) -> str:
+    number = len({item.piece for item in score.items})
+    return f"{number} microbatch{'es' * (number != 1)}"
 
 
 def badge(score: Score) -> str:
@@ -50,6 +58,8 @@ def summary(score: Score, verb: str = "Animation") -> str:
     """One plain sentence, the same for the same trace; measured times are no part of it."""
     trace = score.trace
     steps = f"{score.num_steps} step{'s' * (score.num_steps > 1)}"
+    if score.is_pipeline:
+        steps = f"{_microbatches(score)}, {steps}"
     total = score.total_sent.tolist()
     sent = f"each rank sends {range_text(total)}" if max(total) > 0 else "nothing is sent"
     clock = badge(score).replace(" · ", ", ")
@@ -59,6 +69,8 @@ def summary(score: Score, verb: str = "Animation") -> str:
 def sentences(score: Score) -> list[str]:
     """For position 0 and for each round, what happens then."""
     bars = score.bars
+    if score.is_pipeline:
+        return ["no rank has begun", *(_of_pipeline(score, index) for index in range(score.num_steps))]
     talk = np.flatnonzero(np.isin(bars["kind"], (SEND, COLLECTIVE)) & (bars["step"] >= 0))
     by_round = np.argsort(bars["step"][talk], kind="stable")
     bounds = np.searchsorted(bars["step"][talk][by_round], np.arange(score.num_steps + 1))
@@ -69,6 +81,26 @@ def sentences(score: Score) -> list[str]:
         begin, end = score.times[index], score.times[index + 1]
         texts.append(news.sentence(rows) + _computing(score, rows, float(begin), float(end)))
     return texts
+
+
+def _of_pipeline(score: Score, step: int) -> str:
+    """What the ranks run in a step of a pipeline, and what travels."""
+    bars = score.bars
+    begin, end = float(score.times[step]), float(score.times[step + 1])
+    near = 1e-9 * (end - begin)
+    running = (bars["start"] < end - near) & (bars["end"] > begin + near)
+    runs = [f"rank {bars['rank'][row]} runs {score.ops[bars['op'][row]]}"
+            for row in np.flatnonzero(running & (bars["kind"] == COMPUTE)).tolist()]  # fmt: skip
+    sent = [f"{'activations' if bars['flow'][row] == 1 else 'gradients'} of {score.items[bars['item'][row]].text} "
+            f"to rank {bars['peer'][row]}"
+            for row in np.flatnonzero(running & (bars["kind"] == SEND) & (bars["flow"] > 0)).tolist()]  # fmt: skip
+    ops = {score.ops[op] for op in bars["op"][running & (bars["kind"] == COLLECTIVE)].tolist()}
+    parts = [_few(runs) or "no rank computes", f"on their way: {_few(sent)}" if sent else "", ", ".join(sorted(ops))]
+    return "; ".join(part for part in parts if part)
+
+
+def _few(texts: list[str], most: int = 4) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def _before(score: Score) -> str:

@@ -13,6 +13,18 @@ function numbersOf(score, hold) {
   return numbers.length > 12 ? `${numbers.slice(0, 12).join(" ")} … (${numbers.length})` : numbers.join(" ");
 }
 
+// What the marks in the picture mean.
+function legend(score) {
+  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
+  if (score.pipeline) {
+    return [key("f", "forward; activations on their way"), key("gradients", "gradients on their way"), key("b", "backward"), key("kept", "activations that a rank holds")];
+  }
+  if (!score.items.length) return [];
+  const sums = score.items.some((item) => item[4].some((ranks) => ranks.length > 1));
+  return [key("kept", "held"), key("coming", "arriving"), sums ? key("passed", "passed on") : null,
+    sums ? key("parts", "whose parts are in it") : null, score.computes ? key("work", "computing") : null].filter(Boolean);
+}
+
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
   const root = card(host, { title: score.title, about: score.about, badge: score.badge, label: `animation of ${score.title}` });
@@ -22,6 +34,7 @@ async function render({ model, el: host }) {
     if (event) tip.show(event, describe(score, now, what, (hold) => numbersOf(score, hold)));
     else tip.hide();
   };
+  root.append(el("div.tpl-legend", {}, ...legend(score)));
   const two = el("div.tpl-two");
   root.append(two);
   const ranks = new Ranks(two, score, over);

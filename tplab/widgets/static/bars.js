@@ -1,6 +1,6 @@
 // What is known about one bar of a timeline, in words.
 import { bytesText, timeText } from "./units.js";
-import { COLLECTIVE, COMPUTE, SEND, WAIT, pieceText } from "./score.js";
+import { COLLECTIVE, COMPUTE, SEND, WAIT, carried, pieceText } from "./score.js";
 
 // What the hint says about a bar: what it is; then when, of what size, with whom, and the line it was written at.
 export function describeBar(score, row) {
@@ -19,7 +19,7 @@ export function describeBar(score, row) {
 
 function title(score, row) {
   const kind = score.kind[row], op = score.ops[score.op[row]], rank = score.rank[row], item = score.item[row];
-  const what = item >= 0 ? pieceText(score, item) : "a message";
+  const what = kind === SEND ? carried(score, row) : item >= 0 ? pieceText(score, item) : "";
   if (kind === SEND) return `${op}: rank ${rank} sends ${what} to rank ${score.peer[row]}`;
   if (kind === WAIT) return `rank ${rank} waits`;
   return `rank ${rank}: ${op}${kind === COMPUTE && item >= 0 ? `, of ${what}` : ""}`;
@@ -29,7 +29,7 @@ function awaited(score, row) {
   const cause = causeOf(score, row);
   if (cause < 0) return "";
   if (score.kind[cause] !== SEND) return score.ops[score.op[cause]];
-  return `${score.item[cause] >= 0 ? pieceText(score, score.item[cause]) : score.ops[score.op[cause]]} from rank ${score.rank[cause]}`;
+  return `${score.item[cause] >= 0 ? carried(score, cause) : score.ops[score.op[cause]]} from rank ${score.rank[cause]}`;
 }
 
 // What a rank waits for: what comes to it, or what it takes part in, and is over when the waiting is.

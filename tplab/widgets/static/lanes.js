@@ -1,9 +1,9 @@
 // The timeline: one lane per rank, computing above and messages below, on one canvas; the playhead lies over it.
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
-import { COMPUTE, SEND, WAIT } from "./score.js";
+import { COMPUTE, SEND, WAIT, barColour } from "./score.js";
 import { describeBar } from "./bars.js";
-import { hatch, shape } from "./canvas.js";
+import { actionBar, hatch, shape } from "./canvas.js";
 
 export const LANES_TOP = 6, LANES_AXIS = 20;
 
@@ -140,7 +140,13 @@ export class Lanes {
       if (right - last[track] < 0.7) continue; // nothing of it would be seen
       last[track] = right;
       pen.globalAlpha = this.critical && !this.critical.has(row) ? 0.22 : 1;
-      const colour = kind === COMPUTE ? paint.work : paint.hue(score.item[row]);
+      const letter = score.pipeline && kind === COMPUTE ? "FBIW".indexOf(score.ops[score.op[row]][0]) : -1;
+      if (letter >= 0 && score.item[row] >= 0) {
+        const action = { kind: letter, microbatch: score.item[row], stage: -1, name: score.ops[score.op[row]] };
+        actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
+        continue;
+      }
+      const colour = kind === COMPUTE ? paint.work : barColour(score, paint, row);
       const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
       pen.fillStyle = paint.paper;
       if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching

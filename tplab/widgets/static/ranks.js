@@ -1,7 +1,7 @@
 // The ranks on their mesh, the links between them, and the chunks on their way.
 import { el } from "./shell.js";
 import { bytesText } from "./units.js";
-import { PASSED, cellText, members, pieceText, pool } from "./score.js";
+import { PASSED, cellText, flightColour, itemColour, members, pieceText, carried, pool } from "./score.js";
 
 const SLOT = 17;
 
@@ -63,7 +63,7 @@ export class Ranks {
     const share = few || !this.score.items.length ? null : el("line.tpl-share", { ...bar, pathLength: 1 });
     if (share) group.append(el("line.tpl-shareof", bar), share);
     const cells = slots[rank].map(([item, left, top]) => {
-      const slot = el("g.tpl-slot", { style: `--c:var(--c${item % 8})`, transform: `translate(${left} ${top})` },
+      const slot = el("g.tpl-slot", { style: `--c:${itemColour(this.score, item)}`, transform: `translate(${left} ${top})` },
         el("rect", { width: SLOT, height: SLOT, rx: 5 }), el("rect.tpl-gauge", { width: SLOT, height: SLOT, rx: 5 }),
         el("text", { x: SLOT / 2, y: SLOT / 2 }, this.score.items[item][0]));
       slot.addEventListener("pointermove", (event) => over(event, { rank, item }));
@@ -83,7 +83,7 @@ export class Ranks {
       if (shape.name) {
         const text = working.get(rank) ?? `rank ${rank}`;
         const most = Math.floor(score.layout.size[0] / 6.6) - 2;
-        const name = working.has(rank) ? `${rank} · ${text.length > most ? `${text.slice(0, most - 1)}…` : text}` : text;
+        const name = working.has(rank) && score.pipeline ? `rank ${rank}: ${text}` : working.has(rank) ? `${rank} · ${text.length > most ? `${text.slice(0, most - 1)}…` : text}` : text;
         if (shape.name.textContent !== name) shape.name.textContent = name;
       }
       for (const slot of shape.slots) this.drawSlot(slot, rank, now.cells[rank * numItems + slot.item], now);
@@ -152,7 +152,7 @@ export class Ranks {
     if (flight.row === row) return;
     flight.row = row;
     const item = score.item[row];
-    flight.group.setAttribute("style", `--c:${item >= 0 ? `var(--c${item % 8})` : "var(--work)"}`);
+    flight.group.setAttribute("style", `--c:${flightColour(score, row)}`);
     if (flight.text) flight.text.textContent = item >= 0 ? score.items[item][0] : "";
   }
 
@@ -175,7 +175,7 @@ export function describe(score, now, { flight, rank, item }, values) {
     item = score.item[flight];
     const from = score.rank[flight];
     const hold = item >= 0 ? now.cells[from * score.items.length + item] : -1;
-    return [["", `${score.ops[score.op[flight]]}: rank ${from} sends ${item >= 0 ? pieceText(score, item) : "a message"} to rank ${score.peer[flight]}`],
+    return [["", `${score.ops[score.op[flight]]}: rank ${from} sends ${carried(score, flight)} to rank ${score.peer[flight]}`],
       ["tensor", score.shapes[score.shape[flight]]], ["sends", bytesText(score.bytes[flight])], ...contents(score, hold, values),
       ["written at", score.where[score.place[flight]]]];
   }

@@ -2,7 +2,7 @@
 import { numberText, rangeText } from "./units.js";
 
 export const COMPUTE = 0, SEND = 1, COLLECTIVE = 2, WAIT = 3;
-export const OWN = 1, HELD = 2, PASSED = 3;
+export const OWN = 1, HELD = 2, PASSED = 3, GONE = 4;
 
 export const numSteps = (score) => score.times.length - 1;
 
@@ -49,7 +49,9 @@ export function frame(score, position) {
   }
   const cells = new Int32Array(score.ranks * numItems).fill(-1);
   const { hold_time: when, hold_rank: holder, hold_item: held } = score;
-  for (let row = 0; row < when.length && when[row] <= time; row++) cells[holder[row] * numItems + held[row]] = row;
+  for (let row = 0; row < when.length && when[row] <= time; row++) {
+    cells[holder[row] * numItems + held[row]] = score.hold_state[row] === GONE ? -1 : row;
+  }
   return { position, time, round: Math.min(Math.ceil(position), steps), flights, together, computing, cells, arriving, sent };
 }
 
@@ -76,7 +78,19 @@ export function cellText(score, hold, most = 4) {
   return { label, value: numbers.length === 1 ? numberText(numbers[0]) : "", inside, all };
 }
 
+// The colour of a bar, and of an item: in a pipeline activations have that of F, and gradients that of I.
+export const barColour = (score, paint, row) => (score.pipeline ? [paint.work, paint.kinds.F, paint.kinds.I][score.flow[row]] : paint.hue(score.item[row]));
+export const flightColour = (score, row) => (score.pipeline ? ["var(--work)", "var(--kf)", "var(--kig)"][score.flow[row]]
+  : score.item[row] >= 0 ? `var(--c${score.item[row] % 8})` : "var(--work)");
+export const itemColour = (score, item) => (score.pipeline ? "var(--kf)" : `var(--c${item % 8})`);
+
 // The name of an item in a sentence.
+// What a message carries, in a sentence.
+export function carried(score, row) {
+  const flow = ["", "activations of ", "gradients of "][score.flow[row]];
+  return score.item[row] >= 0 ? `${flow}${pieceText(score, score.item[row])}` : "a message";
+}
+
 export const pieceText = (score, item) => score.items[item][2];
 
 export function contributors(inside, all, how, most = 4) {

@@ -1,7 +1,7 @@
 // What each rank holds: one row per rank, one column per item (or one item of each group). A table where there is room for
 // letters, else a canvas of small squares.
 import { colours, el } from "./shell.js";
-import { PASSED, cellText, members, pool } from "./score.js";
+import { PASSED, cellText, itemColour, members, pool } from "./score.js";
 
 export class Table {
   constructor(root, host, score, over) {
@@ -117,7 +117,7 @@ export class Table {
       }
     } else if (coming >= 0) label.textContent = score.items[coming][0];
     cell.node.className = `tpl-cell${kind}${coming >= 0 ? " tpl-arriving" : ""}${label.textContent.length > 3 ? " tpl-long" : ""}`;
-    cell.node.style.setProperty("--c", `var(--c${Math.max(item, 0) % 8})`);
+    cell.node.style.setProperty("--c", itemColour(this.score, Math.max(item, 0)));
   }
 
   drawSmall(holds, again) {
@@ -147,7 +147,7 @@ export class Table {
         if (!this.fills.has(code)) {
           const inside = members(score, hold), share = inside.length / pool(score, hold, inside).length;
           const passed = score.hold_state[hold] === PASSED;
-          this.fills.set(code, passed ? paint.line : paint.mix(paint.hue(score.hold_item[hold]), 0.12 + 0.88 * share));
+          this.fills.set(code, passed ? paint.line : paint.mix(score.pipeline ? paint.kinds.F : paint.hue(score.hold_item[hold]), 0.12 + 0.88 * share));
         }
         fill = this.fills.get(code);
       }

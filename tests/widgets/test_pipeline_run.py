@@ -1,0 +1,88 @@
+"""A pipeline's run is drawn as stages in a line, through which microbatches travel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Linear
+from torch.nn.functional import mse_loss
+
+import tplab.torch as tt
+from tplab import Mesh, Trace
+from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_v
+from tplab.widgets import animate
+from tplab.widgets.score import words
+from tplab.widgets.score.frame import frame
+from tplab.widgets.score.layout import layout
+from tplab.widgets.score.score import SEND, score
+
+
+def executed(ranks: int = 3, microbatches: int = 5) -> Trace:
+    def one_batch() -> torch.Tensor:
+        batch = [(torch.ones(2, 4), torch.ones(2, 4))] * microbatches
+        return tt.train_batch(one_f_one_b(ranks, microbatches), Linear(4, 4), batch, mse_loss, costs=Costs())
+
+    return tt.run(one_batch, Mesh(pp=ranks)).trace
+
+
+RUNS = {
+    "executed": executed,
+    "1F1B": lambda: simulate(one_f_one_b(3, 5), Costs(transfer=0.5)).trace,
+    "interleaved": lambda: simulate(interleaved_1f1b(4, 8, 2), Costs(transfer=0.5)).trace,
+    "ZB-V": lambda: simulate(zb_v(4, 6), Costs(transfer=0.5)).trace,
+    "DualPipe": lambda: simulate(dualpipe(4, 8), Costs(transfer=0.5)).trace,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_travels_is_a_microbatch(name: str):
+    piece = score(RUNS[name]())
+    assert piece.is_pipeline
+    assert [item.name for item in piece.items] == [str(number) for number in range(len(piece.items))]
+    assert piece.items[2].text == "microbatch 2"
+    assert set(piece.bars["flow"][piece.bars["kind"] == SEND].tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_ranks_are_in_a_line(name: str):
+    place = layout(score(RUNS[name]()))
+    x, y = place.centres.T
+    assert np.ptp(y) == 0 and (np.diff(x) > place.size[0]).all()
+    forth, back = place.links[0, 1], place.links[1, 0]
+    assert forth[1] < y[0] < back[1]  # activations above, gradients below
+
+
+def test_activations_go_to_the_next_stage_and_gradients_come_back():
+    for run in (executed(), RUNS["1F1B"]()):
+        bars = score(run).bars
+        for row in np.flatnonzero(bars["kind"] == SEND).tolist():
+            assert bars["peer"][row] - bars["rank"][row] == {1: 1, 2: -1}[bars["flow"][row]]
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 5), one_f_one_b(4, 8)], ids=str)
+def test_a_rank_holds_what_the_simulator_says(schedule):
+    run = simulate(schedule, Costs(transfer=0.5))
+    piece = score(run.trace)
+    for position in np.arange(0.25, piece.num_steps, 0.5):
+        now = frame(piece, position)
+        for rank in range(schedule.num_ranks):
+            times, held = run.activations(rank)
+            wanted = held[np.searchsorted(times, now.time, side="right") - 1]
+            assert len([cell for cell in now.cells if cell[0] == rank]) == wanted
+    assert not frame(piece, piece.num_steps).cells  # in the end nothing is kept
+
+
+def test_a_step_is_told_by_what_runs_and_what_travels():
+    piece = score(simulate(one_f_one_b(3, 5), Costs(transfer=0.5)).trace)
+    told = words.sentences(piece)
+    assert told[:2] == ["no rank has begun", "rank 0 runs F0"]
+    assert told[2].startswith("rank 0 runs F1, rank 1 runs F0; on their way: activations of microbatch 0 to rank 1")
+    assert not any("chunk" in sentence or "sum" in sentence for sentence in told)
+    assert words.about(piece).endswith("5 microbatches")
+    assert piece.table_caption == "the microbatches whose activations each rank holds"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_a_picture_too(name: str):
+    assert animate(RUNS[name]()).picture().startswith(b"\x89PNG")
