@@ -47,6 +47,11 @@ def on(num_ranks: int, program: Callable[[], Any]) -> Result:
     return run(program, Mesh(world=num_ranks), distributed=True)
 
 
+def group_of(ranks: list[int]) -> Any:
+    """A new group; torch's type of it has room for ranks outside of it."""
+    return dist.new_group(ranks)
+
+
 def done(work: Any) -> None:
     """Wait for a collective that was started, or a future; without async_op there is nothing to wait for."""
     if work is not None:

@@ -62,8 +62,7 @@ class Groups:
                     f"{self.member.mesh}; leave {name} out, or run on as many ranks as the program wants"
                 )
         backend = str(given.get("backend") or "gloo")
-        if self._is_implicit:
-            assert self.default_pg is not None
+        if self._is_implicit and self.default_pg is not None:
             self._is_implicit = False
             self.default_pg.backend = backend
             self.pg_map[self.default_pg] = (backend, self.store)

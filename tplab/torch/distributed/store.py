@@ -57,6 +57,8 @@ class Store(dist.Store):
     def num_keys(self) -> int:
         return len(self._values)
 
+    deleteKey, getNumKeys = delete_key, num_keys  # a PrefixStore calls them by their names in C++
+
     def has_extended_api(self) -> bool:
         return True
 
