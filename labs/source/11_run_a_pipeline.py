@@ -9,8 +9,8 @@
 #
 # ![A small GPT trains on four ranks. Above, every forward and backward where it ran; beneath, where the schedule promised it. They agree.](images/11_run_a_pipeline.png)
 #
-# *A small GPT trains on four ranks: eight microbatches under 1F1B, on real tensors. The filled boxes are what ran. The
-# outlines beneath are what the schedule promised. A message takes one step here, as long as a forward.*
+# *A small GPT trains on four ranks with real tensors: eight microbatches under 1F1B. The filled boxes show what ran, and the
+# outlines beneath show what the schedule promised. A message takes one step here, as long as a forward.*
 
 # %%
 import subprocess
@@ -267,8 +267,8 @@ beside = min(batches, key=lambda one: one.makespan)
 timeline(measured, predicted=beside)
 
 # %% [markdown]
-# No two runs of an action take the same time, and stages are not alike: the last one has the head and the loss. If we put the
-# *average* F, I and W into the simulation, it is too optimistic, because at every moment all wait for the slowest:
+# No two runs of an action take the same time, and stages are not alike: the last one has the head and the loss. With the
+# *average* F, I and W, the simulation would be too optimistic, because at every moment all ranks wait for the slowest:
 
 # %% tags=["nbval-ignore-output"]
 costs = measured_costs(two, measured, batch=beside.batch)
@@ -282,7 +282,7 @@ for name, seconds in [("predicted from averages", simulate(two, average).makespa
 # %% [markdown]
 # ## Turn the knob: how many microbatches?
 #
-# More microbatches make the bubble smaller, says lab 10. Here are four blocks, 1,024 wide, one on each of four modelled H100s.
+# Lab 10 says that more microbatches make the bubble smaller. Here are four blocks, 1,024 wide, one on each of four modelled H100s.
 # The batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. tplab's model of an H100 assumes that every
 # operation takes 5 µs to launch. The lower bars show the same without launches, as with CUDA graphs. Which number of
 # microbatches is best? Guess first.

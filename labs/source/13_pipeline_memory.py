@@ -30,8 +30,7 @@ from tplab import Mesh
 from tplab.pipeline import LayerSpec, TiedSpec, partition
 from tplab.schedules import Costs, gpipe, interleaved_1f1b, one_f_one_b, simulate
 from tplab.schedules import measured_costs, measured_strip, v_half, zb_h1
-from tplab.torch import GPTConfig, LiveBytes, axis_index, num_parameters
-from tplab.torch import run, split_batch, stages_of, train_batch
+from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train_batch
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, bytes_text, knob, levels
 
@@ -141,7 +140,7 @@ for rule in (gpipe, one_f_one_b, zb_h1):
 #
 # ## A model that is never whole
 #
-# A rank that builds the whole model and then keeps a part of it needs room for all of it, if only for a moment.
+# A rank that builds the whole model and then keeps a part of it needs, for a moment, room for all of it.
 # `stages_of` cuts the list of specs first, and makes only the layers of this rank. `LiveBytes` counts the tensors that are
 # alive:
 

@@ -93,7 +93,7 @@ for k in ks:
     print(f"k = {k:2}: {16 / k + k:2.0f} inputs by the formula, {counted:4.1f} counted")
 
 # %% [markdown]
-# The count is about 2 inputs above the formula: the gradients on their way, and the weights.
+# The count is about 2 inputs above the formula. These are the gradients that are passed back, and the weights.
 
 # %%
 def flops(every):  # the clock of a cluster counts them
@@ -242,8 +242,8 @@ levels({"": {way: (counts, kept) for way, kept in grown.items()}},
                 "Recomputation keeps far less of each.")
 
 # %% [markdown]
-# Two numbers decide the shape of a cluster. Eight workers can be one pipeline of eight stages, two of four stages, or four
-# of two, whose copies average their gradients. Each has 16 microbatches to share. Here is what they would hold:
+# A pipeline can also be short. Eight workers can be one pipeline of eight stages, two of four stages, or four of two, and
+# the pipelines average their gradients. Suppose that each step has 16 microbatches:
 
 # %%
 for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
