@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from tests.browser.plain_page import Drawn, draw
 from tests.hand_traces import ALL, send_over_wait
@@ -96,3 +96,32 @@ def test_the_hint_over_every_action_of_a_schedule_is_about_it(page: Page, rule):
         below = drawn.hint_at(x, y + 24 + 6)  # the strip
         assert below.startswith(f"rank {rank} holds the activations of {number}"), below
         assert f"the rank runs {action.label} of stage {action.stage}" in below and "idles" not in below
+
+
+@pytest.mark.parametrize("show", [animate, timeline])
+@pytest.mark.parametrize("name", ["mlp 4", "pipeline 4"])
+def test_a_live_switch_of_the_theme_repaints_the_lanes(page: Page, name: str, show: Callable):
+    draw(page, show(TRACES[name]()))
+    picture = "() => document.querySelector('.tpl-lanes canvas').toDataURL()"
+    light = page.evaluate(picture)
+    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    expect(page.locator(".tplab")).to_have_attribute("data-theme", "dark")
+    assert page.evaluate(picture) != light
+    page.evaluate("document.body.dataset.jpThemeLight = 'true'")
+    expect(page.locator(".tplab")).to_have_attribute("data-theme", "light")
+    assert page.evaluate(picture) == light
+
+
+@pytest.mark.parametrize("name", ["gather 4", "all-reduce 8", "pipeline 4"])
+def test_picture_and_controls_are_on_a_small_screen_together(page: Page, name: str):
+    draw(page, animate(TRACES[name]()), width=1024, height=768)
+    card = page.locator(".tplab").bounding_box()
+    assert card is not None and card["height"] < 700
+
+
+def test_work_on_a_timeline_has_a_legend_of_its_kinds(page: Page):
+    draw(page, timeline(TRACES["mlp 4"]()))
+    tools = page.locator(".tpl-tools")
+    for text in ("matrix product", "elementwise", "sending", "idle"):
+        expect(tools).to_contain_text(text)
+    expect(tools).not_to_contain_text("norm")  # there is none in it

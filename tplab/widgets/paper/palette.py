@@ -10,6 +10,9 @@ HUES = ("#2f6bd8", "#b45309", "#0f7d5c", "#b33a83", "#0b7a99", "#d0342c", "#537a
 KINDS = {"F": "#1f55bd", "I": "#55b3a6", "W": "#f0c969"}
 """Of a schedule's actions: dark, middle and light, so that a grey print tells them apart too. A B is an I and a W."""
 
+OPS = {"product": "#43558c", "norm": "#8f6fc4", "elementwise": "#8fa0bb", "copy": "#c3cbd9"}
+"""Of what a rank computes, by the kind of the operation."""
+
 GRADIENT = "#1d7f72"
 """Of a message with gradients, in a pipeline: the colour of I, dark enough for white letters."""
 
@@ -33,5 +36,6 @@ def shades() -> list[tuple[int, int, int]]:
     greys = [mix(colour, share / 8) for colour in (INK, DIM) for share in range(1, 9)]
     strong = [mix(colour, share) for colour in (ACCENT, WORK) for share in (1, 0.7, 0.42, 0.22)]
     strong += [mix(colour, share) for colour in KINDS.values() for share in (1, 0.775, 0.55)]
+    strong += [mix(colour, share) for colour in OPS.values() for share in (1, 0.55)]
     hues = [mix(colour, share) for colour in (*HUES, GRADIENT) for share in (1, 0.8, 0.55, 0.26, 0.13)]
     return paper + greys + strong + hues

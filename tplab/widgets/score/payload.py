@@ -10,6 +10,7 @@ from tplab.trace.critical_path import critical_path
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import words
 from tplab.widgets.score.layout import columns, layout
+from tplab.widgets.score.op_kinds import kind_of
 from tplab.widgets.score.score import Score
 
 MAX_NUMBERS = 6000  # of contents: 24 KB
@@ -87,6 +88,7 @@ def _about(score: Score) -> dict[str, Any]:
         "ranks": trace.mesh.size,
         "times": score.times.tolist(),
         "ops": score.ops,
+        "op_kinds": [kind_of(op) for op in score.ops],
         "groups": score.groups,
         "where": trace.codes("where")[0],
         "computes": score.computes,

@@ -22,7 +22,7 @@ function legend(score) {
   if (!score.items.length) return [];
   const sums = score.items.some((item) => item[4].some((ranks) => ranks.length > 1));
   return [key("kept", "held"), key("coming", "arriving"), sums ? key("passed", "passed on") : null,
-    sums ? key("parts", "whose parts are in it") : null, score.computes ? key("work", "computing") : null].filter(Boolean);
+    sums ? key("parts", "whose parts are in it") : null, score.computes ? key("elementwise", "computing") : null].filter(Boolean);
 }
 
 async function render({ model, el: host }) {

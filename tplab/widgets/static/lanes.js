@@ -146,11 +146,11 @@ export class Lanes {
         actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
         continue;
       }
-      const colour = kind === COMPUTE ? paint.work : barColour(score, paint, row);
+      const colour = kind === COMPUTE ? paint.ops[score.op_kinds[score.op[row]]] : barColour(score, paint, row);
       const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
       pen.fillStyle = paint.paper;
       if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching
-      pen.fillStyle = paint.mix(colour, kind === COMPUTE ? 0.42 : large ? 0.24 : 0.7);
+      pen.fillStyle = paint.mix(colour, kind === COMPUTE ? 0.55 : large ? 0.24 : 0.7);
       shape(pen, x + 0.5, y + 0.5, width, height - 1, large ? 3 : 0);
       pen.fill();
       if (large) {
@@ -166,7 +166,7 @@ export class Lanes {
   write(pen, paint, row, x, y, width, height) {
     const { score } = this, item = score.item[row], op = score.ops[score.op[row]];
     const name = item >= 0 ? score.items[item][0] : "";
-    const texts = score.kind[row] === SEND ? [`send ${name}`, name] : name ? [`${op} ${name}`, op, name] : [op];
+    const texts = score.kind[row] === SEND ? [`send ${name}`, name] : name ? [`${op} ${name}`, op, name] : [op, op.replace(/^(_|native_)/, "")];
     pen.font = `${height >= 14 ? 11 : 10}px ${paint.font}`;
     const text = texts.find((text) => text && pen.measureText(text).width < width - 8);
     if (!text) return;

@@ -28,6 +28,14 @@ export function facts(score, busy) {
   return found;
 }
 
+// The kinds of what is computed, as far as they are there.
+function workKeys(score, key) {
+  const there = new Set();
+  score.kind.forEach((kind, row) => { if (kind === COMPUTE && score.end[row] > score.start[row]) there.add(score.op_kinds[score.op[row]]); });
+  const says = { product: "matrix product", norm: "norm, softmax", elementwise: "elementwise", copy: "copy" };
+  return score.pipeline ? [key("f", "F forward"), key("b", "B backward: I, then W")] : Object.keys(says).filter((kind) => there.has(kind)).map((kind) => key(kind, says[kind]));
+}
+
 function busyShares(score) {
   const busy = new Array(score.ranks).fill(0), span = score.times[numSteps(score)] - score.times[0];
   score.kind.forEach((kind, row) => {
@@ -39,7 +47,7 @@ function busyShares(score) {
 // What the marks in the picture mean.
 function keys(score) {
   const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  if (!score.overlay) return [score.computes ? key("work", "computing") : null, key("send", "sending"), score.computes ? key("idle", "idle") : null];
+  if (!score.overlay) return [...workKeys(score, key), key("send", "sending"), score.computes ? key("idle", "idle") : null];
   const kinds = ["F", "B", "I", "W"].filter((_, kind) => score.kind.includes(kind));
   const says = { F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient" };
   return [...kinds.map((kind) => key(kind.toLowerCase(), says[kind])), el("span.tpl-key", {}, `${score.word}, above`), key("due", "predicted, beneath"),

@@ -1,0 +1,24 @@
+"""What kind of work an operation is, for its colour on a timeline."""
+
+from __future__ import annotations
+
+import re
+
+KINDS = ("product", "norm", "elementwise", "copy")
+
+_PRODUCTS = re.compile(r"(add|badd)?b?(mm|mv)_?|matmul|linear|dot(_general)?|einsum|conv\w*|.*attention.*|.*matmul.*")
+_NORMS = re.compile(r".*norm.*|.*softmax.*|logsumexp|var(_mean)?|mean|rsqrt")
+_COPIES = re.compile(
+    r"clone|copy_?|cat|concatenate|stack|split|slice|dynamic_(update_)?slice|gather|index(_select|_put_?)?|embedding|"
+    r"transpose|reshape|pad|constant_pad_nd|convert_element_type|_to_copy|zeros?\w*|ones\w*|full\w*|fill_?|select_and_\w*|"
+    r"broadcast_in_dim|squeeze|iota|arange|repeat|flip|roll|scatter\w*"
+)
+
+
+def kind_of(op: str) -> str:
+    """ "product" (of matrices), "norm" (norms, softmax and the statistics they need), "copy", else "elementwise"."""
+    if _PRODUCTS.fullmatch(op):
+        return "product"
+    if _NORMS.fullmatch(op):
+        return "norm"
+    return "copy" if _COPIES.fullmatch(op) else "elementwise"
