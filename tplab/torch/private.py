@@ -95,6 +95,8 @@ SAVED = "_saved_"
 
 # --- devices ----------------------------------------------------------------------------------------------------------
 
+no_torch_function = _C.DisableTorchFunction
+"""`with no_torch_function():` no mode sees the calls of torch; torch documents it for subclasses."""
 parse_to: Callable[..., Any] = _C._nn._parse_to
 """What Module.to makes of its arguments. It is called once for a module, before that moves one tensor after another."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,7 +148,7 @@ used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(devi
         torch.testing.assert_close(got["grads"], grads)
         torch.testing.assert_close(got["norm"], nn.utils.get_total_norm(grads))
         assert 0 < got["milliseconds"] < 1  # on the modelled clock
-    assert "its memory is not counted" in (out.mapped or "")
+    assert "its memory was not counted" in (out.mapped or "")
 
 
 def test_mixed_precision_with_autocast_and_a_scaler(script):
@@ -269,6 +271,65 @@ def test_the_result_says_which_lines_were_mapped(script):
     many = launch(script(text + "z = z.cuda()\n" * 4), ranks=2, device="cpu")
     assert many.mapped == "cuda was mapped to the cpu at train.py:4; train.py:5; train.py:6; and 3 more lines"
     assert launch(script("import torch\n"), ranks=2, device="cpu").mapped is None
+
+
+def test_memory_is_told_where_it_is_counted(script):
+    text = """
+import torch
+x = torch.zeros(1000, device="cuda")
+y = torch.zeros(3000, device="cuda")
+del y
+before, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+z = torch.zeros(500, device="cuda")
+since = torch.cuda.max_memory_allocated()
+"""
+    out = launch(script(text), ranks=1, device="cpu", count_memory=True)
+    got = out.per_rank[0]
+    assert (got["before"], got["most"], got["since"], out.peaks) == (4000, 16000, 6000, [16000])
+    assert "memory" not in (out.mapped or "")
+
+
+def test_a_compiled_program_runs_as_it_is(script):
+    text = """
+import torch
+model = torch.nn.Linear(2, 2).cuda()
+model.compile()
+y = torch.compile(model, mode="max-autotune")(torch.ones(1, 2, device="cuda"))
+
+@torch.compile
+def doubled(x):
+    return 2 * x
+
+@torch.compile(fullgraph=True)
+def tripled(x):
+    return 3 * x
+
+z = doubled(y) + tripled(y)
+"""
+    got = launch(script(text), ranks=1, device="cpu").per_rank[0]
+    torch.testing.assert_close(got["z"], 5 * got["y"])
+
+
+PRISTINE = """
+import sys
+import torch
+from tplab.torch import launch
+assert "torch.distributed.fsdp" not in sys.modules
+launch(sys.argv[1], ranks=2, device="cpu")
+import torch.distributed.fsdp.fully_sharded_data_parallel as fsdp
+import torch._dynamo.device_interface as home
+assert "__wrapped__" not in vars(fsdp.FullyShardedDataParallel.__init__)
+assert home.CudaInterface.Stream is torch.cuda.Stream, home.CudaInterface.Stream
+print("as it was")
+"""
+
+
+def test_modules_that_a_program_imports_first_keep_nothing(script):
+    """In a process of its own, as here they have been imported."""
+    path = script("import torch._dynamo.device_interface\nimport torch.distributed.fsdp\n")
+    done = subprocess.run([sys.executable, "-c", PRISTINE, str(path)], capture_output=True, text=True, check=False)
+    assert done.stdout == "as it was\n", done.stderr
 
 
 def state() -> list[object]:

@@ -10,28 +10,27 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from importlib.machinery import ModuleSpec, PathFinder
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
-from tplab.torch.private import parse_to
+from tplab.torch.private import no_torch_function
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
-
-CPU = torch.device("cpu")
-"""What torch.device("cuda", ...) is on a rank. As an object it differs from what the program itself calls the CPU."""
 
 
 class CudaOnCpu:
@@ -49,25 +48,26 @@ class CudaOnCpu:
         self._add([*self._answers(), *self._changed()])
         if (module := sys.modules.get(_FSDP)) is not None:
             self._change_fsdp(module)
+        self._is_there = False
         self._settings: list[Any] = []
 
     def put(self) -> None:
-        sys.meta_path.insert(0, self)
         self._settings = [getattr(home, name) for home, name in _SETTINGS]
-        for home, name, value in self._mine:
-            setattr(home, name, value)
+        sys.meta_path.insert(0, self)
+        self._put_attributes()
 
     def take_back(self) -> None:
-        sys.meta_path.remove(self)
-        for (home, name, _), value in zip(self._mine, self._torchs, strict=True):
-            delattr(home, name) if value is _INHERITED else setattr(home, name, value)
+        """It may be called again, where Ctrl-C has ended it."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self._take_attributes_back()
         for (home, name), value in zip(_SETTINGS, self._settings, strict=True):
             if getattr(home, name) != value:
                 setattr(home, name, value)
 
     def mode(self) -> TorchFunctionMode:
         """What one rank's thread is to be in."""
-        return _Mode(self.note)
+        return CudaCalls(self.note)
 
     def note(self) -> None:
         """The program has said cuda here."""
@@ -81,14 +81,64 @@ class CudaOnCpu:
             return None
         first, more = list(self.lines)[:_MOST_LINES], len(self.lines) - _MOST_LINES
         at = "; ".join(first) + (f"; and {more} more lines" if more > 1 else "; and 1 more line" if more == 1 else "")
-        asked = ", and its memory is not counted: all figures of torch.cuda for it are 0"
+        asked = ", and its memory was not counted: torch.cuda says 0"
         return f"cuda was mapped to the cpu at {at}{asked if self._devices.was_asked_for_memory else ''}"
 
+    # --- modules of torch that the program is the first to import ------------------------------------------------
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Called by `import`. torch's modules are read as they always are: what they keep, the notebook has later."""
+        spec = PathFinder.find_spec(name, path) if name.startswith("torch.") else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with self._as_always():
+                execute(module)
+            if name == _FSDP and self._is_there:
+                self._change_fsdp(module)
+                setattr(*self._mine[-1])
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+    @contextmanager
+    def _as_always(self) -> Iterator[None]:
+        """torch as it is without us; nothing is done inside of another import, or after the run."""
+        if not self._is_there:
+            yield
+            return
+        self._take_attributes_back()
+        try:
+            with no_torch_function():
+                yield
+        finally:
+            self._put_attributes()
+
     # --- what is another attribute while ranks run ---------------------------------------------------------------
+
+    def _put_attributes(self) -> None:
+        self._is_there = True
+        for home, name, value in self._mine:
+            setattr(home, name, value)
+
+    def _take_attributes_back(self) -> None:
+        for (home, name, _), value in zip(self._mine, self._torchs, strict=True):
+            if value is not _INHERITED:
+                setattr(home, name, value)
+            elif name in vars(home):
+                delattr(home, name)
+        self._is_there = False
 
     def _add(self, values: list[tuple[Any, str, Any]]) -> None:
         self._mine += values
         self._torchs += [vars(home).get(name, _INHERITED) for home, name, _ in values]
+
+    def _change_fsdp(self, module: ModuleType) -> None:
+        """It takes seconds to import, so that it is changed only where a program has imported it."""
+        fsdp = module.FullyShardedDataParallel
+        self._add([(fsdp, "__init__", self._with(fsdp.__init__, _sharded_on_cpu))])
 
     def _answers(self) -> list[tuple[Any, str, Any]]:
         """What torch.cuda and torch.accelerator say."""
@@ -103,7 +153,7 @@ class CudaOnCpu:
         """torch itself learns that there is no GPU, so that it does on the CPU what it does there."""
 
         def answer(*args: Any, **kwargs: Any) -> Any:
-            if _is_torchs(sys._getframe(1)):
+            if is_torchs(sys._getframe(1)):
                 return to_torch
             self.note()
             return function(*args, **kwargs)
@@ -129,26 +179,13 @@ class CudaOnCpu:
         for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
             mine.append((torch, name, _of_cpu(getattr(torch, name))))
         mine += [(home, "is_nccl_available", lambda: True) for home in (dist, c10d)]
-        return [*mine, (torch, "Generator", _Generator), (Tensor, "record_stream", lambda x, stream: None)]
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Called by `import`: what takes seconds to import is changed once a program has imported it."""
-        spec = PathFinder.find_spec(name, path) if name == _FSDP else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._change_fsdp(module)
-            setattr(*self._mine[-1])
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-    def _change_fsdp(self, module: ModuleType) -> None:
-        fsdp = module.FullyShardedDataParallel
-        self._add([(fsdp, "__init__", self._with(fsdp.__init__, _sharded_on_cpu))])
+        return [
+            *mine,
+            (torch, "Generator", _Generator),
+            (Tensor, "record_stream", lambda x, stream: None),
+            (torch, "compile", _not_compiled),
+            (nn.Module, "compile", lambda module, *args, **kwargs: None),
+        ]
 
     def _with(self, function: Callable[..., Any], change: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
         """`function`, whose arguments are changed first; `change` says whether they were about cuda."""
@@ -178,129 +215,12 @@ _SETTINGS: list[tuple[Any, str]] = [
 """Settings of GPUs, which programs make for the whole process."""
 
 
-def _is_torchs(frame: FrameType) -> bool:
-    """Whether this is torch's own code, or ours."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tplab")
-
-
-def _is_cuda(device: Any) -> bool:
-    """Whether a program means a GPU: "cuda", "cuda:1", torch.device("cuda"), or what it has from that, or 1."""
-    if isinstance(device, str):
-        return device == "cuda" or device.startswith("cuda:")
-    if isinstance(device, torch.device):
-        return device is CPU or device.type == "cuda"
-    return isinstance(device, int) and not isinstance(device, bool)
-
-
-# --- tensors, modules, devices ----------------------------------------------------------------------------------------
-
-
-class _Mode(TorchFunctionMode):
-    """Sees every call of torch in the thread of a rank."""
-
-    def __init__(self, note: Callable[[], None]):
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(self._note, func, args, kwargs)
-        if kwargs:
-            if "device" in kwargs and _is_cuda(kwargs["device"]):
-                kwargs = {**kwargs, "device": CPU}
-                self._note()
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-                self._note()
-        return func(*args, **kwargs)
-
-
-def _device(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> torch.device:
-    """torch.device(...)"""
-    if not _is_cuda(args[0] if args else kwargs.get("device", kwargs.get("type"))):
-        return func(*args, **kwargs)
-    note()
-    return CPU
-
-
-def _parse(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
-    """What Module.to makes of its arguments, before it moves one tensor after another."""
-    device = args[0] if args else kwargs.get("device")
-    if not _is_cuda(device):
-        return func(*args, **kwargs)
-    note()
-    return func(CPU, *args[1:], **kwargs) if args else func(**{**kwargs, "device": CPU})
-
-
-def _to(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
-    """x.to(device)"""
-    x, *rest = args
-    device = rest[0] if rest else kwargs.get("device")
-    is_cuda = _is_cuda(device)
-    if not is_cuda and not (isinstance(device, torch.device) or device == "cpu"):
-        return func(*args, **kwargs)
-    if is_cuda:
-        note()
-        if rest:
-            rest[0] = CPU
-        else:
-            kwargs = {**kwargs, "device": CPU}
-    # positions are (device, dtype, non_blocking, copy) or (device, non_blocking, copy)
-    is_said = "copy" in kwargs or len(rest) > 2
-    return func(x, *rest, **kwargs) if is_said else func(x, *rest, **kwargs, copy=_is_moved(x, is_cuda))
-
-
-def _cuda(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Tensor:
-    """x.cuda()"""
-    note()
-    layout = {name: value for name, value in kwargs.items() if name == "memory_format"}
-    return args[0].to(CPU, copy=_is_moved(args[0], True), **layout)
-
-
-def _cpu(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Tensor:
-    """x.cpu()"""
-    return args[0].to(CPU, copy=_is_moved(args[0], False), **kwargs)
-
-
-def _is_moved(x: Tensor, to_cuda: bool) -> bool:
-    """Whether `x` would come to another device, and so into other memory.
-
-    It may be where it is to go: then a copy costs memory, and all else is as it was. A parameter, which must stay what
-    it is, is not copied to where it most likely is. torch itself is careful with which memory is whose.
-    """
-    frame = sys._getframe(3)  # the program called a method of a tensor, and torch the mode, and that one of us
-    is_parameter = to_cuda and x.is_leaf and x.requires_grad
-    return not is_parameter and not _is_torchs(frame)
-
-
-def _type(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
-    """x.type("torch.cuda.FloatTensor")"""
-    x, *rest = args
-    if rest and isinstance(rest[0], str) and rest[0].startswith("torch.cuda."):
-        note()
-        rest[0] = rest[0].replace(".cuda", "")
-    return func(x, *rest, **kwargs)
-
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.device: _device,
-    parse_to: _parse,
-    Tensor.to: _to,
-    Tensor.cuda: _cuda,
-    Tensor.cpu: _cpu,
-    Tensor.type: _type,
-    Tensor.pin_memory: lambda note, func, args, kwargs: args[0],
-}
-
-
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _named(given: dict[str, Any], name: str, default: Any = None) -> bool:
     """A kind of device, such as "cuda"."""
-    if not _is_cuda(given.get(name, default)):
+    if not is_cuda(given.get(name, default)):
         return False
     given[name] = "cpu"
     return True
@@ -313,10 +233,10 @@ def _left_out(given: dict[str, Any], names: tuple[str, ...]) -> bool:
 
 def _autocast_on_cpu(given: dict[str, Any]) -> bool:
     """On GPUs the type is float16 where none is given, and it stays so."""
-    is_cuda = _named(given, "device_type")
-    if is_cuda and given.get("dtype") is None:
+    is_mapped = _named(given, "device_type")
+    if is_mapped and given.get("dtype") is None:
         given["dtype"] = torch.float16
-    return is_cuda
+    return is_mapped
 
 
 def _sharded_on_cpu(given: dict[str, Any]) -> bool:
@@ -330,7 +250,7 @@ def _loaded_to_cpu(given: dict[str, Any]) -> bool:
     place = given.get("map_location")
     if str(place) != "meta":
         given["map_location"] = "cpu"
-    return _is_cuda(place) or isinstance(place, dict)
+    return is_cuda(place) or isinstance(place, dict)
 
 
 def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,9 +258,14 @@ def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def of_cpu(device_type: Any = "cuda", *args: Any) -> Any:
-        return function("cpu" if _is_cuda(device_type) else device_type, *args)
+        return function("cpu" if is_cuda(device_type) else device_type, *args)
 
     return of_cpu
+
+
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """torch.compile, which cannot see through what is mapped: the program runs as it is."""
+    return model if model is not None else lambda function: function
 
 
 class _IsGenerator(type):
@@ -348,7 +273,7 @@ class _IsGenerator(type):
         return isinstance(x, _TorchsGenerator)
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        return _TorchsGenerator(CPU if _is_cuda(device) else device)
+        return _TorchsGenerator(CPU if is_cuda(device) else device)
 
 
 _TorchsGenerator = torch.Generator
@@ -369,7 +294,7 @@ def advice(error: BaseException, is_mapped: bool) -> str | None:
     while step is not None:
         text += linecache.getline(step.tb_frame.f_code.co_filename, step.tb_lineno) if step.tb_next is None else ""
         step = step.tb_next
-    if not any(word in text.lower() for word in ("cuda", "nvidia")):
+    if not any(word in text.lower() for word in ("cuda", "nvidia", "gpu")):
         return None
     if is_mapped:
         return 'device="cpu" maps cuda to the CPU, and this use of it has no counterpart there'

@@ -12,6 +12,8 @@ import torch
 from torch.cuda import memory as torchs_memory
 from torch.cuda import nccl, nvtx, random
 
+from tplab.torch.private import dispatch_modes
+from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -19,7 +21,7 @@ from tplab.torch.ranks.simulated import SimulatedRank
 class Devices:
     """As many GPUs on a node as it has ranks, each of which is the CPU.
 
-    was_asked_for_memory   whether a program has asked how much memory it uses, which nobody counts
+    was_asked_for_memory   whether a program has asked how much memory it uses, while nobody counted it
     """
 
     def __init__(self, per_node: int, cpu: torch.device):
@@ -29,7 +31,12 @@ class Devices:
 
     def answers(self) -> list[tuple[Any, Mapping[str, Any]]]:
         """(module, name -> the function or class that is to be there)"""
-        memory, nothing = dict.fromkeys(_MEMORY, self._no_bytes), dict.fromkeys(_NOTHING, _nothing)
+        nothing = dict.fromkeys(_NOTHING, _nothing)
+        memory = {
+            **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), lambda *_: self._bytes().now()),
+            **dict.fromkeys(_MOST, lambda *_: self._bytes().lap),
+            **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), lambda *_: self._new_lap()),
+        }
         cuda = {
             **memory, **nothing, **{name: getattr(torch, name) for name in _TENSORS}, "Stream": Stream, "Event": Event,
             "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: self.per_node,
@@ -39,8 +46,8 @@ class Devices:
             "stream": _Context, "current_stream": Stream, "default_stream": Stream,
             "get_device_name": lambda device=None: _NAME, "get_device_capability": lambda device=None: _CAPABILITY,
             "get_device_properties": lambda device=None: self._properties(), "get_arch_list": list,
-            "mem_get_info": lambda device=None: (self._memory(), self._memory()),
-            "memory_stats": lambda device=None: self._no_bytes() or {}, "memory_summary": lambda *_, **__: _NAME,
+            "mem_get_info": lambda device=None: (self._memory() - self._bytes().now(), self._memory()),
+            "memory_stats": lambda device=None: {}, "memory_summary": lambda *_, **__: _NAME,
             "manual_seed": _seed, "manual_seed_all": _seed, "seed": _nothing, "seed_all": _nothing,
             "initial_seed": torch.initial_seed, "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -77,9 +84,15 @@ class Devices:
     def _get(self) -> int:
         return self._current.get(this_rank().rank, 0)
 
-    def _no_bytes(self, *_: Any, **__: Any) -> int:
-        self.was_asked_for_memory = True
-        return 0
+    def _bytes(self) -> LiveBytes:
+        """What counts the bytes of this rank's tensors; where nothing does, one that has seen none."""
+        live = next((mode for mode in dispatch_modes() if isinstance(mode, LiveBytes)), None)
+        self.was_asked_for_memory |= live is None
+        return live or LiveBytes()
+
+    def _new_lap(self) -> None:
+        live = self._bytes()
+        live.lap = live.now()
 
     def _memory(self) -> int:
         """Bytes of a GPU of the cluster, or of an H100."""
@@ -95,11 +108,10 @@ class Devices:
 
 _NAME = "the CPU in place of a GPU"
 _CAPABILITY = (8, 0)  # the first with bfloat16, which the CPU has too
-_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
-           "max_memory_cached", "device_memory_used", "utilization", "memory_usage")  # fmt: skip
-_NOTHING = ("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "reset_peak_memory_stats",
-            "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
-            "set_per_process_memory_fraction", "set_sync_debug_mode", "empty_host_cache")  # fmt: skip
+_MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
+_NOTHING = ("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "reset_accumulated_memory_stats",
+            "reset_max_memory_cached", "set_per_process_memory_fraction", "set_sync_debug_mode",
+            "empty_host_cache")  # fmt: skip
 _TENSORS = ("BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor", "HalfTensor",
             "IntTensor", "LongTensor", "ShortTensor")  # fmt: skip
 

@@ -19,6 +19,7 @@ class LiveBytes(DispatchMode):
         live.peak                                     # bytes, after the operation when they were most
 
     peak    most bytes so far, looked at after each operation
+    lap     the same since `lap` was last set, to begin anew in between
     now()   bytes at this moment
 
     Each piece of memory counts once, and views of what was there before do not count. Gradients do, and what a backward
@@ -28,7 +29,7 @@ class LiveBytes(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak = self.lap = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # place -> what lies there, its bytes
         self._before: dict[int, StorageWeakRef] = {}  # the same of what was there before
 
@@ -47,7 +48,8 @@ class LiveBytes(DispatchMode):
         for storage in _storages(result):
             if not self._knows(storage):
                 self._made[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now())
+        now = self.now()
+        self.peak, self.lap = max(self.peak, now), max(self.lap, now)
         return result
 
     def _knows(self, storage: Any) -> bool:
