@@ -14,7 +14,7 @@ from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simu
 from tplab.widgets import animate
 from tplab.widgets.score import words
 from tplab.widgets.score.frame import frame
-from tplab.widgets.score.layout import layout
+from tplab.widgets.score.layout import columns, layout
 from tplab.widgets.score.score import SEND, score
 
 
@@ -86,3 +86,12 @@ def test_a_step_is_told_by_what_runs_and_what_travels():
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_a_picture_too(name: str):
     assert animate(RUNS[name]()).picture().startswith(b"\x89PNG")
+
+
+def test_the_same_microbatch_of_several_pipelines_is_one_column():
+    def one_batch() -> torch.Tensor:
+        batch = [(torch.ones(2, 4), torch.ones(2, 4))] * 3
+        return tt.train_batch(one_f_one_b(2, 3), Linear(4, 4), batch, mse_loss, data_axis="dp")
+
+    piece = score(tt.run(one_batch, Mesh(dp=2, pp=2)).trace)
+    assert len(piece.items) == 6 and columns(piece).names == ["0", "1", "2"]
