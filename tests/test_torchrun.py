@@ -45,6 +45,15 @@ def test_a_run_ends_with_one_screen(script: Path, capsys):
     assert "tensors take at most" in shown
 
 
+def test_a_script_that_says_cuda_runs_with_device_cpu(tmp_path: Path, capsys):
+    path = tmp_path / "gpu.py"
+    path.write_text("import torch\nx = torch.ones(2).cuda()\nprint(torch.cuda.max_memory_allocated(), 'bytes')\n")
+    assert torchrun.main(["--nproc-per-node", "2", "--device", "cpu", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "[rank 1] 16 bytes" in shown  # 8 on the host, and 8 where the GPU would be
+    assert shown.endswith("\ncuda was mapped to the cpu at gpu.py:2; gpu.py:3\n")
+
+
 def test_what_it_writes(script: Path, tmp_path: Path, capsys):
     trace, page, perfetto = (str(tmp_path / name) for name in ("run.json", "run.html", "run.perfetto.json"))
     flags = ["--mesh", "dp=1,tp=2", "--trace", trace, "--html", page, "--perfetto", perfetto]

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _explain(error)
         return 1
     print("\n" + summary(out.trace, out.peaks))
+    if out.mapped:
+        print("\n" + out.mapped)
     if given.trace:
         Path(given.trace).write_text(out.trace.to_json(), encoding="utf8")
         print(f"\nthe trace is in {given.trace}; Trace.from_json reads it")
