@@ -134,6 +134,12 @@ def rng_tracker_home() -> Any:
     return sys.modules.get("torch.distributed.tensor._random")
 
 
+def dtensor_dispatcher() -> Any:
+    """What handles DTensor's operations, with those that loss_parallel puts there; None where it was not imported."""
+    home = getattr(sys.modules.get("torch.distributed.tensor._api"), "DTensor", None)
+    return getattr(home, "_op_dispatcher", None)
+
+
 c10d_C: Any = _C._distributed_c10d
 """What torch.distributed is made of: the base class of works, and the table of process groups by name."""
 

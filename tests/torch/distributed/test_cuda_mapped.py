@@ -42,7 +42,9 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
 """
 
-DDP_SCRIPT = MODEL + """
+DDP_SCRIPT = (
+    MODEL
+    + """
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -78,6 +80,7 @@ def main(data):
 data = TensorDataset(*torch.load("DATA", map_location="cuda:0"))
 weights, after_first_step = main(data)
 """
+)
 
 
 @pytest.fixture
@@ -114,7 +117,9 @@ def test_ddp_as_in_the_tutorial(script):
 
 
 def test_fsdp_2_on_a_mesh_of_cuda(script):
-    text = MODEL + """
+    text = (
+        MODEL
+        + """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -140,6 +145,7 @@ norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
 grads = [p.grad.full_tensor() for p in model.parameters()]
 used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(device).total_memory
 """
+    )
     model = mlp()
     nn.functional.mse_loss(model(X), Y).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -152,7 +158,9 @@ used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(devi
 
 
 def test_mixed_precision_with_autocast_and_a_scaler(script):
-    text = MODEL + """
+    text = (
+        MODEL
+        + """
 dist.init_process_group(backend="nccl")
 rank = dist.get_rank()
 torch.cuda.manual_seed_all(0)
@@ -174,6 +182,7 @@ for _ in range(3):
 weights = list(model.module.state_dict().values())
 scale = scaler.get_scale()
 """
+    )
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for _ in range(3):
@@ -190,7 +199,9 @@ scale = scaler.get_scale()
 
 @pytest.mark.parametrize("device_id", ["torch.cuda.current_device()", 'torch.device("cuda", local_rank)', "None"])
 def test_fsdp_1(script, device_id):
-    text = MODEL + f"""
+    text = (
+        MODEL
+        + f"""
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -205,6 +216,7 @@ scaler.unscale_(optimizer)
 with FSDP.summon_full_params(model, with_grads=True):
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
 """
+    )
     model = mlp()
     nn.functional.mse_loss(model(X), Y).backward()
     out = launch(script(text), ranks=NUM_RANKS, device="cpu")

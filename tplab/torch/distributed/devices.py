@@ -181,5 +181,3 @@ class Event:
 
     def elapsed_time(self, end_event: Event) -> float:
         return end_event._milliseconds - self._milliseconds
-
-

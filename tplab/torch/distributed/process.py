@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Groups, Hooks
-from tplab.torch.private import c10d_C, environ_data, import_locks, rng_tracker_home
+from tplab.torch.private import c10d_C, dtensor_dispatcher, environ_data, import_locks, rng_tracker_home
 from tplab.torch.ranks.rank import is_program
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -31,7 +31,7 @@ class Process:
     modules   the user's modules that it has imported
     numpys    NumPy's default generator; `pythons`: the state of Python's
     locks     of the modules that it is just importing
-    tracker   DTensor's generator
+    tracker   DTensor's generator; `handlers`: how it handles operations, which loss_parallel changes for a while
     """
 
     def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
@@ -39,6 +39,7 @@ class Process:
         self.modules: dict[str, ModuleType] = {}
         self.locks: dict[Any, Any] = {}
         self.tracker: Any = None
+        self.handlers: dict[Any, Any] | None = None
 
 
 class Processes:
@@ -93,6 +94,8 @@ class Processes:
         active.argv, active.pythons = sys.argv, random.getstate()
         if (home := rng_tracker_home()) is not None:
             active.tracker = home._rng_tracker
+        if (dispatcher := dtensor_dispatcher()) is not None:
+            active.handlers = dispatcher._custom_op_handlers
         return active
 
     def put(self, process: Process) -> None:
@@ -113,6 +116,10 @@ class Processes:
         random.setstate(process.pythons)
         if (home := rng_tracker_home()) is not None:
             home._rng_tracker = process.tracker
+        if (dispatcher := dtensor_dispatcher()) is not None:
+            if process.handlers is None:  # another rank has imported DTensor meanwhile
+                process.handlers = type(dispatcher)()._custom_op_handlers
+            dispatcher._custom_op_handlers = process.handlers
         self.active = None if is_notebook else process
 
     def _enter(self) -> None:
@@ -152,6 +159,8 @@ class Processes:
             }  # fmt: skip
         if (home := rng_tracker_home()) is not None:
             process.tracker = home._rng_tracker
+        if (dispatcher := dtensor_dispatcher()) is not None:
+            process.handlers = dispatcher._custom_op_handlers
         return process
 
     def _rank(self, rank: int, kernel: Process) -> Process:
@@ -161,7 +170,9 @@ class Processes:
         seeds = np.random.SeedSequence(self.seed, spawn_key=(rank, 1))
         pythons = random.Random(int(seeds.generate_state(1, np.uint64)[0])).getstate()
         argv = list(kernel.argv if self._argv is None else self._argv)
-        return Process(None, environ, argv, np.random.MT19937(seeds), pythons)
+        process = Process(None, environ, argv, np.random.MT19937(seeds), pythons)
+        process.handlers = None if kernel.handlers is None else dict(kernel.handlers)
+        return process
 
     def _variables(self, rank: int) -> Mapping[str, str]:
         """What torchrun sets in the environment."""
