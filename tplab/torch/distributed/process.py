@@ -139,7 +139,8 @@ class Processes:
         if self._cuda is not None:
             self._cuda.take_back()
         self._hooks.take_back()
-        sys.meta_path.remove(self._finder)
+        if self._finder in sys.meta_path:  # Ctrl-C may have come here before
+            sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ
         for process in self.ranks:  # Python tells C of each change, and C forgets whose it was
             for key in process.environ.keys() | notebooks.keys():
