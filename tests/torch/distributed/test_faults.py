@@ -81,6 +81,35 @@ def test_a_mismatch_names_both_ranks_and_lines(program: Callable[[], None]):
     assert text.count(HERE) == 2
 
 
+def all_gather_into_less() -> None:
+    dist.all_gather([torch.ones(2), torch.ones(1 + rank_())], torch.ones(2))
+
+
+def gather_into_less() -> None:
+    dist.gather(torch.ones(2), [torch.ones(3), torch.ones(1)] if rank_() == 0 else None, dst=0)
+
+
+def splits_that_do_not_match() -> None:
+    """Their sums do, so that on a real network elements would end up in the wrong place."""
+    dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3] if rank_() else None, [2, 2])
+
+
+def lists_that_do_not_match() -> None:
+    sizes = (1, 3) if rank_() else (2, 2)
+    dist.all_to_all([torch.ones(size) for size in sizes], [torch.ones(2), torch.ones(2)])
+
+
+@pytest.mark.parametrize(("program", "words"), [
+    (all_gather_into_less, r"rank 0 have sizes \[2, 1\].*send it \[2, 2\]"),
+    (gather_into_less, r"rank 0 have sizes \[3, 1\].*send it \[2, 2\]"),
+    (splits_that_do_not_match, r"rank 1 have sizes \[1, 3\].*send it \[2, 2\]"),
+    (lists_that_do_not_match, r"rank 1 have sizes \[1, 3\].*send it \[2, 2\]"),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_outputs_of_other_sizes_than_what_is_sent(program: Callable[[], None], words: str):
+    with unchanged(), pytest.raises(CollectiveMismatchError, match=f"(?s){words}.*{HERE}"):
+        run(program, Mesh(world=2), distributed=True)
+
+
 def test_a_collective_that_one_rank_leaves_out():
     def program() -> None:
         if rank_() != 1:
@@ -212,7 +241,7 @@ def test_a_rank_that_raises_in_a_gradient_hook():
     (lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(3)), r"input.*\[3\].*must have 4"),
     (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "3, which 2 ranks cannot share equally"),
     (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [1, 2]), r"\[1, 2\] must be 2 numbers"),
-    (lambda: dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(2)), "outputs must be as large"),
+    (lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2), r"output.*\[3\].*must have 2"),
     (lambda: dist.scatter(torch.ones(1), [torch.ones(2)] * 2 if not rank_() else None), "output.*must have 2"),
     (lambda: receive_another_size(), "output.*must have 3"),
 ])  # fmt: skip

@@ -131,7 +131,8 @@ class Group(dist.ProcessGroup):
         (x,) = _several(inputs)
         places: Sequence[Tensor] = outputs if isinstance(outputs[0], Tensor) else outputs[0]
         self._check_count("all_gather", places)
-        return self._run(self._call("all_gather", (0,)), _flat(x), opts, lambda y: self._deal("all_gather", places, y))
+        call = self._call("all_gather", (0,), None, _sizes(places))
+        return self._run(call, _flat(x), opts, lambda y: self._deal(places, y))
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None, **_: Any) -> Work:
         self._check_numel("all_gather_into_tensor", "output", output, x.numel() * self.size())
@@ -151,7 +152,8 @@ class Group(dist.ProcessGroup):
         (output,) = _several(outputs)
         pieces: Sequence[Tensor] = inputs if isinstance(inputs[0], Tensor) else inputs[0]
         self._check_count("reduce_scatter", pieces)
-        sizes = tuple(piece.numel() for piece in pieces)
+        self._check_numel("reduce_scatter", "output", output, pieces[self.place.index].numel())
+        sizes = _sizes(pieces)
         call = self._call("reduce_scatter", (0, *_reduction(opts, output, given), sizes))
         return self._run(call, _together(pieces), opts, lambda y: _write(output, y))
 
@@ -183,15 +185,18 @@ class Group(dist.ProcessGroup):
                     f"all_to_all_single: dim 0 of the {name} has size {rows}, which {num} ranks cannot share equally; "
                     f"give {name}_split_sizes"
                 )
-        sizes = tuple(input_splits or (x.shape[0] // num,) * num)
-        call = self._call("all_to_all", (), sizes)
+        sizes, takes = (
+            tuple(splits or (len(tensor) // num if tensor.dim() else 0,) * num)
+            for splits, tensor in ((input_splits, x), (output_splits, output))
+        )
+        call = self._call("all_to_all", (), sizes, takes)
         return self._run(call, _rows(x), opts, lambda y: self._write_all("all_to_all_single", output, y))
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, **_: Any) -> Work:
         for tensors in (outputs, inputs):
             self._check_count("all_to_all", tensors)
-        call = self._call("all_to_all", (), tuple(x.numel() for x in inputs))
-        return self._run(call, _together(inputs), opts, lambda y: self._deal("all_to_all", outputs, y))
+        call = self._call("all_to_all", (), _sizes(inputs), _sizes(outputs))
+        return self._run(call, _together(inputs), opts, lambda y: self._deal(outputs, y))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Work:
         (x,) = _several(inputs)
@@ -200,8 +205,8 @@ class Group(dist.ProcessGroup):
         if root == self.place.index:
             self._check_count("gather", places)
         return self._run(
-            self._call("gather", (root,)), _flat(x), opts,
-            lambda y: self._deal("gather", places, y) if root == self.place.index else None,
+            self._call("gather", (root,), None, _sizes(places) if root == self.place.index else ()), _flat(x), opts,
+            lambda y: self._deal(places, y) if root == self.place.index else None,
         )  # fmt: skip
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Work:
@@ -210,7 +215,7 @@ class Group(dist.ProcessGroup):
         if root == self.place.index:
             pieces = inputs[0] if not isinstance(inputs[0], Tensor) else inputs
             self._check_count("scatter", pieces)
-            x, sizes = _together(pieces), tuple(piece.numel() for piece in pieces)
+            x, sizes = _together(pieces), _sizes(pieces)
         else:
             x, sizes = output.new_empty(0), (0,) * self.size()
         return self._run(
@@ -244,11 +249,14 @@ class Group(dist.ProcessGroup):
 
     # --- how ----------------------------------------------------------------------------------------------------
 
-    def _call(self, op: str, params: tuple[Any, ...], splits: tuple[int, ...] | None = None) -> Call:
-        key = op, params, splits
+    def _call(
+        self, op: str, params: tuple[Any, ...], splits: tuple[int, ...] | None = None,
+        takes: tuple[int, ...] | None = None,
+    ) -> Call:  # fmt: skip
+        key = op, params, splits, takes
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = Call(op, self.label, self.place, params, None, splits)
+            call = self._calls[key] = Call(op, self.label, self.place, params, None, splits, takes)
         return call
 
     def _message(self, op: str, other: int, tag: int) -> Call:
@@ -280,15 +288,9 @@ class Group(dist.ProcessGroup):
             works[-1].wait()
         return Several(works)
 
-    def _deal(self, op: str, places: Sequence[Tensor], y: Tensor) -> None:
+    def _deal(self, places: Sequence[Tensor], y: Tensor) -> None:
         """Write what came from all ranks into one tensor for each."""
-        expected = sum(place.numel() for place in places)
-        if y.numel() != expected:
-            raise ShapeError(
-                f"{op} over {self.label!r}: {y.numel()} elements came for the outputs of rank {self.member.rank}, "
-                f"which have {[place.numel() for place in places]}; outputs must be as large as what each rank puts in"
-            )
-        for place, piece in zip(places, y.split([place.numel() for place in places]), strict=True):
+        for place, piece in zip(places, y.split(list(_sizes(places))), strict=True):
             _write(place, piece)
 
     def _write_all(self, op: str, output: Tensor, y: Tensor) -> None:
@@ -422,6 +424,10 @@ def _flat(x: Tensor) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.dim() else x.detach().reshape(1)
+
+
+def _sizes(pieces: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(piece.numel() for piece in pieces)
 
 
 def _together(pieces: Sequence[Tensor]) -> Tensor:

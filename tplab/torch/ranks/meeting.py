@@ -100,6 +100,30 @@ class Meeting:
         return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
 
 
+def unfit(meeting: Meeting) -> str | None:
+    """What is wrong where a member has room for pieces of other sizes than it gets; None where all is right."""
+    sites = meeting.sites
+    for index, site in sites.items():
+        takes = site.call.takes
+        if not takes:
+            continue
+        sent = [
+            meeting.inputs[other].numel() if (splits := sites[other].call.splits) is None else splits[index]
+            for other in range(len(sites))
+        ]
+        if list(takes) == sent:
+            continue
+        other = next(other for other in range(len(sites)) if takes[other] != sent[other])
+        ranks = site.group.ranks
+        sides = [f"  rank {ranks[at]}: {sites[at]}" for at in sorted({index, other})]
+        return (
+            f"{site.call.op} over {site.call.place.label!r}: the outputs of rank {ranks[index]} have sizes "
+            f"{list(takes)}, one for each rank, but the ranks send it {sent}:\n" + "\n".join(sides) + "\n"
+            "what a rank has room for must be as large as what is sent to it"
+        )
+    return None
+
+
 def bytes_sent(call: Call, inputs: list[Tensor], index: int) -> int:
     """What the rank at `index` sends under the ring algorithm, to the byte."""
     x = inputs[index]

@@ -80,17 +80,18 @@ class Call:
     `peers` is for the operations between pairs (ppermute, ring_shift, send, receive): the rank to send to and the one
     to receive from, None where there is none. `key` is what must be the same on every rank. `splits` are the sizes of
     this rank's pieces, one for each position, where ranks may cut what they put in differently. Calls are made once
-    and compared by identity.
+    and compared by identity. `takes` are the sizes that this rank has room for from each position: empty where it takes
+    nothing, None where ranks do not say.
     """
 
-    __slots__ = ("axis", "key", "op", "params", "peers", "place", "splits")
+    __slots__ = ("axis", "key", "op", "params", "peers", "place", "splits", "takes")
 
     def __init__(
         self, op: str, axis: Axis, place: Place, params: tuple[Any, ...], peers: Peers | None,
-        splits: tuple[int, ...] | None = None,
+        splits: tuple[int, ...] | None = None, takes: tuple[int, ...] | None = None,
     ):  # fmt: skip
         self.op, self.axis, self.place, self.params, self.peers = op, axis, place, params, peers
-        self.splits = splits
+        self.splits, self.takes = splits, takes
         self.key = (op, place.label, params)
 
     def __str__(self) -> str:

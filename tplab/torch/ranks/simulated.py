@@ -14,7 +14,7 @@ from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, num_modes
 from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.labels import UNKNOWN, Label
-from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent
+from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.outcomes import own, results
 from tplab.torch.ranks.provenance import Provenance
@@ -246,6 +246,10 @@ class SimulatedRank(Rank):
         ranks, world, call = site.group.ranks, self.world, site.call
         if len(meeting.inputs) < len(ranks):
             return
+        if call.takes is not None and (text := unfit(meeting)) is not None:
+            error = CollectiveMismatchError(text)
+            self.seat.turns.fail(error)  # the run ends with it, also where the program goes on
+            raise error
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
         splits = [meeting.sites[index].call.splits or () for index in range(len(ranks))] if call.splits else ()
         meeting.outputs = dict(enumerate(results(call, inputs, splits)))
