@@ -50,8 +50,23 @@ def test_functions_and_modules_are_each_ranks_own(shell, tmp_path, monkeypatch):
     assert shell.user_ns["counter_of_a_rank"].COUNT == 0
 
 
+def test_commas_and_a_comment_are_allowed(shell):
+    assert run(shell, "dp=2, tp=2  # as in the paper", "1").mesh == Mesh(dp=2, tp=2)
+
+
 @pytest.mark.parametrize(
-    "line, said", [("tp", "'tp' is no axis"), ("tp=4 --fast", "no option --fast"), ("tp=four", "'tp=four' is no axis")]
+    "line, said",
+    [
+        ("tp", "'tp' is not an axis"),
+        ("tp=four", "'tp=four' is not an axis"),
+        ("tp=2 tp=4", "two axes named 'tp'"),
+        ("", "needs the axes of a mesh, such as tp=4"),
+        ("tp=4 --fast", "no option --fast"),
+        ("tp=4 --cluster", "--cluster needs a value"),
+        ("tp=4 --into --seed 1", "--into needs a value"),
+        ("tp=4 --seed x", "--seed is 'x'; give a whole number"),
+        ("tp=4 --into 3x", "'3x' is not a name that a variable can have"),
+    ],
 )
 def test_a_line_that_makes_no_sense(shell, line, said):
     with pytest.raises(ValueError, match=said):

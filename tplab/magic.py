@@ -22,14 +22,12 @@ def load(shell: InteractiveShell) -> None:
 def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
     """Run the cell on every rank of a mesh, as a program for torch.distributed: `%%ranks tp=4`.
 
-    Each rank has its own copy of the notebook's variables, imports the notebook's own modules anew, and finds
-    torch.distributed initialised. What is printed says whose it is. The cell's value is a `Result`: its trace, and in
-    `.per_rank` the variables that each rank's cell has made. `--into out` keeps it under that name.
+    Each rank has its own copy of the notebook's variables, imports the notebook's own modules afresh, and finds
+    torch.distributed initialized. Every printed line says which rank printed it. The cell's value is a `Result`: it
+    has the trace and, in `.per_rank`, the variables that the cell made on each rank. `--into out` stores it in `out`.
     """
     axes, options = _parsed(line)
     into = options.pop("into", None)
-    if "seed" in options:
-        options["seed"] = int(options["seed"])
     from tplab.torch.scripts import run_cell
 
     code = compile(shell.transform_cell(cell), shell.compile.cache(cell), "exec")
@@ -40,19 +38,36 @@ def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
 
 
 def _parsed(line: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """The axes of the mesh, and the options. Raises ValueError."""
+    """The axes of the mesh, and the options. Raises ValueError. `tp=4, dp=2` may have commas."""
     axes: dict[str, int] = {}
     options: dict[str, Any] = {}
-    words = iter(shlex.split(line))
+    words = iter(shlex.split(line.replace(",", " "), comments=True))
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             if name not in ("cluster", "clock", "seed", "device", "into"):
-                raise ValueError(f"%%ranks has no option --{name}; write {_USAGE}")
-            options[name] = value if equals else next(words, None)
+                raise ValueError(f"%%ranks has no option --{name}; usage: {_USAGE}")
+            options[name] = _option(name, value if equals else next(words, ""))
             continue
         name, equals, size = word.partition("=")
         if not equals or not size.isdecimal():
-            raise ValueError(f"%%ranks: {word!r} is no axis; write {_USAGE}")
+            raise ValueError(f"%%ranks: {word!r} is not an axis, such as tp=4; usage: {_USAGE}")
+        if name in axes:
+            raise ValueError(f"%%ranks: there are two axes named {name!r}; give each a name of its own")
         axes[name] = int(size)
+    if not axes:
+        raise ValueError(f"%%ranks needs the axes of a mesh, such as tp=4; usage: {_USAGE}")
     return axes, options
+
+
+def _option(name: str, value: str) -> str | int:
+    """The value of an option. Raises ValueError where there is none, or one that it cannot be."""
+    if not value or value.startswith("--"):
+        raise ValueError(f"%%ranks: --{name} needs a value; usage: {_USAGE}")
+    if name == "seed":
+        if not value.isdecimal():
+            raise ValueError(f"%%ranks: --seed is {value!r}; give a whole number, 0 or more")
+        return int(value)
+    if name == "into" and not value.isidentifier():
+        raise ValueError(f"%%ranks: --into {value!r} is not a name that a variable can have")
+    return value
