@@ -42,7 +42,7 @@ def test_a_run_ends_with_one_screen(script: Path, capsys):
     assert ["world", "all_reduce", "1", "24", "kB"] in [line.split() for line in shown.splitlines()]
     assert "train on Mesh(world=4), modelled on h100" in shown
     assert "in all_reduce over world at train.py:5; 4 ranks wait there" in shown
-    assert "tensors take at most" in shown
+    assert "peak memory of tensors: " in shown and "ranks are idle (not computing) for" in shown
 
 
 def test_a_script_that_says_cuda_runs_with_device_cpu(tmp_path: Path, capsys):
@@ -61,20 +61,43 @@ def test_what_it_writes(script: Path, tmp_path: Path, capsys):
     read = Trace.from_json(Path(trace).read_text())
     assert read.mesh.axis_names == ("dp", "tp") and read.bytes_sent() == 8000
     assert "<title>" in Path(page).read_text() and Path(perfetto).stat().st_size > 100
-    assert "computing was not counted: name a cluster to model it" in capsys.readouterr().out
+    assert "computing is not counted: choose a cluster, such as h100, to model it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--nproc-per-node", "gpu"], "--nproc-per-node is 'gpu'; give a number"),
+        (["--nproc-per-node", "gpu"], "--nproc-per-node is 'gpu'; give a whole number"),
         (["--mesh", "tp"], "write each axis as name=size"),
-        (["--mesh", "tp=4", "--nproc-per-node", "3"], "has 4 ranks, and --nproc-per-node 3 on 1 node are 3"),
+        (["--mesh", "tp=4", "--nproc-per-node", "3"], "has 4 ranks, but --nproc-per-node 3 on 1 node makes 3"),
+        (["--mesh", "tp=4", "--nproc-per-node", "1"], "has 4 ranks, but --nproc-per-node 1 on 1 node makes 1"),
+        (["--mesh", "tp=4", "--nnodes", "3"], "has 4 ranks, which 3 nodes cannot share equally"),
+        (["--mesh", "tp=2,tp=3"], "two axes named 'tp'"),
+        (["--device", "gpu"], "--device gpu does not work here (Expected one of cpu"),
+        (["--html", "nowhere/run.html"], "there is no folder nowhere"),
+        (["--trace", "."], "--trace . is a folder"),
+        (["-m"], "-m needs the name of a module, without .py"),
+        (["-m", "nowhere"], "there is no module 'nowhere' to run"),
     ],
 )
 def test_flags_that_make_no_sense(script: Path, flags: list[str], said: str, capsys):
     assert torchrun.main([*flags, str(script)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_torchruns_flags_for_logs_are_accepted(script: Path, capsys):
+    assert torchrun.main(["-r", "3", "-t", "3", "--numa-binding", "node", "--shutdown-timeout=9", str(script)]) == 0
+    with pytest.raises(SystemExit):
+        torchrun.main([])
+    assert "the following arguments are required: script\n" in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_python_shows_its_line(tmp_path: Path, capsys):
+    path = tmp_path / "typo.py"
+    path.write_text("def f(:\n")
+    assert torchrun.main([str(path)]) == 1
+    shown = capsys.readouterr().err
+    assert 'typo.py", line 1' in shown and "SyntaxError" in shown and "tplab/torch" not in shown
 
 
 def test_a_failure_shows_the_scripts_own_lines(tmp_path: Path, capsys):

@@ -17,7 +17,9 @@ from tplab.mesh import Mesh
 
 _ONLY_REAL = ("node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port",
               "max-restarts", "monitor-interval", "start-method", "role", "log-dir", "tee", "redirects",
-              "local-addr", "local-ranks-filter", "event-log-handler", "logs-specs")  # fmt: skip
+              "local-addr", "local-ranks-filter", "event-log-handler", "logs-specs", "duplicate-stdout-filters",
+              "duplicate-stderr-filters", "numa-binding", "signals-to-handle", "shutdown-timeout")  # fmt: skip
+_SHORT = {"redirects": "-r", "tee": "-t"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,18 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         mesh, num_nodes = _mesh(given)
-    except (ValueError, TplabError) as error:
-        print(f"tplab.torchrun: {error}", file=sys.stderr)
-        return 2
-    if not given.module and not Path(given.script).is_file():
-        print(f"tplab.torchrun: there is no file {given.script}", file=sys.stderr)
-        return 2
+        _check_files(given)
+    except (ValueError, OSError, TplabError) as error:
+        return _refuse(error)
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]  # `python -m` has put it there, where a file can have the name of a module that torch imports
     from tplab.torch.scripts import launch
     from tplab.trace import summary, to_perfetto
 
     try:
+        _check_device(given.device)
         out = launch(
             given.script, given.args, mesh=mesh, module=given.module, num_nodes=num_nodes, cluster=given.cluster,
             clock=given.clock, seed=given.seed, device=given.device, count_memory=True,
@@ -47,77 +47,123 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TplabError as error:
         _explain(error)
         return 1
+    except SyntaxError as error:
+        sys.stderr.write("".join(traceback.format_exception_only(error)))
+        return 1
+    except (ValueError, ImportError) as error:
+        return _refuse(error)
     print("\n" + summary(out.trace, out.peaks))
     if out.mapped:
         print("\n" + out.mapped)
     if given.trace:
         Path(given.trace).write_text(out.trace.to_json(), encoding="utf8")
-        print(f"\nthe trace is in {given.trace}; Trace.from_json reads it")
+        print(f"\n{given.trace} is the trace; read its text with tplab.Trace.from_json")
     if given.perfetto:
         to_perfetto(out.trace, given.perfetto)
-        print(f"\n{given.perfetto} opens in ui.perfetto.dev")
+        print(f"\nopen {given.perfetto} at ui.perfetto.dev")
     if given.html:
         from tplab.widgets import to_html
 
         to_html(out.trace, given.html)
-        print(f"\n{given.html} shows the run in any browser")
+        print(f"\nopen {given.html} in a browser to play the run")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tplab.torchrun",
-        description="Run a script that was written for torchrun on simulated ranks, and say what it sent.",
+        description="Run a script that was written for torchrun on simulated ranks, and report what it sent. "
+        "torchrun's flags for rendezvous, restarts and logs are accepted and have no effect.",
     )
     add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", default="1", metavar="N", help="simulated ranks per node")
-    add("--nnodes", default="1", metavar="N", help="how many nodes")
-    add("--mesh", metavar="dp=2,tp=4", help="names for groups of ranks, used in what is shown")
-    add("--cluster", metavar="h100", help="whose computing and links the modelled clock takes")
-    add("--clock", choices=("modelled", "measured"), help="measured: the ranks' computing is timed on this machine")
-    add("--seed", type=int, default=0, help="of the random numbers that each rank begins with")
+    add("--nproc-per-node", "--nproc_per_node", metavar="N", help="simulated ranks per node (default: 1)")
+    add("--nnodes", default="1", metavar="N", help="number of nodes (default: 1)")
+    add("--mesh", metavar="dp=2,tp=4", help="axes of the mesh: they name the groups of ranks in the output")
+    add("--cluster", metavar="h100", help="hardware to model: h100, a100, tpu_v5e, laptop or ethernet")
+    add("--clock", choices=("modelled", "measured"), help="measured: time the ranks' computing on this machine")
+    add("--seed", type=int, default=0, metavar="N", help="seed of every rank's random numbers (default: 0)")
     add("--device", metavar="cpu", help="cpu: run a script that asks for GPUs on the CPU")
-    add("--trace", metavar="run.json", help="write the trace")
-    add("--perfetto", metavar="run.perfetto.json", help="write the trace for ui.perfetto.dev")
+    add("--trace", metavar="run.json", help="write the trace as JSON")
+    add("--perfetto", metavar="run.perfetto.json", help="write a trace that ui.perfetto.dev opens")
     add("--html", metavar="run.html", help="write a page that plays the run in any browser")
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--standalone", action="store_true", help=argparse.SUPPRESS)
     for name in _ONLY_REAL:
-        add(f"--{name}", f"--{name.replace('-', '_')}", help=argparse.SUPPRESS)
-    add("script", help="the script, or the module with -m")
-    add("args", nargs=argparse.REMAINDER, help="what the script is given")
+        short = [_SHORT[name]] if name in _SHORT else []
+        add(*short, f"--{name}", f"--{name.replace('-', '_')}", help=argparse.SUPPRESS)
+    add("script", help="the script, or with -m the name of a module")
+    add("args", nargs=argparse.REMAINDER, help="the script's own arguments").required = False
     return parser
 
 
 def _mesh(given: argparse.Namespace) -> tuple[Mesh, int]:
     """The mesh to run on and the number of nodes. Raises ValueError."""
     num_nodes = _whole(str(given.nnodes).rpartition(":")[2], "--nnodes")
-    per_node = _whole(given.nproc_per_node, "--nproc-per-node")
+    per_node = _whole("1" if given.nproc_per_node is None else given.nproc_per_node, "--nproc-per-node")
     if given.mesh is None:
         return Mesh(world=per_node * num_nodes), num_nodes
-    axes = {}
+    axes: dict[str, int] = {}
     for axis in given.mesh.split(","):
         name, equals, size = axis.partition("=")
         if not equals:
             raise ValueError(f"--mesh {given.mesh}: write each axis as name=size, as in dp=2,tp=4")
-        axes[name.strip()] = _whole(size, "--mesh")
+        if name.strip() in axes:
+            raise ValueError(f"--mesh {given.mesh} has two axes named {name.strip()!r}; give each a name of its own")
+        axes[name.strip()] = _whole(size, f"the size of {name.strip()!r} in --mesh")
     mesh = Mesh(**axes)
-    if per_node != 1 and mesh.size != per_node * num_nodes:
+    if given.nproc_per_node is None:
+        if mesh.size % num_nodes:
+            raise ValueError(
+                f"--mesh {given.mesh} has {mesh.size} ranks, which {num_nodes} nodes cannot share equally; change "
+                "--mesh or --nnodes"
+            )
+    elif mesh.size != per_node * num_nodes:
         raise ValueError(
-            f"--mesh {given.mesh} has {mesh.size} ranks, and --nproc-per-node {per_node} on {num_nodes} "
-            f"node{'s' * (num_nodes > 1)} are {per_node * num_nodes}; leave --nproc-per-node out, or make them agree"
+            f"--mesh {given.mesh} has {mesh.size} ranks, but --nproc-per-node {per_node} on {num_nodes} "
+            f"node{'s' * (num_nodes > 1)} makes {per_node * num_nodes}; leave --nproc-per-node out, or make them agree"
         )
     return mesh, num_nodes
 
 
 def _whole(text: str, flag: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag} is {text!r}; give a number, 1 or more: of simulated ranks there can be any number")
+        raise ValueError(f"{flag} is {text!r}; give a whole number, 1 or more (simulated ranks need no GPUs to count)")
     return int(text)
 
 
+def _check_files(given: argparse.Namespace) -> None:
+    """Raises OSError or ValueError where there is no script, or no folder for what is written after the run."""
+    if not given.module and not Path(given.script).is_file():
+        raise FileNotFoundError(f"there is no script {given.script}")
+    if given.module and given.script.endswith(".py"):
+        raise ValueError(f"-m {given.script}: -m needs the name of a module, without .py; or leave -m out")
+    for flag in ("trace", "perfetto", "html"):
+        path = Path(getattr(given, flag) or "name")
+        if path.is_dir():
+            raise IsADirectoryError(f"--{flag} {path} is a folder; give the name of a file in it")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"--{flag} {path}: there is no folder {path.parent}; create it first")
+
+
+def _check_device(device: str | None) -> None:
+    """Raises ValueError where torch does not have `device`."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"--device {device} does not work here ({why}); use --device cpu, or leave it out") from None
+
+
+def _refuse(error: Exception) -> int:
+    """Say what is wrong with the command; its exit code."""
+    print(f"tplab.torchrun: {error}", file=sys.stderr)
+    return 2
+
+
 def _explain(error: TplabError) -> None:
-    """What went wrong; of what a rank raised also the lines of the script that led there."""
+    """Say what went wrong and, where a rank raised, the lines of the script that led there."""
     cause = error.__cause__
     if isinstance(error, RankError) and cause is not None:
         ours = str(Path(__file__).parent)

@@ -3,15 +3,15 @@
 #
 # **What does my training script really send, and why does it hang?**
 #
-# Time: 50 minutes. Prerequisites: [lab 02](02_collectives.ipynb) for the collectives, and a script of yours that runs under
-# `torchrun`, or the wish to write one.
+# Time: 50 minutes. Prerequisites: [lab 02](02_collectives.ipynb) for the collectives, and some experience with PyTorch. If
+# you have a script that runs under `torchrun`, keep it at hand for the end.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/16_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/16_your_own_program.ipynb)
 #
-# ![A timeline of four ranks. In the second backward pass, sums of gradients run while the ranks still compute.](images/16_your_own_program.png)
+# ![A timeline of four ranks. In the second backward pass, gradients are summed while the ranks still compute.](images/16_your_own_program.png)
 #
-# *Two training steps with PyTorch's DistributedDataParallel on four simulated H100s. Nothing in the program is tplab's. In
-# the second step, the gradients travel while the backward pass is still running.*
+# *Two training steps with PyTorch's DistributedDataParallel (DDP) on four simulated H100s. The program uses nothing from
+# tplab. In the second step, the gradients travel while the backward pass is still running.*
 
 # %%
 import subprocess
@@ -40,8 +40,8 @@ from tplab.widgets import timeline
 # ## A script
 #
 # In the earlier labs you wrote the program of one rank with tplab's collectives. Your own code probably uses
-# `torch.distributed` instead. That works here too: with `distributed=True`, every simulated rank finds `torch.distributed`
-# initialized, and everything built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
+# `torch.distributed` instead. That works here too: with `distributed=True`, `torch.distributed` is initialized on every
+# simulated rank, and everything built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
 
 # %%
 WIDTH = 512
@@ -70,16 +70,16 @@ ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
 print(summary(ddp.trace))
 
 # %% [markdown]
-# The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled: they
-# are what the figures of an H100 and of NVLink add up to, with every operation launched one by one.
+# The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled:
+# tplab calculates them from the speeds of an H100 and of NVLink, and assumes that operations are launched one by one.
 #
 # **Predict.** The model has four matrices of 512 x 512 in float32. How many bytes of gradients does each rank send in one
 # step?
 #
 # <details><summary>Answer</summary>
 #
-# The gradients are 4 x 512 x 512 x 4 B = 4.2 MB. A ring all-reduce sends 2(R-1)/R of that from each rank, which is 6.3 MB on
-# four ranks. Two steps on four ranks make 50.3 MB, as the summary says.
+# The gradients take 4 x 512 x 512 x 4 B = 4.2 MB. In a ring all-reduce each rank sends 2(R-1)/R of that, which is 6.3 MB
+# with four ranks. Two steps on four ranks add up to 50.3 MB, as in the summary.
 # </details>
 
 # %%
@@ -88,32 +88,32 @@ sent = ddp.trace.bytes_sent(rank=0, op="all_reduce")
 print(f"formula: {2 * 2 * 3 / 4 * gradients:,.0f} B    counted: {sent:,} B")
 
 # %% [markdown]
-# The broadcasts are something that you did not write. DDP sends the parameters of rank 0 to every rank when it is
-# constructed, so that all ranks start from the same model.
+# You did not write the broadcasts. When DDP is constructed, it sends the parameters of rank 0 to every rank, so that all
+# ranks start from the same model.
 #
 # ## Where the time goes
 #
-# Hover over the bars. Each one knows the line of your program that caused it.
+# Hover over the bars. Each one shows the line of your program that caused it.
 
 # %% tags=["opening-picture"]
 timeline(ddp.trace)
 
 # %% [markdown]
 # The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does not
-# know yet in which order gradients become ready, so it puts everything in one bucket. In the second step there are four
-# buckets, and the first three are on their way while the backward pass goes on.
-#
-# **Turn the knob.** Change `bucket_cap_mb` above from 1 to 25, which is the default, and run the three cells again. This
-# model is so small that one bucket holds it all, and nothing overlaps any more.
+# know yet in which order the gradients become ready, so it puts them all in one bucket. In the second step there are four
+# buckets, and the first three are sent while the backward pass goes on. `overlap` says how much of the traffic is hidden:
 
 # %%
 print(overlap(ddp.trace))
 
 # %% [markdown]
-# ## FSDP: the same model, cut into pieces
+# **Turn the knob.** Change `bucket_cap_mb` above from 1 to 25, which is the default. Run that cell again, then the timeline
+# and `overlap`. This model is so small that one bucket holds all of it, and nothing overlaps any more.
 #
-# DDP keeps the whole model on every rank. FSDP keeps a quarter of each layer per rank, and collects a layer when it is needed.
-# `device_mesh()` is the mesh of this run as PyTorch wants it:
+# ## FSDP: the same model in pieces
+#
+# DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and gathers a
+# layer when it is needed. `device_mesh()` gives PyTorch the mesh of this run, as a `DeviceMesh`:
 
 # %%
 def fsdp_training():
@@ -127,12 +127,12 @@ columns = {"DDP": Traffic.of_trace(ddp.trace), "FSDP": Traffic.of_trace(fsdp.tra
 print(traffic_table(columns))
 
 # %% [markdown]
-# For each layer and step, FSDP sends three times: an `all_gather` of the weights before the forward pass, another one before
-# the backward pass, and a `reduce_scatter` of the gradients. Each of them sends (R-1)/R of the layer, and an `all_reduce`
-# sends twice that. So FSDP sends 3/2 of what DDP sends in a step, and holds a quarter of the model.
+# In each step, FSDP needs three collectives per layer: an `all_gather` of the weights before the forward pass, another one
+# before the backward pass, and a `reduce_scatter` of the gradients. In each of them a rank sends (R-1)/R of the layer. In
+# an `all_reduce` it sends twice that. So FSDP sends 3/2 of what DDP sends in a step, and stores a quarter of the model.
 #
-# **Decide.** Is that worth it between nodes? Here the same four ranks are in one node, and then in two nodes of two, where
-# rings pass the slow link between the nodes:
+# **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and then in
+# two nodes of two ranks, where each ring crosses the slow link between the nodes:
 
 # %%
 two_nodes = replace(NAMED["h100"], node_size=2)
@@ -143,15 +143,15 @@ for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
         print(f"{nodes}, {program.__name__}: {time:.0f} us, idle {idle:.0%}")
 
 # %% [markdown]
-# With 256 rows per rank and layers of 512, there is too little to compute to hide the traffic between nodes. Larger batches
-# and layers change that, because computing grows faster than what is sent. The model assumes that nothing else uses the
-# links, and that each operation is launched on its own.
+# FSDP takes about 15% longer than DDP in both cases. It is worth that if the model does not fit on one GPU, and not
+# otherwise. In two nodes the ranks are idle for about half of the time: with 256 rows per rank and layers of 512, there is
+# too little computing to hide the traffic. With larger batches and layers there is more, because computing grows faster
+# than the traffic. All this assumes that nothing else uses the links.
 #
 # ## It hangs
 #
-# The most common question about distributed programs is why they stop. Under `torchrun`, nothing happens for ten minutes or
-# more, and then every rank reports a timeout. Here is a training loop as one finds it in real projects. Only rank 0
-# validates:
+# Sooner or later a distributed program hangs. Under `torchrun`, nothing happens for ten minutes or more, and then the ranks
+# that waited report a timeout. Here is a common way to get there. Only rank 0 validates:
 
 # %%
 def validate(net, x):
@@ -171,21 +171,21 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# The error names the rank that waits, the line, and the ranks that will never come. Nothing had to time out: when no rank
-# can move, tplab sees it.
+# The error names the rank that waits, the line where it waits, and the ranks that will never join it. Nothing had to time
+# out, because tplab notices when no rank can continue.
 #
-# **A bug to repair.** Mend `train_and_validate` above. There are two ways, and one of them changes what `loss` means.
+# **A bug to repair.** Fix `train_and_validate` above. There are two ways, and one of them changes what `loss` means.
 #
 # <details><summary>Answer</summary>
 #
-# Either every rank calls `validate` and only rank 0 prints, or `validate` does not communicate. In the second case the loss is
-# that of rank 0's batch alone.
+# Either every rank calls `validate` and only rank 0 prints, or `validate` does not communicate. In the second case, `loss`
+# is the loss of rank 0's batch alone.
 # </details>
 #
-# ## It does not hang, and is wrong
+# ## It may not hang, but it is wrong
 #
-# Another classic: a branch that depends on data. Gradients are clipped by their norm over all ranks, but only if the norm on
-# this rank is large:
+# Another classic mistake is a branch that depends on the data. To clip the gradients, the ranks ask for the largest norm,
+# but each rank does so only if its own loss is large:
 
 # %%
 def clip_sometimes():
@@ -204,14 +204,14 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# Some ranks ask for the maximum of a norm, and others for the mean of their weights. NCCL does not compare calls. It would
-# add up numbers that have nothing to do with each other, or hang, depending on the sizes. tplab compares every call with
-# those of the other ranks before it computes anything.
+# Some ranks ask for the maximum of a norm, while others ask for the mean of their weights. NCCL does not compare the calls.
+# It combines numbers that have nothing to do with each other, or it hangs. tplab compares every call with those of the
+# other ranks before it computes anything. On real GPUs, PyTorch does so if you set `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 #
 # ## The twin: `jit` in JAX
 #
-# In JAX you do not write collectives at all. You say how arrays are sharded, and XLA inserts what is needed. `trace` compiles
-# the function and shows what it sends. Nothing is executed, so shapes are enough:
+# In JAX you do not have to write collectives. You say how the arrays are sharded, and XLA inserts the collectives that it
+# needs. `trace` compiles the function and shows what it would send. Nothing is executed, so shapes are enough:
 
 # %%
 import jax
@@ -242,9 +242,10 @@ for name, spec in (("like DDP", ()), ("like FSDP", ("dp",))):
     print(name, Traffic.of_trace(tj.trace(jitted, params, x)), sep="\n")
 
 # %% [markdown]
-# With replicated parameters, XLA sends exactly what DDP sends in a step: 6,291,456 bytes per rank. With sharded parameters it
-# collects each layer once for the forward pass and keeps it for the backward pass, where FSDP collects it again. `explain`
-# says which line and which operand made XLA insert each collective:
+# With replicated parameters, XLA sends exactly what DDP sends in a step: 6,291,456 bytes per rank. With sharded parameters,
+# it gathers each layer once and keeps it for the backward pass, where FSDP gathers it again. It sums the gradients with an
+# `all_reduce` because it compiles for a CPU here; for GPUs and TPUs it makes a `reduce_scatter` of it. `explain` says which
+# line and which operand made XLA insert each collective:
 
 # %%
 print(tj.explain(jitted, params, x))
@@ -252,9 +253,10 @@ print(tj.explain(jitted, params, x))
 # %% [markdown]
 # ## Your turn: send once per step
 #
-# Large batches are often computed in several parts, and the gradients of the parts are added up. DDP sends gradients in
-# *every* backward pass, unless you tell it not to. Write `accumulate` so that the gradients are those of the mean loss over
-# all batches and ranks, and are sent only once. `loss_of(net, batch)` is the loss of one batch.
+# A batch that does not fit in memory is computed in several smaller batches, whose gradients are added up. DDP sends the
+# gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, which is a DDP model, and the
+# smaller `batches` of its rank. `loss_of(net, batch)` is the mean loss of one of them. Write `accumulate` so that it leaves
+# the gradients of the mean loss over all batches and all ranks in `net`, and sends them only once.
 
 # %%
 from tplab.exercises.your_own_program import check_accumulate
@@ -270,22 +272,23 @@ check_accumulate(accumulate)
 # | you have | you run |
 # |---|---|
 # | a script for `torchrun` | `python -m tplab.torchrun --nproc-per-node 8 --cluster h100 train.py` |
-# | the same, to send to a colleague | `... --html run.html train.py`: a page that plays the run in any browser |
+# | the same, and a page that plays the run in any browser | `... --html run.html train.py` |
 # | a script that asks for GPUs, on a laptop | `... --device cpu train.py` |
-# | a script, from a notebook | `tplab.torch.launch("train.py", ["--lr", "0.1"], ranks=8)` |
+# | a script that you start from a notebook | `tplab.torch.launch("train.py", ["--lr", "0.1"], ranks=8)` |
 # | a cell of a notebook | `%load_ext tplab`, then `%%ranks dp=4` on the first line of the cell |
 # | a function | `run(fn, Mesh(dp=2, tp=4), distributed=True)` |
 # | a JAX function with shardings | `tplab.jax.trace(fn, *args)` and `tplab.jax.explain(fn, *args)` |
 #
-# In a script, each rank imports its own copy of your modules, so that a module may keep its process groups in a global
+# In a script, each rank imports its own copy of your modules. A module can therefore keep its process groups in a global
 # variable, as Megatron-LM does.
 
 # %% [markdown]
 # ## To take away
 #
-# - DDP sends 2(R-1)/R of the gradients per step and hides most of it. FSDP sends 3/2 of that and holds 1/R of the model.
-# - A hang is a collective that some ranks call and others do not. Ask who waits, in which line, and for whom.
-# - A script can be looked at before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs.
+# - In DDP, each rank sends 2(R-1)/R of the gradients per step, and can hide most of that behind the backward pass. In FSDP
+#   it sends 3/2 as much and stores 1/R of the model.
+# - Most hangs are a collective that some ranks call and others do not. Ask which rank waits, in which line, and for whom.
+# - You can look at a script before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs.
 #
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
 # 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).

@@ -144,7 +144,10 @@ def test_memory_is_counted_where_asked(script):
     [
         ("if dist.get_rank() == 1: raise ValueError('bad data')\ndist.barrier()", RankError,
          ["rank 1 raised ValueError at train.py:3: bad data"]),
-        ("import sys\nif dist.get_rank() == 1: sys.exit(3)\ndist.barrier()", RankError, ["rank 1", "exit code 3"]),
+        ("import sys\nif dist.get_rank() == 1: sys.exit(3)\ndist.barrier()", RankError,
+         ["rank 1 raised SystemExit at train.py:4: exit code 3"]),
+        ("import sys\nif dist.get_rank() == 1: sys.exit('no data')", RankError,
+         ["rank 1 raised SystemExit at train.py:4: no data"]),
         ("x = torch.ones(3)\nif dist.get_rank(): dist.all_reduce(x)\nelse: dist.broadcast(x, 0)",
          CollectiveMismatchError, ["rank 0: broadcast", "train.py:5", "rank 1: all_reduce", "train.py:4"]),
         ("dist.all_reduce(torch.ones(3 + dist.get_rank()))", CollectiveMismatchError, ["[3] at train.py:3", "[4]"]),

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from tplab.cost.cluster import Cluster
-from tplab.errors import RankError
 from tplab.mesh import Mesh
 from tplab.torch.distributed.process import Processes
 from tplab.torch.ranks.live_bytes import LiveBytes
@@ -32,15 +31,15 @@ def launch(
 
     script       a file of Python, unchanged. Each rank runs it as `__main__`, imports its own copy of the modules
                  beside it, and has RANK, WORLD_SIZE and the like, sys.argv and random numbers of its own
-    args         what follows the script on the command line
-    ranks        how many; or `mesh`, whose axes then have their names in the trace
+    args         the script's own arguments
+    ranks        how many ranks; or give `mesh`, whose axes then name the groups in the trace
     module       whether `script` is the name of a module, as in `python -m`
-    num_nodes    on how many nodes the ranks are, for LOCAL_RANK
-    count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; it takes time
+    num_nodes    the number of nodes; it decides LOCAL_RANK
+    count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; this slows the run down
     cluster, clock, seed, keep_values, device: as of `tplab.torch.run`
 
-    Returns a `Result`: `.trace`, and in `.per_rank` the variables that each rank's script has made at its top level.
-    Raises RankError (a rank raised, or ended with another exit code than 0), CollectiveMismatchError, DeadlockError.
+    Returns a `Result`: `.trace`, and in `.per_rank` the top-level variables of each rank's script.
+    Raises RankError (a rank raised, or exited with a code other than 0), CollectiveMismatchError, DeadlockError.
     """
     mesh = _mesh(ranks, mesh)
     local = _per_node(mesh.size, num_nodes)
@@ -100,8 +99,9 @@ class _Program:
                 exec(self._code, vars(main))
         except SystemExit as end:
             if end.code not in (None, 0):
-                rank = this_rank().rank
-                raise RankError(f"the script ended on rank {rank} with exit code {end.code}", rank) from None
+                if isinstance(end.code, int):
+                    end.args = (f"exit code {end.code}",)
+                raise
         finally:
             if live is not None:
                 self.peaks[this_rank().rank] = live.peak
@@ -123,7 +123,7 @@ def _mesh(ranks: int | None, mesh: Mesh | None) -> Mesh:
 def _per_node(size: int, num_nodes: int) -> int:
     """How many ranks share a node. Raises ValueError where nodes would differ."""
     if num_nodes < 1 or size % num_nodes:
-        raise ValueError(f"{num_nodes} nodes cannot share {size} ranks equally; torchrun starts as many on each node")
+        raise ValueError(f"{num_nodes} nodes cannot share {size} ranks equally; torchrun starts as many on each")
     return size // num_nodes
 
 
@@ -133,5 +133,5 @@ def _found(name: str) -> ModuleSpec:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"there is no module {name!r} to run, here or among what is installed")
+        raise ModuleNotFoundError(f"there is no module {name!r} to run, neither in this folder nor installed")
     return spec

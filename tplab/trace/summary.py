@@ -1,4 +1,4 @@
-"""A trace on one screen: who sent what along which group, how long ranks stood still, and where they waited longest."""
+"""A trace on one screen: what was sent along each group, how long ranks were idle, and where they waited longest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tplab.trace.trace import Trace
 
 
 def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) -> str:
-    """What one wants to know first of a run, as text.
+    """What you want to know first about a run, as text.
 
     peaks       the most bytes of tensors that each rank held at once, where they were counted
     num_waits   how many of the longest waits to list
@@ -20,9 +20,10 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
         parts.append(waits)
     if peaks:
         most = max(range(len(peaks)), key=peaks.__getitem__)
-        others = f"on rank {most}, and {_in_units(min(peaks))} on the rank with the least"
+        least = peaks.index(min(peaks))
+        others = f"on rank {most}, the most, and {_in_units(min(peaks))} on rank {least}, the least"
         whose = "on every rank" if min(peaks) == max(peaks) else others
-        parts.append(f"tensors take at most {_in_units(max(peaks))} {whose}")
+        parts.append(f"peak memory of tensors: {_in_units(max(peaks))} {whose}")
     return "\n\n".join(parts)
 
 
@@ -46,14 +47,14 @@ def _sent(trace: Trace) -> str:
 
 
 def _shares(trace: Trace) -> str:
-    """How long it took, and how much of it ranks computed nothing."""
+    """How long it took, and for how much of that the ranks were idle."""
     idle = trace.idle_share()
     took = _time(trace, trace.makespan)
     if not np.any(trace.busy()):
-        return f"takes {took}; computing was not counted: name a cluster to model it"
+        return f"takes {took}; computing is not counted: choose a cluster, such as h100, to model it"
     least, most = float(idle.min()), float(idle.max())
     share = f"{least:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
-    return f"takes {took}, of which ranks compute nothing for {share}"
+    return f"takes {took}; ranks are idle (not computing) for {share} of it"
 
 
 def _longest_waits(trace: Trace, count: int) -> str:
@@ -68,7 +69,7 @@ def _longest_waits(trace: Trace, count: int) -> str:
         at = f" at {wait.where}" if wait.where else ""
         others = f"; {num_ranks} ranks wait there" if num_ranks > 1 else ""
         lines.append(f"  rank {wait.rank}: {_time(trace, wait.duration)} in {wait.op} over {wait.axis}{at}{others}")
-    return "the longest waits:\n" + "\n".join(lines) if worst and _length(worst[0][0]) > 0 else ""
+    return "longest waits:\n" + "\n".join(lines) if worst and _length(worst[0][0]) > 0 else ""
 
 
 def _length(event: Event) -> float:
