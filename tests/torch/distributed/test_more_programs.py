@@ -249,6 +249,47 @@ def test_megatrons_f_and_g(num_ranks: int):
     assert sent == 2 * (num_ranks - 1) * 8 * (8 * 4 + 8 * 6)  # one all_reduce of y, one of dx, over all ranks
 
 
+def test_a_thread_of_a_rank_finds_its_groups():
+    """transformers loads and shards weights in threads."""
+
+    def program() -> int:
+        from concurrent.futures import ThreadPoolExecutor
+
+        mesh = device_mesh()
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: dist.get_rank(mesh.get_group("tp"))).result()
+
+    assert run(program, Mesh(dp=2, tp=2), distributed=True).per_rank == [0, 1, 0, 1]
+
+
+def test_transformers_with_a_plan_of_its_own(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from transformers import modeling_utils
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=False,
+    ))  # fmt: skip
+    model.save_pretrained(tmp_path)
+    tokens = torch.arange(8)[None]
+    want = model(tokens, labels=tokens)
+    # what accelerate would do with the plan, which is not installed for the tests: put all on one device
+    monkeypatch.setattr(modeling_utils, "check_and_set_device_map", lambda given: given and {"": given})
+
+    def program() -> tuple[Tensor, Tensor]:
+        part = transformers.LlamaForCausalLM.from_pretrained(tmp_path, tp_plan="auto", device_mesh=device_mesh())
+        out = part(tokens, labels=tokens)
+        out.loss.backward()
+        return out.logits.detach(), out.loss.detach()
+
+    out = run(program, Mesh(tp=2), distributed=True)
+    for logits, loss in out.per_rank:
+        torch.testing.assert_close(logits, want.logits.detach())  # in float32, added up in another order
+        torch.testing.assert_close(loss, want.loss.detach())
+    assert ("all_reduce", "tp") in {(event.op, event.axis) for event in out.trace.events}
+
+
 # --- pipelines -------------------------------------------------------------------------------------------------------
 
 ONE_STAGE, LOOP, V = "one stage", "loop", "v"

@@ -139,6 +139,14 @@ def _new(*args, **kwargs):  # type: ignore
     return _world.new_group(*args, **kwargs)  # type: ignore  # noqa: F821
 
 
+def _resolve(name: str) -> Any:
+    """The group of this name; also for a thread that a rank has started, which torch's own table does not know."""
+    for group, its_name in c10d._world.pg_names.items():
+        if its_name == name:
+            return group
+    return c10d_C._resolve_process_group(name)
+
+
 class Hooks:
     """torch.distributed as simulated ranks need it, for the time of a run."""
 
@@ -151,6 +159,7 @@ class Hooks:
             (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
             (device_mesh, "get_backend", lambda group=None: "threaded"),  # so that each rank's meshes are its own
+            (device_mesh, "_resolve_process_group", _resolve),
         ]
         self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
 
