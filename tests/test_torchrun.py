@@ -85,6 +85,14 @@ def test_flags_that_make_no_sense(script: Path, flags: list[str], said: str, cap
     assert said in capsys.readouterr().err
 
 
+def test_one_rank_sends_nothing(tmp_path: Path, capsys):
+    path = tmp_path / "alone.py"
+    path.write_text("x = 1\n")
+    for num_ranks, said in (("1", "nothing was sent: there is only 1 rank\n"), ("2", "nothing was sent\n")):
+        assert torchrun.main(["--nproc-per-node", num_ranks, str(path)]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_torchruns_flags_for_logs_are_accepted(script: Path, capsys):
     assert torchrun.main(["-r", "3", "-t", "3", "--numa-binding", "node", "--shutdown-timeout=9", str(script)]) == 0
     with pytest.raises(SystemExit):

@@ -35,7 +35,7 @@ def _sent(trace: Trace) -> str:
         row[0] += 1
         row[1] += event.bytes
     if not rows:
-        return "nothing was sent"
+        return "nothing was sent: there is only 1 rank" if trace.mesh.size == 1 else "nothing was sent"
     num_ranks = trace.mesh.size
     lines = [["group", "operation", "calls per rank", "sent by all ranks"]]
     for (axis, op), (count, num_bytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
