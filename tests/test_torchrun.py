@@ -73,7 +73,7 @@ def test_what_it_writes(script: Path, tmp_path: Path, capsys):
         (["--mesh", "tp=4", "--nproc-per-node", "1"], "has 4 ranks, but --nproc-per-node 1 on 1 node makes 1"),
         (["--mesh", "tp=4", "--nnodes", "3"], "has 4 ranks, which 3 nodes cannot share equally"),
         (["--mesh", "tp=2,tp=3"], "two axes named 'tp'"),
-        (["--device", "gpu"], "--device gpu does not work here (Expected one of cpu"),
+        (["--device", "gpu"], "device 'gpu' does not work here (Expected one of cpu"),
         (["--html", "nowhere/run.html"], "there is no folder nowhere"),
         (["--trace", "."], "--trace . is a folder"),
         (["-m"], "-m needs the name of a module, without .py"),
@@ -116,6 +116,16 @@ def test_a_failure_shows_the_scripts_own_lines(tmp_path: Path, capsys):
     assert 'fails.py", line 8' in shown and "RankError: rank 0 raised ValueError at fails.py:5: bad data" in shown
     assert "tplab/torch" not in shown
     assert torchrun.main([str(tmp_path / "nowhere.py")]) == 2
+
+
+def test_what_happened_before_a_deadlock_is_shown_and_written(script: Path, tmp_path: Path, capsys):
+    script.write_text(SCRIPT + "if dist.get_rank() == 0: dist.barrier()\n")
+    page = tmp_path / "run.html"
+    assert torchrun.main(["--nproc-per-node", "2", "--html", str(page), str(script)]) == 1
+    shown = capsys.readouterr()
+    assert "rank 0 waits in barrier('world') at train.py:7 for rank 1" in shown.err
+    assert "until then, train on Mesh(world=2)" in shown.out and "all_reduce" in shown.out
+    assert "<title>" in page.read_text()
 
 
 def test_as_a_command_in_another_folder(script: Path):

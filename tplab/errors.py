@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class TplabError(Exception):
     """Anything tplab raises on purpose."""
+
+    make_trace: Callable[[], Any] | None = None
+
+    @property
+    def trace(self) -> Any:
+        """What simulated ranks had done until then, as a `Trace`; None of an error that no run has raised."""
+        return None if self.make_trace is None else self.make_trace()
 
 
 class MissingPackageError(TplabError, ImportError):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tplab.errors import RankError, TplabError
 from tplab.mesh import Mesh
+from tplab.trace import Trace, summary, to_perfetto
 
 _ONLY_REAL = ("node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port",
               "max-restarts", "monitor-interval", "start-method", "role", "log-dir", "tee", "redirects",
@@ -33,10 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]  # `python -m` has put it there, where a file can have the name of a module that torch imports
     from tplab.torch.scripts import launch
-    from tplab.trace import summary, to_perfetto
 
     try:
-        _check_device(given.device)
         out = launch(
             given.script, given.args, mesh=mesh, module=given.module, num_nodes=num_nodes, cluster=given.cluster,
             clock=given.clock, seed=given.seed, device=given.device, count_memory=True,
@@ -46,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except TplabError as error:
         _explain(error)
+        if error.trace is not None and len(error.trace):
+            print("\nuntil then, " + summary(error.trace))
+            _write(error.trace, given)
         return 1
     except SyntaxError as error:
         sys.stderr.write("".join(traceback.format_exception_only(error)))
@@ -55,18 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + summary(out.trace, out.peaks))
     if out.mapped:
         print("\n" + out.mapped)
+    _write(out.trace, given)
+    return 0
+
+
+def _write(trace: Trace, given: argparse.Namespace) -> None:
+    """Write the files that were asked for."""
     if given.trace:
-        Path(given.trace).write_text(out.trace.to_json(), encoding="utf8")
+        Path(given.trace).write_text(trace.to_json(), encoding="utf8")
         print(f"\n{given.trace} is the trace; read its text with tplab.Trace.from_json")
     if given.perfetto:
-        to_perfetto(out.trace, given.perfetto)
+        to_perfetto(trace, given.perfetto)
         print(f"\nopen {given.perfetto} at ui.perfetto.dev")
     if given.html:
         from tplab.widgets import to_html
 
-        to_html(out.trace, given.html)
+        to_html(trace, given.html)
         print(f"\nopen {given.html} in a browser to play the run")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,17 +150,6 @@ def _check_files(given: argparse.Namespace) -> None:
             raise IsADirectoryError(f"--{flag} {path} is a folder; give the name of a file in it")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"--{flag} {path}: there is no folder {path.parent}; create it first")
-
-
-def _check_device(device: str | None) -> None:
-    """Raises ValueError where torch does not have `device`."""
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).partition("\n")[0]
-        raise ValueError(f"--device {device} does not work here ({why}); use --device cpu, or leave it out") from None
 
 
 def _refuse(error: Exception) -> int:

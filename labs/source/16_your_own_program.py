@@ -67,27 +67,27 @@ def ddp_training():
     train(DistributedDataParallel(model(), bucket_cap_mb=1))
 
 ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
+
+# %% [markdown]
+# **Predict.** The model has four matrices of 512 x 512 in float32. How many bytes of gradients does each of the four ranks
+# send in one step, and all ranks in two steps?
+#
+# <details><summary>Answer</summary>
+#
+# The gradients take 4 x 512 x 512 x 4 B = 4.2 MB. In a ring all-reduce each rank sends 2(R-1)/R of that, which is 6.3 MB
+# with four ranks. Two steps on four ranks add up to 50.3 MB.
+# </details>
+
+# %%
+gradients = 4 * WIDTH * WIDTH * 4
+sent = ddp.trace.bytes_sent(rank=0, op="all_reduce")
+print(f"formula: {2 * 2 * 3 / 4 * gradients:,.0f} B    counted: {sent:,} B\n")
 print(summary(ddp.trace))
 
 # %% [markdown]
 # The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled:
 # tplab calculates them from the speeds of an H100 and of NVLink, and assumes that operations are launched one by one.
 #
-# **Predict.** The model has four matrices of 512 x 512 in float32. How many bytes of gradients does each rank send in one
-# step?
-#
-# <details><summary>Answer</summary>
-#
-# The gradients take 4 x 512 x 512 x 4 B = 4.2 MB. In a ring all-reduce each rank sends 2(R-1)/R of that, which is 6.3 MB
-# with four ranks. Two steps on four ranks add up to 50.3 MB, as in the summary.
-# </details>
-
-# %%
-gradients = 4 * WIDTH * WIDTH * 4
-sent = ddp.trace.bytes_sent(rank=0, op="all_reduce")
-print(f"formula: {2 * 2 * 3 / 4 * gradients:,.0f} B    counted: {sent:,} B")
-
-# %% [markdown]
 # You did not write the broadcasts. When DDP is constructed, it sends the parameters of rank 0 to every rank, so that all
 # ranks start from the same model.
 #

@@ -1,5 +1,5 @@
-"""Training steps as people write them: what they send, counted, beside the formula. In plain JAX with optax, and, where
-they are installed, in Equinox and Flax NNX (`make bench` installs Flax).
+"""Training steps as people write them: what they send, counted, beside the formula. In plain JAX with optax, in Equinox
+and in Flax NNX, where they are installed (`make test` installs them).
 
 The model is two weights, up [D, F] and down [F, D], on a batch of B. One float32 is 4 bytes. In a ring, R ranks
 together send 2(R-1) times the size of what they sum, and R-1 times that of what they gather.

@@ -363,7 +363,7 @@ def test_a_deadlock_names_every_rank_with_what_it_waits_for_and_where():
         f"  rank 1 waits in all_reduce(x, 'tp', 'sum') at {one} for rank 0\n"
         f"  rank 2 waits in ring_shift(x, 'tp', -1) at {two} for a message from rank 3\n"
         "  rank 3 has returned\n"
-        "every rank of a group must call the same collectives in the same order, and none may return before"
+        "every rank of a group must call the same collectives in the same order, and none may return before the others"
     )
 
 

@@ -107,7 +107,7 @@ def run(
     ReplicationError, SpecError, ShapeError. Ctrl-C ends all ranks.
     """
     check_run(fn, mesh, seed=seed, keep_values=keep_values)
-    place = None if device is None else torch.empty(0, device=device).device
+    place = None if device is None else _place(device)
     is_launched = os.environ.keys() >= _TORCHRUNS and current_rank_or_none() is None
     is_simulated = _is_simulated(on, is_launched)
     clock = _clock(clock, cluster, is_simulated)
@@ -141,6 +141,15 @@ def _processes(mesh: Mesh, seed: int) -> More:
     from tplab.torch.distributed.process import Processes  # torch.distributed takes time to import
 
     return Processes(mesh, seed)
+
+
+def _place(device: str | torch.device) -> torch.device:
+    """The device, with its number where it has one. Raises ValueError where torch cannot use it here."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"device {str(device)!r} does not work here ({why}); leave it out, or give 'cpu'") from None
 
 
 def _is_simulated(on: str | None, is_launched: bool) -> bool:

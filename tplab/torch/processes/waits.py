@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.frames import Side, with_tuples
-from tplab.torch.ranks.rank import THE_SAME, call_text, unmet_text
+from tplab.torch.ranks.rank import THE_SAME, call_text, rule, unmet_text
 
 REMEMBERED = 256
 """How many of its last collectives a rank can name."""
@@ -116,17 +116,18 @@ def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
 
 def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
     """The error that says of every rank what it waits for."""
-    lines = []
+    lines, ops = [], []
     for rank, report in sorted(reports.items()):
         wait = report.wait
         if wait is None:
             lines.append(f"  rank {rank} has returned")
             continue
+        ops.append(wait.side.key[0])
         absent = _unbegun(wait, reports) or wait.missing
         is_message = wait.side.key[0] in ("ppermute", "ring_shift", "receive")
         missing = ("a message from " if is_message else "") + _ranks(absent)
         lines.append(f"  rank {rank} waits in {call_text(*wait.side.key)} at {wait.side.where} for {missing}")
-    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{THE_SAME}, and none may return before")
+    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{rule(ops)}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

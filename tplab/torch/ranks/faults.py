@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.ranks.meeting import Group
-from tplab.torch.ranks.rank import THE_SAME, Lines, unmet_text
+from tplab.torch.ranks.rank import Lines, rule, unmet_text
 from tplab.torch.ranks.simulated import SimulatedRank
 
 _OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
@@ -42,7 +42,7 @@ def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
 
 def deadlock(ranks: Iterable[SimulatedRank]) -> DeadlockError:
     """The error that says of every rank what it waits for."""
-    lines = []
+    lines, ops = [], []
     for rank in ranks:
         if rank.waits_in is None:
             lines.append(f"  rank {rank.rank} has returned")
@@ -51,6 +51,7 @@ def deadlock(ranks: Iterable[SimulatedRank]) -> DeadlockError:
             lines.append(f"  rank {rank.rank} waits in {rank.waits_in}")
             continue
         site, meeting = rank.waits_in
+        ops.append(site.call.op)
         missing = meeting.absent if site.source is None else f"a message from rank {site.source}"
         lines.append(f"  rank {rank.rank} waits in {site.call} at {site.where} for {missing}")
-    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{THE_SAME}, and none may return before")
+    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{rule(ops)}")

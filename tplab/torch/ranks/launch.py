@@ -10,6 +10,7 @@ from typing import Any, TextIO, cast
 import torch
 
 from tplab.cost.cluster import Cluster
+from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.ranks import faults, results
 from tplab.torch.ranks.arguments import Arguments
@@ -63,13 +64,16 @@ def run_on_simulated_ranks(
     pieces = Arguments(args, in_specs, mesh, device, num_here=mesh.size)
     programs = [partial(program, rank, pieces.of(rank.rank)) for rank in ranks]
     del pieces
+    unit, name = ("steps", None) if cluster is None else ("s", cluster.name)
+    make_trace = partial(world.recorder.trace, clock=clock, unit=unit, cluster=name)
     try:
         per_rank = [results.without_graph(result) for result in turns.run(programs, owns)]
+        if (error := faults.unmet(world.groups.values())) is not None:
+            raise error
+    except TplabError as error:
+        error.make_trace = make_trace
+        raise
     finally:
         show_sheets(sheets)
         ranks.clear()  # what they hold should not wait for the garbage collector
-    if (error := faults.unmet(world.groups.values())) is not None:
-        raise error
-    unit, name = ("steps", None) if cluster is None else ("s", cluster.name)
-    recorder = world.recorder
-    return per_rank, lambda: recorder.trace(clock=clock, unit=unit, cluster=name)
+    return per_rank, make_trace

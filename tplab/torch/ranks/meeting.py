@@ -60,7 +60,8 @@ class Site:
         self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where)
 
     def __str__(self) -> str:
-        return f"{self.call} of {self.dtype} {list(self.shape)} at {self.where}"
+        what = "" if self.call.op == "barrier" else f" of {self.dtype} {list(self.shape)}"
+        return f"{self.call}{what} at {self.where}"
 
 
 class Meeting:

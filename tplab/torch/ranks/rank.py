@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -105,6 +105,13 @@ def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
 
 
 _GIVEN = {"reduce_scatter": 2, "send": 1}
+def rule(ops: Sequence[str]) -> str:
+    """What a program must keep to, for an error in which all ranks wait in `ops`."""
+    if ops and set(ops) <= set(MESSAGES):
+        return "a send waits for its receive, and a receive for its send: the order must be the same on both ranks"
+    return f"{THE_SAME}, and none may return before the others"
+
+
 THE_SAME = "every rank of a group must call the same collectives in the same order"
 MESSAGES = ("send", "receive")
 """What one rank calls to send to another, and what that one calls."""
