@@ -70,10 +70,10 @@ def test_a_wait_is_named_where_no_bar_is_and_beside_the_send_over_it(page: Page)
     assert box is not None
     unit = (box["width"] - 66) / 3  # rank 0 sends from 0 to 1; until 3 it waits for rank 1
     said = drawn.hint_at(box["x"] + 58 + 0.5 * unit, box["y"] + 13)
-    assert said.startswith("ring_shift: rank 0 sends chunk a to rank 1")
-    assert "rank 0 waits for chunk b from rank 1" in said
+    assert said.startswith("ring_shift: rank 0 sends piece a to rank 1")
+    assert "rank 0 waits for piece b from rank 1" in said
     said = drawn.hint_at(box["x"] + 58 + 2 * unit, box["y"] + 13)
-    assert said.startswith("rank 0 waits") and "chunk b from rank 1" in said
+    assert said.startswith("rank 0 waits") and "piece b from rank 1" in said
 
 
 @pytest.mark.parametrize("rule", [one_f_one_b(4, 8), zb_v(4, 8)], ids=["1F1B", "ZB-V"])

@@ -55,7 +55,7 @@ def test_a_trace_plays_under_one_playhead(page: Page, open_page):
     animation.focus()
     page.keyboard.press("ArrowRight")
     for card in (animation, lanes):
-        expect(say(card)).to_contain_text("step 1 of 3 — every rank sends its own chunk to the next rank")
+        expect(say(card)).to_contain_text("step 1 of 3 — every rank sends its own piece to the next rank")
     page.keyboard.press(" ")
     expect(animation.get_by_label("pause (space)")).to_be_visible()
     expect(say(animation)).to_contain_text("step 3 of 3")

@@ -129,7 +129,7 @@ def test_numbers_read_the_same_in_python_and_in_javascript(page: Page):
 def test_the_animation_is_drawn_in_the_theme_of_the_page(page: Page, open_notebook, theme: str):
     book = open_notebook([cell_of(gather(), "animate")], theme=theme)
     expect(card(book)).to_have_attribute("data-theme", theme)
-    expect(card(book)).to_contain_text("before the first step — every rank holds its own chunk")
+    expect(card(book)).to_contain_text("before the first step — every rank holds its own piece")
     expect(card(book).locator(".tpl-held")).to_have_count(8)  # a slot and a cell for each of the four chunks
     for rank in range(4):
         expect(card(book).get_by_text(f"rank {rank}", exact=True).first).to_be_visible()
@@ -144,7 +144,7 @@ def test_keys_step_the_focused_widget_and_leave_the_notebook_alone(page: Page, o
     say = card(book).locator(".tpl-say")
     card(book).focus()
     page.keyboard.press("ArrowRight")
-    expect(say).to_contain_text("step 1 of 3 — every rank sends its own chunk to the next rank")
+    expect(say).to_contain_text("step 1 of 3 — every rank sends its own piece to the next rank")
     expect(say).to_contain_text("sent so far: 4 KiB of 12 KiB per rank")
     page.keyboard.press("End")
     expect(say).to_contain_text("step 3 of 3")
@@ -208,7 +208,7 @@ def test_the_hint_says_what_a_chunk_holds(open_notebook):
     expect(hint).to_contain_text("1 KiB")
     expect(hint).to_contain_text("(3 of 4)")
     card(book).locator("td.tpl-cell").nth(3).hover()
-    expect(hint).to_contain_text("rank 0 has passed on chunk d")
+    expect(hint).to_contain_text("rank 0 has passed on piece d")
     expect(hint).to_contain_text("ranks 0, 3 (2 of 4)")
 
 

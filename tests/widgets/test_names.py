@@ -93,7 +93,7 @@ def test_a_maximum_is_no_sum(framework: str):
 def test_what_has_another_name_on_each_rank_keeps_a_letter_and_says_whose_it_is():
     piece = scored("torch", lambda lab, x: lab.ring_all_gather(x, "tp"), np.arange(3, dtype=np.float32))
     assert [item.name for item in piece.items] == ["a", "b", "c"]
-    assert [item.text for item in piece.items] == [f"chunk {letter} (x of rank {r})" for r, letter in enumerate("abc")]
+    assert [item.text for item in piece.items] == [f"piece {letter} (x of rank {r})" for r, letter in enumerate("abc")]
 
 
 def test_an_accumulated_product_is_about_the_piece_it_multiplies():

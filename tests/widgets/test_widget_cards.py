@@ -292,7 +292,7 @@ def test_text_and_marks_can_be_told_from_what_is_behind_them(theme: str):
     for index in range(8):
         colour = token[f"c{index}"]
         assert contrast("#ffffff", colour) >= 4.5  # a chunk's letter
-        assert contrast(colour, token["paper"]) >= 3  # the chunk on the card
+        assert contrast(colour, token["paper"]) >= 3  # the piece on the card
         toward, share = ("#ffffff", 0.62) if theme == "dark" else ("#000000", 1.0)
         arriving = written(palette.mix(colour, share, toward))
         assert contrast(arriving, token["paper"]) >= 4.5

@@ -206,20 +206,20 @@ def test_contributors_in_a_few_letters(members, pool, how, most, text):
 
 SENTENCES = {
     "gather 4": [
-        "every rank holds its own chunk",
-        "every rank sends its own chunk to the next rank",
-        "every rank passes on the chunk it has just received",
-        "every rank passes on the chunk it has just received",
+        "every rank holds its own piece",
+        "every rank sends its own piece to the next rank",
+        "every rank passes on the piece it has just received",
+        "every rank passes on the piece it has just received",
     ],
     "gather 2x4": [
-        "every rank holds its own chunk",
-        "every rank sends its own chunk to the next rank along model",
-        "every rank passes on the chunk it has just received",
-        "every rank passes on the chunk it has just received",
+        "every rank holds its own piece",
+        "every rank sends its own piece to the next rank along model",
+        "every rank passes on the piece it has just received",
+        "every rank passes on the piece it has just received",
     ],
     "reduce-scatter 4": [
-        "every rank holds its own part of 4 chunks",
-        "every rank sends its own chunk to the next rank",
+        "every rank holds its own part of 4 pieces",
+        "every rank sends its own piece to the next rank",
         "every rank adds its own part to what it has just received, and sends the sum on",
         "every rank adds its own part to what it has just received, and sends the sum on",
     ],
@@ -229,10 +229,10 @@ SENTENCES = {
         "after computing (matmul, tanh)",
     ],
     "overlap 4": [
-        "every rank holds its own chunk",
-        "every rank sends its own chunk to the next rank, and computes meanwhile (dot_general)",
-        "every rank passes on the chunk it has just received, and computes meanwhile (dot_general)",
-        "every rank passes on the chunk it has just received, and computes meanwhile (dot_general)",
+        "every rank holds its own piece",
+        "every rank sends its own piece to the next rank, and computes meanwhile (dot_general)",
+        "every rank passes on the piece it has just received, and computes meanwhile (dot_general)",
+        "every rank passes on the piece it has just received, and computes meanwhile (dot_general)",
     ],
 }
 
@@ -249,13 +249,13 @@ def test_single_messages_are_told_by_name():
         recorder.add(step, "send", "ppermute", step, step + 1, peer=step + 1, contributors=(0,), **about)
         recorder.add(step + 1, "receive", "ppermute", step, step + 1, peer=step, contributors=(0,), **about)
     piece = score(recorder.trace(unit="steps"))
-    assert words.sentences(piece)[1:] == ["rank 0 sends chunk a to rank 1", "rank 1 sends chunk a to rank 2"]
+    assert words.sentences(piece)[1:] == ["rank 0 sends piece a to rank 1", "rank 1 sends piece a to rank 2"]
     assert words.sent_text(piece, frame(piece, 1).sent) == "sent so far: 0 B to 64 B of 0 B to 64 B per rank"
 
 
 def test_the_title_line_and_the_clock():
     piece = score(ALL["gather 2x4"]())
-    assert words.about(piece) == "8 ranks · data 2 × model 4 · over model · 4 KiB chunks"
+    assert words.about(piece) == "8 ranks · data 2 × model 4 · over model · 4 KiB pieces"
     assert words.badge(piece) == "modelled · unit times"
     assert words.badge(score(ALL["mlp 4"]())) == "modelled · h100"
     assert words.sent_text(piece, frame(piece, 2).sent) == "sent so far: 8 KiB of 12 KiB per rank"
@@ -283,4 +283,4 @@ def test_one_rank_that_sends_several_chunks_is_named():
         about = {"step": 0, "bytes": 4, "message": peer, "chunk": recorder.chunk(0, peer), "contributors": (0,)}
         recorder.add(0, "send", "ppermute", 0.0, 1.0, peer=peer, **about)
         recorder.add(peer, "receive", "ppermute", 0.0, 1.0, peer=0, **about)
-    assert words.sentences(score(recorder.trace(unit="steps")))[1].startswith("rank 0 sends its own chunks")
+    assert words.sentences(score(recorder.trace(unit="steps")))[1].startswith("rank 0 sends its own pieces")

@@ -104,4 +104,4 @@ def test_who_computes_is_named_where_it_is_not_who_sends():
             x.mm(x)
 
     told = words.sentences(score(run(program, Mesh(pp=4), cluster="laptop").trace))[-1]
-    assert told == "rank 0 sends chunk a to rank 1; meanwhile rank 2 computes (mm)"
+    assert told == "rank 0 sends piece a to rank 1; meanwhile rank 2 computes (mm)"

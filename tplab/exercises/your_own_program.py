@@ -108,5 +108,6 @@ def _expected(model: Any, given: Sequence[Any]) -> list[Any]:
     """The gradients of the mean loss, on one device."""
     loss_of, *ranks = given
     losses = [loss_of(model, batch) for batches in ranks for batch in batches]
-    (sum(losses) / len(losses)).backward()
+    mean: Any = sum(losses) / len(losses)
+    mean.backward()
     return [parameter.grad for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""`animate(trace)`: the ranks, the chunks that travel between them, what each rank holds, and when."""
+"""`animate(trace)`: the ranks, the pieces that travel between them, what each rank holds, and when."""
 
 from __future__ import annotations
 

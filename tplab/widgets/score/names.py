@@ -42,7 +42,7 @@ def names(chunks: Sequence[tuple[int, int]], given: Sequence[str], met: Mapping[
         if not name or name in shared:
             short = next(free)
             of = f" ({known[chunk]} of rank {chunks[chunk][0]})" if name else ""
-            found[chunk] = Name(short, f"chunk {short}{of}", (chunk, 0))
+            found[chunk] = Name(short, f"piece {short}{of}", (chunk, 0))
         elif index is None:
             short = name if len(name) <= LONGEST else next(free)
             found[chunk] = Name(short, name, (chunk, 0))

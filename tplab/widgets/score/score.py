@@ -33,7 +33,7 @@ class Item:
     """Something that travels: a column of the table.
 
     name     written beside every use of the colour: "x₃" for piece 3 of x, else "a", "b", ...
-    text     the same in a sentence: "x[3]", "chunk a"
+    text     the same in a sentence: "x[3]", "piece a"
     origin   the rank that it came from; -1: a collective's, every rank has a part of its own
     piece    how many that rank had sent before it
     op       the collective, or ""

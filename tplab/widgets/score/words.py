@@ -21,7 +21,7 @@ _TOGETHER = {
 
 
 def about(score: Score) -> str:
-    """"8 ranks (data=2, model=4), over model, 4 KiB chunks": what follows the title."""
+    """"8 ranks (data=2, model=4), over model, 4 KiB pieces": what follows the title."""
     mesh, bars = score.trace.mesh, score.bars
     parts = [f"{mesh.size} rank{'s' * (mesh.size > 1)}"]
     if len(mesh.axis_names) > 1:
@@ -33,7 +33,7 @@ def about(score: Score) -> str:
     if score.is_pipeline:
         parts.append(_microbatches(score))
     if len(sizes) and sizes.max() > 0:
-        alike = " per message" if score.is_pipeline else " chunks"
+        alike = " per message" if score.is_pipeline else " pieces"
         parts.append(range_text(sizes.tolist()) + (alike if sizes.min() == sizes.max() else " per message"))
     return " · ".join(parts)
 
@@ -110,10 +110,10 @@ def _before(score: Score) -> str:
     if not first.any():
         return "nothing has been sent yet"
     if counts == {1}:
-        return "every rank holds its own chunk"
+        return "every rank holds its own piece"
     if len(counts) == 1:
-        return f"every rank holds its own part of {counts.pop()} chunks"
-    return "each rank holds its own chunks"
+        return f"every rank holds its own part of {counts.pop()} pieces"
+    return "each rank holds its own pieces"
 
 
 _JOINED = {
@@ -160,17 +160,17 @@ class _News:
         did, to = {self._did(row) for row in rows}, self._direction(rows)
         if len(did) > 1:
             return f"{len(rows)} messages, from {who} to {to}"
-        chunk = "chunks" if max(senders.values()) > 1 else "chunk"
+        piece = "pieces" if max(senders.values()) > 1 else "piece"
         how = {self.score.items[item].how for item in bars["item"][rows].tolist() if item >= 0}
         result, joins, join, joint = _JOINED[how.pop() if len(how) == 1 else ""]
         if who != "every rank" and len(senders) > 1:
             send, pass_on, joins, its, it = "send", "pass on", join, "their", "they have"
         else:
             send, pass_on, its, it = "sends", "passes on", "its", "it has"
-        results = result + "s" * (chunk == "chunks")
+        results = result + "s" * (piece == "pieces")
         return {
-            "own": f"{who} {send} {its} own {chunk} to {to}",
-            "passed": f"{who} {pass_on} the {chunk} {it} just received",
+            "own": f"{who} {send} {its} own {piece} to {to}",
+            "passed": f"{who} {pass_on} the {piece} {it} just received",
             "finished": f"{who} {pass_on} the finished {results} just received",
             "added": f"{who} {joins} {its} own part {joint} what {it} just received, and {send} the {results} on",
             "complete": f"{who} {joins} the last missing part, and {send} the finished {results} on",
