@@ -81,7 +81,9 @@ ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
 # %%
 gradients = 4 * WIDTH * WIDTH * 4
 sent = ddp.trace.bytes_sent(rank=0, op="all_reduce")
-print(f"formula: {2 * 2 * 3 / 4 * gradients:,.0f} B    counted: {sent:,} B\n")
+print(f"formula: {2 * 2 * 3 / 4 * gradients:,.0f} B    counted: {sent:,} B")
+
+# %% tags=["nbval-ignore-output"]
 print(summary(ddp.trace))
 
 # %% [markdown]
@@ -153,7 +155,7 @@ for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
 # Sooner or later a distributed program hangs. Under `torchrun`, nothing happens for ten minutes or more, and then the ranks
 # that waited report a timeout. Here is a common way to get there. Only rank 0 validates:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def validate(net, x):
     loss = net(x).pow(2).mean().detach()
     dist.all_reduce(loss, op=dist.ReduceOp.AVG)
@@ -187,7 +189,7 @@ except Exception as error:
 # Another classic mistake is a branch that depends on the data. To clip the gradients, the ranks ask for the largest norm,
 # but each rank does so only if its own loss is large:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def clip_sometimes():
     net = DistributedDataParallel(model())
     loss = net(batch() * (1 + dist.get_rank())).pow(2).mean()
@@ -247,7 +249,7 @@ for name, spec in (("like DDP", ()), ("like FSDP", ("dp",))):
 # `all_reduce` because it compiles for a CPU here; for GPUs and TPUs it makes a `reduce_scatter` of it. `explain` says which
 # line and which operand made XLA insert each collective:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 print(tj.explain(jitted, params, x))
 
 # %% [markdown]
