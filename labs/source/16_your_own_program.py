@@ -74,8 +74,8 @@ ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
 #
 # <details><summary>Answer</summary>
 #
-# The gradients take 4 x 512 x 512 x 4 B = 4.2 MB. In a ring all-reduce each rank sends 2(R-1)/R of that, which is 6.3 MB
-# with four ranks. Two steps on four ranks add up to 50.3 MB.
+# The gradients take 4 x 512 x 512 x 4 B = 4 MiB. In a ring all-reduce each rank sends 2(R-1)/R of that, which is 6 MiB
+# with four ranks. Two steps on four ranks add up to 48 MiB.
 # </details>
 
 # %%

@@ -10,9 +10,8 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.hand_traces import ALL, ring_all_reduce
-from tplab import Mesh, Trace
+from tplab import Mesh, Trace, units
 from tplab.widgets import animate
-from tplab.widgets.paper import units
 from tplab.widgets.paper.card import script
 from tplab.widgets.score.frame import frame
 from tplab.widgets.score.payload import picture

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tplab.errors import ScheduleError
 from tplab.schedules import RULES, Costs, auto_schedule, check, gpipe, one_f_one_b, simulate, zb_h1, zb_v
+from tplab.units import plain
 from tplab.widgets import gantt, pipeline_lab
-from tplab.widgets.paper.units import plain
 from tplab.widgets.paper.wire import unpack
 from tplab.widgets.pipeline_lab import LIMITS
 from tplab.widgets.schedule.facts import BUBBLE, BUBBLE_OF_EQUAL, PEAK, facts

@@ -141,6 +141,8 @@ def not_started(fn: Callable[..., Any]) -> bool:
     code = list(dis.get_instructions(fn))
     if any(one.argval is Ellipsis and two.opname.startswith(("STORE", "RETURN")) for one, two in pairwise(code)):
         return True
+    if any("CONST" in one.opname and one.argval not in (None, ...) for one in code):
+        return False
     nothing = ("RESUME", "NOP", "LOAD_CONST", "RETURN", "COPY_FREE_VARS", "POP_TOP")
     return all(one.opname.startswith(nothing) for one in code)
 

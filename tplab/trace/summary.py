@@ -6,6 +6,7 @@ import numpy as np
 
 from tplab.trace.event import Event
 from tplab.trace.trace import Trace
+from tplab.units import bytes_text, plain, time_text
 
 
 def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) -> str:
@@ -21,9 +22,9 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
     if peaks:
         most = max(range(len(peaks)), key=peaks.__getitem__)
         least = peaks.index(min(peaks))
-        others = f"on rank {most}, the most, and {_in_units(min(peaks))} on rank {least}, the least"
+        others = f"on rank {most}, the most, and {bytes_text(min(peaks))} on rank {least}, the least"
         whose = "on every rank" if min(peaks) == max(peaks) else others
-        parts.append(f"peak memory of tensors: {_in_units(max(peaks))} {whose}")
+        parts.append(f"peak memory of tensors: {bytes_text(max(peaks))} {whose}")
     return "\n\n".join(parts)
 
 
@@ -39,7 +40,7 @@ def _sent(trace: Trace) -> str:
     num_ranks = trace.mesh.size
     lines = [["group", "operation", "calls per rank", "sent by all ranks"]]
     for (axis, op), (count, num_bytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
-        lines.append([axis, op, f"{count / num_ranks:.4g}", _in_units(num_bytes)])
+        lines.append([axis, op, f"{count / num_ranks:.4g}", bytes_text(num_bytes)])
     widths = [max(len(line[place]) for line in lines) for place in range(4)]
     names = [[cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)] for line in lines]
     figures = [[cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)] for line in lines]
@@ -63,13 +64,14 @@ def _longest_waits(trace: Trace, count: int) -> str:
     for wait in trace.select(kind="wait").events:
         longest.setdefault((wait.op, wait.axis, wait.where), []).append(wait)
     worst = sorted(((max(waits, key=_length), waits) for waits in longest.values()), key=lambda pair: -_length(pair[0]))
+    worst = [(wait, waits) for wait, waits in worst if _length(wait) > 0]
     lines = []
     for wait, waits in worst[:count]:
         num_ranks = len({other.rank for other in waits})
         at = f" at {wait.where}" if wait.where else ""
         others = f"; {num_ranks} ranks wait there" if num_ranks > 1 else ""
         lines.append(f"  rank {wait.rank}: {_time(trace, wait.duration)} in {wait.op} over {wait.axis}{at}{others}")
-    return "longest waits:\n" + "\n".join(lines) if worst and _length(worst[0][0]) > 0 else ""
+    return "longest waits:\n" + "\n".join(lines) if worst else ""
 
 
 def _length(event: Event) -> float:
@@ -78,19 +80,5 @@ def _length(event: Event) -> float:
 
 def _time(trace: Trace, time: float) -> str:
     if trace.unit == "s":
-        return _in_seconds(time)
-    return f"{time:g} {trace.unit.removesuffix('s') if time == 1 else trace.unit}"
-
-
-def _in_seconds(seconds: float) -> str:
-    for size, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
-def _in_units(num_bytes: int) -> str:
-    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} B"
+        return time_text(time, "s")
+    return f"{plain(time)} {trace.unit.removesuffix('s') if time == 1 else trace.unit}"

@@ -25,6 +25,7 @@ Every module here is one of them. What they are made of is in rooms: score/ (a t
 schedule), tensors/ (pieces on ranks), paper/ (what all share) and static/ (their JavaScript).
 """
 
+from tplab.units import bytes_text
 from tplab.widgets.animate import Animation, animate
 from tplab.widgets.curves import curves
 from tplab.widgets.gantt import Gantt, gantt
@@ -32,7 +33,6 @@ from tplab.widgets.knob import Bars, Row, knob
 from tplab.widgets.levels import levels
 from tplab.widgets.matrices import matrices
 from tplab.widgets.page import to_html
-from tplab.widgets.paper.units import bytes_text
 from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
 from tplab.widgets.shards import Shards, shards
 from tplab.widgets.timeline import Timeline, timeline

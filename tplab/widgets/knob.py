@@ -9,11 +9,11 @@ from typing import Any
 
 import traitlets
 
+from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, INK, LINE, WORK, mix
 from tplab.widgets.paper.pen import Pen, text_width
-from tplab.widgets.paper.units import bytes_text, plain, time_text
 
 MARGIN, LINE_HEIGHT, WIDTH = 18, 34, 720
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from tplab.units import bytes_text
 from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
-from tplab.widgets.paper.units import bytes_text
 
 MARKS = "osD^"  # not by colour alone
 Line = tuple[Numbers, Numbers]

@@ -12,8 +12,8 @@ import traitlets
 from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
+from tplab.units import count_text
 from tplab.widgets.paper.card import Card, script, style
-from tplab.widgets.paper.units import count_text
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.tensors import scene, still
 from tplab.widgets.tensors.product import Product, Tensor, product

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.errors import MeshError
@@ -160,6 +162,7 @@ class Hooks:
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
             (device_mesh, "get_backend", lambda group=None: "threaded"),  # so that each rank's meshes are its own
             (device_mesh, "_resolve_process_group", _resolve),
+            *((home, name, _refusal(name, advice)) for home, name, advice in _REFUSED),
         ]
         self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
 
@@ -183,6 +186,22 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "split_group": _split,
     "_new_process_group_helper": _new,
 }
+
+
+_ALONE = "a rank that waits for it stops all the others; init_process_group() needs no store"
+_REFUSED = [
+    (dist, "TCPStore", _ALONE),
+    (dist, "FileStore", _ALONE),
+    (torch.multiprocessing, "spawn", "it starts real processes; call the function itself: every rank runs the script"),
+]
+"""What cannot be had on simulated ranks, and why."""
+
+
+def _refusal(name: str, advice: str) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} does not work on simulated ranks: {advice}")
+
+    return refused
 
 
 def _innermost(function: Any) -> Any:

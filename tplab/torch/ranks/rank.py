@@ -29,22 +29,6 @@ PeersOf = Callable[..., Peers]
 """(place, the collective's parameters) -> peers"""
 
 
-class Pair(tuple[int, ...]):
-    """Two ranks, (source, target), of which the first sends to the second: their messages are counted by themselves,
-    apart from those of the way back and from the collectives of a group that has the same two ranks."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pair) and tuple.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(("pair", tuple(self)))
-
-
 class Apart(tuple[int, ...]):
     """A group's ranks, whose collectives are counted apart from those of other groups that have the same ranks:
     torch.distributed can have several such groups, which have different names."""
@@ -64,6 +48,14 @@ class Apart(tuple[int, ...]):
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self)))
+
+
+class Pair(Apart):
+    """Two ranks, (source, target), of which the first sends to the second: their messages are counted by themselves,
+    apart from those of the way back and from the collectives of a group that has the same two ranks."""
+
+    def __new__(cls, ranks: Iterable[int]) -> Pair:
+        return super().__new__(cls, ranks, "pair")  # type: ignore[return-value]
 
 
 class Place(NamedTuple):

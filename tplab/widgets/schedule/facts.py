@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tplab.schedules import Simulation, lower_bounds
-from tplab.widgets.paper.units import plain, time_text
+from tplab.units import plain, time_text
 
 Shape = tuple[int, int, float, float, float, float]
 """p ranks, m microbatches, v stages per rank, F, I, W of a rank's share of one microbatch."""

@@ -15,7 +15,7 @@ from tplab.mesh import Axis
 from tplab.schedules import Comparison, Simulation, compare
 from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
-from tplab.widgets.paper.units import plain, time_text
+from tplab.units import plain, time_text
 from tplab.widgets.schedule.facts import Fact
 
 MAX_STEPS = 400

@@ -8,10 +8,10 @@ import numpy as np
 
 from tplab.schedules import Simulation
 from tplab.schedules.action import CODE, B, F, I, W
+from tplab.units import plain, ticks, time_text
 from tplab.widgets.paper.action import SOLID, Sheet, draw_action
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, LINE, SOFT, hue, mix
 from tplab.widgets.paper.pen import text_width
-from tplab.widgets.paper.units import plain, ticks, time_text
 from tplab.widgets.schedule.facts import facts
 from tplab.widgets.schedule.papers import paper_name
 

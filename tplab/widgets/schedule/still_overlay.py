@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 
 from tplab.schedules.action import F, W
+from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, KINDS, LINE, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, text_width
-from tplab.widgets.paper.units import ticks, time_text
 from tplab.widgets.schedule import overlay
 from tplab.widgets.schedule.overlay import Overlay
 from tplab.widgets.schedule.still import KIND_NAMES, LEFT, MARGIN, WIDTH, At

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
-from tplab.widgets.paper.units import letter
+from tplab.units import letter
 
 _PIECE = re.compile(r"(.+)\[(\d+)\]")
 _LOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")

@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from tplab.trace.trace import Trace
+from tplab.units import letter
 from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
-from tplab.widgets.paper.units import letter
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import names

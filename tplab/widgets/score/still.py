@@ -7,10 +7,10 @@ import textwrap
 import numpy as np
 from PIL import Image
 
+from tplab.units import plain, range_text, time_text
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, on_curve, text_width
-from tplab.widgets.paper.units import plain, range_text, time_text
 from tplab.widgets.score import words
 from tplab.widgets.score.frame import Frame, frame
 from tplab.widgets.score.holds import PASSED

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, SOFT, mix
 from tplab.widgets.paper.pen import Pen, text_width
-from tplab.widgets.paper.units import ticks, time_text
 from tplab.widgets.score.op_kinds import kind_of
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 

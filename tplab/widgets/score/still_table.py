@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tplab.units import number_text
 from tplab.widgets.paper.palette import DIM, INK, LINE, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Colour, Pen
-from tplab.widgets.paper.units import number_text
 from tplab.widgets.score.frame import Frame, contributors
 from tplab.widgets.score.holds import PASSED
 from tplab.widgets.score.layout import columns

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from tplab.trace.trace import Trace
-from tplab.widgets.paper.units import bytes_text, range_text
+from tplab.units import bytes_text, range_text
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
 
 _TOGETHER = {

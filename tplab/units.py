@@ -1,4 +1,4 @@
-"""Numbers as people read them. static/units.js says the same in JavaScript; a browser test compares the two."""
+"""Numbers as people read them. widgets/static/units.js says the same in JavaScript; a browser test compares the two."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ticks(start: float, end: float, most: int, unit: str = "s") -> list[float]:
 
 
 def letter(index: int) -> str:
-    """The name of a chunk: a to z, then aa, ab, ..."""
+    """The name of a piece: a to z, then aa, ab, ..."""
     return letter(index // 26 - 1) + letter(index % 26) if index >= 26 else chr(97 + index)
 
 
