@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from tplab.widgets.paper.card import Card
 
@@ -102,6 +102,16 @@ def draw(page: Page, widget: Card, theme: str = "light", width: int = 980, heigh
     code, css = getattr(widget, "_esm"), str(getattr(widget, "_css"))  # noqa: B009  only anywidget knows of them
     page.evaluate(_DRAW, [code, css, _state(widget), more])
     return Drawn(page)
+
+
+def check_live_theme(page: Page, canvases: str) -> None:
+    """A switch of the theme must repaint the canvases that match this selector, and back."""
+    picture = f"() => [...document.querySelectorAll('{canvases}')].map((canvas) => canvas.toDataURL()).join()"
+    light = page.evaluate(picture)
+    for is_light, theme in (("false", "dark"), ("true", "light")):
+        page.evaluate(f"document.body.dataset.jpThemeLight = '{is_light}'")
+        expect(page.locator(".tplab")).to_have_attribute("data-theme", theme)
+        assert (page.evaluate(picture) == light) == (theme == "light")
 
 
 def _state(widget: Card) -> dict[str, Any]:

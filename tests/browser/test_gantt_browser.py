@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.plain_page import draw
+from tests.browser.plain_page import check_live_theme, draw
 from tplab.schedules import dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_h1, zb_v
 from tplab.widgets import gantt, pipeline_lab
 from tplab.widgets.paper.palette import KINDS, rgb
@@ -94,14 +94,7 @@ def test_schedules_have_the_names_of_their_papers(page: Page):
 
 def test_a_live_switch_of_the_theme_repaints_the_chart(page: Page):
     draw(page, gantt(one_f_one_b(4, 8)))
-    picture = "() => [...document.querySelectorAll('.tpl-lanes canvas')].map((canvas) => canvas.toDataURL()).join()"
-    light = page.evaluate(picture)
-    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
-    expect(page.locator(".tplab")).to_have_attribute("data-theme", "dark")
-    assert page.evaluate(picture) != light
-    page.evaluate("document.body.dataset.jpThemeLight = 'true'")
-    expect(page.locator(".tplab")).to_have_attribute("data-theme", "light")
-    assert page.evaluate(picture) == light
+    check_live_theme(page, ".tpl-lanes canvas")
 
 
 def sent(page: Page) -> list:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.plain_page import Drawn, draw
+from tests.browser.plain_page import Drawn, check_live_theme, draw
 from tests.hand_traces import ALL, send_over_wait
 from tplab import Trace
 from tplab.schedules import one_f_one_b, simulate, zb_v
@@ -102,14 +102,7 @@ def test_the_hint_over_every_action_of_a_schedule_is_about_it(page: Page, rule):
 @pytest.mark.parametrize("name", ["mlp 4", "pipeline 4"])
 def test_a_live_switch_of_the_theme_repaints_the_lanes(page: Page, name: str, show: Callable):
     draw(page, show(TRACES[name]()))
-    picture = "() => document.querySelector('.tpl-lanes canvas').toDataURL()"
-    light = page.evaluate(picture)
-    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
-    expect(page.locator(".tplab")).to_have_attribute("data-theme", "dark")
-    assert page.evaluate(picture) != light
-    page.evaluate("document.body.dataset.jpThemeLight = 'true'")
-    expect(page.locator(".tplab")).to_have_attribute("data-theme", "light")
-    assert page.evaluate(picture) == light
+    check_live_theme(page, ".tpl-lanes canvas")
 
 
 @pytest.mark.parametrize("name", ["gather 4", "all-reduce 8", "pipeline 4"])

@@ -227,3 +227,14 @@ def test_pmap():
     if jax.__version_info__ >= (0, 8):  # XLA had no names of a pmap's arguments before
         assert found[0].causes[0].why == "your program has psum of the result of dot_general"
         assert gather.causes[0].why == "your program has all_gather of x float32[4, 8] P('r')"
+
+
+def test_tensors_of_one_cause_are_one_line_that_fits_into_a_notebook():
+    def step(params, x):
+        return jax.grad(lambda ps: sum((x @ p).sum() for p in ps))(params)
+
+    mesh = jax_mesh(Mesh(dp=2))
+    put = lambda shape, *spec: jax.device_put(jnp.ones(shape), NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    said = str(explain(jax.jit(step), [put((6, 3)), put((6, 3))], put((4, 6), "dp")))
+    assert "1 x all_reduce along dp" in said and "2 x " in said.split("\n", 2)[2]
+    assert max(map(len, said.splitlines())) <= 80

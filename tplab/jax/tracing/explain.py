@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from tplab.jax.tracing.sending import Sent, keeps_share, merged, narrow_dtype, s
 from tplab.jax.tracing.work import is_product
 from tplab.mesh import Mesh
 
-_WIDTH = 88
+_WIDTH = 80  # columns: JupyterLab breaks longer lines inside of words
 _MARGIN = " " * 4
 
 
@@ -72,12 +73,14 @@ class Explained:
         times = f"at most {times}" if self.at_most is not None and self.count is None else times
         backward = ", in the backward pass" if self.is_backward else ""
         lines = [f"{times}{self.op} along {self.axis}, {self.bytes:,} B{' each' * (self.count != 1)}{backward}"]
-        for cause in self.causes:
-            where = f"{cause.where}, " if cause.where else ""
-            text = f"{where}{cause.dtype}{list(cause.shape)}: {cause.why}"
+        texts = [
+            f"{f'{cause.where}, ' if cause.where else ''}{cause.dtype}{list(cause.shape)}: {cause.why}"
+            for cause in self.causes
+        ]
+        for text, number in Counter(texts).items():
             lines += textwrap.wrap(
-                text, _WIDTH, initial_indent=_MARGIN, subsequent_indent=_MARGIN, break_long_words=False,
-                break_on_hyphens=False,
+                f"{number} x {text}" if number > 1 else text, _WIDTH, initial_indent=_MARGIN,
+                subsequent_indent=_MARGIN, break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
         return "\n".join(lines)
 
