@@ -264,7 +264,7 @@ N, A = blocks * 12 * width**2, blocks * 16 * tokens * width * 2
 for ranks in (4, 8, 16):
     for name, kept in [("GPipe, 32 microbatches", 32), ("1F1B", ranks)]:
         sizes = 16 * N / ranks / 1e9, kept * A / ranks / 1e9
-        print(f"{ranks:2} ranks, {name:22}: parameters and Adam {sizes[0]:4.1f} GB,",
+        print(f"{ranks:2} ranks, {name:22}: with Adam {sizes[0]:4.1f} GB,",
               f"activations of rank 0 {sizes[1]:5.1f} GB")
 
 # %% [markdown]

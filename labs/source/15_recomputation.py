@@ -204,8 +204,8 @@ for name, every in [("no", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)
     apart = max((a - b).abs().max().item() / b.abs().max().item() for rank in range(p)
                 for a, b in zip(out.per_rank[rank][1], plain[rank][1]))
     kept, alive = out.trace.peak_bytes[0], out.per_rank[0][0]
-    print(f"{name:7} rank 0 keeps {kept / 1e6:.2f} MB between actions, and",
-          f"{alive / 1e6:.2f} MB at its peak; gradients equal: {apart < 1e-5}")
+    print(f"{name:7} rank 0 keeps {kept / 1e6:.2f} MB between actions,",
+          f"{alive / 1e6:.2f} at its peak; same gradients: {apart < 1e-5}")
 
 # %% [markdown]
 # What a rank keeps *between* its actions nearly disappears. The peak falls less, because the piece that is being computed

@@ -146,4 +146,4 @@ def test_puzzles_not_solved(number: int, answer, said: str):
 def test_an_untouched_puzzle_says_what_it_asks_for():
     verdict = check_puzzle(5, lambda: ...)
     assert verdict.passed is None
-    assert "4 ranks, 8 microbatches: at most 32 steps, and at most 3 microbatches held by any rank" in verdict.text
+    assert "4 ranks, 8 microbatches: at most 32 steps and 3 microbatches held per rank" in verdict.text

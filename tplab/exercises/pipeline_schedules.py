@@ -83,8 +83,8 @@ class Puzzle:
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks} ranks, {_count(self.microbatches)}: at most {self.makespan:g} steps, and at most "
-            f"{_count(self.slots)} held by any rank"
+            f"{self.ranks} ranks, {_count(self.microbatches)}: at most {self.makespan:g} steps and "
+            f"{_count(self.slots)} held per rank"
         )
 
 
