@@ -3,8 +3,8 @@
 #
 # **Sixteen GPUs in two nodes: which messages should cross the slow network between the nodes, and how few can they be?**
 #
-# Prerequisites: what is summed over `tp` and what over `dp` in [lab 01](01_split_a_layer.ipynb); reduce-scatter and
-# all-gather from [lab 02](02_collectives.ipynb). Time: 50 minutes.
+# Prerequisites: columns, rows, $f$ and $g$ from [lab 01](01_split_a_layer.ipynb); reduce-scatter and all-gather from
+# [lab 02](02_collectives.ipynb). Time: 50 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/03_hierarchies.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/03_hierarchies.ipynb)
 #
@@ -27,13 +27,13 @@ import numpy as np
 import torch
 import tplab.torch as tt
 from tplab import Mesh, P, cost
-from tplab.widgets import Bars, Row, animate, bytes_text, knob, matrices
+from tplab.widgets import Bars, Row, animate, bytes_text, knob, matrices, shards
 
 # %% [markdown]
 # ## By hand: add up inside first
 #
-# Inside a node, GPUs are connected by NVLink. Between nodes there is a network, and it is much slower: in a cluster of
-# H100s, by a factor of nine for each GPU. So we count separately what crosses it.
+# Inside a **node**, which is one machine, GPUs are connected by NVLink. Between nodes there is a network, and it is much
+# slower: in a cluster of H100s, by a factor of nine for each GPU. So we count separately what crosses it.
 #
 # Take two nodes with two GPUs each. Every GPU has a row of four numbers, and all of them need the four sums. First, the
 # GPUs of a node do a reduce-scatter: each GPU ends with half of its node's sums.
@@ -103,14 +103,21 @@ for nodes in (2, 4):
 # Each GPU sends the same number of bytes either way. With two levels, most of them stay on the fast links.
 #
 # One assumption decides how large the difference is: here all bytes of a single ring pass through one network card per
-# node. NCCL runs several rings, each through a card of its own, and is about as fast as our two levels. You need to think
-# in levels when you place collectives yourself, as hybrid sharding (HSDP) does with exactly these three steps.
+# node. NCCL runs several rings, each through a card of its own, and is about as fast as our two levels. You think in
+# levels when you place collectives yourself. Hybrid sharding (HSDP), for example, takes exactly these three steps.
 #
 # ## Two axes of one training step
 #
-# Now sixteen ranks train the two layers of lab 01. Along `tp` a step sums **activations**: $Z$ in the forward pass and $dX$
-# in the backward pass, each of size $B/\text{dp} \times D$. Along `dp` it sums **gradients**: of $A$ and of $B$, each of
-# size $D \times F/\text{tp}$.
+# Now sixteen ranks train the two layers of lab 01. Along one axis, `tp`, they split the weights, as there. Along the
+# other, `dp`, they split the batch. This is **data parallelism**: ranks with the same weights see different samples, so
+# they must average the gradients of these weights. Here is what one rank of a 2 × 4 mesh holds:
+
+# %%
+shards(Mesh(dp=2, tp=4), x=((16, 8), P("dp")), a=((8, 16), P(None, "tp")))
+
+# %% [markdown]
+# Along `tp` a step sums **activations**: $Z$ in the forward pass and $dX$ in the backward pass, each of size
+# $B/\text{dp} \times D$. Along `dp` it sums **gradients**: of $A$ and of $B$, each of size $D \times F/\text{tp}$.
 
 # %%
 def step(x, a, b):  # x [B/dp, D]   a [D, F/tp]   b [F/tp, D]
@@ -191,9 +198,9 @@ knob("Five meshes", "tokens", batches, start=2**15, about=about, unit="B")
 #
 # ## Which axis stays inside the node?
 #
-# Bytes are not all alike. The last axis of a mesh is the fastest: its neighbours share a node. So which axis should be
-# last? We take the batch at which 4 × 4 and 8 × 2 send equally many bytes, and model the time of their sums, for two
-# nodes of eight H100s:
+# The ranks along the last axis of a mesh are neighbours, so they share a node and have the fastest links. Which axis
+# should be last? We take the batch at which 4 × 4 and 8 × 2 send equally many bytes, and model the time of their sums,
+# for two nodes of eight H100s:
 
 # %%
 h100, batch = cost.find("h100"), 2 * HIDDEN
@@ -248,15 +255,15 @@ from tplab.exercises.hierarchies import check_average
 check_average(average)
 
 # %% [markdown]
-# Mend `average`, run its cell, then run the check again. This happens: [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/pull/5555)
-# once divided by too large a group, and its gradient norms were a quarter of the right ones. With Adam, which ignores the
-# scale of gradients, you may never notice.
+# Mend `average`, run its cell, then run the check again. [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/pull/5555)
+# once had a bug of this kind: it divided by too large a group, and gradient norms were a quarter of the right ones. With
+# Adam, which ignores the scale of gradients, you may never notice.
 #
 # ## Your turn: gather on two levels
 #
 # Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. Each GPU may send
-# only its *own* row to other nodes, once to each: $N - 1$ rows on $N$ nodes. All else must stay inside a node. The rank is
-# node × (GPUs per node) + gpu.
+# only its *own* row to other nodes, once to each: $N - 1$ rows on $N$ nodes. All other messages must stay inside a node.
+# A GPU's rank is node × (GPUs per node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #
