@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 from tests.hand_traces import ALL, ring_all_reduce
 from tests.widgets.test_page import NASTY, WIDGETS, nasty_trace
 from tplab import Mesh
-from tplab.schedules import one_f_one_b
+from tplab.schedules import Costs, one_f_one_b, simulate
 from tplab.widgets import to_html
 
 
@@ -92,6 +92,25 @@ def test_a_schedule_plays(page: Page, open_page):
     card.get_by_label("play (space)").click()
     expect(card.get_by_label("pause (space)")).to_be_visible()
     page.wait_for_function("() => document.querySelector('.tpl-slider').value > 2")
+
+
+def test_schedules_with_costs_of_their_own_play_on_one_time_axis(page: Page, open_page):
+    slow = simulate(one_f_one_b(3, 4), Costs(2, 1, 1))
+    (card,) = open_page({"equal": one_f_one_b(3, 4), "slow forward": slow}).all()
+    expect(page).to_have_title("equal, slow forward")
+    expect(card.locator(".tpl-of")).to_have_text(["equal", "slow forward"])
+    card.focus()
+    page.keyboard.press("End")
+    expect(say(card)).to_contain_text(f"t = {slow.makespan:g}")
+
+
+def test_a_ring_over_64_ranks_plays_from_one_small_file(page: Page, open_page):
+    animation = open_page(ring_all_reduce(Mesh(tp=64), "tp")).first
+    animation.focus()
+    page.keyboard.press("ArrowRight")
+    expect(say(animation)).to_contain_text("step 1 of 126")
+    animation.get_by_label("play (space)").click()
+    expect(say(animation)).to_contain_text(re.compile("step [2-9] of 126"))
 
 
 def test_it_is_dark_where_the_reader_prefers_that_and_turns_live(page: Page, open_page):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.hand_traces import ring_all_reduce
 from tplab import Mesh, P, Trace
-from tplab.schedules import Costs, gpipe, one_f_one_b, simulate
+from tplab.schedules import Costs, gpipe, one_f_one_b, simulate, zb_v
 from tplab.trace import Recorder
 from tplab.widgets import (
     Bars,
@@ -27,6 +27,7 @@ from tplab.widgets import (
     timeline,
     to_html,
 )
+from tplab.widgets.paper.wire import unpack
 
 NASTY = "</script><script>window.stolen = 1</script><!-- </title>'\"&amp;<img src=x onerror=alert(1)>"
 
@@ -147,9 +148,41 @@ def test_a_ring_over_64_ranks_is_small_enough_for_a_mail(tmp_path: Path):
     assert path.stat().st_size < 300_000
 
 
+COMPARED = [gpipe(2, 3), simulate(one_f_one_b(2, 3), Costs(2, 1, 1)), zb_v(2, 4)]
+
+
+@pytest.mark.parametrize("names", [None, ["mine", "yours", NASTY]], ids=["a list", "a dict"])
+def test_several_schedules_are_compared_on_one_time_axis(tmp_path: Path, names: list[str] | None):
+    page = Page(to_html(COMPARED if names is None else dict(zip(names, COMPARED)), tmp_path / "compared.html"))
+    check_closed(page)
+    said = names or ["GPipe", "1F1B", "ZB-V"]
+    assert page.texts["title"] == [", ".join(said)]
+    (card,) = page.cards
+    header, columns = unpack(base64.b64decode(card["bytes"]["board"]))
+    assert [run["name"] for run in header["runs"]] == said
+    assert [run["makespan"] for run in header["runs"]] == [12, 16, simulate(zb_v(2, 4)).makespan]
+    assert header["about"].endswith("F : I : W = 1 : 1 : 1") and header["runs"][0]["about"] == ""
+    assert [run["about"] for run in header["runs"][1:]] == [
+        "2 ranks · 3 microbatches · F : I : W = 2 : 1 : 1",
+        "2 ranks · 4 stages · 4 microbatches · F : I : W = 1 : 1 : 1",
+    ]
+    assert columns["moments"].max() == max(run["makespan"] for run in header["runs"])
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path):
+    with pytest.raises(TypeError, match=r"an empty dict; put at least one schedule into it$"):
+        to_html({}, tmp_path / "a.html")
+    with pytest.raises(TypeError, match=r"not a Trace, so a list may only hold Schedules and Simulations$"):
+        to_html([gpipe(2, 2), nasty_trace()], tmp_path / "a.html")  # pyright: ignore[reportArgumentType]
+    in_seconds = simulate(gpipe(2, 2), Costs(unit="s"))
+    with pytest.raises(ValueError, match=r"cannot show 1F1B in steps and GPipe in seconds; simulate all of them with"):
+        to_html([one_f_one_b(2, 2), in_seconds], tmp_path / "a.html")
+    assert not (tmp_path / "a.html").exists()
+
+
 def test_what_cannot_be_shown_is_said(tmp_path: Path):
-    with pytest.raises(TypeError, match=r"a Trace, a Schedule, a Simulation or a widget of tplab, not a list$"):
-        to_html([], tmp_path / "a.html")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"several of the last two, or a widget of tplab, not a int$"):
+        to_html(7, tmp_path / "a.html")  # pyright: ignore[reportArgumentType]
 
     class Result:
         trace = nasty_trace()

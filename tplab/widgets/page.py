@@ -7,17 +7,18 @@ import html
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anywidget
 from PIL import Image
 
-from tplab.schedules import Schedule, Simulation
+from tplab.schedules import Schedule, Simulation, simulate
 from tplab.trace.trace import Trace
 from tplab.widgets.animate import Animation
-from tplab.widgets.gantt import gantt
+from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.schedule.papers import paper_name
@@ -58,14 +59,19 @@ the start and to the end. Hover over anything to see its contents.</footer>
 """
 
 
-def to_html(thing: Trace | Schedule | Simulation | Card, path: str | Path) -> Path:
+Run = Schedule | Simulation
+"""What `gantt` draws: a schedule with F = I = W = 1, or a simulation with costs of its own."""
+
+
+def to_html(thing: Trace | Run | Sequence[Run] | Mapping[str, Run] | Card, path: str | Path) -> Path:
     """Write a page that shows `thing` and plays it wherever it is opened, and return its path.
 
     thing   a Trace: its animation, and under it its timeline, with one playhead for both;
             a Schedule or a Simulation: its `gantt`;
+            several of these, in a list, or in a dict under names of your own: all on one time axis, to compare;
             or a widget of `tplab.widgets`, as it is now
     path    the file, as "run.html". It is one file. It loads nothing, so it can be mailed or put on a wiki
-    Raises TypeError where `thing` is something else.
+    Raises TypeError where `thing` is something else, ValueError where simulations in seconds and in steps are mixed.
     """
     title, sentence, cards = _shown(thing)
     where = Path(path)
@@ -81,11 +87,43 @@ def _shown(thing: Any) -> tuple[str, str, list[Card]]:
     if isinstance(thing, Schedule | Simulation):
         card = gantt(thing)
         return paper_name(card.runs[0].schedule.name, "A schedule"), card.sentence, [card]
+    if isinstance(thing, Mapping):
+        return _compared([_named(run, str(name)) for name, run in thing.items()], thing)
+    if isinstance(thing, Sequence) and not isinstance(thing, str | bytes):
+        return _compared(thing, thing)
     if isinstance(thing, Card):
         return re.split(r"[:.] |\.$", thing.sentence)[0], thing.sentence, [thing]
+    raise _unknown(thing)
+
+
+def _compared(runs: Sequence[Any], thing: Any) -> tuple[str, str, list[Card]]:
+    """Schedules and simulations beneath each other, on one time axis."""
+    if not runs:
+        raise TypeError(f"to_html was given an empty {type(thing).__name__}; put at least one schedule into it")
+    for run in runs:
+        if not isinstance(run, Run):
+            raise _unknown(run, f", so a {type(thing).__name__} may only hold Schedules and Simulations")
+    simulated = [run if isinstance(run, Simulation) else simulate(run) for run in runs]
+    units = {"seconds" if run.costs.unit == "s" else "steps": paper_name(run.schedule.name) for run in simulated}
+    if len(units) > 1:
+        which = " and ".join(f"{name} in {unit}" for unit, name in units.items())
+        raise ValueError(f"one time axis cannot show {which}; simulate all of them with costs of one unit")
+    card = Gantt(simulated)
+    names = [paper_name(run.schedule.name, f"schedule {index + 1}") for index, run in enumerate(simulated)]
+    return ", ".join(names), card.sentence, [card]
+
+
+def _named(run: Any, name: str) -> Any:
+    """A schedule or a simulation under another name; anything else as it is."""
+    if isinstance(run, Simulation):
+        return replace(run, schedule=run.schedule.named(name))
+    return run.named(name) if isinstance(run, Schedule) else run
+
+
+def _unknown(thing: Any, so: str = "") -> TypeError:
     way_out = "; give its trace" if isinstance(getattr(thing, "trace", None), Trace) else ""
-    known = "a Trace, a Schedule, a Simulation or a widget of tplab"
-    raise TypeError(f"to_html shows {known}, not a {type(thing).__name__}{way_out}")
+    known = "a Trace, a Schedule, a Simulation, several of the last two, or a widget of tplab"
+    return TypeError(f"to_html shows {known}, not a {type(thing).__name__}{so}{way_out}")
 
 
 def _page(title: str, sentence: str, cards: Sequence[Card]) -> str:

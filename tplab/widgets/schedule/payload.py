@@ -40,6 +40,7 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
         "runs": [
             {
                 "name": paper_name(run.schedule.name),
+                "about": still.about_beside(run, runs[0]),
                 "ranks": run.schedule.num_ranks,
                 "makespan": run.makespan,
                 "peak": float(run.peak_activations.max(initial=0.0)),

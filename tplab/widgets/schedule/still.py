@@ -50,7 +50,8 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, b
     for index, run in enumerate(runs):
         if len(runs) > 1:
             name = paper_name(run.schedule.name, f"schedule {index + 1}")
-            sheet.text(MARGIN, top + 8, name, size=11, bold=True, anchor="lm")
+            x = MARGIN + sheet.text(MARGIN, top + 8, name, size=11, bold=True, anchor="lm") + 8
+            sheet.text(x, top + 8, about_beside(run, first), size=10.5, fill=DIM, anchor="lm")
             top += 20
         _draw_run(sheet, run, top, end, most, limit, by)
         top += _block(run)
@@ -65,6 +66,12 @@ def about(run: Simulation) -> str:
     if all(np.ndim(share) == 0 for share in shares) and costs.full_backward is None:
         text += " · F : I : W = " + " : ".join(f"{share:g}" for share in shares)
     return text
+
+
+def about_beside(run: Simulation, first: Simulation) -> str:
+    """What is written at one of several runs: where it differs from the first, which the picture's head describes."""
+    text = about(run)
+    return "" if text == about(first) else text
 
 
 def badge(run: Simulation) -> str:

@@ -114,6 +114,10 @@ export class GanttChart {
       pen.textAlign = "left";
       pen.fillStyle = paint.ink;
       pen.fillText(run.name, 0, run.top - TITLE / 2 + 1);
+      const after = pen.measureText(run.name).width + 8;
+      pen.font = `11px ${paint.font}`;
+      pen.fillStyle = paint.dim;
+      pen.fillText(run.about, after, run.top - TITLE / 2 + 1);
     }
     pen.font = `11px ${paint.font}`;
     for (let rank = 0; rank < run.ranks; rank++) {
