@@ -28,6 +28,7 @@ from tplab.jax.comm.collectives import (
 )
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from tplab.jax.data.average import average_gradients
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
@@ -77,6 +78,7 @@ __all__ = [
     "all_to_all",
     "async_state",
     "async_weight",
+    "average_gradients",
     "axis_index",
     "axis_size",
     "barrier",

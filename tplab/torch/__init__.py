@@ -32,6 +32,7 @@ from tplab.torch.comm.collectives import (
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from tplab.torch.data.average import average_gradients
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
@@ -80,6 +81,7 @@ __all__ = [
     "all_to_all",
     "async_state",
     "async_weight",
+    "average_gradients",
     "axis_index",
     "axis_size",
     "barrier",

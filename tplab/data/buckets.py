@@ -1,0 +1,98 @@
+"""Buckets: gradients that travel together, in the order in which a backward pass makes them.
+
+A backward pass begins at the loss, so the last layer's gradients are there first. Gradients are therefore put into
+buckets from the last parameter to the first, and a bucket can leave as soon as its last gradient is there:
+
+    parameters   0 1 2 3 4 5          bytes 8 8 4 4 4 4, bucket_bytes=12
+    buckets      [5 4 3] [2 1] [0]          12, 12 and 8 bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+BUCKET_BYTES = 25 << 20
+"""25 MiB, which is what torch's DistributedDataParallel takes too."""
+
+
+class Gradient(NamedTuple):
+    """What is known of a gradient before it is there: its elements, the bytes of each, and its kind. Gradients of one
+    kind, such as a dtype, can share a flat buffer."""
+
+    size: int
+    itemsize: int
+    kind: Hashable
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.itemsize
+
+
+class Piece(NamedTuple):
+    """A gradient's place in its bucket: its number, and the elements [begin, begin + size) of the flat buffer."""
+
+    index: int
+    begin: int
+    size: int
+
+
+class Bucket(NamedTuple):
+    """Gradients of one kind, one behind the other in a flat buffer."""
+
+    kind: Any
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(piece.size for piece in self.pieces)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The numbers of its gradients, in the order in which they become ready."""
+        return tuple(piece.index for piece in self.pieces)
+
+
+def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None) -> tuple[Bucket, ...]:
+    """Put every gradient into one bucket, from the last to the first; the bucket that is full first comes first.
+
+    gradients      in the order of the parameters, which is that of the forward pass
+    bucket_bytes   what a bucket holds at most. A gradient that is larger has a bucket of its own; None: every gradient
+                   has one
+    Raises ValueError for a negative number of bytes. Li et al. 2020, "PyTorch Distributed", section 3.2.
+    """
+    limit = check_bucket_bytes(bucket_bytes)
+    closed: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    for index in reversed(range(len(gradients))):
+        kind, num_bytes = gradients[index].kind, gradients[index].num_bytes
+        if kind in filling and filled[kind] + num_bytes > limit:
+            closed.append(filling.pop(kind))
+        filled[kind] = num_bytes + (filled[kind] if kind in filling else 0)
+        filling.setdefault(kind, []).append(index)
+        if bucket_bytes is None:
+            closed.append(filling.pop(kind))
+    closed += filling.values()
+    return tuple(_bucket(gradients, members) for members in sorted(closed, key=lambda members: -members[-1]))
+
+
+def check_bucket_bytes(bucket_bytes: Any) -> float:
+    """The most bytes in a bucket, of None 0. Raises ValueError."""
+    if bucket_bytes is None:
+        return 0
+    if not (isinstance(bucket_bytes, int | float) and bucket_bytes >= 0):
+        raise ValueError(
+            f"bucket_bytes is {bucket_bytes!r}; it must be the most bytes that a bucket holds, such as 25e6, or None "
+            "for a bucket per parameter"
+        )
+    return bucket_bytes
+
+
+def _bucket(gradients: Sequence[Gradient], members: Sequence[int]) -> Bucket:
+    pieces, begin = [], 0
+    for index in members:
+        pieces.append(Piece(index, begin, gradients[index].size))
+        begin += gradients[index].size
+    return Bucket(gradients[members[0]].kind, tuple(pieces))
