@@ -18,7 +18,7 @@ from tplab.torch.processes.frames import Header, Side, decode, empty_frame, enco
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.program import Raised
 from tplab.torch.processes.waits import Report, Wait, verdict
-from tplab.torch.ranks.labels import Label
+from tplab.trace.label import Label
 
 
 def side(rank, op="all_reduce", shape=(3,)):

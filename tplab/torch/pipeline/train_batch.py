@@ -22,7 +22,8 @@ from tplab.torch.pipeline.graph import Gradients, Tensors, add_gradients, has_gr
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
 from tplab.torch.private import pytree
-from tplab.torch.ranks.rank import Doing, this_rank
+from tplab.torch.ranks.rank import this_rank
+from tplab.trace.journal import Doing
 
 Loss = Callable[[Any, Any], Tensor]
 

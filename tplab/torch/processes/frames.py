@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tplab.errors import ShapeError, TplabError
-from tplab.torch.ranks.labels import Label
 from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import MESSAGES, Call
 from tplab.torch.ranks.values import dtype_name
+from tplab.trace.label import Label
 
 SIZE = 1 << 14
 """Bytes of the buffer a frame arrives in."""

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tplab.torch.processes.exchange import WAIT_FOREVER, Arrived
 from tplab.torch.processes.frames import Header
-from tplab.torch.processes.journal import Group
 from tplab.torch.processes.pending import Message, ProcessPending, Together
 from tplab.torch.ranks import outcomes as collectives
-from tplab.torch.ranks.labels import UNKNOWN
 from tplab.torch.ranks.rank import MESSAGES, Call
+from tplab.trace.journal import Group
+from tplab.trace.label import UNKNOWN
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)

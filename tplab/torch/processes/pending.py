@@ -14,13 +14,13 @@ from tplab.sharding import cut
 from tplab.torch.private import no_dispatch
 from tplab.torch.processes.exchange import Arrived, Flight
 from tplab.torch.processes.frames import INLINE_UP_TO, Header, Side, bytes_of
-from tplab.torch.processes.journal import Group, Met, Sent
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import mismatch
 from tplab.torch.ranks import outcomes as collectives
-from tplab.torch.ranks.labels import UNKNOWN
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
+from tplab.trace.journal import Group, Met, Sent
+from tplab.trace.label import UNKNOWN
 
 
 class ProcessPending(Pending):
@@ -286,7 +286,8 @@ class Together(ProcessPending):
         rank, call, side = self.rank, self.call, self.side
         rank.hops = max(rank.hops, self.hop + 1)
         rank.take_way(self.next, self.hop)
-        num_bytes = bytes_sent(call, self.inputs, call.place.index)
+        x, numels = self.inputs[call.place.index], [x.numel() for x in self.inputs]
+        num_bytes = bytes_sent(call, x.shape, x.element_size(), numels, call.place.index)
         rank.journal.met.append(
             Met(
                 self.group, self.number, call.op, call.place.label, self.begun, arrival, num_bytes, side.shape,

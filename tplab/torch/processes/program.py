@@ -23,7 +23,6 @@ from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 from tplab.torch.private import pytree
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
-from tplab.torch.processes.journal import Journal
 from tplab.torch.processes.native import Native
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
@@ -31,6 +30,7 @@ from tplab.torch.ranks import arguments
 from tplab.torch.ranks import rank as rank_context
 from tplab.torch.ranks.generators import generators
 from tplab.torch.ranks.results import without_graph
+from tplab.trace.journal import Journal
 
 
 class Settings(NamedTuple):

@@ -25,11 +25,11 @@ from tplab.torch.private import no_dispatch
 from tplab.torch.processes import waits
 from tplab.torch.processes.exchange import Exchange, Tags
 from tplab.torch.processes.frames import INLINE_UP_TO, Side, check_dense, side_of
-from tplab.torch.processes.journal import Group
 from tplab.torch.processes.pending import Alone, Message, ProcessPending, Receipt, Together
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import Report, Wait
 from tplab.torch.ranks.rank import Call, Pending
+from tplab.trace.journal import Group
 
 
 class ProcessRank(RecordedRank):

@@ -15,12 +15,13 @@ from tplab.errors import CollectiveMismatchError
 from tplab.mesh import Mesh
 from tplab.torch.private import graph_task
 from tplab.torch.processes.exchange import Exchange
-from tplab.torch.processes.journal import Added, Computed, Journal
-from tplab.torch.ranks.labels import UNKNOWN, Label, Labels
+from tplab.torch.ranks.labels import Labels
 from tplab.torch.ranks.meter import Meter
 from tplab.torch.ranks.provenance import LABELS_UP_TO
-from tplab.torch.ranks.rank import Doing, Lines, Rank
+from tplab.torch.ranks.rank import Lines, Rank
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name, values_of
+from tplab.trace.journal import Added, Computed, Doing, Journal
+from tplab.trace.label import UNKNOWN, Label
 
 
 class RecordedRank(Rank):

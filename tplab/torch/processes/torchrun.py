@@ -19,12 +19,12 @@ from tplab.errors import MeshError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.exchange import WAIT_FOREVER, ConnectionLost, Exchange, gloo_of
 from tplab.torch.processes.failure import error_of, named
-from tplab.torch.processes.journal import trace_of
 from tplab.torch.processes.native import Native
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.program import Program, Raised, Settings, carry_out, check_arguments, raised
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report, unmet, verdict
+from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
 
 LOOK_EVERY = 0.5

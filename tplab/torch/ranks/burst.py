@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tplab.torch.ranks.rank import Doing
+from tplab.trace.journal import Doing
 from tplab.trace.recorder import Recorder
 
 

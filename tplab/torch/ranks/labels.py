@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 from weakref import ref
 
 from torch import Tensor
 
-
-class Label(NamedTuple):
-    """Where a tensor's data comes from: the chunk it is, by number, and the ranks whose data is in it."""
-
-    chunk: int
-    contributors: tuple[int, ...]
-
-
-UNKNOWN = Label(-1, ())
+from tplab.trace.label import Label
 
 
 class Labels:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
 from torch import Tensor
 
 from tplab.cost import collectives as cost
-from tplab.torch.ranks.labels import Label
 from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
+from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
 
 
@@ -125,20 +126,22 @@ def unfit(meeting: Meeting) -> str | None:
     return None
 
 
-def bytes_sent(call: Call, inputs: list[Tensor], index: int) -> int:
-    """What the rank at `index` sends under the ring algorithm, to the byte."""
-    x = inputs[index]
-    num_ranks, itemsize = len(inputs), x.element_size()
+def bytes_sent(call: Call, shape: Sequence[int], itemsize: int, numels: Sequence[int], index: int) -> int:
+    """What the rank at `index` sends under the ring algorithm, to the byte.
+
+    shape    of what this rank puts in; numels: how many elements each rank of the group puts in
+    """
+    num_ranks, numel = len(numels), numels[index]
     if call.op == "all_gather":
-        return cost.bytes_sent(call.op, [tensor.numel() for tensor in inputs], itemsize, num_ranks, index)
+        return cost.bytes_sent(call.op, numels, itemsize, num_ranks, index)
     if call.op in ("broadcast", "reduce", "gather"):
         index = (index - call.params[0]) % num_ranks
     if call.splits is not None:
         if call.op == "scatter" and index != call.params[0]:
             return 0
-        return (sum(call.splits) - call.splits[index]) * (x.numel() // x.shape[0] if x.shape[0] else 0) * itemsize
-    if call.op == "reduce_scatter" and x.shape[call.params[0]]:
-        size = x.shape[call.params[0]]
+        return (sum(call.splits) - call.splits[index]) * (numel // shape[0] if shape[0] else 0) * itemsize
+    if call.op == "reduce_scatter" and shape[call.params[0]]:
+        size = shape[call.params[0]]
         kept = call.params[2][index]
-        return (size - kept) * (x.numel() // size) * itemsize
-    return cost.bytes_sent(call.op, x.numel(), itemsize, num_ranks, index)
+        return (size - kept) * (numel // size) * itemsize
+    return cost.bytes_sent(call.op, numel, itemsize, num_ranks, index)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tplab.torch.private import graph_task
-from tplab.torch.ranks.labels import UNKNOWN, Label, Labels
+from tplab.torch.ranks.labels import Labels
 from tplab.torch.ranks.names import name_in_program
 from tplab.torch.ranks.values import VALUES_UP_TO, values_of
+from tplab.trace.label import UNKNOWN, Label
 from tplab.trace.recorder import Recorder
 
 if TYPE_CHECKING:

@@ -20,7 +20,9 @@ from tplab.errors import OutsideRunError
 from tplab.lines import line_text
 from tplab.mesh import Axis, Mesh
 from tplab.torch.private import not_compiled
-from tplab.torch.ranks.labels import Label, Labels
+from tplab.torch.ranks.labels import Labels
+from tplab.trace.journal import Doing
+from tplab.trace.label import Label
 
 Peers = tuple[int | None, int | None]
 """The rank to send to and the rank to receive from; None where there is none."""
@@ -124,18 +126,6 @@ def unmet_text(key: tuple[Any, ...] | None, number: int, rank: int, where: str |
         )
     about = f" over axis {key[1]!r}, {call_text(*key)}," if key is not None else ""
     return f"collective number {number + 1}{about} which {called}:\n  {absent} returned without calling it\n{THE_SAME}"
-
-
-class Doing(NamedTuple):
-    """One thing that a rank does, as an action of a schedule: its name, where it belongs, whose data it is about.
-
-    takes   how long, on the clock that counts steps, where computing takes no time otherwise
-    """
-
-    op: str
-    where: str
-    label: Label
-    takes: float = 0.0
 
 
 class Pending(ABC):

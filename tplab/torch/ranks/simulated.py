@@ -13,15 +13,16 @@ from torch import Tensor
 from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, num_modes
 from tplab.torch.ranks.burst import Burst
-from tplab.torch.ranks.labels import UNKNOWN, Label
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.outcomes import own, results
 from tplab.torch.ranks.provenance import Provenance
-from tplab.torch.ranks.rank import THE_SAME, Call, Doing, Pending, Rank
+from tplab.torch.ranks.rank import THE_SAME, Call, Pending, Rank
 from tplab.torch.ranks.turns import Released, Seat
 from tplab.torch.ranks.values import dtype_name, values_of
 from tplab.torch.ranks.world import World
+from tplab.trace.journal import Doing
+from tplab.trace.label import UNKNOWN, Label
 
 
 class SimulatedRank(Rank):
@@ -265,7 +266,8 @@ class SimulatedRank(Rank):
             other = meeting.sites[index]
             num_sent = other.num_sent
             if num_sent is None:
-                num_sent = bytes_sent(other.call, inputs, index)
+                x = inputs[index]
+                num_sent = bytes_sent(other.call, x.shape, x.element_size(), [y.numel() for y in inputs], index)
                 if call.op != "all_gather":  # what others put in may have another size each time
                     other.num_sent = num_sent
             values = world.values(meeting.outputs[index])

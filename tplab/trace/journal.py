@@ -8,12 +8,23 @@ from typing import NamedTuple
 import numpy as np
 
 from tplab.mesh import Mesh
-from tplab.torch.ranks.labels import UNKNOWN, Label
-from tplab.torch.ranks.rank import Doing
+from tplab.trace.label import UNKNOWN, Label
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
 
 Group = tuple[int, ...]
+
+
+class Doing(NamedTuple):
+    """One thing that a rank does, as an action of a schedule: its name, where it belongs, whose data it is about.
+
+    takes   how long, on the clock that counts steps, where computing takes no time otherwise
+    """
+
+    op: str
+    where: str
+    label: Label
+    takes: float = 0.0
 
 
 class Sent(NamedTuple):

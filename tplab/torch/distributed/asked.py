@@ -1,0 +1,286 @@
+"""What torch.distributed asks of a process group: each of its methods as one of the collectives that tplab knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from tplab.errors import ShapeError
+from tplab.torch.private import no_dispatch, num_modes
+from tplab.torch.ranks.rank import Apart, Call, Place
+
+Put = Tensor | Sequence[Tensor]
+"""What a rank puts into a collective: a tensor, or several that count as one, behind one another."""
+
+
+class Asked:
+    """The methods that torch.distributed calls by name, in the words of tplab's own collectives.
+
+    Each of them checks what it is given and calls `_run` with the collective as a `Call`, what this rank puts in, and a
+    function that writes the result where the program wants it. A class that inherits from this one has a `_run`.
+
+    rank    this rank's number in the world
+    ranks   the group's members; name: what torch calls the group; label: what a trace calls it
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], name: str, label: str):
+        self.world_rank, self.name_, self.label = rank, name, label
+        self.place = Place(label, Apart(ranks, name), list(ranks).index(rank))
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._messages: dict[tuple[Any, ...], Call] = {}
+
+    def _run(self, call: Call, x: Put, opts: Any, take: Callable[[Tensor], None]) -> Any:
+        """What to do with a collective; where `opts.asyncOp` is true, the program waits for it itself."""
+        raise NotImplementedError  # and no ABC: torch's own class of process groups has another metaclass
+
+    def _together(self, works: Sequence[Any], opts: Any) -> Any:
+        """Several collectives as one."""
+        raise NotImplementedError
+
+    # --- collectives ---------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
+        (x,) = several(tensors)
+        call = self._call("all_reduce", _reduction(opts, x, given))
+        return self._run(call, x, opts, lambda y: _write(x, y))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        return self._together([self.allreduce([x], _Started(opts)) for x in tensors], opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
+        (x,) = several(tensors)
+        root = _root(opts, given)
+        call = self._call("reduce", (root, *_reduction(opts, x, given)))
+        return self._run(call, x, opts, lambda y: _write(x, y) if root == self.place.index else None)
+
+    def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
+        (x,) = several(tensors)
+        root = _root(opts, given)
+        return self._run(
+            self._call("broadcast", (root,)), x, opts, lambda y: _write(x, y) if root != self.place.index else None
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
+        (x,) = several(inputs)
+        places: Sequence[Tensor] = outputs if isinstance(outputs[0], Tensor) else outputs[0]
+        self._check_count("all_gather", places)
+        call = self._call("all_gather", (0,), None, _sizes(places))
+        return self._run(call, flat(x), opts, lambda y: self._deal(places, y))
+
+    def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None, **_: Any) -> Any:
+        self._check_numel("all_gather_into_tensor", "output", output, x.numel() * len(self.place.group))
+        return self._run(self._call("all_gather", (0,)), _rows(x), opts, lambda y: _write(output, y))
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        """output_lists[rank][i] gets what that rank has as inputs[i]."""
+        self._check_count("all_gather_coalesced", output_lists)
+        pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
+        return self._together([self.allgather([outputs], [x], _Started(opts)) for outputs, x in pairs], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([self.all_gather_single(output, x, _Started(opts)) for output, x in pairs], opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
+        (output,) = several(outputs)
+        pieces: Sequence[Tensor] = inputs if isinstance(inputs[0], Tensor) else inputs[0]
+        self._check_count("reduce_scatter", pieces)
+        self._check_numel("reduce_scatter", "output", output, pieces[self.place.index].numel())
+        sizes = _sizes(pieces)
+        call = self._call("reduce_scatter", (0, *_reduction(opts, output, given), sizes))
+        return self._run(call, pieces, opts, lambda y: _write(output, y))
+
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None, **given: Any) -> Any:
+        self._check_numel("reduce_scatter_tensor", "input", x, output.numel() * len(self.place.group))
+        x = _rows(x) if x.dim() and x.shape[0] % len(self.place.group) == 0 else flat(x)
+        sizes = (x.shape[0] // len(self.place.group),) * len(self.place.group)
+        call = self._call("reduce_scatter", (0, *_reduction(opts, x, given), sizes))
+        return self._run(call, x, opts, lambda y: _write(output, y))
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([self.reduce_scatter_single(output, x, _Started(opts)) for output, x in pairs], opts)
+
+    def all_to_all_single(
+        self, output: Tensor, x: Tensor, output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None, opts: Any = None, **_: Any,
+    ) -> Any:  # fmt: skip
+        num = len(self.place.group)
+        for name, splits, tensor in (("input", input_splits, x), ("output", output_splits, output)):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if splits and (len(splits) != num or sum(splits) != rows):
+                raise ShapeError(
+                    f"all_to_all_single: {name}_split_sizes {list(splits)} must be {num} numbers, one per rank, whose "
+                    f"sum is {rows}, the size of dim 0 of the {name}"
+                )
+            if not splits and rows % num:
+                raise ShapeError(
+                    f"all_to_all_single: dim 0 of the {name} has size {rows}, which {num} ranks cannot share equally; "
+                    f"give {name}_split_sizes"
+                )
+        sizes, takes = (
+            tuple(splits or (len(tensor) // num if tensor.dim() else 0,) * num)
+            for splits, tensor in ((input_splits, x), (output_splits, output))
+        )
+        call = self._call("all_to_all", (), sizes, takes)
+        return self._run(call, _rows(x), opts, lambda y: self._write_all("all_to_all_single", output, y))
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, **_: Any) -> Any:
+        for tensors in (outputs, inputs):
+            self._check_count("all_to_all", tensors)
+        call = self._call("all_to_all", (), _sizes(inputs), _sizes(outputs))
+        return self._run(call, inputs, opts, lambda y: self._deal(outputs, y))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
+        (x,) = several(inputs)
+        root = _root(opts, given)
+        places = outputs[0] if outputs and not isinstance(outputs[0], Tensor) else outputs
+        if root == self.place.index:
+            self._check_count("gather", places)
+        return self._run(
+            self._call("gather", (root,), None, _sizes(places) if root == self.place.index else ()), flat(x), opts,
+            lambda y: self._deal(places, y) if root == self.place.index else None,
+        )  # fmt: skip
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
+        (output,) = several(outputs)
+        root = _root(opts, given)
+        if root == self.place.index:
+            pieces = inputs[0] if not isinstance(inputs[0], Tensor) else inputs
+            self._check_count("scatter", pieces)
+            x, sizes = pieces, _sizes(pieces)
+        else:
+            x, sizes = output.new_empty(0), (0,) * len(self.place.group)
+        return self._run(
+            self._call("scatter", (root,), sizes), x, opts, lambda y: self._write_all("scatter", output, y)
+        )
+
+    def barrier(self, opts: Any = None, **_: Any) -> Any:
+        return self._run(self._call("barrier", ()), torch.empty(0, device="cpu"), opts, lambda y: None)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """A rank that never comes is named by the error for a deadlock."""
+        self.barrier(_Finished)
+
+    # --- how -----------------------------------------------------------------------------------------------------
+
+    def _call(
+        self, op: str, params: tuple[Any, ...], splits: tuple[int, ...] | None = None,
+        takes: tuple[int, ...] | None = None,
+    ) -> Call:  # fmt: skip
+        key = op, params, splits, takes
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = Call(op, self.label, self.place, params, None, splits, takes)
+        return call
+
+    def _message(self, op: str, other: int, tag: int) -> Call:
+        key = op, other, tag
+        call = self._messages.get(key)
+        if call is None:
+            here, there = self.world_rank, self.place.group[other]
+            pair, peers = ((here, there), (there, None)) if op == "send" else ((there, here), (None, there))
+            place = Place(self.label, Apart(pair, f"{self.name_} message {tag}"), int(op == "receive"))
+            call = self._messages[key] = Call(op, self.label, place, (other,), peers)
+        return call
+
+    def _deal(self, places: Sequence[Tensor], y: Tensor) -> None:
+        """Write what came from all ranks into one tensor for each."""
+        for place, piece in zip(places, y.split(list(_sizes(places))), strict=True):
+            _write(place, piece)
+
+    def _write_all(self, op: str, output: Tensor, y: Tensor) -> None:
+        self._check_numel(op, "output", output, y.numel())
+        _write(output, y)
+
+    def _check_numel(self, op: str, name: str, x: Tensor, expected: int) -> None:
+        if x.numel() != expected:
+            raise ShapeError(
+                f"{op} over {self.label!r} ({len(self.place.group)} ranks): the {name} on rank {self.world_rank} is "
+                f"{list(x.shape)}, {x.numel()} elements; it must have {expected}"
+            )
+
+    def _check_count(self, op: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != len(self.place.group):
+            raise ShapeError(
+                f"{op} over {self.label!r}: the list on rank {self.world_rank} has {len(tensors)} tensors; it needs "
+                f"one for each of the {len(self.place.group)} ranks"
+            )
+
+
+# The names that torch has or had for the same methods.
+Asked._allgather_base = Asked.all_gather_single  # type: ignore[attr-defined]
+Asked.allgather_into_tensor_coalesced = Asked.all_gather_single_coalesced  # type: ignore[attr-defined]
+Asked._reduce_scatter_base = Asked.reduce_scatter_single  # type: ignore[attr-defined]
+Asked.reduce_scatter_tensor_coalesced = Asked.reduce_scatter_single_coalesced  # type: ignore[attr-defined]
+Asked.alltoall_base = Asked.all_to_all_single  # type: ignore[attr-defined]
+
+
+class _Started:
+    """The options of a collective that is only started: those of the whole of which it is a part."""
+
+    asyncOp = True
+
+    def __init__(self, opts: Any):
+        self.reduceOp = getattr(opts, "reduceOp", ReduceOp.SUM)
+
+
+class _Finished:
+    asyncOp = False
+
+
+_REDUCTIONS = {
+    "SUM": "sum", "AVG": "mean", "PRODUCT": "product", "MIN": "min", "MAX": "max", "BAND": "and", "BOR": "or",
+    "BXOR": "xor",
+}  # fmt: skip
+
+
+def _reduction(opts: Any, x: Tensor, given: dict[str, Any]) -> tuple[str]:
+    """What to reduce with, by tplab's name for it."""
+    op = given.get("op", ReduceOp.SUM) if opts is None else getattr(opts, "reduceOp", opts)
+    kind = getattr(op, "op", op).name  # torch hands on an object with the kind, or the kind
+    name = _REDUCTIONS.get(kind)
+    if name is None:
+        raise NotImplementedError(
+            f"ReduceOp.{kind} is not supported on simulated ranks; multiply by the factor first and reduce with "
+            "ReduceOp.SUM"
+        )
+    if name in ("and", "or", "xor") and (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"a bitwise {name} needs whole numbers or booleans, not {x.dtype}")
+    if name == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"ReduceOp.AVG of {x.dtype} would not be whole numbers; convert to a floating-point type first")
+    return (name,)
+
+
+def _root(opts: Any, given: dict[str, Any]) -> int:
+    return int(given["root"] if opts is None else opts.rootRank)
+
+
+def several(tensors: Any) -> Sequence[Tensor]:
+    """Tensors, where torch gives a list of them or just one."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() else x.detach().reshape(1)
+
+
+def _sizes(pieces: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(piece.numel() for piece in pieces)
+
+
+def _write(output: Tensor, y: Tensor) -> None:
+    """Write a result where the program wants it. Autograd does not see it, as with any other process group."""
+    if num_modes():
+        with no_dispatch():
+            output.data.copy_(y.view(output.shape))
+    else:
+        output.data.copy_(y.view(output.shape))
