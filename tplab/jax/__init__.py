@@ -29,6 +29,7 @@ from tplab.jax.comm.collectives import (
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.jax.data.average import average_gradients
+from tplab.jax.data.quantization import dequantize, quantize
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
@@ -89,6 +90,7 @@ __all__ = [
     "classifier_specs",
     "collectives_in",
     "copy_to",
+    "dequantize",
     "dropout",
     "explain",
     "gather_again",
@@ -105,6 +107,7 @@ __all__ = [
     "pad_vocabulary",
     "ppermute",
     "prepare",
+    "quantize",
     "rank_key",
     "reduce_from",
     "reduce_scatter",

@@ -33,6 +33,7 @@ from tplab.torch.comm.messages import receive, send
 from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.torch.data.average import average_gradients
+from tplab.torch.data.quantization import dequantize, quantize
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
@@ -91,6 +92,7 @@ __all__ = [
     "check_parallel",
     "classifier_specs",
     "copy_to",
+    "dequantize",
     "device_mesh",
     "dropout",
     "gather_again",
@@ -108,6 +110,7 @@ __all__ = [
     "num_parameters",
     "parallelize",
     "ppermute",
+    "quantize",
     "receive",
     "reduce_from",
     "reduce_scatter",
