@@ -118,6 +118,17 @@ def test_versions_agree():
     assert newest and newest[1] == PROJECT["version"] == metadata.version("tplab")
 
 
+def test_how_to_cite_agrees_with_the_project():
+    """What version 1.2.0 of the Citation File Format asks for, and what pyproject.toml says too."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"
+    assert cited["authors"] and all(set(author) == {"name"} for author in cited["authors"])
+    assert cited["version"] == PROJECT["version"] and cited["license"] == PROJECT["license"]
+    assert cited["repository-code"] == build.repository() and cited["keywords"] == PROJECT["keywords"]
+    assert cited["abstract"] == PROJECT["description"]
+
+
 # ------------------------------------------------------------------------------------------------ environments
 
 CONDA_NAMES = {"pytorch-cpu": "torch", "matplotlib-base": "matplotlib"}
