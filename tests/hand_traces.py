@@ -82,8 +82,8 @@ def megatron_mlp(mesh: Mesh, axis: str, cluster: str = "h100") -> Trace:
         group = mesh.group(rank, axis)
         total = np.full((1, 4), float(sum(group)))
         recorder.add(rank, "collective", "all_reduce", 18e-6, 26e-6, axis=axis, group=group, bytes=768, shape=shape,
-                     dtype="float32", message=groups.index(group), step=0, contributors=group, values=total,
-                     where="cell 5, line 3")  # fmt: skip
+                     dtype="float32", reduction="sum", message=groups.index(group), step=0, contributors=group,
+                     values=total, where="cell 5, line 3")  # fmt: skip
     return recorder.trace(cluster=cluster)
 
 

@@ -275,3 +275,25 @@ def test_all_reduce_sends_what_is_optimal(fw, size):
     trace = fw.lab.run(lambda x: fw.lab.ring_all_reduce(x, "tp"), mesh, fw.array(np.ones(elements, np.float32))).trace
     assert [trace.bytes_sent(rank) for rank in mesh.ranks] == [2 * (size - 1) * elements * 4 // size] * size
     assert trace.num_steps == 2 * (size - 1)
+
+
+@pytest.mark.parametrize("cluster", [None, "h100"])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_each_round_of_a_tree_is_a_step(fw, size, cluster):
+    """The root only sends. Its messages leave in the rounds of the program, not all in the first one."""
+
+    def tree(x):
+        i, knowing = fw.lab.axis_index("tp"), 1
+        while knowing < size:
+            pairs = [(k, k + knowing) for k in range(knowing) if k + knowing < size]
+            news = fw.lab.ppermute(x, "tp", pairs)
+            is_new = (knowing <= i) & (i < 2 * knowing)
+            x, knowing = news * is_new + x * (1 - is_new), 2 * knowing
+        return x
+
+    x = fw.array(np.ones(4, np.float32))
+    sends = fw.lab.run(tree, Mesh(tp=size), x, cluster=cluster).trace.select(kind="send").events
+    for event in sends:
+        distance = event.peer - event.rank
+        assert event.step == distance.bit_length() - 1
+        assert cluster is not None or event.start == event.step

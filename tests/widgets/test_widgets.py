@@ -225,7 +225,7 @@ SENTENCES = {
     ],
     "mlp 2x3": [
         "nothing has been sent yet",
-        "all_reduce over tp: every rank of a group of 3 ends with all their tensors combined into one, "
+        "all_reduce over tp: every rank of a group of 3 ends with the sum of all their tensors, "
         "after computing (matmul, tanh)",
     ],
     "overlap 4": [

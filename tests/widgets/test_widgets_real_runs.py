@@ -80,7 +80,7 @@ def test_a_real_layer_has_its_compute_and_its_collective(framework: str):
     piece = run(framework, layer, Mesh(tp=4), np.ones((64, 64), np.float32), P(None, "tp"), cluster="h100")
     assert piece.computes
     (told,) = words.sentences(piece)[1:]
-    assert told.startswith("all_reduce over tp: every rank of the 4 ends with all their tensors combined into one")
+    assert told.startswith("all_reduce over tp: every rank of the 4 ends with the sum of all their tensors")
     assert "after computing" in told
     assert set(frame(piece, 1).cells) == {(rank, 0) for rank in range(4)}
     for make in (animate, timeline):

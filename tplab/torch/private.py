@@ -77,6 +77,13 @@ transform = _C._functorch.peek_interpreter_stack
 """The transformation of torch.func (grad, vmap, ...) whose function this thread runs; None outside of one."""
 forward_level: Callable[[], int] = partial(getattr, torch.autograd.forward_ad, "_current_level")
 """How deep the process is in forward-mode differentiation; -1 outside of it."""
+
+
+def phase() -> str:
+    """"backward" where this thread is in a backward pass, else "forward"."""
+    return "forward" if graph_task() == -1 else "backward"
+
+
 saved_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 """The innermost hooks on saved tensors: torch calls only these, so that new ones have to hand on to them."""
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

@@ -32,6 +32,7 @@ STORED = tuple(name for name in COLUMNS if name != "values")
 
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
+DEFAULTS |= {"phase": "", "reduction": ""}
 
 ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks", "chunk_names")
 """What a trace says besides its mesh and its events."""

@@ -29,6 +29,8 @@ class Event:
     values          what is carried, or what a collective returned, where it is small (bfloat16 and the like as float32)
     where           the line of the program
     held            compute: bytes that the rank keeps for backward passes when it is over; -1: not known
+    phase           "backward": it is part of a backward pass; "forward": it is not; "": not known
+    reduction       how a collective combines what the ranks put in: "sum", "mean", "max", ...; "": it does not
     """
 
     rank: int
@@ -50,6 +52,8 @@ class Event:
     values: np.ndarray | None = field(default=None, compare=False)
     where: str = ""
     held: int = -1
+    phase: str = ""
+    reduction: str = ""
 
     @property
     def duration(self) -> float:

@@ -43,6 +43,7 @@ class Sent(NamedTuple):
     label: Label
     values: np.ndarray | None
     where: str
+    phase: str
 
 
 class Met(NamedTuple):
@@ -60,6 +61,8 @@ class Met(NamedTuple):
     step: int
     values: np.ndarray | None
     where: str
+    phase: str
+    reduction: str
 
 
 class Computed(NamedTuple):
@@ -141,7 +144,7 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         span = sent.start - origin, max(sent.start, arrival) - origin
         recorder.add_message(
             source, sent.target, sent.op, span, sent.axis, sent.group, sent.num_bytes, sent.shape, sent.dtype,
-            sent.step, chunk_of(sent.label), sent.label.contributors, sent.values, sent.where,
+            sent.step, chunk_of(sent.label), sent.label.contributors, sent.values, sent.where, sent.phase,
         )  # fmt: skip
     for journal in journals:
         for added in journal.added:  # after the messages, which number the chunks
@@ -160,7 +163,8 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
             recorder.add(
                 rank, "collective", met.op, start - origin, max(start, met.end) - origin, axis=met.axis,
                 group=met.group, bytes=met.num_bytes, shape=met.shape, dtype=met.dtype, message=message, step=met.step,
-                contributors=met.group, values=met.values, where=met.where,
+                contributors=met.group, values=met.values, where=met.where, phase=met.phase,
+                reduction=met.reduction,
             )  # fmt: skip
     return recorder.trace(clock="measured", unit="s")
 

@@ -17,7 +17,8 @@ _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contribu
 _WIDTH = len(_NOTED)
 _FULL = _BLOCK * _WIDTH
 _FORMS = tuple(name for name in STORED if name not in _NOTED)
-"""The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held."""
+"""The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase,
+reduction."""
 
 
 class Recorder:
@@ -63,18 +64,19 @@ class Recorder:
     def form(
         self, rank: int, kind: str, op: str, axis: str | None = None, group: tuple[int, ...] = (),
         peer: int | None = None, flops: int = 0, shape: tuple[int, ...] = (), dtype: str = "", where: str = "",
-        held: int = -1,
+        held: int = -1, phase: str = "", reduction: str = "",
     ) -> int:  # fmt: skip
         """The form of events of which these fields are the same, for `note`."""
-        row = rank, kind, op, axis, group, -1 if peer is None else peer, flops, shape, dtype, where, held
+        peer = -1 if peer is None else peer
+        row = rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction
         return self._form(row, row)
 
     def message_form(
         self, source: int, target: int, op: str, axis: str, group: tuple[int, ...], shape: tuple[int, ...], dtype: str,
-        where: str,
+        where: str, phase: str = "",
     ) -> int:  # fmt: skip
         """The form of messages: of two events each, the send on `source` and the receive on `target`."""
-        rest = 0, shape, dtype, where, -1
+        rest = 0, shape, dtype, where, -1, phase, ""
         send = source, "send", op, axis, group, target, *rest
         return ~self._form(("message", *send), send, (target, "receive", op, axis, group, source, *rest))
 
@@ -124,23 +126,26 @@ class Recorder:
         group: tuple[int, ...] = (), peer: int | None = None, bytes: int = 0, flops: int = 0,
         shape: tuple[int, ...] = (), dtype: str = "", message: int = -1, step: int = -1, chunk: int = -1,
         contributors: tuple[int, ...] = (), values: np.ndarray | None = None, where: str = "", held: int = -1,
+        phase: str = "", reduction: str = "",
     ) -> None:  # fmt: skip
         """Take down one event; the arguments are the fields of `Event`."""
-        form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held)
+        form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction)
         self.note(form, start, end, bytes, message, step, chunk, contributors, values)
 
     def add_message(
         self, source: int, target: int, op: str, span: tuple[float, float], axis: str, group: tuple[int, ...],
         num_bytes: int, shape: tuple[int, ...], dtype: str, step: int, chunk: int, contributors: tuple[int, ...],
-        values: np.ndarray | None, where: str,
+        values: np.ndarray | None, where: str, phase: str = "",
     ) -> None:  # fmt: skip
         """Take down a message: its send on `source` and its receive on `target`."""
-        form = self.message_form(source, target, op, axis, group, shape, dtype, where)
+        form = self.message_form(source, target, op, axis, group, shape, dtype, where, phase)
         self.note_message(form, *span, num_bytes, step, chunk, contributors, values)
 
-    def add_wait(self, rank: int, op: str, start: float, end: float, axis: str, where: str) -> None:
+    def add_wait(
+        self, rank: int, op: str, start: float, end: float, axis: str, where: str, phase: str = ""
+    ) -> None:  # fmt: skip
         """Take down that `rank` stood still from `start` to `end`."""
-        self.note_wait(self.form(rank, "wait", op, axis, where=where), start, end)
+        self.note_wait(self.form(rank, "wait", op, axis, where=where, phase=phase), start, end)
 
     # --- the trace -----------------------------------------------------------------------------------------------
 

@@ -15,10 +15,16 @@ Groups = list[tuple[int, ...]]
 
 
 class Exchange(NamedTuple):
-    """One kind of collective: its name in tplab, and what each member of a group gets from what all put in."""
+    """One kind of collective: its name in tplab, what each member of a group gets from what all put in, and how it
+    combines that: "sum", "max", "min", or "" where it does not."""
 
     op: str
     results: Callable[[dict[str, Any], list[np.ndarray]], Sequence[np.ndarray]]
+    combines: str = ""
+
+    def reduction(self, name: str) -> str:
+        """How it combines what the ranks put in, where the program called it `name`: a broadcast is the sum of one."""
+        return "" if name == "broadcast" else self.combines
 
     def name_in(self, eqn: Any) -> str:
         """What the program called it, as far as its equation tells."""
@@ -83,16 +89,16 @@ def _permuted(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.n
 _SCOPED = {"ppermute": ("ring_shift", "send"), "all_reduce": ("broadcast",)}
 """What tplab does by another name; it says so in a `named_scope`."""
 
-_SUM, _GATHER = Exchange("all_reduce", _alike(np.add)), Exchange("all_gather", _gathered)
+_SUM, _GATHER = Exchange("all_reduce", _alike(np.add), "sum"), Exchange("all_gather", _gathered)
 
 EXCHANGES = {
     "psum": _SUM,
     "psum_invariant": _SUM,
-    "pmax": Exchange("all_reduce", _alike(np.maximum)),
-    "pmin": Exchange("all_reduce", _alike(np.minimum)),
+    "pmax": Exchange("all_reduce", _alike(np.maximum), "max"),
+    "pmin": Exchange("all_reduce", _alike(np.minimum), "min"),
     "all_gather": _GATHER,
     "all_gather_invariant": _GATHER,
-    "reduce_scatter": Exchange("reduce_scatter", _scattered),
+    "reduce_scatter": Exchange("reduce_scatter", _scattered, "sum"),
     "all_to_all": Exchange("all_to_all", _exchanged),
     "ppermute": Exchange("ppermute", _permuted),
 }

@@ -153,7 +153,7 @@ class _Why:
             )
             # of the pieces of one array there is one cause
             its_causes = tuple(cause for cause, each in zip(causes, sent, strict=False) if each.op == op)
-            is_backward, is_written = "transpose(" in one.origin, one.primitive in _WRITTEN
+            is_backward, is_written = one.phase == "backward", one.primitive in _WRITTEN
             yield Explained(op, axis, num_bytes, run.count, run.at_most, is_written, is_backward, its_causes)
 
     def _causes(self, place: Place, sent: list[Sent], axis: str, num_ranks: int) -> list[Cause]:

@@ -89,6 +89,11 @@ class Instruction:
         return names.pop() if len(names) == 1 else ""
 
     @property
+    def phase(self) -> str:
+        """"backward" where it was made by a transposition, else "forward"; "" where XLA does not know what made it."""
+        return "" if not self.origin else "backward" if "transpose(" in self.origin else "forward"
+
+    @property
     def index(self) -> int:
         """Of a get-tuple-element."""
         return int(self._found(r"\bindex=(\d+)") or 0)
@@ -186,6 +191,13 @@ class Module:
             return [name for name in called if any(inner.collective for inner in self.computations.get(name, ()))]
         return []
 
+    def reduction(self, one: Instruction) -> str:
+        """How a collective combines what the ranks put in: "sum", "max", ...; "" where it does not."""
+        if one.collective not in ("all_reduce", "reduce_scatter"):
+            return ""
+        roots = (inner for name in one.called("to_apply") for inner in self.computations.get(name, ()) if inner.is_root)
+        return next((_REDUCTIONS.get(root.op, "") for root in roots), "")
+
     def where(self, one: Instruction) -> str:
         """The line of the user's program that it comes from; "" where XLA does not know."""
         frame = one._found(r"stack_frame_id=(\d+)")
@@ -208,6 +220,9 @@ class Module:
                 found.append((name, int(_field(place, "line") or 0)))
             number = str(int(_field(entry, "parent_frame_id") or 0) - shift)
         return found
+
+
+_REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "product"}
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -51,6 +51,11 @@ def equations_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
             yield from equations_of(inner)
 
 
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation is of a backward pass: JAX makes those by transposing, and names their scope so."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def line_of(eqn: Any, jaxpr: Any) -> str | None:
     """The line of the user's program that an equation of `jaxpr` comes from; None inside JAX's own functions.
 

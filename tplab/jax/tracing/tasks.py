@@ -24,6 +24,8 @@ class Task:
     seconds   compute: of an action of a schedule, how long it takes on the clock that counts steps; None: it is none
     held      compute: of an action, the bytes that the rank keeps for backward passes when it is over; -1: it is none
     together  message: all ranks of a group wait for each other before it, and until it has arrived
+    phase     "forward" or "backward"; "": not known
+    reduction how a collective combines what the ranks put in: "sum", "max", ...
     costs     the name under which tplab.cost knows the collective, where it is not `op`
     """
 
@@ -46,6 +48,8 @@ class Task:
     held: int = -1
     together: bool = False
     costs: str = ""
+    phase: str = ""
+    reduction: str = ""
 
 
 _VIEWS = {

@@ -109,9 +109,11 @@ class Timing:
         if task.kind == "collective" or task.together:
             self._join(now, number, rank)
             return
-        receivers = {target for _, target in task.pairs}
-        if rank not in receivers:
-            heappush(self._agenda, (now, _ENDED, number, rank))  # it gets zeros, for which it need not wait
+        gets_zeros = rank not in {target for _, target in task.pairs}
+        # When hops are counted, a round is over when its messages are: else a tree's root would send to all at once.
+        only_sends = gets_zeros and self._cluster is None and rank in {source for source, _ in task.pairs}
+        if gets_zeros and not only_sends:
+            heappush(self._agenda, (now, _ENDED, number, rank))  # for zeros it need not wait
         for source, target in task.pairs:
             if source != rank:
                 continue
@@ -120,6 +122,8 @@ class Timing:
                 continue
             span = self.spans[number][rank] = Span(*self._links.message(source, target, task.num_bytes, now))
             self._arrive(span.end, number, target)
+            if only_sends:
+                heappush(self._agenda, (span.end, _ENDED, number, rank))
 
     def _join(self, now: float, number: int, rank: int) -> None:
         task = self._tasks[number]

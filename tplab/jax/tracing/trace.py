@@ -120,7 +120,7 @@ class _Taking:
                 self._compute(task, spans, timed)
         for rank, start, end, number in times.waits():
             task = tasks[number]
-            self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where)
+            self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where, task.phase)
 
     def _compute(self, task: Task, spans: dict[int, Any], timed: bool) -> None:
         """Where computing takes no time, only what adds to received data is an event, of no length; and actions."""
@@ -134,7 +134,7 @@ class _Taking:
                 about |= {"bytes": task.num_bytes, "flops": task.flops}
             self.recorder.add(
                 rank, "compute", task.op, *span, shape=task.shape, dtype=task.dtype, where=task.where, held=task.held,
-                **about,
+                phase=task.phase, **about,
             )  # fmt: skip
 
     def _message(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
@@ -145,7 +145,7 @@ class _Taking:
                 self.recorder.add_message(
                     source, target, task.op, spans[source], task.axis, group_of[source], task.num_bytes, task.shape,
                     task.dtype, int(rounds[source].start), label.chunk, label.contributors, self._values(task, source),
-                    task.where,
+                    task.where, task.phase,
                 )  # fmt: skip
 
     def _collective(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
@@ -160,7 +160,8 @@ class _Taking:
                     rank, "collective", task.op, *spans[rank], axis=task.axis, group=group,
                     bytes=cost.bytes_sent(task.costs, elements, itemsize, len(group), index), shape=task.shape,
                     dtype=task.dtype, message=message, step=int(rounds[rank].start), contributors=group,
-                    values=self._values(task, rank), where=task.where,
+                    values=self._values(task, rank), where=task.where, phase=task.phase,
+                    reduction=task.reduction,
                 )  # fmt: skip
 
     def _values(self, task: Task, rank: int) -> np.ndarray | None:

@@ -112,7 +112,8 @@ class Unroll:
         op = work.main.primitive or one.primitive or one.op
         where = self._module.where(work.main) or self._module.where(one)
         ranks = tuple(self._mesh.ranks)
-        return Task("compute", op, ranks, needs, array.shape, array.dtype, work.num_bytes, where, work.flops)
+        about = array.shape, array.dtype, work.num_bytes, where, work.flops
+        return Task("compute", op, ranks, needs, *about, phase=work.main.phase)
 
     def _collective(self, place: Place, needs: tuple[int, ...]) -> Value:
         one, operands = place.one, [given.one for given in self._flow.operands(place)]
@@ -126,7 +127,7 @@ class Unroll:
         for op, array in merged(sent_by(self._flow, place, self._options.accelerator)):
             task = Task(
                 "message" if is_message else "collective", op, ranks, needs, array.shape, array.dtype, array.num_bytes,
-                where, axis=axis, groups=along, costs=op,
+                where, axis=axis, groups=along, costs=op, phase=one.phase, reduction=self._module.reduction(one),
             )  # fmt: skip
             if is_message:
                 task.pairs = [(source, target) for source, target in groups]

@@ -16,7 +16,7 @@ from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import Held, Label, PerRank, computed, is_small, joined
-from tplab.jax.tracing.jaxprs import called, equations_of, inside, line_of, opened
+from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
 from tplab.jax.tracing.names import MOVES, NAMES_UP_TO, name_in_program
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free
 from tplab.mesh import Mesh
@@ -37,6 +37,7 @@ class Walk:
         self.kept: list[int] = []  # tasks with an effect: they are done also where no result needs them
         self._num_chunks = [0] * mesh.size
         self._actions = Actions(self.tasks, chunk, mesh.size)
+        self._phase = "forward"
         self._decided: tuple[Needs, int] = (), 0  # what decided that we are here, and how many tasks there were then
 
     def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
@@ -48,14 +49,19 @@ class Walk:
             return Held.known(atom.aval, [atom.val] * self.mesh.size) if hasattr(atom, "val") else held[atom]
 
         uses = Counter(id(atom) for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for atom in atoms)
-        for eqn in jaxpr.eqns:
-            line = line_of(eqn, jaxpr) or where
-            inputs = [read(atom) for atom in eqn.invars]
-            if (product := self._product_that_adds(eqn, inputs, uses, ranks)) is not None:
-                outputs = [self._added(product, eqn, inputs, ranks)]
-            else:
-                outputs = self._equation(eqn, inputs, ranks, line)
-            held.update(zip(eqn.outvars, outputs, strict=True))
+        phase = self._phase
+        try:
+            for eqn in jaxpr.eqns:
+                line = line_of(eqn, jaxpr) or where
+                inputs = [read(atom) for atom in eqn.invars]
+                self._phase = "backward" if is_transposed(eqn) else phase
+                if (product := self._product_that_adds(eqn, inputs, uses, ranks)) is not None:
+                    outputs = [self._added(product, eqn, inputs, ranks)]
+                else:
+                    outputs = self._equation(eqn, inputs, ranks, line)
+                held.update(zip(eqn.outvars, outputs, strict=True))
+        finally:
+            self._phase = phase
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
@@ -69,6 +75,7 @@ class Walk:
             return [Held.known(eqn.outvars[0].aval, [np.int32(self.mesh.index(r, names)) for r in self.mesh.ranks])]
         if (inner := called(eqn)) is not None:
             if kind := kind_of_action(params):
+                self._phase = "forward" if kind.startswith("F") else "backward"
                 about = kind, inputs, self._decided[0], ranks
                 return self._actions.follow(*about, lambda: self._call(inner, inputs, ranks, where))
             return self._call(inner, inputs, ranks, where)
@@ -164,7 +171,8 @@ class Walk:
             task = Task("message", op, pairs=pairs, labels=sent, carried=x, **about)
             number = self._actions.exchange(self._waiting(task)) if op == "send" else self._add(task)
         else:
-            number = self._add(Task("collective", op, carried=result, costs=exchange.op, **about))
+            about |= {"costs": exchange.op, "reduction": exchange.reduction(op)}
+            number = self._add(Task("collective", op, carried=result, **about))
         result.needs = (number,)
         return result
 
@@ -182,7 +190,8 @@ class Walk:
         return len(self.tasks) - 1
 
     def _waiting(self, task: Task) -> Task:
-        """The task, waiting for what decided that it is done at all."""
+        """The task, waiting for what decided that it is done at all, in the phase that the program is in."""
+        task.phase = self._phase
         task.needs = tuple(sorted({*task.needs, *self._decided[0]}))
         return task
 

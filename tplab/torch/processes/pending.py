@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tplab.sharding import cut
-from tplab.torch.private import no_dispatch
+from tplab.torch.private import no_dispatch, phase
 from tplab.torch.processes.exchange import Arrived, Flight
 from tplab.torch.processes.frames import INLINE_UP_TO, Header, Side, bytes_of
 from tplab.torch.processes.recorded import RecordedRank
@@ -30,6 +30,7 @@ class ProcessPending(Pending):
 
     def __init__(self, rank: RecordedRank, call: Call, side: Side, number: int, tag: int, begun: float):
         self.rank, self.call, self.side, self.number, self.tag, self.begun = rank, call, side, number, tag, begun
+        self.phase = phase()
         self.group: Group = call.place.group
         self._result: Tensor | None = None
         self._failure: BaseException | None = None
@@ -161,7 +162,7 @@ class Message(ProcessPending):
         rank.journal.sent.append(
             Sent(
                 target, self.group, self.number, self.call.op, place.label, self.begun, x.nbytes, side.shape,
-                side.dtype, step, label, values, side.where,
+                side.dtype, step, label, values, side.where, self.phase,
             )
         )  # fmt: skip
         return Header(side, step, label)
@@ -291,7 +292,7 @@ class Together(ProcessPending):
         rank.journal.met.append(
             Met(
                 self.group, self.number, call.op, call.place.label, self.begun, arrival, num_bytes, side.shape,
-                side.dtype, self.hop, rank.values(result), side.where,
+                side.dtype, self.hop, rank.values(result), side.where, self.phase, call.reduction,
             )
         )  # fmt: skip
         if call.op == "all_gather":

@@ -32,8 +32,8 @@ class Group:
 
 
 class Site:
-    """A collective as one rank calls it from one line of its program with tensors of one shape and dtype: what all
-    those calls have in common.
+    """A collective as one rank calls it from one line of its program, in one phase, with tensors of one shape and
+    dtype: what all those calls have in common.
 
     signature   what every member of the group must bring to the meeting
     target      of a collective between pairs: to whom, None if to nobody; `source`: from whom
@@ -43,7 +43,9 @@ class Site:
     __slots__ = ("call", "code", "dtype", "form", "group", "index", "is_small", "num_bytes", "num_sent", "shape",
                  "signature", "source", "target", "wait_form", "where")  # fmt: skip
 
-    def __init__(self, call: Call, x: Tensor, rank: int, group: Group, where: str, code: CodeType, recorder: Recorder):
+    def __init__(
+        self, call: Call, x: Tensor, rank: int, group: Group, where: str, phase: str, code: CodeType, recorder: Recorder
+    ):  # fmt: skip
         self.call, self.group, self.where = call, group, where
         self.code = code  # kept alive: sites are found by its identity
         self.index, axis = call.place.index, call.place.label
@@ -55,10 +57,13 @@ class Site:
         self.target, self.source = call.peers or (None, None)
         about = call.op, axis, group.ranks
         if self.target is not None and self.target != rank:
-            self.form = recorder.message_form(rank, self.target, *about, self.shape, self.dtype, where)
+            self.form = recorder.message_form(rank, self.target, *about, self.shape, self.dtype, where, phase)
         elif call.peers is None:
-            self.form = recorder.form(rank, "collective", *about, shape=self.shape, dtype=self.dtype, where=where)
-        self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where)
+            self.form = recorder.form(
+                rank, "collective", *about, shape=self.shape, dtype=self.dtype, where=where, phase=phase,
+                reduction=call.reduction,
+            )  # fmt: skip
+        self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where, phase=phase)
 
     def __str__(self) -> str:
         what = "" if self.call.op == "barrier" else f" of {self.dtype} {list(self.shape)}"

@@ -88,6 +88,12 @@ class Call:
         self.splits, self.takes = splits, takes
         self.key = (op, place.label, params)
 
+    @property
+    def reduction(self) -> str:
+        """How it combines what the ranks put in: "sum", "max", ...; "" where it combines nothing."""
+        index = _REDUCTION.get(self.op)
+        return "" if index is None else str(self.params[index])
+
     def __str__(self) -> str:
         return call_text(*self.key)
 
@@ -99,6 +105,7 @@ def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
 
 
 _GIVEN = {"reduce_scatter": 2, "send": 1}
+_REDUCTION = {"all_reduce": 0, "reduce_scatter": 1, "reduce": 1}  # its place among the parameters
 def rule(ops: Sequence[str]) -> str:
     """What a program must keep to, for an error in which all ranks wait in `ops`."""
     if ops and set(ops) <= set(MESSAGES):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tplab.errors import CollectiveMismatchError
-from tplab.torch.private import no_dispatch, num_modes
+from tplab.torch.private import no_dispatch, num_modes, phase
 from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.meter import Cost, Meter
@@ -75,7 +75,7 @@ class SimulatedRank(Rank):
             return
         self.world.recorder.add(
             self.rank, "compute", done.op, start, self.clock,
-            bytes=done.num_bytes, flops=done.flops, shape=tuple(done.output.shape), dtype=dtype,
+            bytes=done.num_bytes, flops=done.flops, shape=tuple(done.output.shape), dtype=dtype, phase=phase(),
             **self._provenance.contents(done.output, self.labels.get(done.output)),
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ class SimulatedRank(Rank):
         if self._meter.on_cost is None and self._doing is None:
             self.world.recorder.add(
                 self.rank, "compute", op, self.clock, self.clock, shape=tuple(x.shape), dtype=dtype_name(x.dtype),
-                **self._provenance.contents(x, label),
+                phase=phase(), **self._provenance.contents(x, label),
             )  # fmt: skip
 
     def _now(self) -> float:
@@ -172,9 +172,10 @@ class SimulatedRank(Rank):
             self._put_in(site, x if x.is_contiguous() else x.contiguous(), meeting)
             result = self._outcome(site, meeting)
         else:
-            if site.target is not None:
-                self._send(site, x, meeting)
+            sent = self._send(site, x, meeting) if site.target is not None else None
             result = self._received(site, meeting, x)
+            if sent is not None and site.source is None and call.op == "ppermute":
+                self._end_of_round(site, *sent)
         if self._is_timed:
             self._seen_at = self._now()
         return result
@@ -183,13 +184,14 @@ class SimulatedRank(Rank):
         world = self.world
         frame = world.lines.frame()
         code = frame.f_code
-        key = (call, x.shape, x.dtype, id(code), frame.f_lasti)
+        now_in = phase()
+        key = (call, x.shape, x.dtype, id(code), frame.f_lasti, now_in)
         site = self._sites.get(key)
         if site is None:
             ranks = call.place.group
             group = world.groups.setdefault(ranks, Group(ranks))
             where = world.lines.text(frame)
-            site = self._sites[key] = Site(call, x, self.rank, group, where, code, world.recorder)
+            site = self._sites[key] = Site(call, x, self.rank, group, where, now_in, code, world.recorder)
         return site
 
     def _arrive(self, site: Site) -> Meeting:
@@ -212,13 +214,13 @@ class SimulatedRank(Rank):
                 meeting.waiting.clear()
         return meeting
 
-    def _send(self, site: Site, x: Tensor, meeting: Meeting) -> None:
-        """Put this rank's message where its receiver finds it. Sending never waits."""
+    def _send(self, site: Site, x: Tensor, meeting: Meeting) -> tuple[float, float]:
+        """Put this rank's message where its receiver finds it, and say when it arrives: on the clock, and in hops."""
         world, rank, payload, num_bytes = self.world, self.rank, own(x), site.num_bytes
         target: int = site.target  # type: ignore
         if target == rank:
             meeting.messages[target] = payload, self.clock, self.hops, self.labels.get(x) or UNKNOWN
-            return
+            return self.clock, self.hops
         start, end = world.links.message(rank, target, num_bytes, self.clock)
         hop, hop_end = start, end
         if world.cluster is not None:
@@ -238,6 +240,13 @@ class SimulatedRank(Rank):
             self.seat.turns.ready.append(target)
         if world.watched:
             self.look()
+        return end, hop_end
+
+    def _end_of_round(self, site: Site, end: float, hops: float) -> None:
+        """After a `ppermute` in which this rank only sent. A sender never waits on a cluster's clock; but when hops are
+        counted, a round is over when its messages are: else a tree's root would send to all at once.
+        """
+        self._stand_still(site, end if self.world.cluster is None else self.clock, hops)
 
     def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
         """Give this rank's tensor to the meeting; the last one to come works out what everybody gets."""

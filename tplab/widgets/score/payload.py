@@ -91,6 +91,8 @@ def _about(score: Score) -> dict[str, Any]:
         "op_kinds": [kind_of(op) for op in score.ops],
         "groups": score.groups,
         "where": trace.codes("where")[0],
+        "phases": trace.codes("phase")[0],
+        "reductions": trace.codes("reduction")[0],
         "computes": score.computes,
         "pipeline": score.is_pipeline,
         "shapes": _tensors(score)[0],
@@ -99,8 +101,13 @@ def _about(score: Score) -> dict[str, Any]:
 
 def _bars(score: Score) -> dict[str, np.ndarray]:
     names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group", "flow")
-    place = score.trace.codes("where")[1][score.bars["row"]]
-    return {name: score.bars[name] for name in names} | {"place": place, "shape": _tensors(score)[1]}
+    rows = score.bars["row"]
+    named = {name: score.trace.codes(of)[1][rows] for name, of in _CODES.items()}
+    return {name: score.bars[name] for name in names} | named | {"shape": _tensors(score)[1]}
+
+
+_CODES = {"place": "where", "phase": "phase", "reduction": "reduction"}
+"""The name of a bar's column that is a place in a table of the header, and the trace's column that it is of."""
 
 
 def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

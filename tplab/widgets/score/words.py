@@ -11,13 +11,16 @@ from tplab.units import bytes_text, range_text
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
 
 _TOGETHER = {
-    "all_reduce": "every rank of {group} ends with all their tensors combined into one",
+    "all_reduce": "every rank of {group} ends with the {result} of all their tensors",
     "all_gather": "every rank of {group} ends with the pieces of all of them",
-    "reduce_scatter": "every rank of {group} ends with its own slice of their tensors combined",
+    "reduce_scatter": "every rank of {group} ends with its own slice of the {result} of their tensors",
     "all_to_all": "every rank of {group} gives each of them a different piece",
     "broadcast": "every rank of {group} ends with a copy of one rank's tensor",
     "barrier": "the ranks of {group} wait for each other",
 }
+
+
+_RESULTS = {"sum": "sum", "mean": "mean", "max": "maximum", "min": "minimum", "product": "product"}
 
 
 def about(score: Score) -> str:
@@ -222,7 +225,10 @@ class _News:
         axis = self.score.trace.column("axis")[self.score.bars["row"][rows[0]]]
         one = len(distinct) == 1
         group = f"a group of {size}" if not one else f"the {size}" if size == mesh.size else f"one group of {size}"
-        text = _TOGETHER.get(op, "the ranks of {group} work together").format(group=group)
+        reductions, codes = self.score.trace.codes("reduction")
+        hows = {reductions[code] for code in codes[self.score.bars["row"][rows]].tolist()}
+        result = _RESULTS.get(hows.pop() if len(hows) == 1 else "", "combination")
+        text = _TOGETHER.get(op, "the ranks of {group} work together").format(group=group, result=result)
         return f"{op}{f' over {axis}' if axis else ''}: {text}"
 
 

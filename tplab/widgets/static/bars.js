@@ -11,7 +11,7 @@ export function describeBar(score, row) {
   return [["", title(score, row)],
     ["when", `${time(start[row])} to ${time(end[row])}, ${timeText(end[row] - start[row], score.unit)}`],
     ["tensor", score.shapes?.[score.shape[row]] ?? ""], ["sends", bytes ? `${bytesText(bytes)}${kind === COLLECTIVE ? " in total" : ""}` : ""],
-    ["FLOPs", flops ? flops.toLocaleString("en") : ""], ["between", kind === COLLECTIVE ? `ranks ${group.join(", ")}` : ""],
+    ["in", inPhase(score, row)], ["FLOPs", flops ? flops.toLocaleString("en") : ""], ["between", kind === COLLECTIVE ? `ranks ${group.join(", ")}` : ""],
     ["waits for", kind === WAIT ? awaited(score, row) : ""],
     ["meanwhile", beside >= 0 ? `rank ${score.rank[row]} waits for ${awaited(score, beside) || "other ranks"}` : ""],
     ["written at", score.where[score.place[row]] ?? ""]];
@@ -22,7 +22,14 @@ function title(score, row) {
   const what = kind === SEND ? carried(score, row) : item >= 0 ? pieceText(score, item) : "";
   if (kind === SEND) return `${op}: rank ${rank} sends ${what} to rank ${score.peer[row]}`;
   if (kind === WAIT) return `rank ${rank} waits`;
-  return `rank ${rank}: ${op}${kind === COMPUTE && item >= 0 ? `, of ${what}` : ""}`;
+  const how = score.reductions?.[score.reduction[row]];
+  return `rank ${rank}: ${op}${how ? ` (${how})` : ""}${kind === COMPUTE && item >= 0 ? `, of ${what}` : ""}`;
+}
+
+// Of a program that has both, the pass that a bar belongs to.
+function inPhase(score, row) {
+  const phase = score.phases?.includes("backward") ? score.phases[score.phase[row]] : "";
+  return phase ? `the ${phase} pass` : "";
 }
 
 function awaited(score, row) {

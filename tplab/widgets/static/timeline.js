@@ -2,7 +2,7 @@
 import { card, el, followTheme, hint } from "./shell.js";
 import { plain, rangeText, timeText } from "./units.js";
 import { unpack } from "./wire.js";
-import { COMPUTE, head, numSteps, positionAt, timeAt } from "./score.js";
+import { COLLECTIVE, COMPUTE, SEND, head, numSteps, positionAt, timeAt } from "./score.js";
 import { Player } from "./player.js";
 import { Lanes } from "./lanes.js";
 import { OverlayLanes, overlayNow, overlaySay } from "./overlay.js";
@@ -36,6 +36,12 @@ function workKeys(score, key) {
   return score.pipeline ? [key("f", "F forward"), key("b", "B backward: I, then W")] : Object.keys(says).filter((kind) => there.has(kind)).map((kind) => key(kind, says[kind]));
 }
 
+// What travels, as far as anything does.
+function talkKey(score, key) {
+  const names = [[SEND, "messages"], [COLLECTIVE, "collectives"]].filter(([kind]) => score.kind.includes(kind)).map(([, name]) => name);
+  return names.length ? key("send", `${names.join(" and ")}, in the colour of what they carry`) : null;
+}
+
 function busyShares(score) {
   const busy = new Array(score.ranks).fill(0), span = score.times[numSteps(score)] - score.times[0];
   score.kind.forEach((kind, row) => {
@@ -47,7 +53,7 @@ function busyShares(score) {
 // What the marks in the picture mean.
 function keys(score) {
   const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  if (!score.overlay) return [...workKeys(score, key), key("send", "sending"), score.computes ? key("idle", "idle") : null];
+  if (!score.overlay) return [...workKeys(score, key), talkKey(score, key), score.computes ? key("idle", "idle") : null];
   const kinds = ["F", "B", "I", "W"].filter((_, kind) => score.kind.includes(kind));
   const says = { F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient" };
   return [...kinds.map((kind) => key(kind.toLowerCase(), says[kind])), el("span.tpl-key", {}, `${score.word}, above`), key("due", "predicted, beneath"),
