@@ -29,6 +29,7 @@ from tplab.jax.comm.collectives import (
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.jax.data.average import average_gradients
+from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.quantization import dequantize, quantize
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
@@ -88,6 +89,7 @@ __all__ = [
     "broadcast",
     "check_parallel",
     "classifier_specs",
+    "clip_gradients",
     "collectives_in",
     "copy_to",
     "dequantize",
@@ -99,6 +101,7 @@ __all__ = [
     "gpt2_params",
     "gpt2_state",
     "gpt_specs",
+    "gradient_norm",
     "load_shards",
     "load_state",
     "matmul_reduce_scatter",

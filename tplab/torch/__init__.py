@@ -33,6 +33,7 @@ from tplab.torch.comm.messages import receive, send
 from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.torch.data.average import average_gradients
+from tplab.torch.data.clipping import clip_gradients, gradient_norm
 from tplab.torch.data.quantization import dequantize, quantize
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
@@ -91,6 +92,7 @@ __all__ = [
     "broadcast",
     "check_parallel",
     "classifier_specs",
+    "clip_gradients",
     "copy_to",
     "dequantize",
     "device_mesh",
@@ -101,6 +103,7 @@ __all__ = [
     "gpt2_plan",
     "gpt2_state",
     "gpt_specs",
+    "gradient_norm",
     "launch",
     "llama_plan",
     "load_shards",

@@ -39,6 +39,18 @@ def add_copies(gradients: Flat, blueprints: Blueprints, tied: Tied) -> Flat:
     return gradients
 
 
+def once(gradients: Flat, blueprints: Blueprints) -> Flat:
+    """The gradients with zeros in the place of every copy but the first, so that all ranks together have each once."""
+    gradients = dict(gradients)
+    for copies in [*_twice(blueprints), *_tied(blueprints, blueprints.tied)]:
+        x = gradients[copies.kind]
+        for is_here, begin in _here(copies.places[1:], blueprints):
+            kept = jnp.where(is_here, 0, cut(x, begin, copies.size))
+            x = lax.dynamic_update_slice(x, kept, (begin,))
+        gradients[copies.kind] = x
+    return gradients
+
+
 def mean(gradients: Flat, data_axis: Axis | None) -> Flat:
     """Over the data-parallel ranks."""
     if data_axis is None:
@@ -48,20 +60,20 @@ def mean(gradients: Flat, data_axis: Axis | None) -> Flat:
 
 def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:
     """One all_reduce, to which ranks without a part add zeros."""
-
-    def here(places: Places) -> list[tuple[Array, Array]]:
-        """On this rank, (whether there is one, where) of as many as the rank that has most."""
-        each = [[begin for rank, begin in places if rank == place] for place in range(len(blueprints.placement))]
-        most = max(map(len, each))
-        table = np.array([begins + [-1] * (most - len(begins)) for begins in each], np.int32)
-        return [(begin >= 0, jnp.maximum(begin, 0)) for begin in jnp.asarray(table)[axis_index(blueprints.axis)]]
-
-    own = [jnp.where(is_here, cut(x, begin, copies.size), 0) for is_here, begin in here(copies.parts)]
+    own = [jnp.where(is_here, cut(x, begin, copies.size), 0) for is_here, begin in _here(copies.parts, blueprints)]
     total = all_reduce(sum(own), blueprints.axis)
-    for is_here, begin in here(copies.places):
+    for is_here, begin in _here(copies.places, blueprints):
         new = jnp.where(is_here, total, cut(x, begin, copies.size))
         x = lax.dynamic_update_slice(x, new, (begin,))
     return x
+
+
+def _here(places: Places, blueprints: Blueprints) -> list[tuple[Array, Array]]:
+    """On this rank, (whether there is one, where) of as many as the rank that has most."""
+    each = [[begin for rank, begin in places if rank == place] for place in range(len(blueprints.placement))]
+    most = max(map(len, each))
+    table = np.array([begins + [-1] * (most - len(begins)) for begins in each], np.int32)
+    return [(begin >= 0, jnp.maximum(begin, 0)) for begin in jnp.asarray(table)[axis_index(blueprints.axis)]]
 
 
 def _tied(blueprints: Blueprints, tied: Tied) -> Iterator[Copies]:

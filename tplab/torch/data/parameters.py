@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ Named = Sequence[tuple[Key, Tensor]]
 """Parameters with their names."""
 
 
-def trainable(model: Model) -> Named:
-    """Those that are trained, each once, in the order of the model. What is frozen has no gradient."""
+def trainable(model: Model, but: Collection[Key] = ()) -> Named:
+    """Those that are trained, each once and in the order of the model, without the names of `but`."""
     found: dict[Tensor, Key] = {}
     for key, parameter in _named(model):
+        if key in but:
+            continue
         if not isinstance(parameter, Tensor):
             raise TypeError(
                 f"{text(key)} is of type {type(parameter).__name__}; give a module, the stages of a pipeline, "

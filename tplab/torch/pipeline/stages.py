@@ -14,7 +14,7 @@ from tplab.pipeline.partition import Partition, cut_layers
 from tplab.pipeline.tied import Tied
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
-from tplab.schedules.placement import one_way
+from tplab.schedules.placement import Placement, one_way
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import InTurn
 from tplab.torch.ranks.rank import current_rank_or_none, this_rank
@@ -27,10 +27,14 @@ class Stages(Mapping[int, nn.Module]):
 
     partition   which layers each stage has
     tied        which parameters are one, by stage and name
+    placement   which stages each position of `axis` holds
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], partition: Partition, tied: Tied):
+    def __init__(
+        self, modules: Mapping[int, nn.Module], partition: Partition, tied: Tied, placement: Placement, axis: Axis
+    ):
         self._modules, self.partition, self.tied = dict(modules), partition, tied
+        self.placement, self.axis = placement, axis
 
     def __getitem__(self, stage: int) -> nn.Module:
         return self._modules[stage]
@@ -67,7 +71,7 @@ def stages_of(
     modules = {}
     for stage in dict.fromkeys(schedule.placement[index]):
         modules[stage] = InTurn([_made(layers[place], first.get(place, place)) for place in made.stages[stage]])
-    return Stages(modules, made, _tied(layers, made))
+    return Stages(modules, made, _tied(layers, made), schedule.placement, axis)
 
 
 def cut(

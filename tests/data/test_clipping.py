@@ -1,0 +1,291 @@
+"""The global norm and clipping by it, against one device: over dp x tp x pp, copies, ties; both frameworks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.frameworks import FRAMEWORKS, Framework, in_both
+from tests.sharded import double
+from tplab import Mesh, P
+from tplab.errors import MeshError, RankError, SpecError
+from tplab.pipeline import LayerSpec, TiedSpec
+from tplab.schedules import chimera, interleaved_1f1b, one_f_one_b, zb_v
+from tplab.torch import GPT, GPTConfig, average_gradients, clip_gradients, gpt_specs, gradient_norm, run, split_state
+
+SHAPES = {"columns": (4, 6), "rows": (12, 5), "both": (12, 4), "copied": (7,), "one": ()}
+SPECS = {"columns": P(None, "tp"), "rows": P(("tp", "cp")), "both": P("tp", "cp"), "copied": P(), "one": P()}
+GRADIENTS = {name: np.random.default_rng(3).normal(size=shape) for name, shape in SHAPES.items()}
+WHOLE = np.concatenate([g.reshape(-1) for g in GRADIENTS.values()])
+
+# One rounding per number and per sum of 120 of them.
+TOLERANCE = 1e-14
+
+
+@pytest.fixture
+def fw(request) -> Framework:
+    return FRAMEWORKS[request.param]()
+
+
+def clipped(fw: Framework, mesh: Mesh, max_norm: float, norm_type: float):
+    """Each gradient, put together again, and the norm, which all ranks must agree on; and the trace."""
+    given = {name: fw.array(g) for name, g in GRADIENTS.items()}
+    specs = {name: P(*(_on(entry, mesh) for entry in spec)) for name, spec in SPECS.items()}
+
+    def of_torch(gradients):
+        parameters = {name: nn.Parameter(torch.zeros_like(g)) for name, g in gradients.items()}
+        for name, g in gradients.items():
+            parameters[name].grad = g.clone()
+        norm = fw.lab.gradient_norm(parameters, specs, norm_type=norm_type)
+        had = fw.lab.clip_gradients(parameters, max_norm, specs, norm_type=norm_type)
+        return {name: p.grad for name, p in parameters.items()}, norm, had
+
+    def of_jax(gradients):
+        norm = fw.lab.gradient_norm(gradients, specs, norm_type=norm_type)
+        return (*fw.lab.clip_gradients(gradients, max_norm, specs, norm_type=norm_type), norm)
+
+    program = of_torch if fw.name == "torch" else of_jax
+    out = fw.lab.run(program, mesh, given, in_specs=(specs,), out_specs=(specs, P(), P()))
+    gradients, norm, had = out.value
+    assert float(norm) == float(had)
+    return {name: fw.numpy(g) for name, g in gradients.items()}, float(norm), out.trace
+
+
+def _on(entry, mesh):
+    """An entry of a spec, of the axes that the mesh has."""
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(name for name in names if name in mesh.shape)
+
+
+@pytest.mark.parametrize(
+    "fw, mesh, max_norm, norm_type",
+    in_both(
+        [(mesh, 2.5, 2) for mesh in (Mesh(tp=1), Mesh(tp=2), Mesh(dp=2, tp=2, cp=2), Mesh(cp=2, dp=3), Mesh(dp=4))]
+        + [(Mesh(dp=2, tp=2, cp=2), 0.5, p) for p in (1, 3, math.inf)]
+        + [(Mesh(dp=2, tp=2), 1e9, 2)],
+        [(Mesh(dp=2, tp=2, cp=2), 2.5, 2), (Mesh(tp=2, cp=2), 0.5, math.inf), (Mesh(tp=2), 1e9, 3)],
+    ),
+    indirect=["fw"],
+    ids=str,
+)
+def test_one_device_would_clip_the_same(fw, mesh, max_norm, norm_type):
+    with double(fw):
+        got, norm, trace = clipped(fw, mesh, max_norm, norm_type)
+    parameter = nn.Parameter(torch.zeros(WHOLE.size, dtype=torch.float64))
+    parameter.grad = torch.tensor(WHOLE)
+    want = float(nn.utils.clip_grad_norm_([parameter], max_norm, norm_type))
+    assert norm == pytest.approx(want, rel=TOLERANCE)
+    together = np.concatenate([got[name].reshape(-1) for name in GRADIENTS])
+    np.testing.assert_allclose(together, parameter.grad.numpy(), rtol=TOLERANCE)
+    if max_norm == 1e9:
+        assert np.array_equal(together, WHOLE)
+    cut = tuple(name for name in mesh.shape if name != "dp")
+    events = trace.select(kind="collective", rank=0).events
+    assert {event.axis for event in events} <= {",".join(cut)}
+    assert [event.shape for event in events] == ([()] * 2 if cut and mesh.axis_size(cut) > 1 else [])
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+D, WORDS = 6, 10
+
+
+def layers_of(fw: Framework, axis: str):
+    """Words that are tied, and layers of two kinds, cut along `axis` and whole."""
+    lab = fw.lab
+    if fw.name == "torch":
+        head = TiedSpec("words", nn.Linear, D, WORDS, bias=False, forward=lambda layer, x: x)
+        words = TiedSpec("words", nn.Linear, D, WORDS, bias=False)
+    else:
+        words = TiedSpec("words", _Whole)
+        head = TiedSpec("words", _Whole, forward=lambda layer, params, x: x)
+    middle = [LayerSpec(lab.ParallelMLP, D, 4 * D, axis), LayerSpec(lab.LayerNorm, D)] * 2
+    return [words, *middle, head]
+
+
+class _Whole:
+    def init(self, key):
+        import jax
+
+        return {"weight": jax.random.normal(key, (WORDS, D))}
+
+    def __call__(self, params, x):
+        return x
+
+
+MLP = {"up.weight": P("tp"), "up.bias": P("tp"), "down.weight": P(None, "tp"), "down.bias": P()}
+
+
+def stage_specs(schedule, bounds):
+    """{stage: {name: P}} of the layers above, as torch calls their parameters."""
+    named = [{"weight": P(), "layer.weight": P()}, MLP, {"weight": P(), "bias": P()}]
+    each = [named[0], named[1], named[2], named[1], named[2], named[0]]
+    return {
+        stage: {
+            f"{place - bounds[stage]}.{name}": spec
+            for place in range(bounds[stage], bounds[stage + 1])
+            for name, spec in each[place].items()
+        }
+        for stage in range(schedule.num_stages)
+    }
+
+
+def norm_in_pipeline(fw: Framework, schedule, mesh: Mesh, norm_type: float) -> float:
+    """The norm of the parameters, which are their own gradients here: copies are equal, and tied ones too."""
+
+    def program():
+        bounds = np.linspace(0, 6, schedule.num_stages + 1).astype(int).tolist()
+        stages = fw.lab.stages_of(layers_of(fw, "tp"), schedule, bounds=bounds)
+        if fw.name == "jax":
+            return fw.lab.gradient_norm(stages, norm_type=norm_type)
+        for parameter in stages.parameters():
+            parameter.grad = parameter.detach().clone()
+        return fw.lab.gradient_norm(stages, stage_specs(schedule, bounds), norm_type=norm_type)
+
+    return float(fw.lab.run(program, mesh, out_specs=P()).value)
+
+
+@pytest.mark.parametrize(
+    "fw, schedule, mesh, norm_type",
+    in_both(
+        [
+            (one_f_one_b(3, 4), Mesh(pp=3), 2),
+            (one_f_one_b(2, 4), Mesh(dp=2, pp=2, tp=2), 2),
+            (zb_v(2, 4), Mesh(tp=2, pp=2), 1),
+            (chimera(4, 4), Mesh(pp=4), 2),
+            (interleaved_1f1b(2, 4, 3), Mesh(pp=2, tp=2), math.inf),
+        ],
+        [(chimera(2, 2), Mesh(pp=2, tp=2), 2)],
+    ),
+    indirect=["fw"],
+    ids=str,
+)
+def test_copies_of_stages_and_ties_are_counted_once(fw, schedule, mesh, norm_type):
+    with double(fw):
+        mesh = mesh if "tp" in mesh.shape else Mesh(**mesh.shape, tp=1)
+        got = norm_in_pipeline(fw, schedule, mesh, norm_type)
+        want = plain_norm(fw, norm_type)
+    # torch's parameters are of float32 here, whose elements are the same; the sums are of float64
+    assert got == pytest.approx(want, rel=1e-7 if fw.name == "torch" else TOLERANCE)
+
+
+def plain_norm(fw: Framework, norm_type: float) -> float:
+    """That of one rank's layers, without the second of the tied ones."""
+
+    def program():
+        stages = fw.lab.stages_of(layers_of(fw, "tp"), one_f_one_b(1, 1))
+        if fw.name == "jax":
+            return stages[0][:-1]
+        return [list(layer.parameters()) for layer in list(stages[0].children())[:-1]]
+
+    import jax
+
+    held = fw.lab.run(program, Mesh(pp=1, tp=1)).per_rank[0]
+    flat = np.concatenate([fw.numpy(x).reshape(-1) for x in jax.tree.leaves(held)])
+    return float(np.linalg.norm(flat.astype(np.float64), norm_type))
+
+
+# --- a whole model, trained -------------------------------------------------------------------------------------------
+
+
+def test_a_gpt_that_is_clipped_at_each_step_stays_the_unsharded_one():
+    config = GPTConfig(vocab_size=11, width=8, num_layers=2, num_heads=2, context=6, deviation=0.3)
+    specs, ids = gpt_specs(config), torch.randint(11, (8, 7), generator=torch.Generator().manual_seed(1))
+
+    def program(state, ids):
+        model = GPT(config).double()
+        model.load_state_dict(state)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        norms = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            model.loss(ids[:, :-1], ids[:, 1:]).backward()
+            average_gradients(model, "dp", bucket_bytes=1000)
+            norms.append(clip_gradients(model, 0.5, specs, error_if_nonfinite=True))
+            optimizer.step()
+        return torch.stack(norms), model.state_dict()
+
+    whole = run(lambda: GPT(config).double().state_dict(), Mesh(tp=1), seed=5).per_rank[0]
+    (want_norms, want), *_ = run(program, Mesh(dp=1, tp=1), whole, ids).per_rank
+    assert want_norms.min() > 0.5  # clipped at every step
+    mesh = Mesh(dp=2, tp=2)
+
+    def on_mesh(states, ids):
+        from tplab.torch import axis_index
+
+        return program(states[2 * axis_index("dp") + axis_index("tp")], ids)
+
+    pieces = split_state(whole, specs, mesh)
+    results = run(on_mesh, mesh, pieces, ids, in_specs=(P(), P("dp"))).per_rank
+    for rank, (norms, state) in enumerate(results):
+        torch.testing.assert_close(norms, want_norms, rtol=1e-12, atol=0)
+        for name, piece in split_state(want, specs, mesh)[rank].items():
+            # 4 steps of AdamW, whose first divides gradients by their own size: roundings grow to some 1e-11
+            torch.testing.assert_close(state[name], piece, rtol=1e-10, atol=1e-10)
+
+
+def test_sixteen_bits_are_added_up_in_thirty_two():
+    def program(g):
+        p = nn.Parameter(torch.zeros_like(g))
+        p.grad = g
+        return gradient_norm({"p": p})
+
+    norm = run(program, Mesh(dp=2), torch.full((70_000,), 0.01, dtype=torch.bfloat16)).per_rank[0]
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(torch.tensor(0.01, dtype=torch.bfloat16)) * 70_000**0.5, rel=1e-5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def norm_of(parameters, *args, **kwargs):
+    def program():
+        for p in parameters.values():
+            p.grad = torch.ones_like(p)
+        return clip_gradients(parameters, *args, **kwargs)
+
+    return run(program, Mesh(tp=2)).per_rank
+
+
+def test_norms_that_are_not_finite():
+    def program(g):
+        p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        p.grad, q.grad = g.clone(), torch.ones(2)
+        norm = clip_gradients({"p": p, "q": q}, 1.0, {"p": P("tp"), "q": P()}, error_if_nonfinite=strict)
+        return norm, q.grad
+
+    g, strict = torch.tensor([1.0, 2.0, math.nan, 3.0]), False
+    for norm, grad in run(program, Mesh(tp=2), g, in_specs=(P("tp"),)).per_rank:
+        assert norm.isnan() and grad.isnan().all()  # as torch's
+    strict = True
+    with pytest.raises(
+        RankError, match=r"the norm of the gradients is nan, so they cannot be clipped: .*skip this step"
+    ):
+        run(program, Mesh(tp=2), g, in_specs=(P("tp"),))
+
+
+def test_what_is_wrong_is_said():
+    p = {"w": nn.Parameter(torch.zeros(2))}
+    with pytest.raises(SpecError, match="specs say nothing of parameter 'w'; give a P for every parameter"):
+        norm_of(p, 1.0, {"v": P()})
+    with pytest.raises(RankError, match="max_norm is -1"):
+        norm_of(p, -1)
+    with pytest.raises(RankError, match="norm_type is 0; it must be above 0"):
+        norm_of(p, 1.0, norm_type=0)
+    with pytest.raises(MeshError, match="no axis 'dp'"):
+        norm_of(p, 1.0, {"w": P("dp")})
+    with pytest.raises(RankError, match="nothing says along which axis it runs; give what stages_of made"):
+        run(lambda: gradient_norm({0: nn.Linear(2, 2)}), Mesh(pp=1))
+
+
+def test_jax_types_say_where_specs_are_wrong():
+    fw = FRAMEWORKS["jax"]()
+    w, norm = fw.array(np.ones(4)), fw.lab.gradient_norm
+    with pytest.raises(
+        SpecError, match=r"\['w'\] differs along 'dp' by JAX's types, and P\(\) says .*: average|average"
+    ):
+        fw.lab.run(lambda w: norm({"w": w}), Mesh(dp=2), w, in_specs=P("dp"))
+    with pytest.raises(SpecError, match=r"\['w'\] is the same along 'dp' by JAX's types, and P\('dp'\) says"):
+        fw.lab.run(lambda w: norm({"w": w}, {"w": P("dp")}), Mesh(dp=2), w)

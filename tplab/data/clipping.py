@@ -1,0 +1,57 @@
+"""Clipping by the global norm: what can be asked for, and which axes a spec cuts along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tplab.errors import SpecError
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+EPSILON = 1e-6
+"""Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+def check_norm_type(norm_type: Any) -> float:
+    """The p of a p-norm: above 0, or infinity. Raises ValueError."""
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(
+            f"norm_type is {norm_type!r}; it must be above 0: 2 for the Euclidean norm, inf for the maximum"
+        )
+    return p
+
+
+def check_max_norm(max_norm: Any) -> float:
+    """Raises ValueError where it is negative or no number."""
+    most = float(max_norm)
+    if not most >= 0:
+        raise ValueError(f"max_norm is {max_norm!r}; it must be the largest norm that is left alone, 0 or more")
+    return most
+
+
+def spec_of(name: Any, specs: Mapping[Any, Any] | None, what: str) -> P:
+    """How a parameter lies on the mesh; whole on every rank where there are no specs. Raises SpecError."""
+    if specs is None:
+        return P()
+    spec = specs.get(name)
+    if not isinstance(spec, P):
+        raise SpecError(
+            f"specs say nothing of {what}; give a P for every parameter that is trained, P() for one that every rank "
+            "holds whole, or its pieces would be counted wrong"
+        )
+    return spec
+
+
+def cut_along(specs: Iterable[P], mesh: Mesh, more: Iterable[str] = ()) -> tuple[str, ...]:
+    """The axes along which ranks hold different elements, in the mesh's order."""
+    named = {name for spec in specs for name in spec.axis_names} | set(more)
+    mesh.names(tuple(named)) if named else ()
+    return tuple(name for name in mesh.axis_names if name in named)
+
+
+def root(total: Any, p: float) -> Any:
+    """The norm, of a sum of p-th powers; of a maximum, that."""
+    return total if math.isinf(p) else total ** (1 / p)

@@ -1,0 +1,126 @@
+"""The norm of all gradients of a model, wherever its parameters lie, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_along, root, spec_of
+from tplab.sharding import P
+from tplab.torch.comm.collectives import all_reduce
+from tplab.torch.data.parameters import Key, Model, Named, check_dense, text, trainable
+from tplab.torch.pipeline.stages import Stages
+from tplab.torch.ranks.rank import this_rank
+
+Specs = Mapping[str, P] | Mapping[int, Mapping[str, P]]
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together, as one device would have it, the same on every rank.
+
+    parameters   a module, `Stages`, or parameters by name; a parameter without a gradient counts as zeros
+    specs        how they lie on the mesh: {name: P}, as `gpt_specs` gives it; of Stages {stage: {name: P}}, with all
+                 stages. None: every rank holds its parameters whole
+    norm_type    p, above 0, or inf for the largest element
+
+    norm = (sum |g|^p)^(1/p) over every element of the model, each once. A piece of a parameter is counted by the rank
+    at position 0 of those that hold copies; tied parameters, and stages that several ranks hold, at the first of their
+    places. Gradients of copies must be equal already: average them first.
+    cost   an all_reduce of 1 number over the axes that specs (and Stages) name; none where these name no axis
+    """
+    p = check_norm_type(norm_type)
+    return _norm(_counted(parameters, specs), p)
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Model, max_norm: float, specs: Specs | None = None, *, norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:  # fmt: skip
+    """Scale every gradient by min(1, max_norm / (norm + 1e-6)), in place, and return the norm that they had.
+
+    It is torch.nn.utils.clip_grad_norm_ for a model that lies on a mesh. Every rank scales by the same factor, so
+    copies stay equal. `gradient_norm` has the arguments and the cost.
+    Raises RuntimeError for an infinite or NaN norm if error_if_nonfinite, on all ranks.
+    """
+    most, p = check_max_norm(max_norm), check_norm_type(norm_type)
+    named = trainable(parameters)
+    norm = _norm(_counted(parameters, specs), p)
+    if error_if_nonfinite and not norm.is_meta and not bool(norm.isfinite()):
+        raise RuntimeError(_not_finite(norm, named))
+    factor = (most / (norm + EPSILON)).clamp(max=1.0)
+    for _, parameter in named:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    return norm
+
+
+def _norm(counted: tuple[list[Tensor], tuple[str, ...], Tensor], p: float) -> Tensor:
+    gradients, axes, like = counted
+    norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)).double() for g in gradients]
+    each = torch.stack(norms) if norms else like.new_zeros(1, dtype=torch.float64)
+    total = each.amax() if math.isinf(p) else each.pow(p).sum()
+    if axes:
+        total = all_reduce(total, axes, "max" if math.isinf(p) else "sum")
+    return root(total, p).to(torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32)
+
+
+def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Tensor]:
+    """The gradients that this rank counts, the axes over which they are added up, and a tensor like them."""
+    mesh, rank = this_rank().mesh, this_rank().rank
+    elsewhere: set[Key] = set()
+    more: tuple[str, ...] = ()
+    if isinstance(model, Stages):
+        more, elsewhere = mesh.names(model.axis), _counted_elsewhere(model, mesh.index(rank, model.axis))
+        all_specs = [spec for of_stage in (specs or {}).values() for spec in of_stage.values()]
+    elif isinstance(model, Mapping) and any(isinstance(module, nn.Module) for module in model.values()):
+        raise TypeError(
+            "these are stages of a pipeline, and nothing says along which axis it runs; give what stages_of made"
+        )
+    else:
+        all_specs = list((specs or {}).values())
+    axes = cut_along(all_specs, mesh, more)
+    named = trainable(model)
+    counted = []
+    for key, parameter in trainable(model, elsewhere):
+        if parameter.grad is None:
+            continue
+        if isinstance(key, str):
+            spec = spec_of(key, specs, text(key))
+        else:
+            spec = spec_of(key[1], specs and specs.get(key[0], {}), text(key))
+        copies = tuple(name for name in axes if name not in (*spec.axis_names, *more))
+        if not copies or mesh.index(rank, copies) == 0:
+            counted.append(check_dense(key, parameter.grad))
+    like = max((p for _, p in named), key=lambda p: p.element_size(), default=torch.empty(0))
+    return counted, axes, like.detach()
+
+
+def _counted_elsewhere(stages: Stages, index: int) -> set[Key]:
+    """What another stage's name, or an earlier rank, counts."""
+    found: set[Key] = {place for tie in stages.tied for place in list(tie)[1:]}
+    for stage, module in stages.items():
+        first = next(place for place, held in enumerate(stages.placement) if stage in held)
+        if first != index:
+            found |= {(stage, name) for name, _ in module.named_parameters()}
+    return found
+
+
+def _wide(gradient: Tensor) -> torch.dtype | None:
+    """Numbers of 16 bits are added up in 32."""
+    return torch.float32 if gradient.element_size() < 4 else None
+
+
+def _not_finite(norm: Tensor, named: Named) -> str:
+    here = [text(key) for key, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
+    listed = ", ".join(here[:5]) + (", ..." if len(here) > 5 else "")
+    where = f"on this rank the gradient of {listed} is" if here else "the gradients of other ranks are"
+    return (
+        f"the norm of the gradients is {float(norm)}, so they cannot be clipped: {where} not finite; skip this step, "
+        "or leave error_if_nonfinite out"
+    )
