@@ -17,14 +17,14 @@ colab_torch = $(shell grep '^torch==' requirements/colab.txt)
 locked_torch = $(shell grep '^torch==' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint unit labs-test browser test-oldest labs bench lock clean
+.PHONY: help lab test lint unit labs-test browser test-oldest labs site bench lock clean
 
 help: ## list what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 	@echo
 	@echo 'TORCH_INDEX=https://download.pytorch.org/whl/cpu   take the CPU build of torch (on Linux: 0.2 GB, not 4)'
 	@echo 'PYTHON=python3.12                                  make the environment with another Python'
-	@echo 'LABS="00_first_look"                               the labs that `make labs` executes'
+	@echo 'LABS="00_first_look"                               the labs that `make labs` executes, or `make site` shows'
 	@echo 'UPGRADE=--upgrade                                  let `make lock` take the newest versions'
 
 lab: .venv/lab ## set up on the first run, then open JupyterLab on your own copies of the labs
@@ -54,6 +54,9 @@ test-oldest: .venv-oldest/test ## unit tests and labs on the oldest versions sup
 
 labs: .venv/test ## execute the labs from labs/source and rewrite their outputs
 	$(BIN)/python labs/source/build.py $(LABS)
+
+site: .venv/test ## make the static site in build/site; labs that have changed are run once
+	$(BIN)/python -m website $(LABS)
 
 bench: .venv/test ## print the table of figures
 	$(BIN)/python -m benchmarks

@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import jupytext
@@ -85,8 +86,15 @@ def read_source(name: str) -> nbformat.NotebookNode:
     return book
 
 
-def execute(book: nbformat.NotebookNode, name: str) -> int:
-    """Run every cell, in order, in a fresh kernel; return the kernel's peak memory in bytes (0: not known here)."""
+def execute(
+    book: nbformat.NotebookNode,
+    name: str,
+    after_cell: Callable[[NotebookClient, nbformat.NotebookNode], None] | None = None,
+) -> int:
+    """Run every cell, in order, in a fresh kernel; return the kernel's peak memory in bytes (0: not known here).
+
+    after_cell   called after each cell with the client, which knows the widgets' state, and the cell
+    """
     # Without the widgets' state nbclient stumbles over a captured Output; what it would write into the notebook's
     # metadata, which GitHub rejects, is never asked for: that comes only with `client.execute()`.
     client = NotebookClient(
@@ -102,6 +110,8 @@ def execute(book: nbformat.NotebookNode, name: str) -> int:
         for index, cell in enumerate(book.cells):
             _progress(f"{name}: cell {index + 1} of {len(book.cells)}")
             client.execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
+            if after_cell:
+                after_cell(client, cell)
         return _peak_memory(client)
 
 
@@ -131,7 +141,9 @@ def opening_picture(book: nbformat.NotebookNode) -> bytes:
     shown = [output.get("data", {}).get("image/png") for cell in cells for output in cell.outputs]
     pictures = [png for png in shown if png]
     if len(pictures) != 1:
-        raise RuntimeError(f'one cell with the tag "{OPENING_PICTURE}" must show one picture; there are {len(pictures)}')
+        raise RuntimeError(
+            f'one cell with the tag "{OPENING_PICTURE}" must show one picture; there are {len(pictures)}'
+        )
     return base64.b64decode(pictures[0])
 
 

@@ -1,42 +1,19 @@
-// A page without a kernel: for each widget a model that keeps its traits, as anywidget's does.
-class PageModel {
-  constructor({ values, bytes }, all) {
-    this.traits = { ...values };
-    for (const [name, text] of Object.entries(bytes)) {
-      this.traits[name] = new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
-    }
-    this.listeners = new Map();
-    this.all = all;
-  }
-
-  get(name) { return this.traits[name]; }
-
-  // The widgets of a page show one thing, so a step of one is a step of all. The one that the reader touched last
-  // decides: where another still plays, that one stops.
-  set(name, value) {
-    const step = name === "step";
-    if (step && touched && touched !== this) value = touched.get(name);
-    for (const model of step ? this.all : [this]) {
-      model.traits[name] = value;
-      for (const listener of model.listeners.get(`change:${name}`) ?? []) listener();
-    }
-  }
-
-  on(event, listener) {
-    this.listeners.set(event, [...(this.listeners.get(event) ?? []), listener]);
-  }
-
-  off(event, listener) {
-    this.listeners.set(event, (this.listeners.get(event) ?? []).filter((other) => other !== listener));
-  }
-
-  save_changes() {}
-  send() {}
-}
+// A page of to_html. Its widgets show one thing, so a step of one is a step of all. The one that the reader touched last
+// decides: where another still plays, that one stops.
+import { PageModel } from "./model.js";
 
 const models = [];
 let touched = null;
-for (const traits of JSON.parse(document.getElementById("cards").textContent)) models.push(new PageModel(traits, models));
+
+class LinkedModel extends PageModel {
+  set(name, value) {
+    if (name !== "step") return super.set(name, value);
+    const step = touched && touched !== this ? touched.get(name) : value;
+    for (const model of models) PageModel.prototype.set.call(model, name, step);
+  }
+}
+
+for (const traits of JSON.parse(document.getElementById("cards").textContent)) models.push(new LinkedModel(traits));
 document.querySelectorAll(".card").forEach(async (el, place) => {
   for (const kind of ["pointerdown", "keydown", "click", "input"]) el.addEventListener(kind, () => { touched = models[place]; }, true);
   try {

@@ -1,0 +1,107 @@
+"""The pages that Sphinx reads: links, buttons, widgets in their places. No lab is run, and nothing is drawn."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from PIL import Image
+
+from labs.source import build
+from website.cards import Cards
+from website.pages import Pages, launch
+from website.states import Output, State
+
+NASTY = '</script><script>window.stolen = 1</script>"\n\n# not a heading'
+LAB = "00_first_look"
+REPOSITORY = build.repository()
+
+
+def widget(sentence: str, picture: str = "") -> Output:
+    stream = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(stream, "png")
+    state = State("Knob", "export default {};", {"content": {"title": NASTY}}, {"score": "AAAA"})
+    png = picture or base64.b64encode(stream.getvalue()).decode()
+    return Output({"text/plain": sentence, "image/png": png}, {}, state)
+
+
+def committed() -> dict[str, list[Output]]:
+    """What the cells of a lab show, as they are in the notebook, each picture as a widget."""
+    book = nbformat.read(build.LABS / f"{LAB}.ipynb", as_version=4)
+    shown: dict[str, list[Output]] = {}
+    for cell in book.cells:
+        outputs = [output.data for output in cell.get("outputs", []) if "data" in output]
+        shown[cell.id] = [
+            widget(data["text/plain"], data["image/png"]) if "image/png" in data else Output(dict(data), {}, None)
+            for data in outputs
+        ]
+    return shown
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Pages:
+    return Pages(tmp_path / "pages", Cards(tmp_path / "site"), {LAB: committed()}, widget("A ring"))
+
+
+@pytest.mark.parametrize(
+    "path, link, becomes",
+    [
+        ("docs/design.md", "[a](twins.md)", "[a](twins.md)"),
+        ("docs/design.md", "[a](../CONTRIBUTING.md#versions)", "[a](../CONTRIBUTING.md#versions)"),
+        ("docs/design.md", "[a](../README.md#labs)", "[a](../index.md#labs)"),
+        ("README.md", "[a\nb](labs/00_first_look.ipynb)", "[a\nb](labs/00_first_look.ipynb)"),
+        ("README.md", "[`a`](tplab/mesh.py)", f"[`a`]({REPOSITORY}/blob/main/tplab/mesh.py)"),
+        ("README.md", "[a](tplab/trace)", f"[a]({REPOSITORY}/tree/main/tplab/trace)"),
+        ("README.md", "[a](https://arxiv.org/abs/1#x)", "[a](https://arxiv.org/abs/1#x)"),
+        ("labs/16_x.ipynb", "[a](#here)", "[a](#here)"),
+    ],
+)
+def test_links_lead_to_pages_or_else_to_the_repository(pages: Pages, path: str, link: str, becomes: str):
+    assert pages.linked(link, path) == becomes
+
+
+def test_a_lab_has_buttons_for_badges_and_widgets_for_pictures(pages: Pages):
+    book = nbformat.reads(pages.lab(LAB), as_version=4)
+    first, setup, *rest = book.cells
+    assert "badge" not in first.source and launch(LAB) in first.source
+    for address in re.findall(r'href="([^"]+)"', launch(LAB))[:2]:
+        assert f"]({address})" in build.badges(LAB)
+    assert '<figure class="card" data-module="../widgets/widget-' in first.source
+    assert setup.metadata.tags == ["hide-input"]
+    assert build.closing_line() not in {cell.source for cell in rest}
+    shown = [output.data for cell in rest for output in cell.get("outputs", []) if "data" in output]
+    assert [list(data) for data in shown] == [["text/html"], ["text/html"], ["text/plain"]]
+
+
+def test_what_is_on_the_page_is_what_was_committed(pages: Pages):
+    cell = next(cell for cell, outputs in pages.shown[LAB].items() if outputs)
+    pages.shown[LAB][cell][0].data["text/plain"] = "Something else"  # pyright: ignore
+    with pytest.raises(ValueError, match=f"cell {cell} of labs/{LAB}.ipynb does not show what was committed"):
+        pages.lab(LAB)
+
+
+def test_the_landing_page_has_a_gallery_and_a_live_widget(pages: Pages):
+    text = pages.landing()
+    assert f'<a href="labs/{LAB}.html">' in text
+    assert "What travels when eight ranks add up their numbers?" in text
+    assert "| lab | question |" not in text and "badge.svg" not in text
+    assert text.index('data-module="./widgets/') < text.index("## Ten lines")
+    assert f":caption: Labs\n\nlabs/{LAB}\n" in text
+
+
+def test_no_text_breaks_out_of_its_figure(tmp_path: Path):
+    figure = Cards(tmp_path).figure(widget(NASTY), "labs/x.html")
+    assert figure.count("</script>") == figure.count("<script") == 1
+    assert 'alt="&lt;/script&gt;&lt;script&gt;window.stolen = 1&lt;/script&gt;&quot; # not a heading"' in figure
+    assert "\n\n" not in figure
+    assert 'width="3" height="2"' in figure
+
+
+def test_what_widgets_share_is_one_file(tmp_path: Path):
+    cards = Cards(tmp_path)
+    assert cards.figure(widget("a"), "index.html") == cards.figure(widget("a"), "index.html")
+    assert len(list(tmp_path.rglob("*.js"))) == len(list(tmp_path.rglob("*.png"))) == 1

@@ -1,0 +1,47 @@
+"""Make the site: python -m website [lab ...]
+
+With names of labs, the site has only these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sphinx.cmd.build import build_main
+
+from labs.source import build
+from website.cards import Cards
+from website.pages import Pages
+from website.states import OPENING, states
+
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "build" / "site"
+PAGES = ROOT / "build" / "site-pages"
+DOCTREES = ROOT / "build" / "site-doctrees"
+
+
+def make(labs: list[str], out: Path = OUT) -> int:
+    """Make the site of these labs in folder `out`. 0 if Sphinx had nothing to say against it."""
+    shown = states([*labs, OPENING])
+    (opening,) = shown.pop(OPENING)[OPENING]
+    Pages(PAGES, Cards(out), shown, opening).write()
+    options = ["--fail-on-warning", "--keep-going", "--quiet"]
+    return build_main([*options, "-c", str(Path(__file__).parent), "-d", str(DOCTREES), str(PAGES), str(out)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m website", description=__doc__)
+    parser.add_argument("labs", nargs="*", help="labs that the site has; all, if none is named")
+    chosen = parser.parse_args().labs
+    if unknown := sorted(set(chosen) - set(build.names())):
+        parser.error(f"no lab {', '.join(unknown)}; there are {', '.join(build.names())}")
+    failed = make(sorted(chosen) or build.names())
+    if not failed:
+        print("the site is in build/site; to see it: python -m http.server --directory build/site")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A widget on a page: a figure with a still picture and the data from which play.js draws the widget in its place."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import io
+import json
+import os
+from pathlib import Path
+
+from PIL import Image
+
+from website.states import Output, State
+
+FOLDER = "widgets"  # of the site: modules and stills
+THUMBNAIL_WIDTH = 640
+
+
+class Cards:
+    """Writes what the figures of all pages need into a folder of the site; one file for what several of them share."""
+
+    def __init__(self, site: Path):
+        self.folder = site / FOLDER
+
+    def figure(self, output: Output, page: str) -> str:
+        """The HTML of a widget on the page with this path in the site.
+
+        Where scripts are off, or the widget is still out of sight, its picture is shown. The HTML has no blank line, at
+        which Markdown would end it.
+        """
+        assert output.state
+        png = base64.b64decode(output.data["image/png"])
+        width, height = Image.open(io.BytesIO(png)).size
+        up = os.path.relpath(self.folder.parent, (self.folder.parent / page).parent)
+        still = f"{up}/{self._shared(png, 'still', '.png')}"
+        alt = html.escape(" ".join(output.data["text/plain"].split()))
+        module = self._shared(output.state.module.encode(), "widget", ".js")
+        return (
+            f'<figure class="card" data-module="{up}/{module}" data-kind="{output.state.kind}">\n'
+            f'<img src="{still}" alt="{alt}" width="{width}" height="{height}" loading="lazy">\n'
+            f'<script type="application/json">{_json(output.state)}</script>\n'
+            "</figure>"
+        )
+
+    def thumbnail(self, picture: Path) -> str:
+        """The first frame of a picture, small; its path in the site."""
+        with Image.open(picture) as moving:
+            frame = moving.convert("RGB")
+        frame.thumbnail((THUMBNAIL_WIDTH, THUMBNAIL_WIDTH))
+        stream = io.BytesIO()
+        frame.save(stream, "png", optimize=True)
+        return self._shared(stream.getvalue(), "thumbnail", ".png")
+
+    def _shared(self, data: bytes, name: str, suffix: str) -> str:
+        """Write it under a name that says what is in it, and return its path in the site."""
+        path = self.folder / f"{name}-{hashlib.sha256(data).hexdigest()[:10]}{suffix}"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        return f"{FOLDER}/{path.name}"
+
+
+def _json(state: State) -> str:
+    """JSON that can stand inside of a script element: no text in it can end the element."""
+    data = {"values": state.values, "bytes": state.packed}
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")

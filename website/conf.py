@@ -1,0 +1,58 @@
+"""Sphinx's configuration of the site. `python -m website` gives it the pages."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for website.mathml
+_project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
+
+project = "tplab"
+author = "the authors of tplab"
+copyright = f"{author}. {_project['license']}"
+version = release = _project["version"]
+
+extensions = ["myst_nb", "sphinx_copybutton", "website.mathml"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+nb_execution_mode = "off"
+nb_merge_streams = True
+nb_code_prompt_show = nb_code_prompt_hide = "Set-up"  # the one cell that is folded
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+html_math_renderer = "mathml"
+
+html_theme = "furo"
+html_title = "tplab"
+html_baseurl = _project["urls"]["Documentation"]
+html_static_path = ["static", *(f"../tplab/widgets/static/{name}" for name in ("tplab.css", "model.js"))]
+templates_path = ["templates"]
+html_favicon = "static/ring.svg"
+html_css_files = ["tplab.css", "site.css"]
+html_js_files = [("play.js", {"type": "module"})]
+html_show_sourcelink = False
+html_copy_source = False
+html_permalinks_icon = "#"
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
+html_theme_options = {
+    "top_of_page_buttons": [],
+    "source_repository": _project["urls"]["Repository"],
+    "footer_icons": [],
+    "light_css_variables": {
+        "font-stack": 'Inter, system-ui, "Segoe UI", Roboto, sans-serif',
+        "color-brand-primary": "#1f5fd0",
+        "color-brand-content": "#1f5fd0",
+        "color-brand-visited": "#1f5fd0",
+    },
+    "dark_css_variables": {
+        "color-background-primary": "#0d1015",
+        "color-background-secondary": "#12161d",
+        "color-background-border": "#363d4b",
+        "color-code-background": "#171b22",
+        "color-brand-primary": "#7db0ff",
+        "color-brand-content": "#7db0ff",
+        "color-brand-visited": "#7db0ff",
+    },
+}
+copybutton_exclude = ".linenos, .gp, .go"

@@ -1,0 +1,163 @@
+"""The pages that Sphinx reads, as files in a folder like the repository's: notebooks, the README as index.md, docs/."""
+
+from __future__ import annotations
+
+import html
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import nbformat
+
+from labs.source import build
+from website.cards import Cards
+from website.states import Output
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+ROW = re.compile(r"^\| \[([^\]]+)\]\(labs/(\w+)\.ipynb\) \| ([^|]+) \| .* \|$", re.MULTILINE)
+DOCS = ("torch_distributed", "twins", "design", "figures")
+ABOUT = ("CONTRIBUTING", "CHANGELOG")
+
+
+class Pages:
+    """Writes the pages of these labs, and those around them.
+
+    shown     what the cells of each lab show, by lab and cell
+    opening   what the README begins with
+    """
+
+    def __init__(self, folder: Path, cards: Cards, shown: Mapping[str, Mapping[str, list[Output]]], opening: Output):
+        self.folder, self.cards, self.shown, self.opening = folder, cards, shown, opening
+
+    def write(self) -> None:
+        """Write all of them. A page that has not changed is left alone, so that Sphinx need not read it again."""
+        texts = {f"labs/{name}.ipynb": self.lab(name) for name in self.shown}
+        texts |= {f"docs/{name}.md": self.text(f"docs/{name}.md") for name in DOCS}
+        texts |= {f"{name}.md": self.text(f"{name}.md") for name in ABOUT}
+        texts["index.md"] = self.landing()
+        pictures = ["docs/ring.png", *(f"labs/images/{name}.png" for name in self.shown)]
+        for old in self.folder.rglob("*.*"):
+            if old.is_file() and old.relative_to(self.folder).as_posix() not in {*texts, *pictures}:
+                old.unlink()
+        for name, text in texts.items():
+            _write(self.folder / name, text.encode())
+        for name in pictures:
+            _write(self.folder / name, (ROOT / name).read_bytes())
+
+    # --- labs ----------------------------------------------------------------------------------------------------
+
+    def lab(self, name: str) -> str:
+        """The notebook, with its outputs as committed, its widgets as figures, and buttons instead of badges."""
+        path = f"labs/{name}.ipynb"
+        book = nbformat.read(ROOT / path, as_version=4)
+        book.cells = [cell for cell in book.cells if cell.source != build.closing_line()]
+        for cell in book.cells:
+            if cell.cell_type == "code":
+                self._show(cell, name)
+            else:
+                cell.source = self.linked(cell.source.replace(build.badges(name), launch(name)), path)
+            if cell.source == build.setup_cell():
+                cell.metadata.tags = ["hide-input"]
+        return nbformat.writes(book)
+
+    def _show(self, cell: nbformat.NotebookNode, name: str) -> None:
+        committed = [output for output in cell.outputs if "data" in output]
+        found = self.shown[name][cell.id]
+        machine_dependent = "nbval-ignore-output" in cell.metadata.get("tags", [])
+        differ = [one.data["text/plain"] for one in found] != [one.data["text/plain"] for one in committed]
+        if len(found) != len(committed) or (differ and not machine_dependent):
+            raise ValueError(f"cell {cell.id} of labs/{name}.ipynb does not show what was committed: run `make labs`")
+        for output, one in zip(committed, found):
+            if one.state:
+                # A picture and its widget show the same: where the machine decides what, both are of this run.
+                kept = one if machine_dependent else Output(dict(output.data), {}, one.state)
+                output.data = {"text/html": self.cards.figure(kept, f"labs/{name}.html")}
+                output.metadata = {}
+
+    def opening_of(self, name: str) -> Output:
+        """The widget that the lab begins with."""
+        book = nbformat.read(ROOT / f"labs/{name}.ipynb", as_version=4)
+        (cell,) = (cell for cell in book.cells if build.OPENING_PICTURE in cell.metadata.get("tags", []))
+        (shown,) = (one for one in self.shown[name][cell.id] if "image/png" in one.data)
+        return shown
+
+    # --- text ----------------------------------------------------------------------------------------------------
+
+    def text(self, path: str) -> str:
+        return self.linked((ROOT / path).read_text(encoding="utf8"), path)
+
+    def landing(self) -> str:
+        """The README, with a gallery in the place of its table of labs, and what Sphinx needs to find all pages."""
+        text = (ROOT / "README.md").read_text(encoding="utf8")
+        rows = list(ROW.finditer(text))
+        head = text.rindex("\n\n", 0, rows[0].start())
+        gallery = "\n".join(self._tile(row[2], row[1], row[3]) for row in rows if row[2] in self.shown)
+        text = f'{text[:head]}\n\n<div class="gallery">\n{gallery}\n</div>{text[rows[-1].end() :]}'
+        trees = [
+            ("Labs", [f"labs/{name}" for name in self.shown]),
+            ("Reference", [f"docs/{name}" for name in DOCS]),
+            ("Project", ABOUT),
+        ]
+        return self.linked(text, "README.md") + "".join(_toctree(caption, pages) for caption, pages in trees)
+
+    def _tile(self, name: str, title: str, question: str) -> str:
+        number, _, rest = title.partition(" ")
+        picture = self.cards.thumbnail(build.LABS / "images" / f"{name}.png")
+        return (
+            f'<a href="labs/{name}.html"><span class="frame"><img src="{picture}" alt="" loading="lazy"></span>\n'
+            f"<b><i>{number}</i> {html.escape(rest)}</b>\n<span>{html.escape(question)}</span></a>"
+        )
+
+    def linked(self, text: str, path: str) -> str:
+        """The text with its links as they are on the site: to pages and pictures there, or else to the repository."""
+
+        def follow(link: re.Match[str]) -> str:
+            mark, label, target = link.groups()
+            if "://" in target or target.startswith(("#", "mailto:")):
+                return link[0]
+            place, _, anchor = target.partition("#")
+            where = posixpath.normpath(posixpath.join(posixpath.dirname(path), place))
+            if mark and (card := self._card(where)):
+                return self.cards.figure(card, re.sub(r"\.\w+$", ".html", path).replace("README", "index"))
+            if where == "README.md":
+                target = target.replace("README.md", "index.md")
+            elif not self._is_page(where):
+                kind = "tree" if (ROOT / where).is_dir() else "blob"
+                target = f"{build.repository()}/{kind}/main/{where}{'#' * bool(anchor)}{anchor}"
+            return f"{mark}[{label}]({target})"
+
+        return LINK.sub(follow, text)
+
+    def _card(self, picture: str) -> Output | None:
+        """The widget of which this is the picture."""
+        if picture == "docs/ring.png":
+            return self.opening
+        found = re.fullmatch(r"labs/images/(\w+)\.png", picture)
+        shown = self.opening_of(found[1]) if found and found[1] in self.shown else None
+        return shown if shown and shown.state else None
+
+    def _is_page(self, path: str) -> bool:
+        stem, suffix = posixpath.splitext(path)
+        if suffix == ".ipynb":
+            return stem.removeprefix("labs/") in self.shown
+        return stem in ABOUT or stem.removeprefix("docs/") in DOCS or suffix == ".png"
+
+
+def launch(name: str) -> str:
+    """The buttons that run lab `name`: the addresses are those of its badges."""
+    colab, binder = re.findall(r"\]\((https://[^)]+)\)", re.sub(r"!\[[^)]+\)", "", build.badges(name)))
+    places = [("Colab", colab), ("Binder", binder), ("GitHub", f"{build.repository()}/blob/main/labs/{name}.ipynb")]
+    links = "\n".join(f'<a href="{html.escape(address)}">{label}</a>' for label, address in places)
+    return f'<nav class="launch" aria-label="Run this page">\n<span>Run this page:</span>\n{links}\n</nav>'
+
+
+def _toctree(caption: str, pages: Iterable[str]) -> str:
+    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""])
+
+
+def _write(path: Path, data: bytes) -> None:
+    if not path.is_file() or path.read_bytes() != data:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)

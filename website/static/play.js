@@ -1,0 +1,33 @@
+// Draws the widgets of a page. Until one comes near the reader's eyes, and where it cannot be drawn, its picture stays.
+import { PageModel } from "./model.js";
+
+async function draw(figure) {
+  const { default: widget } = await import(new URL(figure.dataset.module, document.baseURI));
+  const model = new PageModel(JSON.parse(figure.querySelector("script").textContent));
+  const host = document.createElement("div");
+  host.className = "playing";
+  host.inert = true; // until it takes the picture's place
+  figure.append(host);
+  try {
+    await widget.render({ model, el: host });
+  } catch (error) {
+    host.remove();
+    throw error;
+  }
+  host.inert = false;
+  figure.querySelector("img").remove();
+  figure.classList.add("alive");
+}
+
+const near = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) {
+    if (!isIntersecting) continue;
+    near.unobserve(target);
+    draw(target).catch(() => { target.dataset.still = "this browser cannot draw it"; });
+  }
+}, { rootMargin: "800px 0px" });
+for (const figure of document.querySelectorAll("figure.card")) near.observe(figure);
+
+// On paper, everything is light.
+addEventListener("beforeprint", () => { document.body.dataset.jpThemeLight = "true"; });
+addEventListener("afterprint", () => { delete document.body.dataset.jpThemeLight; });
