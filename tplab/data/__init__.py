@@ -1,4 +1,4 @@
-"""The data dimension, as far as no framework is needed: which gradients travel together; block quantisation."""
+"""The data dimension, as far as no framework is needed: which gradients travel together; ZeRO; block quantisation."""
 
 from tplab.data.quantization import Quantized, error_bound, quantized_bytes
 

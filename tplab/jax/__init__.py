@@ -31,6 +31,8 @@ from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_s
 from tplab.jax.data.average import average_gradients
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.quantization import dequantize, quantize
+from tplab.jax.data.shard_gradients import shard_gradients
+from tplab.jax.data.shard_optimizer import shard_optimizer
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
@@ -123,6 +125,8 @@ __all__ = [
     "save_state",
     "saved_tensors",
     "scatter_to",
+    "shard_gradients",
+    "shard_optimizer",
     "shard_params",
     "split_batch",
     "split_state",

@@ -35,6 +35,8 @@ from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce
 from tplab.torch.data.average import average_gradients
 from tplab.torch.data.clipping import clip_gradients, gradient_norm
 from tplab.torch.data.quantization import dequantize, quantize
+from tplab.torch.data.shard_gradients import shard_gradients
+from tplab.torch.data.shard_optimizer import shard_optimizer
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
@@ -127,6 +129,8 @@ __all__ = [
     "saved_tensors",
     "scatter_to",
     "send",
+    "shard_gradients",
+    "shard_optimizer",
     "split_batch",
     "split_state",
     "stages_of",

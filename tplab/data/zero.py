@@ -1,0 +1,86 @@
+"""ZeRO in numbers: the bytes that each rank keeps from step to step, and the elements that it sends in a step.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5 and 7
+(arXiv:1910.02054). M parameters on R ranks, in bytes per parameter and elements sent per rank, times (R-1)/R:
+
+    stage   divided over the ranks           bytes kept       sent                                        in total
+    0       nothing: data parallelism        16               all_reduce of gradients                     2 M
+    1       states of the optimizer          4 + 12/R         reduce_scatter of gradients,                2 M
+                                                              all_gather of parameters
+    2       ... and gradients                2 + 14/R         the same, while the backward pass runs      2 M
+    3       ... and parameters               16/R             all_gather forward and again backward,      3 M
+                                                              reduce_scatter of gradients
+
+The 16 bytes are those of mixed precision with Adam: a parameter and its gradient in bfloat16 (2 + 2), and in float32
+the optimizer's copy of the parameter, the momentum and the variance (4 + 4 + 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tplab.data.pieces import Pieces
+from tplab.sharding import cut
+
+STAGES = (0, 1, 2, 3)
+
+
+class StateBytes(NamedTuple):
+    """What is kept from step to step, by kind, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+MIXED_ADAM = StateBytes(2, 2, 12)
+"""Bytes per parameter: bfloat16 parameters and gradients; float32 master copy, momentum and variance."""
+
+
+def bytes_per_parameter(stage: int, num_ranks: int, each: StateBytes = MIXED_ADAM) -> StateBytes:
+    """The bytes that each of `num_ranks` ranks keeps per parameter of the whole model, by kind.
+
+    each   what one parameter takes on one device
+    Raises ValueError for a stage that there is not.
+    """
+    _check_stage(stage)
+    divided = [num_ranks if stage >= first else 1 for first in (3, 2, 1)]
+    return StateBytes(*(size / parts for size, parts in zip(each, divided)))
+
+
+def state_bytes(
+    stage: int, sizes: Iterable[int], num_ranks: int, index: int, each: StateBytes = MIXED_ADAM
+) -> StateBytes:
+    """The same for parameters of these sizes, on the rank at position `index`, to the byte.
+
+    Where R does not divide a size, the first ranks hold more: ceil(size / R) elements, and the last ones less.
+    """
+    _check_stage(stage)
+    sizes = list(sizes)
+    whole = sum(sizes)
+    held = sum(len(cut(size, num_ranks, "ceil")[index]) for size in sizes)
+    return StateBytes(*(size * (held if stage >= first else whole) for size, first in zip(each, (3, 2, 1))))
+
+
+def elements_sent(stage: int, pieces: Iterable[Pieces], *, reshard_after_forward: bool = True) -> int:
+    """The elements that each rank sends in a step, under the ring algorithm: of 2 M or 3 M, the part (R-1)/R.
+
+    pieces                  of all buckets or units, whose padding travels too; at stage 0 nothing is padded
+    reshard_after_forward   stage 3: whether parameters are let go after the forward pass and gathered again
+    """
+    _check_stage(stage)
+    passes = 3 if stage == 3 and reshard_after_forward else 2
+    listed = list(pieces)
+    if stage == 0:
+        return sum(passes * (p.num_ranks - 1) * sum(p.sizes) // p.num_ranks for p in listed)
+    return sum(passes * (p.num_ranks - 1) * p.width for p in listed)
+
+
+def _check_stage(stage: int) -> None:
+    if stage not in STAGES:
+        raise ValueError(f"there is no ZeRO stage {stage!r}; stages are 0 (nothing is divided), 1, 2 and 3")

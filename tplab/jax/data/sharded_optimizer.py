@@ -1,0 +1,174 @@
+"""An optimizer of which each rank keeps a part: ZeRO's first two stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tplab.data.pieces import Pieces
+from tplab.jax.data.pieces import (
+    Gather,
+    Reduce,
+    differs_along,
+    held_of,
+    message_of,
+    pieces_of,
+    reduced_row,
+    row_of,
+    wholes_in,
+)
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
+from tplab.mesh import Axis
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GradientPieces:
+    """This rank's part of the gradient, combined over the ranks: a piece [width] for each parameter, as in `tree`."""
+
+    tree: Any
+
+
+@dataclass(frozen=True)
+class ShardedOptimizer:
+    """An optax optimizer over this rank's pieces of the parameters: `init` and `update` as optax has them, called in a
+    rank's program. States are pieces [width], and numbers that all ranks share.
+
+        specs = jax.tree.map(lambda x: P("dp") if x.ndim else P(), state)      # of a state that leaves the program
+
+    value_and_grad(loss)      as jax.value_and_grad, but gradients are this rank's own (stage 1: JAX's types would add
+                              them up), or are cut and added up while the backward pass runs (stage 2: GradientPieces)
+    reduce_gradients(grads)   what `update` does first: GradientPieces, for clipping or for a look
+    """
+
+    inner: Any
+    axis: Axis
+    op: str
+    replicate_axis: Axis | None
+    master_dtype: Any
+    reduce_dtype: Any
+    gather: Gather
+    reduce: Reduce
+    during_backward: bool = False
+
+    def init(self, params: Any) -> dict[str, Any]:
+        """The states of this rank's pieces; with a master dtype, also its copy of the parameters."""
+        pieces = self._pieces(params)
+        state = {"states": self.inner.init(pieces)}
+        return state if self.master_dtype is None else state | {"master": pieces}
+
+    def update(self, grads: Any, state: dict[str, Any], params: Any) -> tuple[Any, dict[str, Any]]:
+        """(updates to add to params, the same on every rank; the new state). Every rank gets all updates."""
+        reduced = grads if isinstance(grads, GradientPieces) else self.reduce_gradients(grads)
+        pieces = state["master"] if self.master_dtype is not None else self._pieces(params)
+        own = jax.tree.map(lambda g, p: g.astype(p.dtype), reduced.tree, pieces)
+        updates, states = self.inner.update(own, state["states"], pieces)
+        if self.master_dtype is None:
+            return jax.tree.map(lambda u, p: self._whole(u, p), updates, params), {"states": states}
+        master = jax.tree.map(lambda p, u: p + u, pieces, updates)
+        wide = self.master_dtype
+        updates = jax.tree.map(
+            lambda m, p: self._whole(m.astype(p.dtype), p).astype(wide) - p.astype(wide), master, params
+        )
+        return updates, {"states": states, "master": master}
+
+    def reduce_gradients(self, grads: Any) -> GradientPieces:
+        """This rank's piece of each gradient. What JAX's types have added up already is only cut, as it is."""
+        return GradientPieces(jax.tree.map(self._reduced, grads))
+
+    def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+        """As jax.value_and_grad(loss), with respect to the parameters, which come first."""
+        if self.during_backward:
+            return self._value_and_pieces(loss, has_aux)
+
+        def value_and_own_grad(params: Any, *args: Any, **kwargs: Any) -> Any:
+            own = jax.tree.map(lambda p: vary(p, self._names), params)
+            return jax.value_and_grad(loss, has_aux=has_aux)(own, *args, **kwargs)
+
+        return value_and_own_grad
+
+    def _value_and_pieces(self, loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        def value_and_grad(params: Any, *args: Any, **kwargs: Any) -> Any:
+            def of_pieces(pieces: Any) -> Any:
+                spread = jax.tree.map(lambda p, piece: _cut_behind(self._cutting(p), p, piece), params, pieces)
+                return loss(spread, *args, **kwargs)
+
+            def nothing(p: Array) -> Array:  # of the type that a piece of the gradient has
+                piece = jnp.zeros(self._cutting(p).pieces.width, self.reduce_dtype or p.dtype)
+                return vary(piece, self._piece_axes(p))
+
+            value, grads = jax.value_and_grad(of_pieces, has_aux=has_aux)(jax.tree.map(nothing, params))
+            return value, GradientPieces(grads)
+
+        return value_and_grad
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        mesh = this_mesh()
+        return mesh.names(self.axis) + (mesh.names(self.replicate_axis) if self.replicate_axis is not None else ())
+
+    def _pieces(self, params: Any) -> Any:
+        def piece(p: Array) -> Array:
+            pieces = pieces_of([p], self.axis)
+            return held_of(pieces, [p.astype(self.master_dtype or p.dtype)], self.axis)[0]
+
+        return jax.tree.map(piece, params)
+
+    def _reduced(self, grad: Array) -> Array:
+        cutting = self._cutting(grad)
+        if not differs_along(grad, self._names):
+            return held_of(cutting.pieces, [grad], self.axis)[0]
+        return cutting.reduced(vary(grad, self._names))
+
+    def _whole(self, piece: Array, like: Array) -> Array:
+        row = row_of([piece], piece.dtype)
+        (whole,) = wholes_in(pieces_of([like], self.axis), self.gather(row, self.axis).wait())
+        return whole
+
+    def _cutting(self, whole: Array) -> Cutting:
+        pieces = pieces_of([whole], self.axis)
+        return Cutting(pieces, self.axis, self.op, self.replicate_axis, self.reduce_dtype, self.reduce, self._names)
+
+    def _piece_axes(self, p: Array) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*this_mesh().names(self.axis), *varying_axes(p))))
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How one gradient is combined over the ranks, and which piece of it this rank keeps."""
+
+    pieces: Pieces
+    axis: Axis
+    op: str
+    replicate_axis: Axis | None
+    dtype: Any
+    reduce: Reduce
+    names: tuple[str, ...]
+
+    def reduced(self, grad: Array) -> Array:
+        """grad [...], each rank's own   ->   piece [width]"""
+        message = message_of(self.pieces, [grad], self.dtype)
+        return reduced_row(self.reduce(message, self.axis, self.op), self.replicate_axis, self.op)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cut_behind(cutting: Cutting, whole: Array, piece: Array) -> Array:
+    """The whole parameter. Its gradient goes to `piece`, as soon as the backward pass has it: combined, and cut."""
+    return vary(whole, cutting.names)
+
+
+def _forward(cutting: Cutting, whole: Array, piece: Array) -> tuple[Array, None]:
+    return vary(whole, cutting.names), None
+
+
+def _backward(cutting: Cutting, _: None, grad: Array) -> tuple[None, Array]:
+    return None, cutting.reduced(grad)
+
+
+_cut_behind.defvjp(_forward, _backward)

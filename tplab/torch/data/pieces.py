@@ -1,0 +1,81 @@
+"""Parameters in pieces: from whole tensors to rows that travel, and back. `tplab.data.pieces` says who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tplab.data.pieces import Pieces
+from tplab.mesh import Axis
+from tplab.torch.comm.collectives import Handle, all_gather, all_reduce, reduce_scatter, start
+from tplab.torch.ranks.rank import this_rank
+
+Gather = Callable[[Tensor, Axis], Handle]
+"""(this rank's row [width], axis) -> a handle, whose wait() gives the message [R * width] of all ranks' rows."""
+
+Reduce = Callable[[Tensor, Axis, str], Handle]
+"""(a message [R * width], axis, "sum" or "mean") -> a handle, whose wait() gives this rank's row [width] of the sum."""
+
+
+def gather_rows(row: Tensor, axis: Axis) -> Handle:
+    """Begin an all_gather: each rank sends (R-1) rows."""
+    return start(all_gather, row, axis)
+
+
+def reduce_rows(message: Tensor, axis: Axis, op: str) -> Handle:
+    """Begin a reduce_scatter: each rank sends (R-1) rows."""
+    return start(reduce_scatter, message, axis, 0, op)
+
+
+def reduced_row(handle: Handle, replicate_axis: Axis | None, op: str) -> Tensor:
+    """The row that a `Reduce` has begun; where other nodes hold copies, combined with theirs."""
+    row = handle.wait()
+    return row if replicate_axis is None else all_reduce(row, replicate_axis, op)
+
+
+def pieces_of(parameters: Sequence[Tensor], axis: Axis) -> tuple[Pieces, int]:
+    """How the ranks of `axis` share these parameters, and this rank's position among them."""
+    place = this_rank().place(axis)
+    return Pieces(tuple(tuple(p.shape) for p in parameters), len(place.group)), place.index
+
+
+def held_of(pieces: Pieces, index: int, wholes: Sequence[Tensor]) -> list[Tensor]:
+    """The piece [n] of each whole tensor that the rank at position `index` holds: views, where memory lies in order."""
+    flats = [whole.detach().reshape(-1) for whole in wholes]
+    return [x[held.start : held.stop] for x, held in zip(flats, (ranges[index] for ranges in pieces.ranges))]
+
+
+def row_of(pieces: Pieces, held: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """This rank's row [width]: its pieces one behind another, each padded with zeros."""
+    row = torch.zeros(pieces.width, dtype=dtype, device=held[0].device)
+    for column, piece in zip(pieces.columns, held):
+        row[column][: piece.numel()] = piece.detach()
+    return row
+
+
+def held_in(pieces: Pieces, index: int, row: Tensor) -> list[Tensor]:
+    """The pieces [n] in the row of the rank at position `index`, without padding: views."""
+    return [row[column][: len(ranges[index])] for column, ranges in zip(pieces.columns, pieces.ranges)]
+
+
+def message_of(pieces: Pieces, wholes: Sequence[Tensor | None], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """All ranks' rows [R * width] of whole tensors; None is zeros."""
+    message = torch.zeros(pieces.num_ranks, pieces.width, dtype=dtype, device=like.device)
+    for column, width, size, whole in zip(pieces.columns, pieces.widths, pieces.sizes, wholes):
+        if whole is not None and size:
+            flat, (full, rest) = whole.detach().reshape(-1), divmod(size, width)
+            message[:full, column] = flat[: full * width].view(full, width)
+            if rest:
+                message[full, column][:rest] = flat[full * width :]
+    return message.view(-1)
+
+
+def wholes_in(pieces: Pieces, message: Tensor) -> list[Tensor]:
+    """The whole tensors that a message [R * width] of all rows holds, in their shapes, without padding."""
+    rows = message.view(pieces.num_ranks, pieces.width)
+    return [
+        rows[:, column].reshape(-1)[:size].view(shape)
+        for column, size, shape in zip(pieces.columns, pieces.sizes, pieces.shapes)
+    ]

@@ -1,0 +1,93 @@
+"""ZeRO stage 2: gradients leave during the backward pass, and every rank keeps its own part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tplab.data.buckets import BUCKET_BYTES
+from tplab.mesh import Axis
+from tplab.torch.data.pieces import Gather, Reduce
+from tplab.torch.data.sharded_optimizer import About, Params, ShardedOptimizer
+from tplab.torch.private import at_end_of_backward
+
+
+def shard_gradients(
+    optimizer: Callable[[Any], Optimizer], params: Params, axis: Axis = "dp", *, op: str = "mean",
+    replicate_axis: Axis | None = None, master_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None, bucket_bytes: float | None = BUCKET_BYTES,
+    gather: Gather | None = None, reduce: Reduce | None = None,
+) -> ShardedOptimizer:  # fmt: skip
+    """Divide the states of an optimizer and the gradients over the R ranks of `axis` (ZeRO stage 2).
+
+        optimizer = shard_gradients(partial(torch.optim.AdamW, lr=1e-3), model.parameters(), "dp")
+        model.loss(x, y).backward()        # gradients leave as they are ready: p.grad is None afterwards
+        optimizer.step()
+
+    As `shard_optimizer`, but the backward pass itself combines gradients: as soon as those of a bucket are there, their
+    reduce_scatter begins and they are let go, while the backward pass goes on. So a rank holds its piece of the
+    gradients, and of whole ones no more than two buckets: one that fills, and one on its way.
+
+    bucket_bytes    the most that travels in one message; None: each parameter by itself. Buckets leave from the last
+                    parameter to the first, the same on every rank; a parameter that got no gradient counts as zeros
+
+    states    2 + 14/R bytes per parameter with Adam and master_dtype=float32
+    sent      2(R-1)/R of the parameters by each rank; of k backward passes before a step, each sends its gradients: k+1
+              times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
+    Other arguments as in `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
+    """
+    about = About(axis, op, replicate_axis, master_dtype, reduce_dtype, bucket_bytes, False, gather, reduce)
+    return _Leaving(optimizer, params, about)
+
+
+class _Leaving(ShardedOptimizer):
+    """One whose buckets leave during the backward pass, in their order, one after another."""
+
+    def __init__(self, make: Callable[[Any], Optimizer], params: Params, about: About):
+        super().__init__(make, params, about)
+        self._ready: dict[int, set[Tensor]] = {}  # place of a bucket -> parameters whose gradients are there
+        self._next = 0
+        self._is_in_backward = False
+        for place, bucket in enumerate(self.buckets):
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
+
+    def _arrived(self, place: int, parameter: Tensor) -> None:
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            at_end_of_backward(self._finish)
+        self._ready.setdefault(place, set()).add(parameter)
+        while self._next < len(self.buckets) and self._is_full(self._next):
+            self._leave()
+
+    def _is_full(self, place: int) -> bool:
+        return len(self._ready.get(place, ())) == len(self.buckets[place].parameters)
+
+    def _leave(self) -> None:
+        with torch.no_grad():
+            self.buckets[self._next].begin()
+            if self._next > 0:
+                self.buckets[self._next - 1].end()
+        self._next += 1
+
+    def _finish(self) -> None:
+        """At the end of the backward pass: what has not left goes, and what is on its way arrives."""
+        while self._next < len(self.buckets):
+            self._leave()
+        with torch.no_grad():
+            self.buckets[-1].end()
+        self._ready.clear()
+        self._next, self._is_in_backward = 0, False
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        for bucket in self.buckets:
+            if bucket.row is None:  # no backward pass came by
+                bucket.reduce()
+            bucket.hand_over()
+        self._is_reduced = True

@@ -1,0 +1,208 @@
+"""An optimizer of which each rank keeps a part: ZeRO's first two stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tplab.data.buckets import Gradient, buckets_of
+from tplab.mesh import Axis
+from tplab.torch.comm.collectives import Handle
+from tplab.torch.data.pieces import (
+    Gather,
+    Reduce,
+    gather_rows,
+    held_in,
+    held_of,
+    message_of,
+    pieces_of,
+    reduce_rows,
+    reduced_row,
+    row_of,
+    wholes_in,
+)
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+"""What torch's optimizers take: parameters, or groups of them with options."""
+
+
+class ShardedOptimizer(Optimizer):
+    """One of torch's optimizers, over this rank's pieces of the parameters.
+
+    It is used as any other: `step()`, `zero_grad()`, `param_groups`, `state_dict()`, a scheduler of the learning rate.
+    Its parameters are the pieces [n], in the groups and the order that were given, and so are its states.
+
+    reduce_gradients()   what `step` does first: afterwards each piece's `.grad` is this rank's part of the reduced
+                         gradient, for clipping or for a look. To be called once before each step, by all ranks
+    num_bytes()          what this rank keeps: (parameters, gradients, optimizer)
+    """
+
+    def __init__(self, make: Callable[[Any], Optimizer], params: Params, about: About):
+        groups, seen = _groups(params), set[Tensor]()
+        self.about, self.buckets = about, list[Bucket]()
+        for group in groups:
+            group["params"] = [p for p in dict.fromkeys(group["params"]) if p.requires_grad and p not in seen]
+            seen.update(group["params"])
+            made: dict[Tensor, nn.Parameter] = {}
+            for bucket in _buckets(group["params"], about):
+                self.buckets.append(bucket)
+                made.update(zip(bucket.parameters, bucket.shards))
+            group["params"] = [made[p] for p in group["params"]]
+        self.inner = make(groups)
+        self._is_reduced = False
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self._share()
+
+    def _share(self) -> None:
+        """What it is made of is the inner optimizer's own: a scheduler that changes one changes both."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Give each piece its part of the gradient, combined over the ranks; the whole gradient is let go."""
+        for bucket in self.buckets:
+            bucket.reduce()
+            bucket.hand_over()
+        self._is_reduced = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Reduce the gradients, step this rank's pieces, and gather the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._is_reduced:
+            self.reduce_gradients()
+        self.inner.step()
+        self._is_reduced = False
+        for bucket in self.buckets:
+            bucket.gather()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of the gradients of the parameters and of the pieces."""
+        self.inner.zero_grad(set_to_none)
+        self._is_reduced = False
+        for bucket in self.buckets:
+            bucket.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: states have the shapes of its pieces."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave on this rank."""
+        self.inner.load_state_dict(state_dict)
+        self._share()
+
+    def num_bytes(self) -> tuple[int, int, int]:
+        """What this rank keeps, in bytes of real tensors: parameters, gradients, and for the optimizer."""
+        parameters = {p for bucket in self.buckets for p in bucket.parameters}
+        gradients = [p.grad for p in parameters] + [bucket.row for bucket in self.buckets]
+        memory = {p.untyped_storage().data_ptr() for p in parameters}
+        copies = [s for b in self.buckets for s in b.shards if s.untyped_storage().data_ptr() not in memory]
+        states = [x for state in self.inner.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
+        kinds: tuple[Iterable[Tensor | None], ...] = parameters, gradients, [*copies, *states]
+        return tuple(sum(x.nbytes for x in kind if x is not None) for kind in kinds)  # type: ignore[return-value]
+
+
+class About:
+    """How pieces are made and what they send, as `shard_optimizer` and `shard_gradients` are told."""
+
+    def __init__(
+        self, axis: Axis, op: str, replicate_axis: Axis | None, master_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None, bucket_bytes: float | None, is_reduced: bool, gather: Gather | None,
+        reduce: Reduce | None,
+    ):  # fmt: skip
+        self.axis, self.op, self.replicate_axis, self.is_reduced = axis, op, replicate_axis, is_reduced
+        self.master_dtype, self.reduce_dtype, self.bucket_bytes = master_dtype, reduce_dtype, bucket_bytes
+        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
+
+
+class Bucket:
+    """Some parameters of one dtype whose gradients, and later whose values, travel in one message.
+
+    shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
+    row      this rank's part of the gradient, reduced, until the optimizer gets it; None: there is none yet
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], about: About):
+        self.parameters, self.about = list(parameters), about
+        self.pieces, self.index = pieces_of(parameters, about.axis)
+        self.dtype = self.parameters[0].dtype
+        master = about.master_dtype or self.dtype
+        held = held_of(self.pieces, self.index, self.parameters)
+        self.shards = [nn.Parameter(piece if piece.dtype == master else piece.to(master)) for piece in held]
+        self.row: Tensor | None = None
+        self._handle: Handle | None = None
+
+    def begin(self) -> None:
+        """Begin to combine the gradients over the ranks, and let go of them."""
+        grads = [p.grad for p in self.parameters]
+        about, dtype = self.about, self.about.reduce_dtype or self.dtype
+        message = message_of(self.pieces, grads, self.parameters[0], dtype)
+        self._let_go()
+        self._handle = about.reduce(message, about.axis, about.op)
+
+    def end(self) -> None:
+        """Wait for what has begun, and add this rank's part to its row."""
+        if self._handle is not None:
+            row = reduced_row(self._handle, self.about.replicate_axis, self.about.op)
+            self.row = row if self.row is None else self.row + row
+            self._handle = None
+
+    def reduce(self) -> None:
+        """Combine the gradients; of those that have been, take this rank's part."""
+        if not self.about.is_reduced:
+            self.begin()
+            self.end()
+            return
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        self.row = row_of(self.pieces, held_of(self.pieces, self.index, grads), self.dtype)
+        self._let_go()
+
+    def hand_over(self) -> None:
+        """Give the pieces their gradients, in their own dtype."""
+        assert self.row is not None
+        for shard, grad in zip(self.shards, held_in(self.pieces, self.index, self.row)):
+            grad = grad.to(shard.dtype)
+            shard.grad = grad if shard.grad is None else shard.grad + grad
+        self.row = None
+
+    def gather(self) -> None:
+        """Every rank gets the pieces of all others, in the parameters' own dtype."""
+        row = row_of(self.pieces, self.shards, self.dtype)
+        wholes = wholes_in(self.pieces, self.about.gather(row, self.about.axis).wait())
+        for parameter, whole in zip(self.parameters, wholes):
+            parameter.copy_(whole)
+
+    def forget(self) -> None:
+        self.row = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _groups(params: Params) -> list[dict[str, Any]]:
+    listed: list[Any] = list(params)
+    if not listed:
+        raise ValueError("there are no parameters to share; give model.parameters(), or groups of them")
+    groups = [dict(group) for group in listed] if isinstance(listed[0], Mapping) else [{"params": listed}]
+    for group in groups:
+        given = group["params"]
+        group["params"] = [given] if isinstance(given, Tensor) else list(given)
+    return groups
+
+
+def _buckets(parameters: Sequence[Tensor], about: About) -> Iterable[Bucket]:
+    """Buckets from the last parameter to the first, as the backward pass comes to them."""
+    gradients = [Gradient(p.numel(), p.element_size(), (p.dtype, p.device)) for p in parameters]
+    for bucket in buckets_of(gradients, about.bucket_bytes):
+        yield Bucket([parameters[index] for index in bucket.indices], about)
