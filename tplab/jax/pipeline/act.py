@@ -122,7 +122,7 @@ class Act:
 
     def _send_back(self, results: list[Array]) -> list[Array]:
         """The gradients of the inputs, which come first, are the message. Returns the other results."""
-        program, after = self._program, len(self._program.returns.pieces)
+        program, after = self._program, len(self._program.returns.slots)
         if not program.is_first:
             message = program.returns.pack(results[:after], self._message_sizes)
             self._state = self._state._replace(message=message)
@@ -132,8 +132,8 @@ class Act:
         """Add to the gradients of the parameters that have these numbers."""
         total = dict(self._state.grads)
         for number, grad in zip(numbers, grads, strict=True):
-            piece = self._program.blueprint.layout.pieces[number]
-            total[piece.kind] = add_at(total[piece.kind], self._begin[piece.kind] + piece.begin, grad.reshape(-1))
+            slot = self._program.blueprint.layout.slots[number]
+            total[slot.kind] = add_at(total[slot.kind], self._begin[slot.kind] + slot.begin, grad.reshape(-1))
         self._state = self._state._replace(grads=total)
 
 

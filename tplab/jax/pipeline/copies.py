@@ -79,21 +79,21 @@ def _here(places: Places, blueprints: Blueprints) -> list[tuple[Array, Array]]:
 def _tied(blueprints: Blueprints, tied: Tied) -> Iterator[Copies]:
     check_tied(tied, len(blueprints.stages))
     for tie in tied:
-        pieces = []
+        slots = []
         for stage, name in tie:
             names = blueprints.stages[stage].names()
             check_tied_name(stage, name, names)
-            pieces.append(blueprints.stages[stage].layout.pieces[names.index(name)])
-        (first, name), one = tie[0], pieces[0]
-        for (stage, other), piece in zip(tie, pieces):
-            if (piece.shape, piece.kind) != (one.shape, one.kind):
+            slots.append(blueprints.stages[stage].layout.slots[names.index(name)])
+        (first, name), one = tie[0], slots[0]
+        for (stage, other), slot in zip(tie, slots):
+            if (slot.shape, slot.kind) != (one.shape, one.kind):
                 raise ScheduleError(
                     f"parameter {name!r} of stage {first} is {_about(one.shape, one.kind)}, and its copy {other!r} of "
-                    f"stage {stage} {_about(piece.shape, piece.kind)}; copies must have one shape and type"
+                    f"stage {stage} {_about(slot.shape, slot.kind)}; copies must have one shape and type"
                 )
         places = [
-            [(rank, blueprints.begin(rank, stage)[one.kind] + piece.begin) for rank in blueprints.holders(stage)]
-            for (stage, _), piece in zip(tie, pieces)
+            [(rank, blueprints.begin(rank, stage)[one.kind] + slot.begin) for rank in blueprints.holders(stage)]
+            for (stage, _), slot in zip(tie, slots)
         ]
         # the holders of one stage have the same sum already
         yield Copies(one.kind, one.size, [first for first, *_ in places], [place for held in places for place in held])

@@ -33,7 +33,7 @@ Flat = dict[Kind, Array]
 Sizes = Mapping[Kind, int]
 
 
-class Piece(NamedTuple):
+class Slot(NamedTuple):
     """An array's shape, and where it begins in the flat array of its kind."""
 
     shape: tuple[int, ...]
@@ -48,32 +48,32 @@ class Piece(NamedTuple):
 class Layout(NamedTuple):
     """Where each of some arrays lies: one behind the other, in the flat array of its kind."""
 
-    pieces: tuple[Piece, ...]
+    slots: tuple[Slot, ...]
 
     @classmethod
     def of(cls, arrays: Iterable[tuple[tuple[int, ...], Kind]]) -> Layout:
         """That of arrays of these shapes and kinds."""
         sizes: dict[Kind, int] = {}
-        pieces = []
+        slots = []
         for shape, kind in arrays:
-            piece = Piece(shape, kind, sizes.get(kind, 0))
-            sizes[kind] = piece.begin + piece.size
-            pieces.append(piece)
-        return cls(tuple(pieces))
+            slot = Slot(shape, kind, sizes.get(kind, 0))
+            sizes[kind] = slot.begin + slot.size
+            slots.append(slot)
+        return cls(tuple(slots))
 
     @property
     def sizes(self) -> dict[Kind, int]:
         """Elements of each kind."""
         sizes: dict[Kind, int] = {}
-        for piece in self.pieces:
-            sizes[piece.kind] = sizes.get(piece.kind, 0) + piece.size
+        for slot in self.slots:
+            sizes[slot.kind] = sizes.get(slot.kind, 0) + slot.size
         return sizes
 
     def pack(self, arrays: Sequence[Array], sizes: Sizes) -> Flat:
         """The arrays, with zeros behind them up to these sizes."""
         rows: dict[Kind, list[Array]] = {kind: [] for kind in sizes}
-        for x, piece in zip(arrays, self.pieces, strict=True):
-            rows[piece.kind].append(vary(x, piece.kind.axes).reshape(-1))
+        for x, slot in zip(arrays, self.slots, strict=True):
+            rows[slot.kind].append(vary(x, slot.kind.axes).reshape(-1))
         for kind, size in self.sizes.items():
             if size < sizes[kind]:
                 rows[kind].append(kind.zeros(sizes[kind] - size))
@@ -86,7 +86,7 @@ class Layout(NamedTuple):
         """The arrays again; `begin` says where in the flat ones they lie, if not in front."""
         if begin is not None:
             flat = {kind: cut(flat[kind], begin[kind], size) for kind, size in self.sizes.items()}
-        return [cut(flat[p.kind], p.begin, p.size).reshape(p.shape) for p in self.pieces]
+        return [cut(flat[p.kind], p.begin, p.size).reshape(p.shape) for p in self.slots]
 
 
 def cut(x: Array, begin: Any, size: int) -> Array:

@@ -73,11 +73,11 @@ class Program:
 
     @property
     def is_first(self) -> bool:
-        return not self.enters.pieces
+        return not self.enters.slots
 
     @property
     def is_last(self) -> bool:
-        return not self.leaves.pieces
+        return not self.leaves.slots
 
     @property
     def keeping(self) -> Keeping:
@@ -119,7 +119,7 @@ def _traced(
 ) -> Program:
     """The program of a stage that is like none before it."""
     is_first, is_last = stage.number == 0, loss is not None
-    if not is_first and not any(is_float(jnp.empty(0, piece.kind.dtype)) for piece in enters.pieces):
+    if not is_first and not any(is_float(jnp.empty(0, slot.kind.dtype)) for slot in enters.slots):
         raise ScheduleError(
             f"nothing that enters stage {stage.number} is of floating point, so no gradient can flow back to stage "
             f"{stage.number - 1}; cut the model elsewhere"
@@ -127,7 +127,7 @@ def _traced(
     zero = vary(jnp.int32(0), batch.axes)
     own = blueprint.structure.unflatten(blueprint.layout.unpack(params))
     given = batch.given(own, is_first, is_last, zero, zero)
-    arriving = tuple(piece.kind.zeros(*piece.shape) for piece in enters.pieces)
+    arriving = tuple(slot.kind.zeros(*slot.shape) for slot in enters.slots)
     made = traced(stage, given, arriving, loss, batch.axes)
     passes, count = Passes(made), {}
 

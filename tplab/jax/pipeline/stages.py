@@ -36,7 +36,7 @@ class Blueprint:
 
     def names(self) -> list[str]:
         """Of each parameter: "0.up.weight" is in the stage's first layer."""
-        tree = self.structure.unflatten(range(len(self.layout.pieces)))
+        tree = self.structure.unflatten(range(len(self.layout.slots)))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         bare = len(self.layers) == 1 and self.layers[0].bare
         return [jax.tree_util.keystr(path[bare:], simple=True, separator=".") for path in paths]
@@ -60,7 +60,7 @@ class Blueprints:
     def layout(self, rank: int) -> Layout:
         """How all parameters of a rank lie: one stage behind the other, as in the placement."""
         return Layout.of(
-            (piece.shape, piece.kind) for stage in self.held(rank) for piece in self.stages[stage].layout.pieces
+            (slot.shape, slot.kind) for stage in self.held(rank) for slot in self.stages[stage].layout.slots
         )
 
     def held(self, rank: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from tplab.torch.pipeline.saved import bytes_of
 Function = Callable[..., Tensors]
 
 
-class Piece(NamedTuple):
+class Section(NamedTuple):
     """Layers that run together: all of a stage, or those between two checkpoints.
 
     wants_grads   whether anything before it needs the gradient of its inputs
@@ -47,11 +47,11 @@ class Stage:
         self.is_first, self.is_last = number == 0, number == num_stages - 1
         self.recomputes = checkpoint_every is not None
         groups = [module] if checkpoint_every is None else self._groups(checkpoint_every)
-        self.pieces: list[Piece] = []
+        self.sections: list[Section] = []
         wants_grads = not self.is_first
         for group in groups:
             parameters = [p for p in group.parameters() if p.requires_grad]
-            self.pieces.append(Piece(self._called(group), group, parameters, wants_grads))
+            self.sections.append(Section(self._called(group), group, parameters, wants_grads))
             wants_grads = wants_grads or bool(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -110,36 +110,36 @@ class Pass:
     ):  # fmt: skip
         self._stage, self._redraw = stage, redraw
         self._given = [*(inputs if stage.is_first else ()), *target]
-        self._pieces = list(stage.pieces)
+        self._sections = list(stage.sections)
         if finish is not None:
-            last = self._pieces[-1]
-            self._pieces[-1] = last._replace(function=lambda *xs: finish(*last.function(*xs)))
+            last = self._sections[-1]
+            self._sections[-1] = last._replace(function=lambda *xs: finish(*last.function(*xs)))
         self._graphs: list[Graph] = []
-        self._entered: list[Tensors] = []  # what entered each piece, where activations are computed again
+        self._entered: list[Tensors] = []  # what entered each section, where activations are computed again
         self._marks: list[Mark] = []
         with redraw:
             self.outputs = self._recomputable(inputs) if stage.recomputes else self._kept(inputs)
 
     def _kept(self, inputs: Tensors) -> Tensors:
-        graph, outputs = self._pieces[0].run(inputs)
+        graph, outputs = self._sections[0].run(inputs)
         self._graphs = [graph]
         return outputs
 
     def _recomputable(self, inputs: Tensors) -> Tensors:
-        for piece in self._pieces:
+        for section in self._sections:
             self._entered.append(inputs)
             self._marks.append(self._redraw.mark())
-            inputs = piece.run(inputs)[1]  # with a graph, which is dropped: layers may look whether they are trained
+            inputs = section.run(inputs)[1]  # with a graph, which is dropped: layers may look whether they are trained
         return inputs
 
     def _backwards(self) -> Iterator[Graph]:
         """The graphs from the last to the first; where activations are computed again, each when its turn comes."""
         yield from reversed(self._graphs)
         while self._entered:
-            piece, inputs = self._pieces[len(self._entered) - 1], self._entered.pop()
+            section, inputs = self._sections[len(self._entered) - 1], self._entered.pop()
             self._redraw.go_back(self._marks.pop())
-            with self._redraw, _buffers_aside(piece.module):
-                graph, _ = piece.run(inputs)
+            with self._redraw, _buffers_aside(section.module):
+                graph, _ = section.run(inputs)
             yield graph
 
     def backward(self, grads: Tensors) -> tuple[Tensors, Gradients]:
