@@ -31,6 +31,7 @@ from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_s
 from tplab.jax.data.average import average_gradients
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.quantization import dequantize, quantize
+from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.jax.data.shard_gradients import shard_gradients
 from tplab.jax.data.shard_optimizer import shard_optimizer
 from tplab.jax.layers.attention import ParallelSelfAttention
@@ -113,6 +114,8 @@ __all__ = [
     "ppermute",
     "prepare",
     "quantize",
+    "quantized_all_gather",
+    "quantized_reduce_scatter",
     "rank_key",
     "reduce_from",
     "reduce_scatter",

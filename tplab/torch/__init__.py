@@ -35,6 +35,7 @@ from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce
 from tplab.torch.data.average import average_gradients
 from tplab.torch.data.clipping import clip_gradients, gradient_norm
 from tplab.torch.data.quantization import dequantize, quantize
+from tplab.torch.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.shard_optimizer import shard_optimizer
 from tplab.torch.distributed.mesh import device_mesh
@@ -116,6 +117,8 @@ __all__ = [
     "parallelize",
     "ppermute",
     "quantize",
+    "quantized_all_gather",
+    "quantized_reduce_scatter",
     "receive",
     "reduce_from",
     "reduce_scatter",

@@ -78,6 +78,8 @@ def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handl
     `op` is any collective of this module. XLA overlaps it with whatever does not need its result, whether that stands
     between the two lines or not.
     """
+    if begin := getattr(op, "begin", None):  # of several messages
+        return begin(x, *args, **kwargs)
     if op not in _COLLECTIVES:
         raise TypeError(f"start needs a collective, as in start(ring_shift, x, 'tp'), not {op!r}")
     return Handle(op(x, *args, **kwargs))

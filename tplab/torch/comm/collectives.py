@@ -56,6 +56,8 @@ def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handl
     """
     if op is receive:
         return start_receive(x, *args, **kwargs)
+    if begin := getattr(op, "begin", None):  # of several messages
+        return begin(x, *args, **kwargs)
     call_of = getattr(op, "call_of", None)
     if call_of is None:
         raise TypeError(f"start needs a collective, as in start(ring_shift, x, 'tp'), not {op!r}")

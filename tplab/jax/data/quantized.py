@@ -1,0 +1,186 @@
+"""all_gather and reduce_scatter that send codes of 8 or 4 bits in the place of numbers: qwZ and qgZ of ZeRO++.
+
+Codes cannot be added on their way around a ring: each rank's codes have scales of their own, and the sum of two codes
+may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes straight to the rank that adds them up,
+and that one turns them into numbers first. Each number is rounded once on every level.
+
+Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
+sections 4.1 and 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tplab.comm import dim_of
+from tplab.data.levels import Levels, levels_of
+from tplab.errors import one_of
+from tplab.jax.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter
+from tplab.jax.data.quantization import dequantize_rows, quantize_rows
+from tplab.jax.ranks.context import this_mesh, vary
+from tplab.mesh import Axis
+from tplab.sharding import share
+
+
+def quantized_all_gather(
+    x: Any, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256, inside: Axis | None = None
+) -> Array:
+    """all_gather of codes and scales: every rank turns what arrives into numbers again.
+
+    x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, and of x's dtype; also a rank's own piece is rounded
+    bits      8 or 4; None sends x as it is
+    block     elements that share a scale; None: all of x
+    inside    the part of `axis` whose ranks share a node: codes first cross to the other nodes, once to each, and then
+              spread inside. The numbers are the same
+    sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank; with `inside`, O nodes of I ranks: O-1 times as
+              much across, (I-1) O times inside
+    error     half a step of each block: see `quantize`
+    backward  dx = reduce_scatter(dy), in full: as if nothing had been rounded
+    Every rank gives as many elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023, section 4.1.
+    """
+    x, names = jnp.asarray(x), this_mesh().names(axis)
+    how = _How(names, dim_of(x.shape, dim, "quantized_all_gather"), "sum", bits, block, _levels(axis, inside))
+    return _gathered(vary(x, names), how)
+
+
+def quantized_reduce_scatter(
+    x: Any, axis: Axis, dim: int = 0, op: str = "sum", *, bits: int | None = 4, block: int | None = 256,
+    inside: Axis | None = None,
+) -> Array:  # fmt: skip
+    """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
+
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, of x's dtype
+    op        sum or mean
+    bits      4 or 8; None is reduce_scatter
+    block     elements that share a scale; it ends where a piece ends. None: one scale for each piece
+    inside    the part of `axis` whose ranks share a node: pieces are added up inside it first, rounded again, and then
+              added up across. O nodes of I ranks send 1/I of the bytes across that one level would send
+    sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank, n being the elements of a piece; with `inside`,
+              (I-1) O times as much inside, O-1 times across
+    error     half a step of each rank's block, added up; with `inside`, and of the block of each node's sum
+    backward  dx = all_gather(dy), in full: as if nothing had been rounded
+    Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
+    Wang et al. 2023, section 4.3.
+    """
+    x, names = jnp.asarray(x), this_mesh().names(axis)
+    dim = dim_of(x.shape, dim, "quantized_reduce_scatter")
+    one_of("op", op, ("sum", "mean"))
+    share(x.shape[dim], axis_size(axis), f"quantized_reduce_scatter: dim {dim} has size", axis=names)
+    return _reduced(vary(x, names), _How(names, dim, op, bits, block, _levels(axis, inside)))
+
+
+# --- on their way -----------------------------------------------------------------------------------------------------
+
+
+class _How(NamedTuple):
+    """What a quantised collective was asked for."""
+
+    axis: tuple[str, ...]
+    dim: int
+    op: str
+    bits: int | None
+    block: int | None
+    levels: Levels | None
+
+    @property
+    def exact(self) -> _How:
+        """The same with numbers as they are."""
+        return self._replace(bits=None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(x: Array, how: _How) -> Array:
+    return joined(crossed(x, how), x, how)
+
+
+def crossed(x: Array, how: _How) -> list[Array]:
+    """What came across, codes and scales: the shards [O, ..] of the ranks at this rank's place in every node."""
+    first = how.axis if how.levels is None else how.levels.across
+    return [all_gather(part, first) for part in _encoded(x.reshape(1, -1), how)]
+
+
+def joined(parts: Sequence[Array], like: Array, how: _How) -> Array:
+    """What came across spreads inside the node, and becomes numbers."""
+    if how.levels is not None:
+        parts = [_in_order(all_gather(part[None], how.levels.inside), how.levels) for part in parts]
+    rows = _decoded(parts, like.size, how).astype(like.dtype).reshape(-1, *like.shape)
+    return jnp.concatenate(list(rows), how.dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _reduced(x: Array, how: _How) -> Array:
+    num_ranks = axis_size(how.axis)
+    pieces = jnp.stack(jnp.split(x, num_ranks, how.dim))
+    rows, first = pieces.reshape(num_ranks, -1), how.axis
+    if how.levels is not None:
+        rows, first = _inside_first(rows, how.levels), how.levels.inside
+    total = _summed(rows, first, how)
+    if how.levels is not None:
+        total = _summed(total, how.levels.across, how)
+    total = total / num_ranks if how.op == "mean" else total
+    return total.reshape(pieces.shape[1:]).astype(x.dtype)
+
+
+def _summed(rows: Array, axis: Axis, how: _How) -> Array:
+    """Rows [R k, n], k for each rank   ->   the sum [k, n] of those for this rank."""
+    if how.bits is None:
+        return reduce_scatter(rows, axis)
+    n = rows.shape[1]
+    arrived = _decoded([all_to_all(part, axis) for part in _encoded(rows, how)], n, how)
+    return arrived.reshape(axis_size(axis), -1, n).sum(0)
+
+
+def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
+    return None if inside is None else levels_of(this_mesh(), axis, inside)
+
+
+def _encoded(rows: Array, how: _How) -> list[Array]:
+    """What travels of rows [r, n]: codes and scales, or the rows themselves."""
+    return [rows] if how.bits is None else list(quantize_rows(rows, how.bits, how.block))
+
+
+def _decoded(parts: Sequence[Array], n: int, how: _How) -> Array:
+    """The rows [r, n] in what has arrived."""
+    return parts[0] if how.bits is None else dequantize_rows(parts[0], parts[1], n, how.bits, how.block)
+
+
+def _inside_first(rows: Array, levels: Levels) -> Array:
+    """Rows [R, n] in the order of positions   ->   [I O, n]: first by the position inside the node, then across."""
+    return rows.reshape(*levels.sizes, -1).transpose(*levels.places, len(levels.places)).reshape(rows.shape)
+
+
+def _in_order(spread: Array, levels: Levels) -> Array:
+    """The reverse: [I O, n]   ->   [R, n]."""
+    rows = spread.reshape(*levels.inner_sizes, -1).transpose(*levels.back, len(levels.back))
+    return rows.reshape(-1, rows.shape[-1])
+
+
+# --- backward: as if nothing had been rounded -------------------------------------------------------------------------
+
+
+def _gathered_forward(x: Array, how: _How) -> tuple[Array, None]:
+    return _gathered(x, how), None
+
+
+def _gathered_backward(how: _How, _: None, dy: Array) -> tuple[Array]:
+    return (_reduced(dy, how.exact),)
+
+
+def _reduced_forward(x: Array, how: _How) -> tuple[Array, None]:
+    return _reduced(x, how), None
+
+
+def _reduced_backward(how: _How, _: None, dy: Array) -> tuple[Array]:
+    return (_gathered(dy / axis_size(how.axis) if how.op == "mean" else dy, how.exact),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+_reduced.defvjp(_reduced_forward, _reduced_backward)
+quantized_all_gather.begin = lambda *args, **kwargs: Handle(quantized_all_gather(*args, **kwargs))  # type: ignore
+quantized_reduce_scatter.begin = lambda *args, **kwargs: Handle(quantized_reduce_scatter(*args, **kwargs))  # type: ignore

@@ -1,0 +1,203 @@
+"""all_gather and reduce_scatter that send codes of 8 or 4 bits in the place of numbers: qwZ and qgZ of ZeRO++.
+
+Codes cannot be added on their way around a ring: each rank's codes have scales of their own, and the sum of two codes
+may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes straight to the rank that adds them up,
+and that one turns them into numbers first. Each number is rounded once on every level.
+
+Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
+sections 4.1 and 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tplab.data.levels import Levels, levels_of
+from tplab.errors import one_of
+from tplab.mesh import Axis
+from tplab.torch.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter, start
+from tplab.torch.data.quantization import dequantize_rows, quantize_rows
+from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of
+from tplab.torch.ranks.rank import this_rank
+
+
+def quantized_all_gather(
+    x: Tensor, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256, inside: Axis | None = None
+) -> Tensor:
+    """all_gather of codes and scales: every rank turns what arrives into numbers again.
+
+    x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, and of x's dtype; also a rank's own piece is rounded
+    bits      8 or 4; None sends x as it is
+    block     elements that share a scale; None: all of x
+    inside    the part of `axis` whose ranks share a node: codes first cross to the other nodes, once to each, and then
+              spread inside. The numbers are the same
+    sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank; with `inside`, O nodes of I ranks: O-1 times as
+              much across, (I-1) O times inside
+    error     half a step of each block: see `quantize`
+    backward  dx = reduce_scatter(dy), in full: as if nothing had been rounded
+    Every rank gives as many elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023, section 4.1.
+    """
+    dim = dim_of(check_tensor("quantized_all_gather", x), dim, "quantized_all_gather")
+    return _Gathered.apply(x, axis, dim, bits, block, inside)  # type: ignore[return-value]
+
+
+def quantized_reduce_scatter(
+    x: Tensor, axis: Axis, dim: int = 0, op: str = "sum", *, bits: int | None = 4, block: int | None = 256,
+    inside: Axis | None = None,
+) -> Tensor:  # fmt: skip
+    """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
+
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, of x's dtype
+    op        sum or mean
+    bits      4 or 8; None is reduce_scatter
+    block     elements that share a scale; it ends where a piece ends. None: one scale for each piece
+    inside    the part of `axis` whose ranks share a node: pieces are added up inside it first, rounded again, and then
+              added up across. O nodes of I ranks send 1/I of the bytes across that one level would send
+    sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank, n being the elements of a piece; with `inside`,
+              (I-1) O times as much inside, O-1 times across
+    error     half a step of each rank's block, added up; with `inside`, and of the block of each node's sum
+    backward  dx = all_gather(dy), in full: as if nothing had been rounded
+    Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
+    Wang et al. 2023, section 4.3.
+    """
+    dim = dim_of(check_tensor("quantized_reduce_scatter", x), dim, "quantized_reduce_scatter")
+    one_of("op", op, ("sum", "mean"))
+    check_divides("quantized_reduce_scatter", x, dim, this_rank().place(axis))
+    return _Reduced.apply(x, axis, dim, op, bits, block, inside)  # type: ignore[return-value]
+
+
+# --- on their way -----------------------------------------------------------------------------------------------------
+
+
+class Gathering(Handle):
+    """A quantised all_gather that has been started: across nodes, where there are two levels."""
+
+    def __init__(
+        self, x: Tensor, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256,
+        inside: Axis | None = None,
+    ):  # fmt: skip
+        self.like, self.dim, self.bits, self.block = x.detach(), dim_of(x, dim, "quantized_all_gather"), bits, block
+        self.levels = _levels(axis, inside)
+        first = axis if self.levels is None else self.levels.across
+        self.pending = [start(all_gather, part, first) for part in _encoded(self.like.reshape(1, -1), bits, block)]
+
+    def crossed(self) -> list[Tensor]:
+        """What came across, codes and scales: the shards [O, ..] of the ranks at this rank's place in every node."""
+        return [pending.wait() for pending in self.pending]
+
+    def wait(self) -> Tensor:
+        return self.joined(self.crossed())
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """What came across spreads inside the node, and becomes numbers."""
+        if self.levels is not None:
+            parts = [_in_order(all_gather(part[None], self.levels.inside), self.levels) for part in parts]
+        rows = _decoded(parts, self.like.numel(), self.bits, self.block).to(self.like.dtype)
+        return rows.reshape(-1, *self.like.shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
+
+class Reducing(Handle):
+    """A quantised reduce_scatter that has been started: inside the node, where there are two levels."""
+
+    def __init__(
+        self, x: Tensor, axis: Axis, dim: int = 0, op: str = "sum", *, bits: int | None = 4, block: int | None = 256,
+        inside: Axis | None = None,
+    ):  # fmt: skip
+        num_ranks = axis_size(axis)
+        self.bits, self.block, self.divisor = bits, block, num_ranks if op == "mean" else 1
+        self.levels = _levels(axis, inside)
+        pieces = torch.stack(x.detach().chunk(num_ranks, dim))
+        self.like = pieces[0]
+        rows, first = pieces.reshape(num_ranks, -1), axis
+        if self.levels is not None:
+            rows, first = _inside_first(rows, self.levels), self.levels.inside
+        self.arriving = self._sent(rows, first)
+
+    def wait(self) -> Tensor:
+        total = self.arriving()
+        if self.levels is not None:
+            total = self._sent(total, self.levels.across)()
+        return (total / self.divisor if self.divisor > 1 else total).reshape(self.like.shape).to(self.like.dtype)
+
+    def _sent(self, rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
+        """Rows [R k, n], k for each rank, leave   ->   what waits for the sum [k, n] of those for this rank."""
+        if self.bits is None:
+            return start(reduce_scatter, rows, axis).wait
+        pending = [start(all_to_all, part, axis) for part in _encoded(rows, self.bits, self.block)]
+        num_ranks, n = axis_size(axis), rows.shape[1]
+
+        def total() -> Tensor:
+            arrived = _decoded([one.wait() for one in pending], n, self.bits, self.block)
+            return arrived.reshape(num_ranks, -1, n).sum(0)
+
+        return total
+
+
+quantized_all_gather.begin = Gathering  # type: ignore[attr-defined]
+quantized_reduce_scatter.begin = Reducing  # type: ignore[attr-defined]
+
+
+def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
+    return None if inside is None else levels_of(this_rank().mesh, axis, inside)
+
+
+def _encoded(rows: Tensor, bits: int | None, block: int | None) -> list[Tensor]:
+    """What travels of rows [r, n]: codes and scales, or the rows themselves."""
+    return [rows] if bits is None else list(quantize_rows(rows, bits, block))
+
+
+def _decoded(parts: Sequence[Tensor], n: int, bits: int | None, block: int | None) -> Tensor:
+    """The rows [r, n] in what has arrived."""
+    return parts[0] if bits is None else dequantize_rows(parts[0], parts[1], n, bits, block)
+
+
+def _inside_first(rows: Tensor, levels: Levels) -> Tensor:
+    """Rows [R, n] in the order of positions   ->   [I O, n]: first by the position inside the node, then across."""
+    return rows.reshape(*levels.sizes, -1).permute(*levels.places, len(levels.places)).reshape(rows.shape)
+
+
+def _in_order(spread: Tensor, levels: Levels) -> Tensor:
+    """The reverse: [I O, n]   ->   [R, n]."""
+    rows = spread.reshape(*levels.inner_sizes, -1).permute(*levels.back, len(levels.back))
+    return rows.reshape(-1, rows.shape[-1])
+
+
+class _Gathered(torch.autograd.Function):
+    """Forward: gathered as codes. Backward: reduce_scatter, in full."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: Axis, dim: int, bits: int | None, block: int | None, inside: Axis | None) -> Tensor:
+        return Gathering(x, axis, dim, bits=bits, block=block, inside=inside).wait()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.axis, ctx.dim, _, _, ctx.inside = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dx = quantized_reduce_scatter(grads[0], ctx.axis, ctx.dim, bits=None, inside=ctx.inside)
+        return dx, None, None, None, None, None
+
+
+class _Reduced(torch.autograd.Function):
+    """Forward: reduced through codes. Backward: all_gather, in full."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, axis: Axis, dim: int, op: str, bits: int | None, block: int | None, inside: Axis | None
+    ) -> Tensor:
+        return Reducing(x, axis, dim, op, bits=bits, block=block, inside=inside).wait()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.axis, ctx.dim, op, _, _, ctx.inside = inputs
+        ctx.divisor = axis_size(ctx.axis) if op == "mean" else 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dx = quantized_all_gather(grads[0] / ctx.divisor, ctx.axis, ctx.dim, bits=None, inside=ctx.inside)
+        return dx, None, None, None, None, None, None
