@@ -144,7 +144,7 @@ def test_both_makespans_the_residual_and_the_clock_are_told():
     over = overlay(trace, PREDICTED)
     assert about(over) == "executed 12 · predicted 8 · residual +4"
     assert repr(timeline(trace, PREDICTED)) == (
-        "Timeline of one_f_one_b on Mesh(pp=2): 2 ranks, 8 actions, executed 12, predicted 8, residual +4 "
+        "Timeline of 1F1B on Mesh(pp=2): 2 ranks, 8 actions, executed 12, predicted 8, residual +4 "
         "(modelled, unit times)."
     )
     assert [tuple(fact) for fact in facts(over)] == [
@@ -165,7 +165,7 @@ def test_measured_times_are_in_the_picture_and_not_in_the_sentence():
     run = simulate(SCHEDULE, Costs(1.0, unit="s"))
     said = {repr(timeline(executed(run, slower=slower, clock="measured"), run)) for slower in (1.0, 1.234)}
     assert said == {
-        "Timeline of one_f_one_b on Mesh(pp=2): 2 ranks, 8 actions, each where it was measured and where it was "
+        "Timeline of 1F1B on Mesh(pp=2): 2 ranks, 8 actions, each where it was measured and where it was "
         "predicted (measured)."
     }
     over = overlay(executed(run, slower=1.5, clock="measured"), run)

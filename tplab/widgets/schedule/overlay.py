@@ -17,6 +17,7 @@ from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
 from tplab.units import plain, time_text
 from tplab.widgets.schedule.facts import Fact
+from tplab.widgets.schedule.papers import paper_name
 
 MAX_STEPS = 400
 
@@ -157,7 +158,7 @@ def say(over: Overlay, moment: Now) -> tuple[str, str, str]:
 
 
 def title(over: Overlay) -> str:
-    return over.predicted.schedule.name or over.trace.title or "schedule"
+    return paper_name(over.predicted.schedule.name, over.trace.title or "schedule")
 
 
 def about(over: Overlay) -> str:
