@@ -43,6 +43,7 @@ from tplab.jax.layers.overlap import AsyncLinear, all_gather_matmul, matmul_redu
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
 from tplab.jax.models.classifier import ParallelClassifier, ParallelMLPBlock
 from tplab.jax.models.gpt import GPT
+from tplab.jax.models.gpt_layers import gpt_layers
 from tplab.jax.models.huggingface import gpt2_params, shard_params
 from tplab.jax.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.jax.pipeline.stages import Stages, num_parameters, stages_of
@@ -53,7 +54,7 @@ from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, tempo
 from tplab.jax.tracing.explain import explain
 from tplab.jax.tracing.xla import trace
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
-from tplab.models.gpt import GPTConfig, gpt_specs
+from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 from tplab.pipeline.microbatches import split_batch
 from tplab.rings import async_weight, blocking_weight
@@ -103,7 +104,9 @@ __all__ = [
     "gpt2_config",
     "gpt2_params",
     "gpt2_state",
+    "gpt_layers",
     "gpt_specs",
+    "gpt_state",
     "gradient_norm",
     "load_shards",
     "load_state",

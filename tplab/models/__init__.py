@@ -1,7 +1,7 @@
 """What the models of both frameworks share: their configurations, how their parameters lie, and their states."""
 
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
-from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs
+from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "gpt2_state",
     "gpt_parameters",
     "gpt_specs",
+    "gpt_state",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.models.checks import ACTIVATIONS
@@ -90,6 +92,26 @@ def gpt_parameters(config: GPTConfig, axis: Axis = "tp") -> dict[str, Parameter]
 def gpt_specs(config: GPTConfig, axis: Axis = "tp") -> dict[str, P]:
     """How the parameters of a GPT lie on a mesh: name in the state -> P."""
     return {name: parameter.spec for name, parameter in gpt_parameters(config, axis).items()}
+
+
+def gpt_state(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """The first weights of a GPT, whole: name in the state -> array [...] of float64.
+
+    Drawn from the seed alone, as `gpt_parameters` says: the same numbers in both frameworks and on every mesh.
+    """
+    return {
+        name: about.mean + about.deviation * np.random.default_rng([seed, number]).standard_normal(about.shape)
+        for number, (name, about) in enumerate(gpt_parameters(config).items())
+    }
+
+
+def gpt_layer_name(config: GPTConfig, layer: int, name: str = "") -> str:
+    """What a parameter of one of `gpt_layers` is called in the whole GPT's state: (1, "norm_1.weight") is
+    "blocks.0.norm_1.weight".
+
+    The first layer has embedding and positions, the last one the norm and the embedding again. Between them are blocks.
+    """
+    return f"blocks.{layer - 1}.{name}" if 1 <= layer <= config.num_layers else name
 
 
 def _column(name: str, rows: int, config: GPTConfig, axis: Axis) -> dict[str, Parameter]:

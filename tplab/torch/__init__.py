@@ -10,7 +10,7 @@ if find_spec("torch") is None:
     raise MissingPackageError("tplab.torch", "torch", extra="torch")
 
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
-from tplab.models.gpt import GPTConfig, gpt_specs
+from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 from tplab.pipeline.microbatches import split_batch
 from tplab.rings import async_weight, blocking_weight
@@ -48,6 +48,7 @@ from tplab.torch.layers.overlap import AsyncLinear, all_gather_matmul, matmul_re
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.torch.models.classifier import ParallelClassifier, ParallelMLPBlock
 from tplab.torch.models.gpt import GPT
+from tplab.torch.models.gpt_layers import gpt_layers
 from tplab.torch.models.huggingface import parallelize, whole_state
 from tplab.torch.models.plans import FusedColumn, gpt2_plan, llama_plan
 from tplab.torch.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
@@ -105,7 +106,9 @@ __all__ = [
     "gpt2_config",
     "gpt2_plan",
     "gpt2_state",
+    "gpt_layers",
     "gpt_specs",
+    "gpt_state",
     "gradient_norm",
     "launch",
     "llama_plan",

@@ -21,17 +21,8 @@ from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs
 
 
 @dataclass(frozen=True)
-class GPT:
-    """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n words
-
-    cost                a block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
-    sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
-                        reduce_scatters a block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
-    data_axis           along which ranks have other ids, and draw other dropout masks
-
-    `loss` is the mean cross-entropy, computed on the sharded logits. With a key there is dropout, without it none.
-    Where R does not divide the vocabulary, `pad_vocabulary` makes embedding.weight one that the ranks can share.
-    """
+class Parts:
+    """What a GPT, or one of its layers, is made of."""
 
     config: GPTConfig
     axis: Axis = "tp"
@@ -39,41 +30,18 @@ class GPT:
     sequence_parallel: bool = False
     data_axis: Axis | None = None
 
-    @property
-    def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
-        return nested(gpt_specs(self.config, self.axis))
+    def _drops(self, key: Any) -> Drops:
+        return Drops(self.config.dropout, key, self._varies_along)
 
-    def init(self, key: Any) -> Params:
-        """Weights from N(0, deviation), norms one and biases zero. Whole; inside a rank's program, its piece."""
-        about = gpt_parameters(self.config, self.axis)
-        first = {
-            name: here(mean + deviation * jax.random.normal(k, shape), spec)
-            for k, (name, (shape, spec, mean, deviation)) in zip(jax.random.split(key, len(about)), about.items())
-        }
-        return nested(first)
-
-    def __call__(self, params: Params, ids: Array, *, key: Any = None) -> Array:
-        config, length = self.config, ids.shape[-1]
-        if ids.ndim != 2 or length > config.context:
+    def _positions(self, weight: Array, ids: Array) -> Array:
+        """A row of `weight` for each position of ids [B, S]: [S, D], or this rank's piece of the sequence."""
+        context, length = len(weight), ids.shape[-1]
+        if ids.ndim != 2 or length > context:
             raise ShapeError(
-                f"a GPT takes ids [batch, sequence] of up to {config.context} tokens, and got {list(ids.shape)}; "
+                f"a GPT takes ids [batch, sequence] of up to {context} tokens, and got {list(ids.shape)}; "
                 "GPTConfig.context says how long a sequence may be"
             )
-        positions = params["positions"]["weight"][:length]
-        if self.sequence_parallel:
-            positions = scatter_to(positions, self.axis, 0)
-        drops = _Drops(config.dropout, key, self._varies_along)
-        x = drops(self._embedding(params["embedding"], ids) + positions)
-        for number in range(config.num_layers):
-            block = params["blocks"][str(number)]
-            x = x + drops(self._attention(block["attention"], self._norm(block["norm_1"], x)))
-            x = x + drops(self._mlp(block["mlp"], self._norm(block["norm_2"], x)))
-        return self._embedding.logits(params["embedding"], self._norm(params["norm"], x))
-
-    def loss(self, params: Params, ids: Array, targets: Array, *, key: Any = None) -> Array:
-        """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted."""
-        return vocab_parallel_cross_entropy(self(params, ids, key=key), targets, self.axis, self.config.vocab_size)
+        return scatter_to(weight[:length], self.axis, 0) if self.sequence_parallel else weight[:length]
 
     @property
     def _sequence_dim(self) -> int | None:
@@ -111,7 +79,48 @@ class GPT:
         return kind(self.config.width, sequence_axis=self.axis if self.sequence_parallel else None)
 
 
-class _Drops:
+@dataclass(frozen=True)
+class GPT(Parts):
+    """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n words
+
+    cost                a block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
+    sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
+                        reduce_scatters a block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
+    data_axis           along which ranks have other ids, and draw other dropout masks
+
+    `loss` is the mean cross-entropy, computed on the sharded logits. With a key there is dropout, without it none.
+    Where R does not divide the vocabulary, `pad_vocabulary` makes embedding.weight one that the ranks can share.
+    """
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh."""
+        return nested(gpt_specs(self.config, self.axis))
+
+    def init(self, key: Any) -> Params:
+        """Weights from N(0, deviation), norms one and biases zero. Whole; inside a rank's program, its piece."""
+        about = gpt_parameters(self.config, self.axis)
+        first = {
+            name: here(mean + deviation * jax.random.normal(k, shape), spec)
+            for k, (name, (shape, spec, mean, deviation)) in zip(jax.random.split(key, len(about)), about.items())
+        }
+        return nested(first)
+
+    def __call__(self, params: Params, ids: Array, *, key: Any = None) -> Array:
+        positions, drops = self._positions(params["positions"]["weight"], ids), self._drops(key)
+        x = drops(self._embedding(params["embedding"], ids) + positions)
+        for number in range(self.config.num_layers):
+            block = params["blocks"][str(number)]
+            x = x + drops(self._attention(block["attention"], self._norm(block["norm_1"], x)))
+            x = x + drops(self._mlp(block["mlp"], self._norm(block["norm_2"], x)))
+        return self._embedding.logits(params["embedding"], self._norm(params["norm"], x))
+
+    def loss(self, params: Params, ids: Array, targets: Array, *, key: Any = None) -> Array:
+        """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted."""
+        return vocab_parallel_cross_entropy(self(params, ids, key=key), targets, self.axis, self.config.vocab_size)
+
+
+class Drops:
     """Dropout with a new key each time."""
 
     def __init__(self, p: float, key: Any, axis: Axis | None):

@@ -24,6 +24,7 @@ from tplab.pipeline.tied import Tied
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import Placement, one_way
+from tplab.sharding import P
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class Stages:
     def tied(self) -> Tied:
         return self.blueprints.tied
 
+    @property
+    def specs(self) -> Stages:
+        """How the parameters lie on the mesh, for in_specs and out_specs: P("pp") is enough where nothing is spread
+        over another axis as well."""
+        return Stages({kind: P(kind.axes) for kind in self.flat}, self.blueprints)  # type: ignore[misc]
+
     def __getitem__(self, stage: int) -> Any:
         about = self.blueprints
         if not 0 <= stage < len(about.stages):
@@ -150,23 +157,14 @@ def stages_of(
     A layer's first weights depend on the seed of the run and the layer's place in the list alone. So the model is the
     same one with any number of ranks and stages, and data-parallel copies agree. Each rank makes its own layers only.
     """
-    label = ",".join(this_mesh().names(axis))
-    require_ranks(schedule, axis_size(axis), label)
-    made = cut_layers(
-        num_parameters(layers), schedule.num_stages, method, names=layer_names(layers),
-        placement=one_way(schedule.placement, schedule.num_stages), bounds=bounds,
-    )  # fmt: skip
+    about = blueprints_of(layers, schedule, method, axis=axis, bounds=bounds)
     first = {place: tied[0] for tied in ties(layers).values() for place in tied}
-    built = [_layer(layer) for layer in layers]
 
     def params_of(stage: int) -> list[Any]:
-        return [_init(built[place], first.get(place, place)) for place in made.stages[stage]]
-
-    stages = []
-    for stage in range(schedule.num_stages):
-        leaves, structure = jax.tree.flatten(_types(lambda stage=stage: params_of(stage)))
-        stages.append(Blueprint(tuple(built[place] for place in made.stages[stage]), structure, _layout(leaves, axis)))
-    about = Blueprints(tuple(stages), schedule.placement, axis, made, _tied(layers, made))
+        made = about.partition
+        assert made is not None
+        held = zip(about.stages[stage].layers, made.stages[stage], strict=True)
+        return [_init(layer, first.get(place, place)) for layer, place in held]
 
     def of_rank(rank: int) -> Callable[[], Flat]:
         return lambda: about.layout(rank).pack(
@@ -174,6 +172,27 @@ def stages_of(
         )
 
     return Stages(lax.switch(axis_index(axis), list(map(of_rank, range(schedule.num_ranks)))), about)
+
+
+def blueprints_of(
+    layers: Sequence[Any], schedule: Schedule, method: str | Sequence[float] = "parameters", *, axis: Axis = "pp",
+    bounds: Sequence[int] | None = None,
+) -> Blueprints:  # fmt: skip
+    """What `stages_of` would make, without numbers: for parameters that are there already. Called inside a rank's
+    program."""
+    label = ",".join(this_mesh().names(axis))
+    require_ranks(schedule, axis_size(axis), label)
+    made = cut_layers(
+        num_parameters(layers), schedule.num_stages, method, names=layer_names(layers),
+        placement=one_way(schedule.placement, schedule.num_stages), bounds=bounds,
+    )  # fmt: skip
+    built = [_layer(layer) for layer in layers]
+    stages = []
+    for places in made.stages:
+        held = tuple(built[place] for place in places)
+        leaves, structure = jax.tree.flatten(_types(lambda held=held: [_init(layer, 0) for layer in held]))
+        stages.append(Blueprint(held, structure, _layout(leaves, axis)))
+    return Blueprints(tuple(stages), schedule.placement, axis, made, _tied(layers, made))
 
 
 def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: Axis) -> Stages:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
-from tplab.models.gpt import GPTConfig, gpt_parameters
+from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_parameters
 from tplab.torch.comm.regions import scatter_to
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
@@ -34,7 +34,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.axis = config, axis
         self.sequence_dim = 1 if sequence_parallel else None
-        self.varies_along = _together(data_axis, axis if sequence_parallel else None)
+        self.varies_along = together(data_axis, axis if sequence_parallel else None)
         self.embedding = VocabParallelEmbedding(
             config.vocab_size, config.width, axis, sequence_dim=self.sequence_dim
         )
@@ -42,28 +42,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, axis, self.sequence_dim, self.varies_along) for _ in range(config.num_layers)
         )
-        self.norm = _norm_of(config, axis, self.sequence_dim)
+        self.norm = norm_of(config, axis, self.sequence_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, deviation), the same whole model on any mesh."""
-        about = gpt_parameters(self.config, self.axis)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                shape, spec, _, deviation = about[name]
-                if deviation:
-                    parameter.copy_(drawn_normal(shape, spec, deviation))
+        draw_parameters(self, self.config, self.axis)
 
     def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[-1]
-        if ids.dim() != 2 or length > self.config.context:
-            raise ShapeError(
-                f"a GPT takes ids [batch, sequence] of up to {self.config.context} tokens, and got {list(ids.shape)}; "
-                "GPTConfig.context says how long a sequence may be"
-            )
-        positions = self.positions.weight[:length]
-        if self.sequence_dim is not None:
-            positions = scatter_to(positions, self.axis, 0)
+        positions = positions_of(self.positions.weight, ids, self.axis, self.sequence_dim)
         x = dropout(self.embedding(ids) + positions, self._p, axis=self.varies_along)
         for block in self.blocks:
             x = block(x)
@@ -84,12 +71,12 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, axis: Axis, sequence_dim: int | None, varies_along: Axis | None):
         super().__init__()
         self.p, self.varies_along = config.dropout, varies_along
-        self.norm_1 = _norm_of(config, axis, sequence_dim)
+        self.norm_1 = norm_of(config, axis, sequence_dim)
         self.attention = ParallelSelfAttention(
             config.width, config.num_heads, axis, num_kv_heads=config.num_kv_heads, bias=config.bias,
             sequence_dim=sequence_dim,
         )  # fmt: skip
-        self.norm_2 = _norm_of(config, axis, sequence_dim)
+        self.norm_2 = norm_of(config, axis, sequence_dim)
         self.mlp = ParallelMLP(
             config.width, config.hidden_width, axis, activation=config.activation, bias=config.bias,
             sequence_dim=sequence_dim,
@@ -101,11 +88,40 @@ class Block(nn.Module):
         return x + dropout(self.mlp(self.norm_2(x)), p, axis=self.varies_along)
 
 
-def _norm_of(config: GPTConfig, axis: Axis, sequence_dim: int | None) -> nn.Module:
+# --- what the whole model and its layers share -----------------------------------------------------------------------
+
+
+def norm_of(config: GPTConfig, axis: Axis, sequence_dim: int | None) -> nn.Module:
+    """The norm that the configuration asks for."""
     kind = LayerNorm if config.norm == "layer" else RMSNorm
     return kind(config.width, sequence_axis=None if sequence_dim is None else axis)
 
 
-def _together(*axes: Axis | None) -> Axis | None:
+def positions_of(weight: Tensor, ids: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """A row of `weight` for each position of ids [B, S]: [S, D], or this rank's piece of the sequence.
+
+    Raises ShapeError where there are more positions than rows.
+    """
+    context, length = len(weight), ids.shape[-1]
+    if ids.dim() != 2 or length > context:
+        raise ShapeError(
+            f"a GPT takes ids [batch, sequence] of up to {context} tokens, and got {list(ids.shape)}; "
+            "GPTConfig.context says how long a sequence may be"
+        )
+    return weight[:length] if sequence_dim is None else scatter_to(weight[:length], axis, 0)
+
+
+def draw_parameters(module: nn.Module, config: GPTConfig, axis: Axis, layer: int | None = None) -> None:
+    """Draw the weights of a GPT, or of one of its layers, from N(0, deviation): the same ones on any mesh."""
+    about = gpt_parameters(config, axis)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            shape, spec, _, deviation = about[name if layer is None else gpt_layer_name(config, layer, name)]
+            if deviation:
+                parameter.copy_(drawn_normal(shape, spec, deviation))
+
+
+def together(*axes: Axis | None) -> Axis | None:
+    """Several axes as one; None for none of them."""
     names = tuple(name for axis in axes if axis is not None for name in ((axis,) if isinstance(axis, str) else axis))
     return names or None

@@ -49,6 +49,13 @@ class Stages(Mapping[int, nn.Module]):
         """Those of all its stages, each once, for an optimizer."""
         return list(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
 
+    def by_layer(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Every parameter, with its layer's place in the model and its name in that layer."""
+        for stage, module in self._modules.items():
+            for name, parameter in module.named_parameters():
+                place, _, rest = name.partition(".")
+                yield self.partition.bounds[stage] + int(place), rest, parameter
+
 
 def stages_of(
     layers: Sequence[Layer], schedule: Schedule, method: str | Sequence[float] = "parameters", *, axis: Axis = "pp",

@@ -1,0 +1,1 @@
+"""Training a GPT over a mesh of data, pipeline and tensor parallelism."""
