@@ -30,6 +30,7 @@ from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.jax.data.average import average_gradients
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
+from tplab.jax.data.parallel import data_parallel
 from tplab.jax.data.quantization import dequantize, quantize
 from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.jax.data.shard_gradients import shard_gradients
@@ -96,6 +97,7 @@ __all__ = [
     "clip_gradients",
     "collectives_in",
     "copy_to",
+    "data_parallel",
     "dequantize",
     "dropout",
     "explain",

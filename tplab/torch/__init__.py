@@ -34,6 +34,7 @@ from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.torch.data.average import average_gradients
 from tplab.torch.data.clipping import clip_gradients, gradient_norm
+from tplab.torch.data.parallel import data_parallel
 from tplab.torch.data.quantization import dequantize, quantize
 from tplab.torch.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.torch.data.shard_gradients import shard_gradients
@@ -98,6 +99,7 @@ __all__ = [
     "classifier_specs",
     "clip_gradients",
     "copy_to",
+    "data_parallel",
     "dequantize",
     "device_mesh",
     "dropout",

@@ -42,7 +42,7 @@ def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None 
             )
     means = list(leaves)
     for bucket in plan_of(leaves, bucket_bytes):
-        for index, mean in zip(bucket.indices, mean_of(bucket, leaves, axis)):
+        for index, mean in zip(bucket.indices, mean_of(bucket, [leaves[index] for index in bucket.indices], axis)):
             means[index] = mean
     return structure.unflatten(means)
 
@@ -53,9 +53,8 @@ def plan_of(arrays: Sequence[Any], bucket_bytes: float | None) -> tuple[Bucket, 
     return buckets_of([Gradient(x.size, x.dtype.itemsize, kind) for x, kind in zip(arrays, kinds)], bucket_bytes)
 
 
-def mean_of(bucket: Bucket, arrays: Sequence[Array], axis: Axis) -> list[Array]:
-    """The means of the bucket's arrays over the axis, in the order of its pieces."""
-    members = [arrays[index] for index in bucket.indices]
+def mean_of(bucket: Bucket, members: Sequence[Array], axis: Axis) -> list[Array]:
+    """The means of a bucket's arrays, which are given in the order of its pieces, over the axis."""
     if len(members) == 1:  # one alone needs no buffer, and keeps its shape in the trace
         return [all_reduce(members[0], axis, "mean")]
     mean = all_reduce(jnp.concatenate([x.reshape(-1) for x in members]), axis, "mean")

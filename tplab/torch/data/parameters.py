@@ -32,6 +32,13 @@ def trainable(model: Model, but: Collection[Key] = ()) -> Named:
     return [(key, parameter) for parameter, key in found.items()]
 
 
+def state_of(model: Model) -> list[Tensor]:
+    """All parameters, frozen ones too, and buffers, each once."""
+    held: list[Any] = list(model.values()) if isinstance(model, Mapping) else [model]
+    buffers = [x for module in held if isinstance(module, nn.Module) for x in module.buffers()]
+    return list(dict.fromkeys([*(parameter for _, parameter in _named(model)), *buffers]))
+
+
 def text(key: Key) -> str:
     """A parameter as errors call it."""
     return f"parameter {key!r}" if isinstance(key, str) else f"parameter {key[1]!r} of stage {key[0]}"

@@ -1,0 +1,62 @@
+"""Data parallelism whose gradients are averaged inside of the backward pass, bucket by bucket."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+from tplab.data.buckets import BUCKET_BYTES, Bucket
+from tplab.jax.data.average import mean_of, plan_of
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
+from tplab.mesh import Axis
+
+Names = tuple[str, ...]
+
+
+def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKET_BYTES) -> Any:
+    """The same parameters, whose gradient is the mean over the ranks of `axis` (R ranks).
+
+        def loss(params, x, y):
+            params = data_parallel(params, "dp")
+            return cross_entropy(model(params, x), y)       # of this rank's part of the batch
+
+        grads = jax.grad(loss)(params, x, y)                # the mean over the ranks, the same on all of them
+
+    params         a pytree of arrays
+    bucket_bytes   the most that a bucket holds, from the last array to the first; None: a bucket per array
+
+    forward   nothing is sent
+    backward  an all_reduce per bucket, which needs its gradients alone: XLA may run it beside the rest of the backward
+              pass. 2(R-1)/R of the gradients' bytes are sent by each rank
+    Without it, JAX adds the gradients up by itself, one psum per array, as the parameters are the same on every rank
+    by their types and the data is not. To accumulate, call it on what is differentiated over all microbatches: then
+    gradients are sent once.
+    """
+    names = this_mesh().names(axis)
+    leaves, structure = jax.tree.flatten(params)
+    same = list(leaves)
+    for bucket in plan_of(leaves, bucket_bytes):
+        for index, x in zip(bucket.indices, _averaged([leaves[index] for index in bucket.indices], names, bucket)):
+            same[index] = x
+    return structure.unflatten(same)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _averaged(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
+    """Forward: the same, each rank's own. Backward: the mean of what the ranks made of it."""
+    return [vary(x, names) for x in members]
+
+
+def _forward(members: list[Array], names: Names, bucket: Bucket) -> tuple[list[Array], list[Array]]:
+    return _averaged(members, names, bucket), [x.reshape(-1)[:0] for x in members]  # for their types
+
+
+def _backward(names: Names, bucket: Bucket, like: list[Array], grads: list[Array]) -> tuple[list[Array]]:
+    means = mean_of(bucket, grads, names)
+    return ([vary(mean, tuple(varying_axes(x))) for mean, x in zip(means, like)],)
+
+
+_averaged.defvjp(_forward, _backward)

@@ -1,0 +1,116 @@
+"""Data parallelism whose gradients travel while the backward pass still computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tplab.data.buckets import BUCKET_BYTES, Bucket
+from tplab.mesh import Axis
+from tplab.torch.comm.collectives import Handle, broadcast
+from tplab.torch.data.average import check_all_used, keep_mean, plan_of, send_bucket, used_anywhere
+from tplab.torch.data.parameters import Model, state_of, trainable
+from tplab.torch.private import at_end_of_backward, graph_task
+from tplab.torch.ranks.rank import this_rank
+
+
+def data_parallel(
+    parameters: Model, axis: Axis, *, bucket_bytes: float | None = BUCKET_BYTES, find_unused: bool = False,
+    broadcast: bool = True,
+) -> DataParallel:  # fmt: skip
+    """From here on every backward pass makes `.grad` the mean over the ranks of `axis` (R ranks).
+
+        replicas = data_parallel(model, "dp")
+        for inputs, targets in microbatches[:-1]:
+            with replicas.no_sync():                        # gradients are added up here, and nothing is sent
+                loss(model(inputs), targets).backward()
+        loss(model(*microbatches[-1]...)).backward()        # each bucket leaves as soon as its gradients are there
+
+    parameters     a module, `Stages`, or parameters; what is frozen now has no gradient
+    bucket_bytes   the most that a bucket holds, from the last parameter to the first; None: a bucket per parameter
+    find_unused    whether a parameter may have no gradient on some ranks. What is missing then leaves at the end, with
+                   all that would come after it, and ranks first tell one another what they have used
+    broadcast      whether all begin with the parameters and buffers of position 0. Else the program sees to it
+
+    A hook on each parameter notes that its gradient is complete. A bucket whose gradients all are leaves in an
+    all_reduce, in the same order on every rank. When the backward pass ends, all are waited for, and `.grad` is
+    written. So the first layers' backward pass hides what the last layers send.
+    cost   as `average_gradients`. This is torch's DistributedDataParallel, without a module around the model.
+    Raises ValueError for a parameter without a gradient at the end of a backward pass, unless find_unused.
+    """
+    return DataParallel(parameters, axis, bucket_bytes, find_unused, broadcast)
+
+
+class DataParallel:
+    """Gradients that leave during the backward pass: what `data_parallel` returns."""
+
+    def __init__(self, parameters: Model, axis: Axis, bucket_bytes: float | None, find_unused: bool, from_first: bool):
+        this_rank().place(axis)
+        self._named, self._axis, self._find_unused = trainable(parameters), axis, find_unused
+        self.buckets: tuple[Bucket, ...] = plan_of(self._named, bucket_bytes)
+        self._bucket_of = {self._named[i][1]: n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
+        self._missing: list[int] = []  # of each bucket, how many gradients; empty where no backward pass runs
+        self._flights: list[Handle] = []
+        self._is_paused = False
+        if from_first:
+            _copy_from_first(parameters, axis)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for _, p in self._named]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add to `.grad` and send nothing: the next one outside sends it all."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def wait(self) -> None:
+        """Send what has not left yet, and write the means to `.grad`. A backward pass does this itself when it ends;
+        after `train_batch`, which calls the hooks where it is done, it is needed only where a parameter was not used.
+        """
+        if not self._missing:
+            return
+        used = used_anywhere(self._named, self._axis) if self._find_unused else check_all_used(self._named)
+        self._missing = [0] * len(self.buckets)
+        self._send_ready()
+        for bucket, flight in zip(self.buckets, self._flights):
+            keep_mean(bucket, self._named, flight.wait(), used)
+        self._missing, self._flights = [], []
+
+    def remove(self) -> None:
+        """From here on gradients stay each rank's own."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _ready(self, parameter: Tensor) -> None:
+        """The gradient of `parameter` is complete."""
+        if self._is_paused:
+            return
+        in_backward = graph_task() >= 0
+        if not self._missing:
+            self._missing = [len(bucket.pieces) for bucket in self.buckets]
+            if in_backward:
+                at_end_of_backward(self.wait)
+        self._missing[self._bucket_of[parameter]] -= 1
+        self._send_ready()
+        if not in_backward and not any(self._missing):
+            self.wait()
+
+    def _send_ready(self) -> None:
+        """Buckets leave in their order: on a rank whose gradients come in another one, some wait for others."""
+        while len(self._flights) < len(self.buckets) and self._missing[len(self._flights)] <= 0:
+            self._flights.append(send_bucket(self.buckets[len(self._flights)], self._named, self._axis))
+
+    def __repr__(self) -> str:
+        return f"DataParallel of {len(self._named)} parameters in {len(self.buckets)} buckets along {self._axis!r}"
+
+
+@torch.no_grad()
+def _copy_from_first(model: Model, axis: Axis) -> None:
+    """Every rank's parameters, frozen ones too, and buffers become those of position 0."""
+    for x in state_of(model):
+        x.copy_(broadcast(x, axis))
