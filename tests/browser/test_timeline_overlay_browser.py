@@ -11,7 +11,7 @@ from tests.widgets.test_timeline_overlay import COSTS, executed, one_by_one
 from tplab.schedules import dualpipe, one_f_one_b, simulate, zb_v
 from tplab.widgets.paper.card import script
 from tplab.widgets.schedule.overlay import Overlay, now, overlay, say
-from tplab.widgets.schedule.payload import overlay as sent
+from tplab.widgets.schedule.payload_overlay import overlay as sent
 
 CELL = """
 from tests.widgets.test_timeline_overlay import PREDICTED, executed

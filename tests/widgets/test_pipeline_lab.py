@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tplab.errors import ScheduleError
-from tplab.schedules import RULES, Costs, auto_schedule, check, gpipe, one_f_one_b, simulate, zb_h1, zb_v
+from tplab.schedules import RULES, Costs, Schedule, auto_schedule, check, gpipe, one_f_one_b, simulate, zb_h1, zb_v
 from tplab.units import plain
 from tplab.widgets import gantt, pipeline_lab
+from tplab.widgets.paper.letters import about_width
+from tplab.widgets.paper.pen import text_width
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.pipeline_lab import LIMITS
 from tplab.widgets.schedule.facts import BUBBLE, BUBBLE_OF_EQUAL, PEAK, facts
 from tplab.widgets.schedule.payload import MAX_STEPS, moments
+from tplab.widgets.schedule.workbench import LIMITS
 
 FITTING = {"ranks": 4, "microbatches": 8}
 
@@ -226,3 +228,56 @@ def test_settings_that_cannot_be_make_the_picture_stale():
     assert not lab.is_stale and lab.notice == ""
     lab.move(0, 5, 0)  # a move that is not legal leaves what is shown as it is
     assert not lab.is_stale
+
+
+CSV = "0F0,0F1,,,,0B0,0B1\n,1F0,1B0,1F1,1B1,,\n"
+
+
+def test_a_schedule_that_is_pasted_is_shown_and_edited_like_any_other():
+    lab = pipeline_lab("one_f_one_b", compare="gpipe", forward=2.0)
+    before = lab.schedule
+    assert lab.paste(CSV) and lab.notice == ""
+    assert lab.schedule.by_rank() == Schedule.from_csv(CSV).by_rank() and lab.run.costs.forward == 2.0
+    assert (lab.settings["rule"], lab.settings["ranks"], lab.settings["microbatches"]) == ("edited", 2, 2)
+    assert lab.runs[1].schedule.num_ranks == 2  # what is beside it has its size
+    assert Schedule.from_csv(lab.export("csv")).by_rank() == lab.schedule.by_rank()
+    assert not lab.move(0, 2, 0) and lab.notice.startswith("not legal") and lab.num_edits == 1  # B0 before F0
+    assert lab.move(0, 3, 2) and lab.num_edits == 2  # B1 before B0
+    assert lab.undo() and lab.settings["rule"] == "edited"
+    assert lab.undo() and lab.schedule == before and lab.settings["ranks"] == 4
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (" \n", "nothing was pasted; a schedule has one line per rank"),
+        ("F0 B0", "F0"),
+        ("0F0,0B0\n1F0", "not a schedule that can run: "),
+        ("0B0,0F0\n", "not a schedule that can run: "),
+        (
+            "\n".join(f"{rank}F0,{rank}B0" for rank in range(17)),
+            "has 17 ranks, and the lab shows 1 to 16; gantt(Schedule",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_pasted_schedule_is_told(text: str, said: str):
+    lab = pipeline_lab("gpipe")
+    before, board = lab.schedule, lab.board
+    assert not lab.paste(text)
+    assert said in lab.notice and lab.schedule == before and lab.board == board and lab.num_edits == 0
+    assert lab.settings["rule"] == "gpipe" and not lab.is_stale
+
+
+def test_edits_are_taken_back_also_where_nothing_fits_beside_them():
+    lab = pipeline_lab("one_f_one_b", ranks=3, microbatches=6)
+    assert lab.paste(CSV)
+    lab.settings = {**lab.settings, "compare": "dualpipe", "microbatches": 4}  # fits 2 ranks, and not 3
+    assert lab.notice == ""
+    assert lab.undo() and lab.is_stale and "even number of ranks" in lab.notice
+
+
+def test_letters_are_about_as_wide_as_their_font_says():
+    for text in ("microbatches held, up to 4", "F : I : W = 1 : 1 : 1", "interleaved 1F1B", "rank 0 waits for F0"):
+        for bold in (False, True):
+            assert about_width(text, 11, bold) == pytest.approx(text_width(text, 11, bold), rel=0.04)
+        assert about_width(text, 9.5, mono=True) == pytest.approx(text_width(text, 9.5, mono=True), rel=0.02)

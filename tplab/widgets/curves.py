@@ -13,8 +13,9 @@ from PIL import Image
 
 from tplab.units import bytes_text, time_text
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.letters import one_line
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT
-from tplab.widgets.paper.pen import Pen, one_line
+from tplab.widgets.paper.pen import Pen
 
 Numbers = Sequence[float] | np.ndarray
 

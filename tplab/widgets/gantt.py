@@ -11,8 +11,8 @@ from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.step import Step
-from tplab.widgets.paper.svg import SvgPen
 from tplab.widgets.schedule import payload, still
+from tplab.widgets.schedule.workbench import to_svg
 
 SCRIPTS = ("units", "wire", "shell", "player", "canvas", "gantt", "pipeline")
 
@@ -47,9 +47,7 @@ class Gantt(Card):
 
     def to_svg(self) -> str:
         """The same picture as an SVG document."""
-        pen = SvgPen(still.WIDTH, still.height(self.runs))
-        still.draw(pen, self.runs, self.limit, self.colour)
-        return pen.document(self.sentence)
+        return to_svg(self.runs, self.limit, self.colour)
 
 
 def gantt(

@@ -10,8 +10,7 @@ from tplab.schedules import Comparison, Simulation
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.step import Step
-from tplab.widgets.schedule import overlay, still_overlay
-from tplab.widgets.schedule import payload as schedule_payload
+from tplab.widgets.schedule import overlay, payload_overlay, still_overlay
 from tplab.widgets.schedule.overlay import Overlay
 from tplab.widgets.score import payload, still, words
 from tplab.widgets.score.score import Score, score
@@ -30,7 +29,7 @@ class Timeline(Card):
         self.of, self.comparison = of, None
         if isinstance(of, Overlay):
             self.comparison, self.sentence = of.comparison, overlay.sentence(of)
-            super().__init__(score=schedule_payload.overlay(of), step=step)
+            super().__init__(score=payload_overlay.overlay(of), step=step)
         else:
             self.sentence = words.summary(of, "Timeline")
             super().__init__(score=payload.lanes(of), step=step)

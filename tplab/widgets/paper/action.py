@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tplab.schedules.action import B, F, I, W
-from tplab.widgets.paper.palette import DIM, INK, KINDS, PAPER, mix
-from tplab.widgets.paper.pen import Colour, text_width
+from tplab.widgets.paper.palette import DIM, INK, KINDS, PAPER, Colour, mix
 
 SOLID = {F: "F", B: "IW", I: "I", W: "W"}
 
@@ -21,6 +20,7 @@ class Sheet(Protocol):
     def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None: ...
     def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None: ...
     def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None: ...
+    def width_of(self, text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float: ...
     def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
              anchor: str = "mm", mono: bool = False) -> float: ...  # fmt: skip
 
@@ -52,6 +52,6 @@ def draw_action(
     else:
         sheet.box(x, y, width, size, fill=mix(DIM, 0.2), edge=DIM if radius else None, radius=radius)
     for text in (label, label[:1] if kind in SOLID else ""):
-        if size >= 9 and text and text_width(text, 9.5, mono=True) < width - 1:
+        if size >= 9 and text and sheet.width_of(text, 9.5, mono=True) < width - 1:
             sheet.text(x + width / 2, y + size / 2, text, size=9.5, fill=ink, mono=True)
             break

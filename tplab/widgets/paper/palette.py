@@ -1,5 +1,7 @@
 """The colours of the pictures that Python draws: those of static/tplab.css in its light theme. A test compares them."""
 
+Colour = str | tuple[int, int, int]
+
 INK, DIM, LINE, SOFT, PAPER = "#1c2230", "#5c677a", "#d5dbe5", "#f4f6f9", "#ffffff"
 ACCENT, HATCH, WORK = "#1f5fd0", "#dfe4ec", "#66718a"
 

@@ -7,7 +7,6 @@ the one that matplotlib carries with it; matplotlib itself is not imported, whic
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from tplab.widgets.paper.palette import INK, PAPER
+from tplab.widgets.paper.letters import one_line
+from tplab.widgets.paper.palette import INK, PAPER, Colour
 
 _SCALE = 3
-Colour = str | tuple[int, int, int]
 
 
 @cache
@@ -104,6 +103,9 @@ class Pen:
                 self.line([(x + a, y + height - (a - offset)), (x + b, y + height - (b - offset))], colour, 1)
             offset += 6
 
+    def width_of(self, text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
+        return text_width(text, size, bold, mono)
+
     def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
              anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
         """Write; anchor as in Pillow: l m r, then a m s (top, middle, baseline). Returns the text's width.
@@ -117,11 +119,6 @@ class Pen:
 
 def text_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
     return _font(size, bold, mono).getlength(one_line(text)) / _SCALE
-
-
-def one_line(text: str) -> str:
-    """The text with a blank for each line end, tab and other character that no font draws; XML does not allow some."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text)
 
 
 def on_curve(curve: Sequence[float], u: float) -> tuple[float, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from tplab.widgets.paper.palette import INK, PAPER
-from tplab.widgets.paper.pen import Colour, one_line, text_width
+from tplab.widgets.paper.letters import about_width, one_line
+from tplab.widgets.paper.palette import INK, PAPER, Colour
 
 _ANCHOR = {"l": "start", "m": "middle", "r": "end"}
 
@@ -49,6 +49,10 @@ class SvgPen:
                 f'color="{_colour(colour)}"/>'
             )
 
+    def width_of(self, text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
+        """Nearly: a reader's own fonts draw it."""
+        return about_width(text, size, bold, mono)
+
     def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
              anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
         face = ' font-weight="600"' if bold else ""
@@ -57,7 +61,7 @@ class SvgPen:
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}"{face} fill="{_colour(fill)}" '
             f'text-anchor="{_ANCHOR[anchor[0]]}" dominant-baseline="central">{escape(one_line(text))}</text>'
         )
-        return text_width(text, size, bold, mono)
+        return self.width_of(text, size, bold, mono)
 
     def document(self, title: str) -> str:
         """The whole SVG. `title` is what it shows, for those who hear it."""

@@ -1,4 +1,4 @@
-"""Schedules as they are sent to the browser: what `gantt` draws from, and `timeline` over a prediction."""
+"""Schedules as they are sent to the browser: what `gantt` draws from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import numpy as np
 
 from tplab.schedules import Simulation
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.schedule import overlay as over
 from tplab.widgets.schedule import still
 from tplab.widgets.schedule.facts import facts
 from tplab.widgets.schedule.papers import paper_name
-from tplab.widgets.score import words
 
 MAX_STEPS = 400
 
@@ -75,26 +73,3 @@ def _columns(run: Simulation) -> dict[str, np.ndarray]:
         "stairTime": np.concatenate([times for times, _ in stairs]) - begin,
         "stairHeld": np.concatenate([held for _, held in stairs]),
     }
-
-
-def overlay(of: over.Overlay) -> bytes:
-    """For `timeline` over a prediction: what ran when, and when it was to; static/overlay.js reads it."""
-    schedule = of.predicted.schedule
-    header = {
-        "overlay": True,
-        "title": over.title(of),
-        "about": over.about(of),
-        "badge": words.clock(of.trace),
-        "unit": of.trace.unit,
-        "ranks": schedule.num_ranks,
-        "names": list(of.comparison.ranks),
-        "word": of.word,
-        "stages": schedule.num_stages,
-        "times": of.times.tolist(),
-        "ops": of.ops,
-        "makespan": of.comparison.makespan,
-        "facts": over.facts(of),
-        "computes": True,
-    }
-    others = {f"other_{name}": column for name, column in of.others.items()}
-    return pack(header, {**of.actions, **others})

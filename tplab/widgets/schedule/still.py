@@ -11,7 +11,6 @@ from tplab.schedules.action import CODE, B, F, I, W
 from tplab.units import plain, ticks, time_text
 from tplab.widgets.paper.action import SOLID, Sheet, draw_action
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, LINE, SOFT, hue, mix
-from tplab.widgets.paper.pen import text_width
 from tplab.widgets.schedule.facts import facts
 from tplab.widgets.schedule.papers import paper_name
 
@@ -40,7 +39,7 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, b
     x = MARGIN + sheet.text(MARGIN, 26, paper_name(first.schedule.name), size=14, bold=True, anchor="lm") + 10
     sheet.text(x, 26.5, about(first), size=11, fill=DIM, anchor="lm")
     label = badge(first)
-    wide = text_width(label, 10.5) + 20
+    wide = sheet.width_of(label, 10.5) + 20
     sheet.box(WIDTH - MARGIN - wide, 15, wide, 22, edge=LINE, radius=11)
     sheet.text(WIDTH - MARGIN - wide / 2, 26, label, size=10.5, fill=DIM)
     end = max(run.makespan for run in runs)
@@ -115,7 +114,7 @@ def _draw_run(
     for name, figure, _ in facts(run, limit):
         sheet.text(x, bottom + 27, name, size=10, fill=DIM, anchor="lm")
         wide = sheet.text(x, bottom + 44, figure, size=13, bold=True, anchor="lm")
-        x += max(text_width(name, 10), wide) + 28
+        x += max(sheet.width_of(name, 10), wide) + 28
 
 
 def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: float, slots: int, by: str) -> None:

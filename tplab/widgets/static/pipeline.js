@@ -7,6 +7,7 @@ import { GanttChart, inWords } from "./gantt.js";
 
 const PATIENCE = 3000; // milliseconds
 const SILENCE = "No kernel answers, so nothing changes here. Run this cell to use its controls.";
+const CSV = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,";
 const SLIDERS = [
   ["ranks", "ranks"], ["microbatches", "microbatches"], ["virtual_stages", "stages per rank"], ["forward", "F"],
   ["input_grad", "I"], ["weight_grad", "W"], ["transfer", "transfer"],
@@ -95,7 +96,7 @@ async function render({ model, el: host }) {
   let board = await unpack(model.get("board"));
   const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: `pipeline schedule ${board.title}` });
   const tip = hint(root);
-  let waiting = false, wanted = null, silence = null, silent = false, drawn = model.get("settings");
+  let waiting = false, wanted = null, silence = null, failure = "", drawn = model.get("settings");
 
   // One question at a time: while Python works on one, only the last of the next is kept.
   function ask(changes) {
@@ -111,23 +112,28 @@ async function render({ model, el: host }) {
   // Python answers every message. Where it does not, no kernel runs, or a busy one, which may still answer.
   function send(content) {
     clearTimeout(silence);
-    silence = setTimeout(() => {
-      [silent, waiting, wanted] = [true, false, null];
-      show(drawn);
-      tellNotice();
-    }, PATIENCE);
+    silence = setTimeout(() => giveUp(SILENCE), PATIENCE);
     try {
       model.save_changes();
       model.send(content);
     } catch { /* a closed connection is silent, too */ }
   }
+  function giveUp(why) {
+    [failure, waiting, wanted] = [why, false, null];
+    show(drawn);
+    tellNotice();
+  }
+  // On a page, Python may still have to come: it says how far it is, or why it does not come.
   function onAnswer(content) {
     clearTimeout(silence);
-    [silent, waiting, drawn] = [false, false, model.get("settings")];
+    failure = "";
+    if (content.failed) return giveUp(content.failed);
+    tellNotice(content.progress);
+    if (content.progress) return;
+    [waiting, drawn] = [false, model.get("settings")];
     if (content.file) save(content.file, content.text);
     if (wanted) ask({});
     else show(drawn);
-    tellNotice();
   }
   const show = isLab ? controls(root, model, ask) : () => {};
 
@@ -165,7 +171,7 @@ async function render({ model, el: host }) {
   };
   // While actions are edited, the arrow keys are about the chosen one; else they move the playhead.
   const onEditKey = (event) => {
-    if (!chart.editing || event.target.closest("input, select") || event.altKey) return;
+    if (!chart.editing || event.target.closest("input, select, textarea") || event.altKey) return;
     const command = event.ctrlKey || event.metaKey;
     const act = command ? { z: () => send({ undo: true }) }[event.key]
       : event.shiftKey ? { ArrowLeft: () => shift(-1), ArrowRight: () => shift(1) }[event.key]
@@ -177,6 +183,14 @@ async function render({ model, el: host }) {
     act();
   };
   root.addEventListener("keydown", onEditKey, true);
+  const pasted = el("textarea.tpl-text", { rows: 5, spellcheck: "false", "aria-label": "CSV to show", placeholder: CSV });
+  const paste = el("form.tpl-paste", { hidden: "", onsubmit: (event) => { event.preventDefault(); send({ paste: pasted.value }); } }, pasted,
+    el("div", {}, "One line per rank, in either of torch's forms. ", button("show it", "show what is pasted", () => {}, { type: "submit" })));
+  paste.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the player
+  const toPaste = toggle("paste CSV", "paste CSV of your own", (on) => {
+    paste.hidden = !on;
+    if (on) pasted.focus();
+  });
   const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
   const legend = el("span.tpl-legend");
   const choice = el("span.tpl-choice", { role: "group", "aria-label": "colour by" }, el("span", {}, "colour by"),
@@ -193,8 +207,9 @@ async function render({ model, el: host }) {
   };
   root.append(legend, el("div.tpl-tools", {}, choice,
     el("span.tpl-space"), ...(isLab ? [earlier, later, undo, reset, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
-    ...(isLab ? files : [])));
-  const note = el("p.tpl-notice", { role: "status" });
+    ...(isLab ? [toPaste, ...files] : [])));
+  if (isLab) root.append(paste);
+  const note = el("p.tpl-notice", { role: "status" }), bar = el("progress.tpl-progress", { max: 1, "aria-label": "loading", hidden: "" });
   note.hidden = !isLab;
   let player = null;
   const chart = new GanttChart(root, root, {
@@ -204,7 +219,7 @@ async function render({ model, el: host }) {
     drop: (rank, index, to) => send({ move: [rank, index, to] }),
   });
   const figures = el("div.tpl-figures");
-  root.append(note, figures);
+  root.append(note, bar, figures);
 
   const timeAt = (position) => {
     const { moments } = board, whole = Math.min(Math.floor(position), moments.length - 1), next = Math.min(whole + 1, moments.length - 1);
@@ -229,11 +244,15 @@ async function render({ model, el: host }) {
       ...run.facts.map(([name, figure, more]) => el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), el("span", {}, ` ${more}`))))));
     player?.restart(board.moments.length - 1);
   }
-  const tellNotice = () => {
+  const tellNotice = (progress) => {
     root.dataset.stale = Boolean(model.get("is_stale"));
-    note.textContent = silent ? SILENCE : (model.get("notice") ?? "");
-    note.classList.toggle("tpl-wrong", Boolean(note.textContent));
+    const text = progress ? progress.text : failure || (model.get("notice") ?? "");
+    if (note.textContent !== text) note.textContent = text;
+    note.classList.toggle("tpl-wrong", Boolean(text) && !progress);
+    bar.hidden = progress?.share === undefined;
+    if (!bar.hidden) bar.value = progress.share;
   };
+  const onNotice = () => tellNotice();
   draw();
   player = new Player(root, model, {
     steps: board.moments.length - 1,
@@ -254,9 +273,9 @@ async function render({ model, el: host }) {
     tellNotice();
     showEdits();
     model.on("change:num_edits", showEdits);
-    model.on("change:is_stale", tellNotice);
+    model.on("change:is_stale", onNotice);
     model.on("change:settings", onSettings);
-    model.on("change:notice", tellNotice);
+    model.on("change:notice", onNotice);
     model.on("msg:custom", onAnswer);
   }
   const unfollow = followTheme(root, () => chart.draw());
@@ -266,8 +285,8 @@ async function render({ model, el: host }) {
     model.off("change:colour", onColour);
     model.off("change:settings", onSettings);
     model.off("change:num_edits", showEdits);
-    model.off("change:is_stale", tellNotice);
-    model.off("change:notice", tellNotice);
+    model.off("change:is_stale", onNotice);
+    model.off("change:notice", onNotice);
     model.off("msg:custom", onAnswer);
     unfollow();
     chart.destroy();

@@ -1,0 +1,30 @@
+"""A trace over its prediction, as it is sent to the browser."""
+
+from __future__ import annotations
+
+from tplab.widgets.paper.wire import pack
+from tplab.widgets.schedule import overlay as over
+from tplab.widgets.score import words
+
+
+def overlay(of: over.Overlay) -> bytes:
+    """For `timeline` over a prediction: what ran when, and when it was to; static/overlay.js reads it."""
+    schedule = of.predicted.schedule
+    header = {
+        "overlay": True,
+        "title": over.title(of),
+        "about": over.about(of),
+        "badge": words.clock(of.trace),
+        "unit": of.trace.unit,
+        "ranks": schedule.num_ranks,
+        "names": list(of.comparison.ranks),
+        "word": of.word,
+        "stages": schedule.num_stages,
+        "times": of.times.tolist(),
+        "ops": of.ops,
+        "makespan": of.comparison.makespan,
+        "facts": over.facts(of),
+        "computes": True,
+    }
+    others = {f"other_{name}": column for name, column in of.others.items()}
+    return pack(header, {**of.actions, **others})

@@ -1,0 +1,264 @@
+"""The pipeline lab without its widget: what the controls say goes in, what is shown comes out.
+
+It is plain Python over `tplab.schedules`, so that a kernel and a browser (in Pyodide) run the same. Nothing here, and
+nothing that it imports, needs ipywidgets, a font or Pillow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tplab.errors import ScheduleError, TplabError
+from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, faults, simulate, to_csv
+from tplab.trace.perfetto import chrome_trace
+from tplab.widgets.paper.svg import SvgPen
+from tplab.widgets.schedule import payload, still
+from tplab.widgets.schedule.papers import PAPERS
+
+LIMITS: dict[str, tuple[float, float, float]] = {
+    "ranks": (1, 16, 1),
+    "microbatches": (1, 64, 1),
+    "virtual_stages": (1, 8, 1),
+    "forward": (0.25, 4, 0.25),
+    "input_grad": (0.25, 4, 0.25),
+    "weight_grad": (0.25, 4, 0.25),
+    "transfer": (0, 2, 0.1),
+}
+"""What each slider goes from, to, and by."""
+
+SHAPE = ("ranks", "microbatches")
+QUICK_FROM = 48  # ranks x microbatches: above it the scheduler's first guesses have to do, for an answer at once
+EDITED = "edited"
+AUTO = "auto"
+
+
+class Workbench:
+    """A schedule, the numbers it is simulated with, and what was changed by hand.
+
+    settings   what the controls say. `memory_limit` and `compare` may be None
+    runs       what is shown: the schedule, simulated, and the one beside it
+    notice     why something is not so: a rule that does not fit, a move that is not legal, memory over its limit
+    is_stale   whether the settings cannot be: what is shown is still the last schedule that could
+    """
+
+    def __init__(self, settings: Mapping[str, Any]):
+        check_settings(settings)
+        self.settings = dict(settings)
+        self._rule = settings["rule"]  # what is shown without the changes by hand
+        self._edited: Schedule | None = None
+        self._past: list[tuple[Schedule | None, dict[str, Any]]] = []  # what was shown before each change by hand
+        self.notice, self.is_stale = "", False
+        self._show(self._runs())
+
+    @property
+    def run(self) -> Simulation:
+        return self.runs[0]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.run.schedule
+
+    @property
+    def limit(self) -> float | None:
+        return self.settings["memory_limit"]
+
+    @property
+    def num_edits(self) -> int:
+        """How many changes by hand `undo` can take back."""
+        return len(self._past)
+
+    # --- what is asked for ---------------------------------------------------------------------------------------
+
+    def ask(self, settings: Mapping[str, Any]) -> None:
+        """Show what these settings say. Raises ValueError for what no control can say; the rest is in `notice`."""
+        check_settings(settings)
+        if settings == self.settings:
+            return
+        shape = ("rule", *SHAPE, "virtual_stages")
+        if settings["rule"] != EDITED:
+            self._rule = settings["rule"]
+            if any(settings[name] != self.settings[name] for name in shape):
+                self._edited, self._past = None, []
+        self.settings = dict(settings)
+        self._update()
+
+    def _update(self) -> None:
+        """Show what the settings say; where they cannot be, what is shown stays, and the notice says why."""
+        try:
+            self._show(self._runs())
+        except TplabError as error:
+            self.notice, self.is_stale = str(error), True
+
+    def _show(self, runs: list[Simulation]) -> None:
+        self.runs = runs
+        found = [] if self.limit is None else faults(self.schedule, memory_limit=self.limit, at_most=1)
+        self.notice, self.is_stale = (str(found[0]) if found else ""), False
+
+    def _runs(self) -> list[Simulation]:
+        settings = self.settings
+        costs = Costs(**{name: settings[name] for name in ("forward", "input_grad", "weight_grad", "transfer")})
+        schedules = [self._edited or self._made(settings["rule"], costs)]
+        if settings["compare"]:
+            schedules.append(self._made(settings["compare"], costs))
+        return [simulate(schedule, costs) for schedule in schedules]
+
+    def _made(self, rule: str, costs: Costs) -> Schedule:
+        ranks, microbatches = (self.settings[name] for name in SHAPE)
+        if rule == AUTO:
+            solver = "heuristic" if ranks * microbatches <= QUICK_FROM else "quick"
+            return auto_schedule(ranks, microbatches, costs, memory_limit=self.limit, solver=solver).named(AUTO)
+        if rule not in RULES:
+            raise ScheduleError("there is no schedule to go on with; choose a rule")
+        more = {"virtual_stages": self.settings["virtual_stages"]} if _is_virtual(rule) else {}
+        return RULES[rule](ranks=ranks, microbatches=microbatches, **more).named(rule)
+
+    # --- by hand -------------------------------------------------------------------------------------------------
+
+    def move(self, rank: int, index: int, to: int) -> bool:
+        """Move the action at `index` of a rank's row to index `to`; says in `notice` why it is not legal."""
+        return self._change(lambda: self.schedule.moved(rank, index, to), "not legal: ")
+
+    def paste(self, text: str) -> bool:
+        """Show a schedule of your own, as CSV in either of torch's forms; says in `notice` what is wrong with it."""
+        return self._change(lambda: _read(text), "not a schedule that can run: ")
+
+    def _change(self, make: Callable[[], Schedule], wrong: str) -> bool:
+        before = self._edited, self.settings
+        try:
+            made = make().named(EDITED)
+            found = faults(made, at_most=1)
+            if found:
+                raise ScheduleError(f"{wrong}{found[0]}")
+            size = {"ranks": made.num_ranks, "microbatches": made.num_microbatches}
+            self._edited, self.settings = made, {**self.settings, "rule": EDITED, **size}
+            self._show(self._runs())
+        except TplabError as error:
+            self._edited, self.settings = before
+            self.notice = str(error)
+            return False
+        self._past.append(before)
+        return True
+
+    def undo(self) -> bool:
+        """Take back the last change by hand; False where there is none."""
+        if not self._past:
+            return False
+        self._edited, before = self._past.pop()
+        back = {"rule": EDITED if self._past else self._rule, **{name: before[name] for name in SHAPE}}
+        self.settings = {**self.settings, **back}
+        self._update()
+        return True
+
+    def reset(self) -> bool:
+        """Take back all of them; False where there is none."""
+        del self._past[1:]
+        return self.undo()
+
+    # --- what is shown -------------------------------------------------------------------------------------------
+
+    def board(self) -> bytes:
+        """What the browser draws from."""
+        return payload.board(self.runs, self.limit)
+
+    def export(self, kind: str, colour: str = "kind") -> str:
+        """The schedule as text: "svg", "csv" (torch's form) or "perfetto" (JSON that ui.perfetto.dev opens).
+
+        colour   what the colours of the SVG mean: "kind", "microbatch" or "stage"
+        """
+        if kind == "svg":
+            return to_svg(self.runs, self.limit, colour)
+        if kind == "csv":
+            return to_csv(self.schedule)
+        if kind == "perfetto":
+            return json.dumps(chrome_trace(self.run.trace))
+        raise ValueError(f"export is {kind!r}; it must be one of svg, csv, perfetto")
+
+    def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
+        """The browser asks for a change by hand or a file, or whether its settings have arrived. Every message has an
+        answer, by which the browser knows that Python runs."""
+        if "move" in message:
+            self.move(*map(int, message["move"]))
+        elif "paste" in message:
+            self.paste(str(message["paste"]))
+        elif "undo" in message:
+            self.undo()
+        elif "reset" in message:
+            self.reset()
+        elif "export" in message:
+            kind = message["export"]
+            text = self.export(kind, colour)
+            return {"file": f"{self.schedule.name or 'schedule'}.{_SUFFIX[kind]}", "text": text}
+        return {"answered": True}
+
+    def traits(self) -> dict[str, Any]:
+        """What the card shows besides the board; `settings` are also what its controls say."""
+        return {
+            "settings": dict(self.settings),
+            "notice": self.notice,
+            "is_stale": self.is_stale,
+            "num_edits": self.num_edits,
+        }
+
+
+_SUFFIX = {"svg": "svg", "csv": "csv", "perfetto": "json"}
+
+
+def choices() -> dict[str, Any]:
+    """What the controls offer."""
+    return {
+        "rules": [*RULES, AUTO],
+        "names": PAPERS,
+        "virtual": [name for name in RULES if _is_virtual(name)],
+        "limits": {name: list(limit) for name, limit in LIMITS.items()},
+    }
+
+
+def to_svg(runs: Sequence[Simulation], limit: float | None = None, colour: str = "kind") -> str:
+    """The picture of these runs as an SVG document."""
+    pen = SvgPen(still.WIDTH, still.height(runs))
+    still.draw(pen, runs, limit, colour)
+    return pen.document(still.sentence(runs))
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings that the controls do not have."""
+    names = {"rule", "compare", "memory_limit", *LIMITS}
+    if spare := sorted(settings.keys() - names):
+        raise ValueError(f"there is no setting {spare[0]!r}; there are {', '.join(sorted(names))}")
+    for name in ("rule", "compare"):
+        chosen = settings[name]
+        known = [*RULES, AUTO, *([EDITED] if name == "rule" else [])]
+        if chosen not in known and not (name == "compare" and chosen is None):
+            raise ValueError(f"{name} is {chosen!r}; it must be one of {', '.join(known)}")
+    for name, (least, most, _) in LIMITS.items():
+        value = settings[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ValueError(f"{name} is {value!r}; it must be a number from {least:g} to {most:g}")
+        if name in (*SHAPE, "virtual_stages") and value != int(value):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    limit = settings["memory_limit"]
+    if limit is not None and (not isinstance(limit, int | float) or limit <= 0):
+        raise ValueError(f"memory_limit is {limit!r}; it must be None or a number above 0")
+
+
+def _is_virtual(rule: str) -> bool:
+    """Whether a rule asks for the stages that each rank has."""
+    return "virtual_stages" in inspect.signature(RULES[rule]).parameters
+
+
+def _read(text: str) -> Schedule:
+    """A pasted schedule, as large as the controls allow."""
+    if not text.strip():
+        raise ScheduleError("nothing was pasted; a schedule has one line per rank, for example 0F0,0F1,0B0,0B1")
+    schedule = Schedule.from_csv(text).compute_only()
+    for name, size in (("ranks", schedule.num_ranks), ("microbatches", schedule.num_microbatches)):
+        least, most, _ = LIMITS[name]
+        if not least <= size <= most:
+            raise ScheduleError(
+                f"the pasted schedule has {size} {name}, and the lab shows {least:g} to {most:g}; "
+                "gantt(Schedule.from_csv(text)) shows any number"
+            )
+    return schedule
