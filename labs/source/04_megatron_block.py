@@ -12,7 +12,7 @@
 # ![One training step of a block on four ranks: long stretches of computing, and four all_reduces between them.](images/04_megatron_block.png)
 #
 # *One training step of a block on four ranks. The upper bars of each rank are computing. Twice in the forward pass and
-# twice in the backward pass, all ranks wait for a sum. Everything else runs without any message between them.*
+# twice in the backward pass, all ranks wait for a sum. No other messages are sent.*
 
 # %%
 import subprocess
@@ -35,8 +35,8 @@ from tplab.widgets import matrices, timeline
 # ## By hand: why f and g are a pair
 #
 # In lab 01, $f$ was where a whole tensor enters divided work, and $g$ was where the result comes out. One sums in the
-# backward pass, the other in the forward pass. Why this pairing? Write what the ranks hold below each other, with one row
-# per rank. For two ranks and a single number, $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is
+# backward pass, the other in the forward pass. Why? Take two ranks and a single number, and write what the ranks hold as
+# a column with one row per rank. Then $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is
 # $dx = M^\top dy$:
 
 # %%
@@ -47,21 +47,20 @@ shown = {"x": x, "f x": f @ x, "dy": dy, "dx = dy, summed": f.T @ dy}
 matrices(shown, "f copies in the forward pass, so it adds in the backward pass")
 
 # %% [markdown]
-# The transpose of copying is adding, and the transpose of adding is copying: $f^\top = g$. There are two more such
-# pairs. `scatter_to` and `gather_from` cut up a tensor that all ranks share, and put it together again. `all_gather` and
-# `reduce_scatter` do the same for tensors that the ranks do *not* share. The next lab needs them.
+# The transpose of copying is adding, and the transpose of adding is copying: $f^\top = g$. Another such pair is
+# `scatter_to`, which cuts up a tensor that all ranks share, and `gather_from`, which puts it together again.
 #
 # ## The MLP: which matrix is split by columns?
 #
 # The MLP has two matrices with `gelu` between them. Lab 01 split the first by columns and the second by rows.
 #
-# **Predict.** What if you do it in the other order, rows first? How many collectives does the forward pass need?
+# **Predict.** What if you split the first by rows and the second by columns? How many collectives does the forward pass
+# need?
 #
 # <details><summary>Answer</summary>
 #
-# Two. With rows first, each rank has a *term* of every hidden feature, and `gelu` must see the sum. That is the first
-# collective. The second layer, split by columns, leaves each rank with some finished columns, and joining them is the
-# second collective.
+# Two. After the first matrix, each rank has a *term* of every hidden feature, and `gelu` must see the sum. After the
+# second, each rank has some finished columns, and these must be joined.
 #
 # </details>
 
@@ -110,10 +109,10 @@ for mlp, split in SPECS_OF.items():
 # ## Attention: split between heads
 #
 # A head reads $x$ through a few columns of three matrices, mixes tokens, and goes out through a few rows of the output
-# matrix. This is the MLP's shape again: columns, then rows. What stands between them is a head instead of `gelu`.
+# matrix. This is the MLP's shape again: columns, then rows, with a head between them instead of `gelu`.
 #
-# Here is an example that you can check on paper, with two tokens and two heads of one feature each. All queries are zero, so
-# each token takes the mean of the values up to and including its own.
+# Here are two tokens and two heads of one feature each. All queries are zero, so each token takes the mean of the values
+# up to and including its own.
 
 # %%
 def softmax(scores):
@@ -127,7 +126,7 @@ whole = (mean_so_far @ values) @ output
 matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": whole})
 
 # %% [markdown]
-# Heads never look at each other. So a rank that holds whole heads can go from $x$ to its term of the result alone.
+# Heads never look at each other. So a rank with whole heads can go from $x$ to its term of the result alone.
 #
 # **Predict.** There are two heads and four ranks. Can two ranks share a head, each with half of the head's features,
 # if each does its own softmax and the results are added at the end?
@@ -135,8 +134,8 @@ matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": who
 # <details><summary>Answer</summary>
 #
 # No. A score is a sum over the head's features, so each of the two ranks has only a *term* of every score, and softmax
-# must see the sum. They could add up the scores first, but that is one more collective, of a tensor that grows with the
-# square of the number of tokens.
+# must see the sum. They could add up the scores first, but that is one more collective, and scores grow with the square
+# of the number of tokens.
 #
 # </details>
 
@@ -147,12 +146,12 @@ shown = {"softmax, rank 0": softmax(half_0), "softmax, rank 1": softmax(half_1)}
 matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's scores")
 
 # %% [markdown]
-# So each rank has whole heads. With *grouped queries*, several query heads share one head of keys and values. If there
-# are more ranks than shared heads, libraries copy each of them to several ranks, and sum the gradients of the copies.
+# So each rank has whole heads. With **grouped queries**, several query heads share one head of keys and values. If there
+# are more ranks than shared heads, each of these is copied to several ranks, and the gradients of the copies are summed.
 #
 # ## Build it
 #
-# A norm must see finished sums, too. Each half of the block therefore has a pair of its own:
+# A norm must also see finished sums. So each half of the block has a pair of its own:
 #
 # ```
 #  x ─┬─ norm ─ f ─ q,k,v ─ heads ─ o ─ g ─ + ─┬─ norm ─ f ─ a ─ gelu ─ b ─ g ─ + ─ y
@@ -235,7 +234,7 @@ def modelled(ranks, tokens=2048):
 timeline(modelled(4))
 
 # %% [markdown]
-# Two of the sums are the $g$s of the forward pass, and two are the $f$s of the backward pass. Each is of a whole
+# Two of the sums come from $g$ in the forward pass, and two from $f$ in the backward pass. Each adds up a whole
 # activation, `[B, S, D]`. So each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
 #
 # **Predict.** Leave out one $f$, the one before the MLP. No error is raised. Which of these are wrong: `y`, the
@@ -306,21 +305,20 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Eight ranks are the fastest, with each of these numbers of tokens. Sixteen are *slower* than eight, because then each sum crosses the
-# network between the nodes. Within a node something else keeps them from being eight times as fast: the norms, the
-# residuals and the launches of kernels are the same on every rank, however many there are. This part assumes unfused
-# operations and 5 µs for each launch, as in eager PyTorch. With fused kernels or CUDA graphs it is smaller, and the sums
-# weigh more.
+# Eight ranks are the fastest, with each of these numbers of tokens. Sixteen are *slower*, because then each sum crosses
+# the network between the nodes. But eight ranks are not eight times as fast either: norms, residuals and launches take as
+# long on every rank as on one. The model assumes unfused operations and 5 µs for each launch, as in eager PyTorch. With
+# fused kernels or CUDA graphs this part is smaller, and the sums weigh more.
 #
 # </details>
 #
-# A rule of thumb follows from the formulas. The products of a step take $72\,BSD^2 / R$ operations, apart from the scores.
-# The four sums send $8\frac{R-1}{R}BSD$ elements of 2 bytes. Both take equally long when
+# Here is a rule of thumb. Apart from the scores, the products of a step take $72\,BSD^2 / R$ operations. The four sums send
+# $8\frac{R-1}{R}BSD$ elements of 2 bytes. Both take equally long when
 #
 # $$R - 1 = 4.5 \, D \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 #
-# The number of tokens cancels, as long as there are so many that latencies and launches are small. The width and the
-# hardware remain:
+# The number of tokens cancels. (They must be so many that latencies and launches are small.) The width and the hardware
+# remain:
 
 # %%
 from tplab import cost
@@ -332,13 +330,13 @@ for link in (h100.inner_link, h100.outer_link):
         print(f"width {width:>6,}, {link.name:<14} {equal:4.1f} ranks")
 
 # %% [markdown]
-# With a width of 4,096 over NVLink, sums and products take equally long on about nine ranks. Over the network that is
-# already so on two.
+# With a width of 4,096 over NVLink, sums and products take equally long on about nine ranks. Over the network, two ranks
+# are enough for that.
 #
 # ## The same in JAX
 #
-# As in lab 01, JAX needs no $f$ to be right, because its types know where a shared tensor meets divided weights. So here
-# is the block without any $f$ and with it:
+# As in lab 01, JAX needs no $f$ to be right, because its types know where a shared tensor meets divided weights. Here is
+# the block without $f$ and with it:
 
 # %%
 import jax
@@ -380,15 +378,15 @@ for f in (no_f, with_f):
     print(f"{f.__name__}: gradients {is_right}, {sums} sums")
 
 # %% [markdown]
-# Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights. That is at `q`, at
-# `k` and at `v`, so there are three sums where one `copy_to` before them makes one. So in JAX $f$ only makes the program
-# faster. (XLA on a GPU or TPU may combine the three; on CPU devices it does not.)
+# Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights. These are `q`, `k` and
+# `v`, so there are three sums. A `copy_to` before them makes it one. So in JAX $f$ only makes the program faster. (XLA on
+# a GPU or TPU may combine the three.)
 #
 # ## A bug to repair
 #
-# Here is a row-parallel layer with its bias, as
+# This is a row-parallel layer with a bias, as
 # [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. A test of a
-# new layer passes, because there the bias is zero, and four times zero is zero. With a trained bias it looks like this:
+# new layer passes, because a new bias is zero. With a trained bias it looks like this:
 
 # %%
 def down(hidden, b, bias):  # hidden [B, S, H/tp]   b [H/tp, D]   bias [D]
@@ -404,8 +402,8 @@ first = {name: y[0, 0, :4] for name, y in shown.items()} | {"bias": trained[:4]}
 matrices(first, "y of the first token, its first four features")
 
 # %% [markdown]
-# Can a test see this in a *new* layer? `check_parallel` can. It builds the parallel module on every rank, and compares
-# outputs and gradients with those of the whole module:
+# `check_parallel` sees this in a *new* layer, too. It builds the parallel module on every rank, and compares outputs and
+# gradients with those of the whole module:
 
 # %%
 from torch import nn
@@ -426,12 +424,13 @@ given = {"inputs": (torch.tensor(hidden),), "in_specs": features}
 print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 
 # %% [markdown]
-# Read it line by line. Four things were compared: the output and three gradients. Only the output is wrong, because $g$
-# hands every copy of the bias the whole gradient. The second line names the cause. The third line says how it was found:
-# `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide mistakes.
+# Read it line by line. Four tensors were compared: the output and three gradients. Only the output is wrong, because $g$
+# passes the whole gradient to every copy of the bias. The second line names the cause. The third line says how it was
+# found: `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide
+# mistakes.
 #
-# Mend `down`, run its cell, and then this one. The check looks at the gradients too. Two repairs that are good enough for
-# inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in
+# Mend `down`, run its cell, and then this one. The check looks at the gradients as well. Two repairs that are good enough
+# for inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in
 # [nano-vllm](https://github.com/GeeeekExplorer/nano-vllm/issues/99).
 
 # %%
@@ -440,17 +439,10 @@ from tplab.exercises.megatron_block import check_down
 check_down(down)
 
 # %% [markdown]
-# <details><summary>A hint</summary>
-#
-# The bias is the same on all ranks. Which values are the same on all ranks: those that go into $g$, or those that come
-# out of it?
-#
-# </details>
-#
 # ## Your turn: half the sums
 #
-# The block needs two pairs of $f$ and $g$ because the MLP reads what attention has written, through a norm. Some models
-# ([GPT-J](https://github.com/kingoflolz/mesh-transformer-jax), PaLM) let both read the same:
+# The block needs two pairs of $f$ and $g$ because the MLP reads what attention has written. In some models
+# ([GPT-J](https://github.com/kingoflolz/mesh-transformer-jax), PaLM) both read the same:
 #
 # $$h = \mathrm{norm}(x) \qquad y = x + \mathrm{heads}(h) + \mathrm{gelu}(h A)\, B$$
 #
@@ -479,18 +471,18 @@ check_parallel_block(parallel_block)
 #
 # ## To take away
 #
-# - Columns, then rows, need one sum in each pass, if what stands between them sees whole features or whole heads. A block
-#   has two such pairs, so it has four sums.
+# - Columns, then rows, need one sum in each pass, if every rank has whole features or whole heads in between. A block has
+#   two such pairs, so it has four sums.
 # - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, and with parameters that are not
 #   zero.
-# - With a width of 4,096, the sums take as long as the products on about nine H100s of a node, and on two across a
+# - With a width of 4,096, the sums take as long as the products on about nine H100s over NVLink, and on two over the
 #   network. So `tp` stays inside the node.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). [Megatron-LM to
 # transformers](https://github.com/huggingface/transformers/issues/10321). Chowdhery et al. 2022,
 # [PaLM](https://arxiv.org/abs/2204.02311).
 #
-# Next: [05 Block memory](05_block_memory.ipynb). All ranks still do the same norms, and keep the same activations for them.
+# Next: [05 Block memory](05_block_memory.ipynb). All ranks still compute the same norms, and keep the same activations.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

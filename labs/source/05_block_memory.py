@@ -11,7 +11,7 @@
 # ![Bars: with tensor parallelism alone, the part that is outside f and g stays whole; with the tokens split, it is divided too.](images/05_block_memory.png)
 #
 # *What each of eight ranks keeps of one layer of GPT-3. Tensor parallelism divides what is between $f$ and $g$. The blue part
-# is outside, and every rank keeps all of it. Splitting the tokens divides it too.*
+# is outside, and every rank keeps all of it. Splitting the tokens divides it as well.*
 
 # %%
 import subprocess
@@ -64,8 +64,8 @@ for name, nbytes in activation_tensors(S, B, H, HEADS).items():
 #
 # ## Turn the knob
 #
-# Now $t$ ranks share the block. What is between $f$ and $g$ is divided: features of heads and of the MLP, and scores. What is
-# outside, every rank keeps whole. These are the inputs of the norms and of $f$, and the masks behind $g$:
+# Now $t$ ranks share the block. What is between $f$ and $g$ is divided: features of heads and of the MLP, and scores. Every
+# rank keeps the rest whole: the inputs of the norms and of $f$, and the masks after $g$:
 #
 # $$sbh \left(10 + \frac{24}{t} + 5\,\frac{as}{ht}\right)$$
 #
@@ -87,8 +87,8 @@ def bars(ranks):
     plain = parts(ranks)
     split = parts(ranks, sequence_parallel=True)
     again = parts(ranks, sequence_parallel=True, scores=False)
-    rows = [Row("tensor parallel", plain), Row("tokens split, too", split)]
-    rows += [Row("scores recomputed, too", again)]
+    rows = [Row("tensor parallel", plain), Row("and tokens split", split)]
+    rows += [Row("and scores recomputed", again)]
     outside = plain["outside f and g"]
     share = f"{outside / sum(plain.values()):.0%} of all"
     sentence = f"Tensor parallel alone: {bytes_text(outside)} are outside, {share}."
@@ -102,8 +102,8 @@ knob("What a rank keeps of one layer", "ranks", options, start=8, about=about, u
 # <details><summary>What there is to discover</summary>
 #
 # The blue part of the first bar does not shrink. It is 240 MiB per layer, and 22.5 GiB for the 96 layers of GPT-3, on every
-# rank, however many ranks there are. On 8 ranks it is 43 % of all, and on 32 ranks it is 75 %. If the tokens are split, it
-# is divided like everything else. Then the scores are the largest part. Fused attention kernels do not keep them, but
+# rank, however many ranks there are. On 8 ranks it is 43 % of the total, and on 32 ranks 75 %. If the tokens are split, it
+# is divided like everything else. Then the scores are the largest part. Fused attention kernels do not keep them. They
 # compute them again.
 #
 # </details>
@@ -132,14 +132,14 @@ for (name, nbytes), tensor in zip(counted.items(), large):
     print(f"{name:<31}{nbytes:>7,}   kept: {tensor.bytes:>6,}, {list(tensor.shape)}")
 
 # %% [markdown]
-# It is true, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. Only small tensors are left out, such as the mean and
-# the deviation of each token in a norm.
+# It is true, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. The formula leaves out only small tensors, such as the
+# mean and the deviation of each token in a norm.
 #
 # ## Sequence parallelism: split the tokens
 #
-# Between $g$ and the next $f$ all ranks do the same work: the same residuals, norms and dropout. A norm handles each
-# token for itself. So give each rank some of the tokens there. Heads and hidden features still need all tokens.
-# Therefore $f$ becomes an `all_gather` of tokens, and $g$ becomes a `reduce_scatter`:
+# Between $g$ and the next $f$ all ranks do the same work: the same residuals, norms and dropout. None of these mixes
+# tokens. So give each rank some of the tokens there. Heads and hidden features still need all tokens. Therefore $f$
+# becomes an `all_gather` of tokens, and $g$ becomes a `reduce_scatter`:
 
 # %%
 shards(Mesh(tp=4), (12, 24), P("tp"), name="x, one row per token")
@@ -163,7 +163,7 @@ def split_mlp(x, scale, a, b):  # x [B, S/tp, D]
 # <details><summary>Answer</summary>
 #
 # They send no more bytes, because an all-reduce *is* a reduce-scatter and an all-gather. The gradient of `scale` is wrong:
-# each rank has used `scale` on its own tokens, and knows only their part of its gradient.
+# each rank has used `scale` on its own tokens, and has only their part of the gradient.
 #
 # </details>
 
@@ -192,8 +192,8 @@ matrices(first, "The gradient of scale, its first four entries")
 
 # %% [markdown]
 # [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows four such rows, from the last norm of a real
-# model. Megatron adds them up in a step of its own after the backward pass, and that step has to be remembered. There is
-# a better way. All ranks share `scale`, and each goes on with it in its own way. This is exactly where $f$ belongs:
+# model. Megatron adds them up in an extra step after the backward pass, which is easy to forget. There is a better way.
+# All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$ belongs:
 
 # %%
 def sequence_parallel(x, scale, a, b):
@@ -212,9 +212,9 @@ for ranks in (2, 3, 4, 6, 12):
 # %% [markdown]
 # ## What it saves, and what it costs
 #
-# With split tokens a rank should keep $34/t$. But autograd also keeps the *gathered* input of each product, whole, for
-# the gradients of the weights. Megatron keeps only its own piece, and gathers a second time in the backward pass. It
-# trades bytes on the link for memory. `tt.gather_again` does the same:
+# With split tokens a rank should keep $34\,sbh/t$. But for the gradients of the weights autograd also keeps the *gathered*
+# input of each product. Megatron keeps only the rank's own tokens, and gathers a second time in the backward pass. It pays
+# for memory with messages. `tt.gather_again` does the same:
 
 # %%
 def kept_again(x):
@@ -269,14 +269,14 @@ off = max(np.abs(in_jax[name] - want[name].numpy()).max() for name in want)
 print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 
 # %% [markdown]
-# JAX's types know that each rank's tokens vary and that `scale` does not. Where the two meet, JAX puts in $f$ by itself. The
-# bug of #1446 cannot be written.
+# JAX's types know that tokens vary from rank to rank and that `scale` does not. Where the two meet, JAX adds $f$ by itself.
+# So the bug of #1446 cannot happen.
 #
 # ## A bug to repair
 #
-# There are two ways to gather. `gather_from` is for a tensor after which all ranks go on *alike*: its backward pass takes
-# this rank's piece of the gradient, and sends nothing. `all_gather` is for ranks that go on *differently*: its backward pass
-# adds up what they all say. (In Megatron this is one argument, `tensor_parallel_output_grad`.) Here is the MLP with the wrong
+# There are two ways to gather. After `gather_from` all ranks go on *alike*, so its backward pass takes this rank's piece of
+# the gradient, and sends nothing. After `all_gather` each rank goes on *differently*, so its backward pass adds up the
+# gradients of all ranks. (In Megatron an argument decides, `tensor_parallel_output_grad`.) Here is the MLP with the wrong
 # one. Its output is right, and so is the loss.
 
 # %%
@@ -293,7 +293,7 @@ check_sequence_mlp(sequence_mlp)
 # ## Your turn: a block with its tokens split
 #
 # Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$, in
-# torch, where each rank has some of the tokens and returns those. You may use `norm` from above and `heads` from here.
+# torch. Each rank has some of the tokens and returns the same ones. You may use `norm` from above and `heads` from here.
 # Mind `scale`.
 
 # %%
@@ -327,8 +327,8 @@ check_tokens_split(tokens_split)
 #
 # - A block keeps $sbh(34 + 5as/h)$ bytes. Tensor parallelism divides what is between $f$ and $g$, and leaves $10\,sbh$ on
 #   every rank.
-# - Splitting the tokens outside divides that too. It sends only a little more: the gradients of the norms. To divide
-#   everything, the tokens are gathered again in the backward pass.
+# - Splitting the tokens there divides that as well, and sends only a little more: the gradients of the norms. To divide
+#   everything, gather the tokens again in the backward pass.
 # - Ranks that share a parameter and use it on different tokens must add up its gradient.
 #
 # **Sources.** Korthikanti et al. 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198). Megatron-LM

@@ -3,16 +3,16 @@
 #
 # **Where do the bubbles of a pipeline come from, and which of them can be filled?**
 #
-# Prerequisites: [lab 00](00_first_look.ipynb). Time: an hour and a quarter. Nothing is trained here: a schedule is a plan, and
-# we can judge it before anything runs.
+# Prerequisites: [lab 00](00_first_look.ipynb). Time: an hour and a quarter.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/10_pipeline_schedules.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/10_pipeline_schedules.ipynb)
 #
 # ![Two schedules of four ranks and eight microbatches. The lower one, whose backward is split into two parts, ends sooner.](images/10_pipeline_schedules.png)
 #
-# *The same work on four ranks, twice. A box is one microbatch on one rank. F is its forward and B its backward, which the lower
-# schedule splits into I and W. A rank idles in the hatched places: the **bubble**. The strip under a rank shows the
-# microbatches whose **activations** it keeps for their backwards. The **makespan** is the time from first start to last end.*
+# *The same work on four ranks, twice. A box is one microbatch on one rank. F is its forward pass and B its backward pass,
+# which the lower schedule splits into I and W. The hatched places, where a rank idles, are the **bubble**. The strip under a
+# rank shows the microbatches whose **activations** it keeps for the backward pass. The **makespan** is the time from the
+# first start to the last end.*
 
 # %%
 import subprocess
@@ -38,17 +38,17 @@ gantt(one_f_one_b(ranks=4, microbatches=8), zb_h1(ranks=4, microbatches=8))
 # ## By hand: one rank at a time
 #
 # Cut a model into four **stages**, one per rank. Each stage needs what the one before it has computed. So the ranks take
-# turns: forwards go down the ranks, and backwards come up again. One row per rank, one column per moment:
+# turns: forwards go down the ranks, and backwards come up again. Here is one row per rank and one column per moment:
 
 # %%
 print(naive(ranks=4))
 
 # %% [markdown]
-# Four ranks do the work of one. The model fits into memory, but nothing is faster. So we cut the batch as well, into
-# **microbatches**. While rank 1 works on the first, rank 0 takes the second.
+# The model fits into memory, but four ranks are no faster than one. So we cut the batch as well, into **microbatches**.
+# While rank 1 works on the first, rank 0 takes the second.
 #
-# When can stage $s$ run the forward of microbatch $k$? The stage before it must be done with $k$, and stage $s$ must be done
-# with $k - 1$:
+# When can stage $s$ run the forward of microbatch $k$? When the stage before it is done with $k$, and stage $s$ itself is
+# done with $k - 1$:
 
 # %%
 p, m = 4, 8  # ranks, with one stage each; microbatches
@@ -61,8 +61,8 @@ for s in range(p):
 print(done.astype(int))
 
 # %% [markdown]
-# The last forward ends at $(m + p - 1) F$. The backwards look the same upside down. All forwards and then all backwards is
-# **GPipe**, with a makespan of $(m + p - 1)(F + B)$:
+# The last forward ends at $(m + p - 1) F$. The backwards look the same upside down. In **GPipe** all forwards come before
+# all backwards, so its makespan is $(m + p - 1)(F + B)$:
 
 # %%
 all_f_then_all_b = simulate(gpipe(ranks=p, microbatches=m))  # F = 1, B = I + W = 2
@@ -77,8 +77,7 @@ gantt(all_f_then_all_b)
 #
 # <details><summary>Answer</summary>
 #
-# $15 / (m + 15) < 0.1$ needs more than 135. Under GPipe a rank keeps the activations of all of them, so we cannot simply
-# take more.
+# $15 / (m + 15) < 0.1$ needs more than 135. Under GPipe a rank keeps the activations of all of them, so memory sets a limit.
 #
 # </details>
 
@@ -90,15 +89,15 @@ for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
 # %% [markdown]
 # ## One forward, one backward
 #
-# The last rank could run its first backward at once, and then free that microbatch. In **1F1B**, rank $r$ runs $p - 1 - r$
-# forwards ahead, and then one forward and one backward in turn. (PipeDream-Flush is another name for it.)
+# The last rank could run its first backward at once, and then free that microbatch. In **1F1B** (or PipeDream-Flush),
+# rank $r$ runs $p - 1 - r$ forwards ahead, and then one forward and one backward in turn.
 #
 # **Predict.** With the same $m$: how much smaller is the bubble of 1F1B than that of GPipe?
 #
 # <details><summary>Answer</summary>
 #
-# It is exactly the same. What 1F1B saves is memory: rank 0 keeps $p$ microbatches, and not $m$. With the memory that it saves
-# you can choose a larger $m$, and *that* makes the bubble smaller.
+# It is not smaller at all. 1F1B saves memory: rank 0 keeps $p$ microbatches instead of $m$. With that memory you can
+# choose a larger $m$, and *that* makes the bubble smaller.
 #
 # </details>
 
@@ -126,12 +125,12 @@ for rank in range(p):
     print(f"{row(rank, p, m)}   as tplab's: {same}")
 
 # %% [markdown]
-# **No order of F and B does better**, if all stages are equal and messages take no time. The last rank cannot begin before
+# **No order of F and B does better**, if all stages are equal and messages take no time. The last rank has to wait for
 # $p - 1$ forwards. Then it has $m(F+B)$ to do. After that its last gradient needs $p - 1$ backwards to reach rank 0:
 #
 # $$(p-1)F + m(F+B) + (p-1)B = (m+p-1)(F+B)$$
 #
-# Where the conditions do not hold, the two schedules differ, in either direction:
+# Otherwise the two schedules differ, and either of them may be faster:
 
 # %%
 slow = [2, 1, 1, 1]
@@ -142,13 +141,13 @@ for name, costs in [("equal stages, free messages", Costs()),
     print(f"{name:29} GPipe {steps[0]:g}, 1F1B {steps[1]:g}")
 
 # %% [markdown]
-# Three ways are left: smaller stages, a split backward, or stages in other places.
+# There are three ways out: smaller stages, a split backward, or stages in other places.
 #
 # ## Smaller stages: interleaving
 #
-# Give each rank $v$ stages, each $1/v$ as large. Rank 0 of four then has stages 0 and 4. The first forward reaches the last
-# rank in $1/v$ of the time, so the bubble is $1/v$ as long. (A rank's whole share of one microbatch counts as one
-# microbatch kept, so one of its $v$ stages counts $1/v$.)
+# Give each rank $v$ stages, each $1/v$ as large. With $v = 2$, rank 0 of four has stages 0 and 4. The first forward reaches
+# the last rank in $1/v$ of the time, so the bubble is $1/v$ as long. (One of a rank's $v$ stages counts as $1/v$ of a
+# microbatch kept.)
 
 # %%
 def figures(schedule):
@@ -164,8 +163,8 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
 # The price is more memory and more messages. **Looped breadth-first** takes all microbatches through a stage before it turns
-# to the next one. It keeps all microbatches, but it uses the weights of each stage in one stretch. That helps if
-# data-parallel ranks share them.
+# to the next one. It keeps all microbatches, but it needs the weights of each stage only once in each direction. That
+# helps if data-parallel ranks share the weights and have to gather them.
 
 # %%
 print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
@@ -174,11 +173,11 @@ print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
 # ## Split the backward
 #
 # A backward has two parts. **I** is the gradient of the stage's input, for which the rank before it waits. **W** is the
-# gradient of the weights, for which no rank waits before the optimizer step. So W can fill bubbles. A microbatch's
-# activations are kept until its W. (Qi et al., who had this idea, write B for our I.)
+# gradient of the weights, which no rank needs before the optimizer step. So W can fill bubbles. A microbatch's activations
+# are kept until its W. (Qi et al., who had this idea, write B for our I.)
 #
-# **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. The last gradient then comes up the ranks at $I$
-# each instead of $I + W$, and the waiting passes fill the time that this takes.
+# **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end each rank adds only $I$ to the
+# gradient's way up, instead of $I + W$, and the waiting passes fill the bubble.
 #
 # **ZB-H2** runs twice as many forwards ahead, and keeps $2p - 1$ microbatches. Its authors write that it has no bubble.
 #
@@ -186,9 +185,9 @@ print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
 #
 # <details><summary>Answer</summary>
 #
-# Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first action to
-# its own last: the **span**, 24. That helps only if a rank may start its next step while others still finish this one,
-# which clipping by the norm of all gradients forbids.
+# Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first action
+# to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still finish
+# this one. If gradients are clipped by the norm of all of them, it may not.
 #
 # </details>
 
@@ -206,9 +205,9 @@ gantt(h1, h2)
 # ## Other places: V shapes and two directions
 #
 # In **ZB-V** rank $r$ has the stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. The last stage is
-# on the rank of the first one, and the last backward ends there too. **V-Half** and **V-Min** stamp the pattern of one
-# microbatch, their **building block**, every 6 steps, and then push the copies together. A microbatch is kept from its first
-# F to the W after its last I; each W goes where there is room. So the shorter the block, the less memory it takes:
+# on the rank of the first one, and the last backward ends there, too. **V-Half** and **V-Min** repeat the pattern of one
+# microbatch, their **building block**, every 6 steps. Each W goes where there is room. A microbatch is kept from its first
+# F to its last W, so a shorter block takes less memory:
 
 # %%
 def building_block(block):
@@ -228,9 +227,9 @@ for rule in (zb_v, v_half, v_min):
     print(f"{rule.__name__:6}", times(simulate(rule(p, m))))
 
 # %% [markdown]
-# **DualPipe** sends microbatches from both ends of the pipe, and **DualPipeV** does the same on a V, with one copy of the
-# weights instead of two. The point is to *overlap*: a forward of one direction runs together with a backward of the other,
-# and each hides its messages behind the products of the other. If nothing is gained from a pair, this is slower than ZB-V:
+# **DualPipe** sends microbatches from both ends of the pipe. **DualPipeV** does the same on a V, and so needs one copy of the
+# weights instead of two. The point is to *overlap*: a forward in one direction runs together with a backward in the other,
+# and each hides its messages behind the other's products. Without that gain it is slower than ZB-V:
 
 # %%
 for overlap in (0, 0.5, 1):
@@ -240,14 +239,14 @@ for overlap in (0, 0.5, 1):
 # %% [markdown]
 # ## Turn the knobs
 #
-# Every number has a slider, and every rule is in the list. Set `transfer` to 1. How many steps do 1F1B and ZB-H1 lose? And
-# with 4 more microbatches? Hover over a bubble to see what the rank waits for.
+# Set `transfer` to 1. How many steps do 1F1B and ZB-H1 lose? And with 4 more microbatches? Hover over a bubble to see what
+# the rank waits for.
 
 # %%
 pipeline_lab("one_f_one_b", compare="zb_h1")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # They lose 16 and 14 steps. For every 4 further microbatches 1F1B loses 6 more, and ZB-H1 loses 3 more. In 1F1B, rank 0 runs
 # $p = 4$ forwards and then waits for the gradient of the first. That forward crosses $p - 1 = 3$ cuts, and its gradient
@@ -279,7 +278,7 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 # | ZB-V, if $F = I = W$ | span: 0 | $p$ | $4m(p-1)$ |
 #
 # Real costs are not F = I = W. Qi et al. measured $F = 18.5$, $I = 18.1$ and $W = 9.3$ ms for a GPT on 8 GPUs, so $B$ is
-# $1.48\,F$. Here is their table of bubble rates for 24 microbatches, beside the simulation:
+# $1.48\,F$. Here are their bubble rates for 24 microbatches, beside the simulation:
 
 # %%
 measured = Costs(18.522, 18.086, 9.337, transfer=0.601)
@@ -315,9 +314,8 @@ check_one_f_one_b(my_row)
 # %% [markdown]
 # ## Your turn: six puzzles
 #
-# Each puzzle wants a schedule with F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its
-# actions, as text with one row per rank. Every action then runs as soon as it can. A rule of your own can write the rows, as
-# `row` did. (A picture with dots, as `print` shows a schedule, will do too. Its columns are ticks.)
+# In each puzzle F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its actions, as text
+# with one row per rank. Every action then runs as soon as it can. You may write the rows by a function, as `row` did.
 
 # %%
 from tplab.exercises.pipeline_schedules import PUZZLES, check_puzzle
@@ -326,7 +324,7 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# Puzzle 1 has an answer already, but not a right one. Change it, and then solve the others:
+# Puzzle 1 has a wrong answer. Correct it, and then solve the others, in cells like these:
 
 # %%
 def puzzle_1():
@@ -374,7 +372,7 @@ check_puzzle(5, puzzle_5)
 # ## To take away
 #
 # - Microbatches fill a pipeline. With equal stages and free messages, no order of whole forwards and backwards has a
-#   smaller bubble than $(p-1)(F+B)$, and 1F1B saves memory, not time.
+#   smaller bubble than $(p-1)(F+B)$. 1F1B saves memory, not time.
 # - Smaller stages divide the bubble by $v$ and multiply the messages. A split backward fills the bubble with W.
 # - Ask of every "zero bubble": span or makespan, at which costs, and with how much memory?
 

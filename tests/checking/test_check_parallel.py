@@ -270,7 +270,7 @@ class RowParallel(nn.Module):
 
 
 def test_the_root_module_gets_the_words_of_a_wrapped_one():
-    words = "its bias is added 4 times, before the sum over the ranks: it belongs behind it, once"
+    words = "its bias is added 4 times, because every rank adds it before the sum; add it once, after the sum"
     options = {"inputs": (torch.randn(5, 8, dtype=torch.float64),), "in_specs": P(None, "tp"), "mesh": Mesh(tp=4)}
     root = check_parallel(RowParallel, nn.Linear(8, 3).double(), **options)
     assert root.of("output").words == words and root.wrong[0].name == "output"
@@ -433,23 +433,23 @@ def test_a_loss_gap_is_called_what_it_is():
 
 # mistake -> where it is named: kind of row, name, what its words say, its label
 MISTAKES = {
-    "bias before the sum": ("activation", "out", r"its bias is added 4 times, before the sum", "bias"),
-    "no sum": ("activation", "down", r"each rank's part, and its bias: an all_reduce over 'tp' is missing", "partial"),
+    "bias before the sum": ("activation", "out", r"added 4 times, because every rank adds it before the sum", "bias"),
+    "no sum": ("activation", "down", r"its own part plus its bias: an all_reduce over 'tp' is missing", "partial"),
     "sum after softmax": ("activation", "out", r"rows of attention weights .* add up to 4", "softmax"),
     "softmax scale": (
         "activation",
         "out",
-        r"the scores that softmax takes are 0\.57735 times the reference's, so the factor before it is another",
+        r"the scores that softmax takes are 0\.57735 times the reference's, so the factor before it differs",
         "scale",
     ),
-    "no f before mlp": ("gradient", "norm_2.weight", r"all_reduce over 'tp' is missing; copy_to", "partial"),
-    "no f before attention": ("gradient", "norm_1.weight", r"all_reduce over 'tp' is missing; copy_to", "partial"),
+    "no f before mlp": ("gradient", "norm_2.weight", r"all_reduce over 'tp' is missing; put copy_to", "partial"),
+    "no f before attention": ("gradient", "norm_1.weight", r"all_reduce over 'tp' is missing; put copy_to", "partial"),
     "qkv in one piece": ("gradient", "qkv.weight", r"it holds 3 parts side by side", "fused"),
     "gate and up in one piece": ("gradient", "gate_up.weight", r"it holds 2 parts side by side", "fused"),
     "replicated gradient summed": (
         "gradient",
         "norm.weight",
-        r"4 times the reference on every rank: added up over 'tp'",
+        r"4 times the reference on every rank: the sum over the 4 ranks of 'tp'",
         "scaled",
     ),
     "gradient divided": ("gradient", "norm.weight", r"1/4 of the reference on every rank", "scaled"),
@@ -473,7 +473,7 @@ def test_known_mistakes_are_named(mistake):
 def test_a_missing_f_is_placed():
     report = checked("no f before mlp")
     assert report.of("output").ok and report.of("loss").ok
-    assert re.search(r"right down to gate_up\.\w+ and wrong from norm_2\.\w+ on", report.notes[-1])
+    assert re.search(r"right up to gate_up\.\w+ and wrong from norm_2\.\w+ on", report.notes[-1])
     assert not report.of("qkv.weight").ok  # and everything before it
     # It is on top, and what it makes wrong is folded: no second advice is given.
     first, *behind = report.wrong
@@ -530,8 +530,8 @@ def test_norm_gradients_that_are_not_summed_under_sequence_parallelism_are_named
 
 DATA = {  # what is done with the gradients of two data-parallel ranks, of a mesh of (2, 2)
     "right": (lambda g: lab.all_reduce(g, "dp", "mean"), ""),
-    "nothing": (lambda g: g, "over 'dp' is missing; ranks have other data along 'dp': average every gradient over it"),
-    "sum": (lambda g: lab.all_reduce(g, "dp"), "once too often; where ranks have other data along 'dp', average the"),
+    "nothing": (lambda g: g, "is missing; ranks have different data along 'dp': average every gradient along it"),
+    "sum": (lambda g: lab.all_reduce(g, "dp"), "once too often; if ranks have different data along 'dp', average the"),
     "by the world": (lambda g: lab.all_reduce(g, ("dp", "tp")) / 8, "1/2 of the reference on every rank"),
 }
 
@@ -597,7 +597,7 @@ def test_a_loss_averaged_over_data_leaves_gradients_to_be_added_up(is_cut_by_han
     assert report.summary().endswith("the loss gap is 0") or report.summary().endswith(", rounding")
     first = report.wrong[0]
     assert first.name == "down.bias"
-    assert "ranks have other data along 'dp': add every gradient up over it after the backward pass" in first.words
+    assert "ranks have different data along 'dp': add up every gradient along it after the backward pass" in first.words
     assert not any("copy_to" in row.words for row in report.wrong if not row.name.startswith("input"))
 
     def add_up(model):
@@ -652,7 +652,7 @@ def test_other_values_and_other_names():
 
     options = {"inputs": (IDS,), "mesh": Mesh(tp=2), "loss": loss_of}
     row = check_parallel(other_values, whole, **options).of("norm.weight", "value")
-    assert row.words.startswith("not the reference's values to begin with: a multiple")
+    assert row.words.startswith("not the reference's values to begin with: a different multiple")
     report = check_parallel(Hand, whole, **options, names={"norm.weight": "last.weight"})
     assert "names= says if it is called otherwise" in report.of("norm.weight", "value").words
 
@@ -720,8 +720,8 @@ def test_what_the_numbers_say():
     def words(pieces, layout=WHOLE):
         return judge(pieces, whole, layout, mesh, ROUNDING).words
 
-    assert "right numbers on the wrong ranks: rank 0 that of rank 1" in words(cut[1:] + cut[:1], column)
-    assert words([whole, whole, whole, whole + 1]).endswith("right on ranks 0, 1, 2 alone")
+    assert "the right pieces on the wrong ranks: rank 0 has that of rank 1" in words(cut[1:] + cut[:1], column)
+    assert words([whole, whole, whole, whole + 1]).endswith("only ranks 0, 1, 2 are right")
     assert words([None] * 4) == "no gradient on every rank: it takes no part in the loss there"
     assert words([whole] * 3 + [None]) == "no gradient on rank 3: it takes no part in the loss there"
     assert "zero on every rank" in words([0 * whole] * 4)
@@ -731,7 +731,7 @@ def test_what_the_numbers_say():
     wrong_row = whole.copy()
     wrong_row[3] += 1
     assert "wrong in 4 of 32 places along dim 0 (the first at 3)" in words([wrong_row] * 4)
-    assert "another one on each rank: 1, 2, 3, 4" in words([whole * (r + 1) for r in range(4)])
+    assert "on each rank: 1, 2, 3, 4" in words([whole * (r + 1) for r in range(4)])
     assert words([whole * 1.000047] * 4) == "1.000047 times the reference on every rank"
     padded = [np.pad(p, ((0, 0), (0, 2))) for p in cut]
     assert judge(padded, whole, column, mesh, ROUNDING).ok

@@ -130,7 +130,7 @@ def test_a_bias_inside_the_sum():
     report = checked(wrong)
     assert set(found(report)) == {("output", "output"), ("gradient", "bias")}
     assert report.of("output").words == (
-        "its bias is added 3 times, before the sum over the ranks: it belongs behind it, once"
+        "its bias is added 3 times, because every rank adds it before the sum; add it once, after the sum"
     )
     assert [row.name for row in report.wrong] == ["output", "bias"] and report.of("bias").follows == "output"
     assert "3 times the reference on every rank" in report.of("bias").words
@@ -148,7 +148,7 @@ def test_a_forgotten_sum():
 def test_a_sum_made_twice():
     report = checked(lambda params, x: all_reduce(right(params, x), "tp"))
     assert found(report)["output", "output"] == "scaled"
-    assert "added up over 'tp'" in report.of("output").words
+    assert "ranks of 'tp' is made once too often" in report.of("output").words
 
 
 def test_a_loss_that_jax_adds_up_once_a_rank():
@@ -218,7 +218,7 @@ def test_dropped_tokens_and_a_piece_of_another_rank():
 
     report = checked(turned)
     assert found(report)["output", "output"] == "pieces"
-    assert "right numbers on the wrong ranks" in report.of("output").words
+    assert "the right pieces on the wrong ranks" in report.of("output").words
 
 
 def test_heads_cut_in_parts_are_named():
@@ -269,7 +269,7 @@ def test_gradients_of_a_mean_over_data_that_is_missing():
     assert report.summary().endswith("each rank has its part of the loss")
     first, *behind = report.wrong
     assert (first.name, first.mistake) == ("bias", "scaled")
-    assert first.words.endswith("where ranks have other data along 'dp', average the gradients over it, or the loss")
+    assert first.words.endswith("if ranks have different data along 'dp', average the gradients or the loss along it")
     assert [(row.name, row.follows) for row in behind] == [
         ("down", "gradient of bias"), ("up", "gradient of bias"),
     ]  # fmt: skip

@@ -57,7 +57,7 @@ def test_what_is_behind_a_wrong_gradient_follows_from_it():
 
 
 def test_a_gradient_before_which_all_is_right_again_begins_anew():
-    zero = Row("gradient", "key.bias", (2,), "copies", True, 0.0, 1e-6, "zero but for rounding, as the reference")
+    zero = Row("gradient", "key.bias", (2,), "copies", True, 0.0, 1e-6, "zero up to rounding, as in the reference")
     found = follows(
         row("gradient", "a", "off"), zero, row("gradient", "b", "off"), row("gradient", "c"),
         row("gradient", "d", "off"), row("gradient", "tied.weight", "one weight", "tied"), row("parameter", "e", "off"),
@@ -94,14 +94,14 @@ def test_what_to_do_about_a_sum_that_is_missing():
         row("gradient", "b"),
     )
     beside = row("gradient", "norm.bias", *PART)
-    assert way_out(norm, behind).startswith("copy_to (Megatron's f) where the tensor enters")
-    assert way_out(norm).startswith("copy_to (Megatron's f)")
+    assert way_out(norm, behind).startswith("put copy_to (Megatron's f) where the tensor enters")
+    assert way_out(norm).startswith("put copy_to (Megatron's f)")
     # The gradient of the tensor is right where those behind it are: it is the parameter that must be wrapped.
     for rows in ((norm, right), (norm, beside, right), (norm, right, behind)):
         assert "wrap the parameter, copy_to(parameter, 'tp')" in way_out(*rows)
     assert "wrap the parameter" in way_out(norm, behind, split="tp")  # tokens are split over tp
-    assert way_out(row("gradient", "input 0", *PART)).startswith("copy_to")
-    assert way_out(row("output", "y", *PART)).startswith("reduce_from (Megatron's g)")
+    assert way_out(row("gradient", "input 0", *PART)).startswith("put copy_to")
+    assert way_out(row("output", "y", *PART)).startswith("put reduce_from (Megatron's g)")
     assert way_out(row("gradient", "norm.weight", "each rank's part", "partial"), behind) == ""
 
 
@@ -109,21 +109,22 @@ def test_what_to_do_about_gradients_of_other_data():
     part, mean = row("gradient", "a", "part", "partial", ("dp",)), row("gradient", "a", "mean", "mean", ("dp",))
     for options in ({}, {"split": "dp"}, {"cut": ""}):
         assert way_out(part, **options) == (
-            "ranks have other data along 'dp': add every gradient up over it after the backward pass"
+            "ranks have different data along 'dp': add up every gradient along it after the backward pass"
         )
-    assert way_out(mean) == ("ranks have other data along 'dp': average every gradient over it after the backward pass")
-    assert way_out(row("loss", "loss", "mean", "mean", ("dp",))) == "ranks have other data along 'dp'"
+    words = "ranks have different data along 'dp'"
+    assert way_out(mean) == f"{words}: average every gradient along it after the backward pass"
+    assert way_out(row("loss", "loss", "mean", "mean", ("dp",))) == words
     both = row("gradient", "a", "part", "partial", ("dp", "cp"))
     assert "along ('dp', 'cp')" in way_out(both)
     often = row("gradient", "a", "2 times", "scaled", ("dp",))
-    assert way_out(often) == "where ranks have other data along 'dp', average the gradients over it, or the loss"
+    assert way_out(often) == "if ranks have different data along 'dp', average the gradients or the loss along it"
     assert way_out(often, cut="dp tp") == ""
 
 
 def test_where_gradients_begin_to_be_wrong():
     right, wrong, behind = row("gradient", "a"), row("gradient", "b", *PART), row("gradient", "c", "off")
     note = where_it_begins([right, wrong, behind])
-    assert note.endswith("gradients are right down to a and wrong from b on: look at what is between the two")
+    assert note.endswith("gradients are right up to a and wrong from b on: look at what is between the two")
     for rows in (
         [wrong, behind],
         [right],
@@ -159,7 +160,7 @@ def test_what_follows_is_folded():
 def test_a_bias_that_is_all_that_is_wrong_is_named_by_its_name():
     mesh, whole = Mesh(tp=2), np.random.default_rng(0).normal(size=(5, 3))
     bias = np.array([1.0, -2.0, 0.5])
-    for times, words in ((1, "is added 2 times, before the sum"), (-1, "is not added"), (0.5, "is added 1.5 times")):
+    for times, words in ((1, "is added 2 times, because"), (-1, "is not added"), (0.5, "is added 1.5 times")):
         for name, said in (("bias", "its bias"), ("out.bias", "out.bias")):
             comparison = Comparison(mesh, Rounding("float64"), {name: Layout()}, [P()])
             comparison.biases = {"other": np.ones(3), name: bias, "long": np.ones(5)}

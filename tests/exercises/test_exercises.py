@@ -192,7 +192,7 @@ def test_backward():
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (backward(tt, torch.tanh, as_in_the_tutorials), "how far z is from the hidden activation"),
+        (backward(tt, torch.tanh, as_in_the_tutorials), "compares z with the hidden activation"),
         (backward(tt, torch.tanh, lambda z, y, t: z - t), "half of what is right"),
         (backward(tt, torch.tanh, lambda z, y, t: 2 * (t - z)), "The sign is wrong"),
         (backward(tt, torch.tanh, lambda z, y, t: 2 * (z - t), sums=False), "this rank's own term"),
@@ -220,7 +220,7 @@ def with_dx(first: bool, sums: bool = True, adds: bool = False) -> Callable[...,
 def test_backward_may_return_dx_as_well(first: bool):
     """The lab says that its backward pass leaves dx out."""
     expect(check_backward(with_dx(first)), True, "da, db, dx equal the plain answer")
-    expect(check_backward(with_dx(first, sums=False)), False, "dx is not right yet", "the rank's own term of dx")
+    expect(check_backward(with_dx(first, sums=False)), False, "dx is not right yet", "only the rank's own term")
 
 
 def test_added_gradients_of_different_pieces_are_told():
@@ -251,7 +251,7 @@ def test_the_lab_shows_the_bug():
     bug = next(source for source in cells if "def backward(" in source).split("\n\n")[0]
     names: dict[str, Any] = {"torch": torch, "tt": tt}
     exec(bug, names)
-    expect(check_backward(names["backward"]), False, "how far z is from the hidden activation")
+    expect(check_backward(names["backward"]), False, "compares z with the hidden activation")
     mended = bug.replace('tt.all_gather(y, "tp", dim=1)', "target")
     assert mended != bug
     exec(mended, names)

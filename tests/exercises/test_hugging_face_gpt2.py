@@ -105,7 +105,7 @@ def test_the_layer():
         (BiasInside, ("output of transformer.h.0.mlp.c_proj", "bias is added 2 times")),
         (NoSum, ("output of transformer.h.0.mlp.c_proj", "all_reduce over 'tp' is missing")),
         (NoBias, ("output of transformer.h.0.mlp.c_proj", "its bias is not added")),
-        (OthersRows, ("value of transformer.h.0.mlp.c_proj.weight", "rank 0 that of rank 1")),
+        (OthersRows, ("value of transformer.h.0.mlp.c_proj.weight", "rank 0 has that of rank 1")),
         (NoGradient, ("gradient of transformer.h.1.mlp.c_proj.weight", "no gradient on every rank")),
         (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
         (Whole, ("the numbers are right", "4,128 parameters of this layer, and 2,080 would do")),

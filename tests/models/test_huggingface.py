@@ -435,7 +435,7 @@ REFUSED = {
     "a column without a row": (
         {f"{BLOCK}mlp.c_proj": "replicate"}, "c_fc is a column.*c_proj, which takes them, is 'replicate'",
     ),
-    "a row without a column": ({f"{BLOCK}mlp.c_fc": "replicate"}, "a row takes each rank's own features"),
+    "a row without a column": ({f"{BLOCK}mlp.c_fc": "replicate"}, "a row takes some of the features on each rank"),
     "a fused weight in one piece": (
         {f"{BLOCK}attn.c_attn": "column"}, r"query, key and value side by side: plan it as FusedColumn\(3\)",
     ),
@@ -605,7 +605,7 @@ def test_what_is_left_out_or_does_not_divide_is_refused():
         run(program, Mesh(tp=4), gpt2(heads=6), gpt2_plan, {})
     with pytest.raises(PlanError, match="k_proj has 2 heads of 2 features, which the 4 ranks"):
         run(program, Mesh(tp=4), llama(heads=8, kv_heads=2), llama_plan, {})
-    with pytest.raises(PlanError, match=r"q_proj.*and these are not: .*k_proj.* sharded together"):
+    with pytest.raises(PlanError, match=r"q_proj.*are columns, and the others .*k_proj.* sharded together"):
         run(program, Mesh(tp=2), llama(), llama_plan, {"model.layers.*.self_attn.k_proj": "replicate"})
     with pytest.raises(PlanError, match="c_fc has 30 output features, which the 4 ranks"):
         run(program, Mesh(tp=4), gpt2(heads=12, n_inner=30), gpt2_plan, {})
@@ -628,7 +628,7 @@ def test_a_plan_applied_wrongly_is_found():
 
     report = check_parallel(model, gpt2(), inputs=(IDS,), kwargs={"labels": IDS}, mesh=Mesh(tp=2))
     assert report.of("loss").ok and report.of("transformer.h.1.ln_2.weight").mistake == "partial"
-    assert "right down to transformer.h.1.mlp.c_fc" in report.notes[-1]
+    assert "right up to transformer.h.1.mlp.c_fc" in report.notes[-1]
 
 
 def test_sharded_logits_can_be_checked_with_ones_own_loss():

@@ -44,7 +44,7 @@ BROKEN = {
     "a forward twice": ("0F0,0F0,0B0\n", ["rank 0 (index 1) runs F0 of stage 0 again: rank 0 has run it at index 0"]),
     "torch lets this pass": ("0F0,0B0,0B0\n", [
         "rank 0 (index 2) runs B0 of stage 0 again: rank 0 has run it at index 1"]),
-    "B and I": ("0F0,0B0,0I0,0W0\n", ["rank 0 runs B0 and I0 of stage 0: one input gradient, twice"]),
+    "B and I": ("0F0,0B0,0I0,0W0\n", ["rank 0 runs B0 and I0 of stage 0: the input gradient is computed twice"]),
     "B and W": ("0F0,0B0,0W0\n", ["rank 0 runs W0 of stage 0, and B0 has done that already"]),
     "W before I": ("0F0,0W0,0I0\n", [
         "rank 0 (index 1) runs W0 of stage 0 before I0 of stage 0, which it needs and which comes at index 2"]),
@@ -99,7 +99,7 @@ def test_a_picture_in_which_something_comes_too_early():
 def test_memory_limits():
     check(one_f_one_b(4, 8), memory_limit=[4, 3, 2, 1])
     assert told(one_f_one_b(4, 8), memory_limit=3) == [
-        "rank 0 (index 3) holds more than the 3 microbatches it may from F3 of stage 0 on; at most it holds 4"
+        "rank 0 (index 3) holds more microbatches than its limit of 3 from F3 of stage 0 on; its peak is 4"
     ]
     assert len(told(gpipe(4, 8), memory_limit=7)) == 4
     check(v_min(4, 8), memory_limit=2)
@@ -113,7 +113,7 @@ def test_communication_in_order():
     crossed = Schedule.from_csv("\n".join(rows))  # a real trap: each end is sensible by itself
     assert told(crossed) == [
         "rank 0 (index 3) does not meet the other end as number 1 of what ranks 0 and 1 exchange: rank 0 has SEND_F1 "
-        "of stage 0 and rank 1 has SEND_B0 of stage 1; in order, they wait for ever"
+        "of stage 0 and rank 1 has SEND_B0 of stage 1; so they wait for each other forever"
     ]
     check(with_communication(crossed.compute_only()))
     assert "rank 1 has nothing" in told(Schedule.from_csv("0F0,0SEND_F0,0B0\n1F0,1B0\n"))[-1]

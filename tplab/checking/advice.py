@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from tplab.checking.report import Row
 
-OUTPUT = "reduce_from (Megatron's g) after the divided work makes it"
-TENSOR = "copy_to (Megatron's f) where the tensor enters divided work makes it"
+OUTPUT = "put reduce_from (Megatron's g) after the divided work"
+TENSOR = "put copy_to (Megatron's f) where the tensor enters the divided work"
 OWN_CAUSE = ("fused", "tied")  # mistakes of one parameter, whatever else is wrong
 
 
@@ -44,17 +44,17 @@ def _way_out(row: Row, gradients: Sequence[Row], cut: set[str], split: set[str])
     over = row.axes[0] if len(row.axes) == 1 else tuple(row.axes)
     has_other_data = axes <= split if split else not axes & cut
     if row.mistake == "mean":
-        words = f"ranks have other data along {over!r}"
-        return f"{words}: average every gradient over it after the backward pass" if row.kind == "gradient" else words
+        words = f"ranks have different data along {over!r}"
+        return f"{words}: average every gradient along it after the backward pass" if row.kind == "gradient" else words
     if row.mistake == "scaled":
-        words = f"where ranks have other data along {over!r}, average the gradients over it, or the loss"
+        words = f"if ranks have different data along {over!r}, average the gradients or the loss along it"
         return words if has_other_data and not axes & cut and row.kind == "gradient" else ""
     if row.kind != "gradient":
         return OUTPUT
     if row.name.startswith("input "):
         return TENSOR
     if has_other_data and not axes & cut:
-        return f"ranks have other data along {over!r}: add every gradient up over it after the backward pass"
+        return f"ranks have different data along {over!r}: add up every gradient along it after the backward pass"
     if has_other_data or _is_right_behind(row, gradients):
         return (
             "each rank uses the parameter for its own part of the work: wrap the parameter, "
@@ -111,7 +111,7 @@ def where_it_begins(rows: Sequence[Row]) -> str:
     if first == 0 or order[first].mistake in ("scaled", "missing", "gather") or _is_right_behind(order[first], order):
         return ""
     return (
-        "all outputs are right; in the order of the backward pass gradients are right down to "
+        "all outputs are right; in the order of the backward pass, gradients are right up to "
         f"{order[first - 1].name} and wrong from {order[first].name} on: look at what is between the two"
     )
 

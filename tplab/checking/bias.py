@@ -34,7 +34,7 @@ def of_bias(
             np.abs(total - take(whole, layout, mesh, rank)).max(initial=0) <= slack for rank, total in enumerate(sums)
         ):
             label = " and ".join(map(repr, names))
-            words = f"each rank's part, and {name}: an all_reduce over {label} is missing before it"
+            words = f"each rank has its own part plus {name}: an all_reduce over {label} is missing before the bias"
             return verdict._replace(words=words, mistake="partial", axes=())
     if any(np.abs(e - t * values).max(initial=0) > slack for e, t in zip(excess, times)):
         return verdict
@@ -43,5 +43,5 @@ def of_bias(
     if abs(count) < 1e-3:
         words = f"{name} is not added"
     elif abs(count - round(count)) < 1e-3:
-        words += ", before the sum over the ranks: it belongs behind it, once"
+        words += ", because every rank adds it before the sum; add it once, after the sum"
     return verdict._replace(words=words, mistake="bias", axes=())

@@ -35,8 +35,8 @@ def wrong_scores(
         wanted = [take(whole, layout, mesh, rank) for rank in mesh.ranks]
         if ratio := _ratio(pieces, wanted, 10 * verdict.tolerance * float(np.abs(whole).max(initial=0))):
             return "scale", (
-                f"the scores that softmax takes are {ratio:.5g} times the reference's, so the factor before it is "
-                "another one; in most models it is 1/sqrt(d), where d is the width of one whole head"
+                f"the scores that softmax takes are {ratio:.5g} times the reference's, so the factor before it "
+                "differs; in most models it is 1/sqrt(d), where d is the width of one whole head"
             )
         if verdict.mistake == "partial":
             return "softmax", "softmax takes only this rank's part of the scores; heads must be sharded whole"

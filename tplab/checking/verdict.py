@@ -119,16 +119,18 @@ def judge(
     if not all(np.isfinite(g).all() for g in got):
         ranks = [rank for rank, g in enumerate(got) if not np.isfinite(g).all()]
         if np.isfinite(reference).all():
-            return Verdict(False, np.inf, 0, f"not finite on {_ranks(ranks)}, and the reference is", "not finite")
-        return Verdict(False, np.inf, 0, f"neither the reference is finite, nor {_ranks(ranks)}", "not finite")
+            words = f"not finite on {_ranks(ranks)}, but finite in the reference"
+            return Verdict(False, np.inf, 0, words, "not finite")
+        return Verdict(False, np.inf, 0, f"not finite in the reference, nor on {_ranks(ranks)}", "not finite")
 
     size = _largest(reference)
     is_noise = own is None or 4 * own > 1
     if size <= rounding.tolerance * largest and is_noise:  # as the gradient of key's bias, which softmax does not see
         error = max(map(_largest, got)) / (largest or 1.0)
         is_zero = error <= (rounding.tolerance if largest else 0.0)
-        words = "zero, as the reference" if error == 0 else "zero but for rounding, as the reference"
-        return Verdict(is_zero, error, rounding.tolerance, words if is_zero else "not zero, and the reference is", "")
+        words = "zero, as in the reference" if error == 0 else "zero up to rounding, as in the reference"
+        words = words if is_zero else "not zero, but zero in the reference"
+        return Verdict(is_zero, error, rounding.tolerance, words)
     tolerance = rounding.within(own)
     error = max(_largest(g - w) for g, w in zip(got, want)) / size
     if error <= tolerance:
@@ -184,7 +186,7 @@ class _Case:
     def _zero(self) -> Answer | None:
         ranks = [r for r in self.mesh.ranks if _largest(self.got[r]) == 0 and _largest(self.want[r]) > 0]
         if len(ranks) == len([w for w in self.want if w.size]):
-            return "missing", "zero on every rank, and the reference is not: it takes no part", ()
+            return "missing", "zero on every rank, but not in the reference", ()
         return None
 
     def _scaled(self) -> Answer | None:
@@ -202,7 +204,7 @@ class _Case:
         if all(abs(scale - first) <= 4 * self.tolerance * max(abs(first), 1) for scale in scales):
             return self._multiple(first)
         listed = ", ".join(f"{scale:.5g}" for scale in scales)
-        return "scaled", f"a multiple of the reference, and another one on each rank: {listed}", ()
+        return "scaled", f"a different multiple of the reference on each rank: {listed}", ()
 
     def _multiple(self, scale: float) -> Answer:
         close = 1e-3 + 4 * self.tolerance
@@ -210,14 +212,14 @@ class _Case:
             count, label = self.mesh.axis_size(names), _label(names)
             if abs(scale / count - 1) < close:
                 words = (
-                    f"{scale:.5g} times the reference on every rank: added up over {label}, of {count} ranks, once too "
-                    "often"
+                    f"{scale:.5g} times the reference on every rank: the sum over the {count} ranks of {label} is made "
+                    "once too often"
                 )
                 return "scaled", words, names
             if abs(scale * count - 1) < close:
                 words = (
                     f"1/{count} of the reference on every rank: divided by the {count} ranks of {label} once too often "
-                    "(a mean in place of a sum, or sizes divided by the whole world's)"
+                    "(a mean instead of a sum, or a division by the number of all ranks)"
                 )
                 return "scaled", words, ()
         if abs(scale + 1) < close:
@@ -232,17 +234,19 @@ class _Case:
             label, count = _label(names), self.mesh.axis_size(names)
             if all(self._close(total[rank], self.want[rank], slack=count) for rank in self.mesh.ranks):
                 words = (
-                    f"only this rank's part on each, and the parts add up to the reference: an all_reduce over {label}"
+                    "each rank has only its own part, and the parts add up to the reference: an all_reduce over "
+                    f"{label}"
                 )
                 return "partial", f"{words} is missing", names
             if all(self._close(total[rank], count * self.want[rank], slack=count) for rank in self.mesh.ranks):
-                words = f"ranks disagree, and their mean is the reference: an all_reduce of the mean over {label}"
+                words = f"ranks disagree, and their mean is the reference: an all_reduce with op='mean' over {label}"
                 return "mean", f"{words} is missing", names
             if scale := self._scale_of_sum(total, count):
                 words = (
-                    f"only this rank's part on each, {scale:.5g} times too large together: a sum over {label} is made"
+                    f"each rank has only its own part, and together they are {scale:.5g} times too large: the sum over "
+                    f"{label}"
                 )
-                return "partial", f"{words} in another place than where it belongs", ()
+                return "partial", f"{words} is made in the wrong place", ()
         return None
 
     def _scale_of_sum(self, total: dict[int, np.ndarray], count: int) -> float | None:
@@ -265,13 +269,13 @@ class _Case:
             places.append(found)
         if all(place is not None for place in places):
             listed = ", ".join(
-                f"rank {rank} that of rank {place}" for rank, place in enumerate(places) if rank != place
+                f"rank {rank} has that of rank {place}" for rank, place in enumerate(places) if rank != place
             )
-            return "pieces", f"right numbers on the wrong ranks: {listed}", ()
+            return "pieces", f"the right pieces on the wrong ranks: {listed}", ()
         for layout in layouts_for(self.reference.shape, [g.shape for g in self.got], self.mesh):
             cut = [take(self.reference, layout, self.mesh, rank) for rank in self.mesh.ranks]
             if layout != self.layout and all(self._close(g, w) for g, w in zip(self.got, cut)):
-                return "fused", f"cut as {layout}, where {self.layout} was said", ()
+                return "fused", f"cut as {layout}, but the layout given is {self.layout}", ()
         return None
 
     def _disagree(self) -> Answer | None:
@@ -283,8 +287,8 @@ class _Case:
         if gap <= self.tolerance * self.size:
             return None
         right = [rank for rank in self.mesh.ranks if self._close(self.got[rank], self.want[rank])]
-        some = f"; right on {_ranks(right)} alone" if right else ""
-        words = f"ranks disagree by {gap / self.size:.2g} of the largest element, and should hold copies over"
+        some = f"; only {_ranks(right)} {'are' if len(right) > 1 else 'is'} right" if right else ""
+        words = f"ranks should hold copies, but they differ by {gap / self.size:.2g} of the largest element along"
         return "disagree", f"{words} {_label(tuple(spare))}{some}", ()
 
     def _rows(self) -> Answer | None:
@@ -307,12 +311,12 @@ def _judge_none(pieces: Sequence[np.ndarray | None], reference: np.ndarray | Non
     without = [rank for rank, piece in enumerate(pieces) if piece is None]
     if reference is None:
         if len(without) == len(pieces):
-            return Verdict(True, 0.0, 0.0, f"no {what}, as the reference has none")
+            return Verdict(True, 0.0, 0.0, f"no {what}, as in the reference")
         if all(piece is None or not np.any(piece) for piece in pieces):
-            return Verdict(True, 0.0, 0.0, "zero, where the reference has none")
-        return Verdict(False, np.inf, 0.0, f"the reference has no {what} here: it is not used there", "missing")
+            return Verdict(True, 0.0, 0.0, "zero, and none in the reference")
+        return Verdict(False, np.inf, 0.0, f"the reference has no {what} here, because it is not used there", "missing")
     if not np.any(reference):
-        return Verdict(True, 0.0, 0.0, f"no {what}, and that of the reference is zero")
+        return Verdict(True, 0.0, 0.0, f"no {what}, and zero in the reference")
     where = "every rank" if len(without) == len(pieces) else _ranks(without)
     return Verdict(False, np.inf, 0.0, f"no {what} on {where}: it takes no part in the loss there", "missing")
 

@@ -26,8 +26,9 @@ from tplab.sharding import P
 TOKENS = P(None, "tp")
 
 _KEPT = (
-    "y is right, but dx has only what this rank's own heads and hidden features say of its tokens. The other ranks' "
-    "part is missing.\ngather_from is for ranks that all go on alike. Here each rank goes on with its own weights."
+    "y is right, but dx is only the part that comes through this rank's own heads and hidden features. The "
+    "other ranks' parts are missing.\n"
+    "gather_from is for ranks that all go on alike. Here each rank goes on with its own weights."
 )
 
 

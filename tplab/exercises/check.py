@@ -180,7 +180,7 @@ def grade(fn: Callable[..., Any], exercise: Exercise, framework: Framework = "to
     listed = ", ".join(map(str, exercise.meshes))
     text = f"{name} is right.\n{', '.join(shown)} equal the plain answer on {listed}.{remark}"
     panels = [Panel(f"your {result}, rank 0", array) for result, array in list(shown.items())[:3]]
-    return Verdict(True, f"{text}\nShown is rank 0 of {exercise.meshes[0]}.", panels)
+    return Verdict(True, f"{text}\nThe picture shows rank 0 of {exercise.meshes[0]}.", panels)
 
 
 def _trials(

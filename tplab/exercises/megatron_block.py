@@ -139,7 +139,7 @@ PARALLEL_BLOCK = Exercise(
         Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
         Mistake(
             "y",
-            "In this block the MLP reads what attention has written, as above. Here both read the same h.",
+            "In your block the MLP reads what attention has written. In this exercise both read the same h.",
             lambda seen: _two_norms(seen.tensors),
         ),
         Mistake(

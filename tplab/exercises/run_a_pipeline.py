@@ -86,9 +86,7 @@ def _who_waits(numbers: Sequence[int]) -> str:
     ranks = len(numbers)
     if numbers == [ranks - 1 - rank for rank in range(ranks)]:
         return "This is 1F1B. A rank has nothing to do while a forward travels down and its gradient comes back."
-    return (
-        "A rank has nothing to do while its gradient is on the way. How long does one take over all the cuts below it?"
-    )
+    return "A rank has nothing to do until its first gradient comes back. How many messages is that, there and back?"
 
 
 # --- a worker that splits its backward -------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
     return (
         Mistake(
             result,
-            "dz says how far z is from the hidden activation. How far from what does the loss want it to be?",
+            "Here dz compares z with the hidden activation y. What does the loss compare z with?",
             lambda seen: _formulas(seen, lambda z, y: 2 * (z - y))[result],
         ),
         Mistake(
@@ -124,7 +124,7 @@ BACKWARD = Exercise(
         *_backward_mistakes("db"),
         Mistake(
             "dx",
-            "da and db are right. This is only the rank's own term of dx: every rank's columns of A contribute to it.",
+            "da and db are right. This dx is only the rank's own term; the other ranks' columns of A contribute too.",
             lambda seen: _formulas(seen, lambda z, y: 2 * (z - seen.own["target"]))["dx"],
         ),
     ),
@@ -231,7 +231,7 @@ def _one_way(summed: str, alone: str, hint: str) -> Mistake:
 
 _APART = (
     "The ranks' pieces of this gradient are added up. Along tp each rank has a piece of its own, and the gradients of "
-    "different pieces must stay apart.\nf belongs at what all ranks share."
+    "different pieces must stay apart.\nf belongs where a tensor that all ranks share enters divided work."
 )
 
 GATED = Exercise(

@@ -111,7 +111,8 @@ def _miscounted(schedule: Schedule) -> Iterator[Fault]:
         if not number[B] + number[I]:
             yield Fault("missing", rank, -1, f"{who} {never} B{k} of stage {stage}, nor I{k}: its backward is missing")
         if number[B] and number[I]:
-            yield Fault("twice", rank, -1, f"{who} runs B{k} and I{k} of stage {stage}: one input gradient, twice")
+            text = f"{who} runs B{k} and I{k} of stage {stage}: the input gradient is computed twice"
+            yield Fault("twice", rank, -1, text)
         if number[I] and not number[W]:
             yield Fault(
                 "missing", rank, -1, f"{who} runs I{k} of stage {stage} and never W{k}: its weights get no gradient"
@@ -243,8 +244,8 @@ def _transfers(schedule: Schedule) -> Iterator[Fault]:
                          for rank, end in ((a, mine), (b, theirs)) if rank >= 0]  # fmt: skip
                 index = next(end[1] for end in (mine, theirs) if end)
                 what = f"number {number} of what ranks {a} and {b} exchange: {' and '.join(texts)}"
-                yield _fault_at(schedule, index, "transfer", f"does not meet the other end as {what}; in order, they "
-                                "wait for ever")  # fmt: skip
+                yield _fault_at(schedule, index, "transfer", f"does not meet the other end as {what}; so they wait "
+                                "for each other forever")  # fmt: skip
                 break
 
 
@@ -269,8 +270,8 @@ def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Faul
         rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
         held = np.cumsum(activation_changes(schedule)[rows]) / schedule.stages_per_rank
         index = int(schedule.offsets[rank] + np.argmax(held > limits[rank] + 1e-9))
-        yield _fault_at(schedule, index, "memory", f"holds more than the {limits[rank]:g} microbatches it may from "
-                        f"{schedule.in_words(index)} on; at most it holds {peaks[rank]:g}")  # fmt: skip
+        yield _fault_at(schedule, index, "memory", f"holds more microbatches than its limit of {limits[rank]:g} from "
+                        f"{schedule.in_words(index)} on; its peak is {peaks[rank]:g}")  # fmt: skip
 
 
 def _fault_at(schedule: Schedule, index: int, kind: str, what: str) -> Fault:

@@ -95,7 +95,7 @@ def _not_the_same(which: str, shape: tuple[int, ...], spec: P, differs: list[str
     return (
         f"out_specs={spec} says that {which}, {list(shape)}, is the same on all ranks of axis {axes}, but nothing in "
         "the program makes it so: it was computed from what differs there.\n"
-        f"A partial result becomes the same everywhere by all_reduce over {axes}; "
-        f"what all_gather or a ring gathered cannot be known to agree{joining};\n"
+        f"If it is a partial result, all_reduce over {axes} makes it the same everywhere; "
+        f"of what all_gather or a ring gathered, JAX cannot know that ranks agree{joining};\n"
         f"if the ranks are meant to differ, name {axes} in out_specs"
     )

@@ -206,8 +206,8 @@ def _check_all_are_named(modules: Mapping[str, nn.Module], found: Mapping[str, o
     if left:
         patterns = list(dict.fromkeys(_pattern(name) for name in left))
         raise PlanError(
-            f"the plan leaves out {len(left)} modules that hold parameters: {', '.join(map(repr, patterns))}; say "
-            "'replicate' of those which every rank is to hold whole"
+            f"the plan leaves out {len(left)} modules that hold parameters: {', '.join(map(repr, patterns))}; plan "
+            "those that every rank holds whole as 'replicate'"
         )
 
 
@@ -238,20 +238,20 @@ def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None
                 f"'replicate' and needs all of them: plan it as 'row'"
             )
         raise PlanError(
-            f"of {parent} these are columns: {sharded}, and these are not: {names}; layers whose outputs meet, as "
+            f"of {parent}, {sharded} are columns, and the others ({names}) are not; layers whose outputs meet, as "
             "query, key and value, or gate and up, must be sharded together"
         )
     if columns and not rows:
         names = ", ".join(one.name for one in columns)
         raise PlanError(
-            f"{names}: a column gives each rank some of its features, and no layer of {parent or 'the model'} takes "
-            "them so; plan the one behind it as 'row'"
+            f"{names}: a column leaves each rank with some of the features, but no layer of {parent or 'the model'} is "
+            "made for that; plan the layer after it as 'row'"
         )
     if rows and not columns:
         names = ", ".join(one.name for one in rows)
         raise PlanError(
-            f"{names}: a row takes each rank's own features, and no layer of {parent or 'the model'} gives them so; "
-            "plan those before it as 'column'"
+            f"{names}: a row takes some of the features on each rank, but every layer of {parent or 'the model'} gives "
+            "each rank all of them; plan the layer before it as 'column'"
         )
     for row in rows:
         _check_joint(module, columns, row)
@@ -288,9 +288,9 @@ def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> Non
     given = sizes[0]
     more = ""
     if is_attention and given == 3 * taken:
-        more = "; it holds query, key and value side by side: plan it as FusedColumn(3), so that each is cut by itself"
+        more = f"; {wrong} holds query, key and value side by side: plan it as FusedColumn(3), which cuts each of them"
     elif given % taken == 0 and given > taken:
-        more = f"; it may hold {given // taken} parts side by side: plan it as FusedColumn({given // taken})"
+        more = f"; {wrong} may hold {given // taken} parts side by side: plan it as FusedColumn({given // taken})"
     raise PlanError(f"{wrong} gives {given} features, and {row.name} takes {taken}{more}")
 
 
@@ -308,8 +308,8 @@ def _check_copies(planned: list[Planned], modules: Mapping[str, nn.Module]) -> N
         if one.kind == "local" and region is None:
             raise PlanError(
                 f"{one.name} is planned as 'local', but there are no columns around it: every rank holds the same "
-                "activations there, and each would drop other elements; leave it out of the plan, and all ranks draw "
-                "one mask"
+                "activations there, and each would drop different elements; leave it out of the plan, so that all "
+                "ranks draw one mask"
             )
         if one.kind != "replicate" or region is None:
             continue
