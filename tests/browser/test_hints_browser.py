@@ -9,6 +9,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.plain_page import Drawn, check_live_theme, draw
 from tests.hand_traces import ALL, send_over_wait
+from tests.widgets.test_curves import two_lines
 from tplab import Trace
 from tplab.schedules import one_f_one_b, simulate, zb_v
 from tplab.widgets import animate, gantt, timeline
@@ -118,3 +119,25 @@ def test_work_on_a_timeline_has_a_legend_of_its_kinds(page: Page):
     for text in ("matrix product", "elementwise", "collectives, in the colour of what they carry", "idle"):
         expect(tools).to_contain_text(text)
     expect(tools).not_to_contain_text("norm")  # there is none in it
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_curves_say_what_they_are_under_the_pointer_and_by_keys(page: Page, theme: str):
+    card = two_lines()
+    drawn = draw(page, card, theme=theme)
+    figure = page.locator(".tpl-curves")
+    box = figure.bounding_box()
+    assert box is not None
+    for panel in card.content["panels"]:
+        left, top, right, bottom = panel["box"]
+        y = box["y"] + box["height"] * (top + bottom) / 2
+        for at, size, values in panel["stops"][1:-1]:
+            said = drawn.hint_at(box["x"] + box["width"] * (left + at * (right - left)), y)
+            rows = "".join([size, *(name + text for name, text in values)])
+            assert "".join(said.split()) == "".join(rows.split())
+    assert drawn.hint_at(box["x"] + 3, box["y"] + 3) == ""
+    figure.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".tpl-say")).to_contain_text("ring")
+    page.keyboard.press("Escape")
+    expect(page.locator(".tpl-hint")).to_be_hidden()

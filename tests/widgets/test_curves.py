@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tplab.widgets.curves import HEIGHT, MARGIN, WIDTH, Curves, curves
+from tplab.widgets.levels import levels
 
 NBYTES = 2.0 ** np.arange(8, 21)
 
@@ -71,3 +72,30 @@ def test_nothing_but_lines_is_needed():
     card = curves(NBYTES, {"one": {"ring": NBYTES / 1e9}}, title="A title", sentence="A line.")
     assert "svg" in card.content["drawing"]
     assert [text.get_text() for text in card.figure.axes[0].texts] == []
+
+
+def test_what_is_under_the_pointer(card: Curves):
+    """Every size has the seconds of each line there, between its points where it has none; dots only at their own."""
+    one, two = card.content["panels"]
+    left, top, right, bottom = one["box"]
+    assert 0 < left < right < two["box"][0] < 1 and 0 < top < bottom < 1
+    assert [at for at, _, _ in one["stops"]] == pytest.approx(np.linspace(0, 1, 13), abs=1e-3)
+    _, size, values = one["stops"][2]
+    assert (size, dict(values)) == (
+        "1 KiB",
+        {"ring": "11 µs", "tree": "11.2 µs", "lower bound": "1 µs", "runs": "11 µs"},
+    )
+    assert dict(one["stops"][3][2]).keys() == {"ring", "tree", "lower bound"}
+
+
+def test_what_a_staircase_is_at_the_steps_of_another():
+    lines = {"a": ([0, 2, 4], [1024, 3072, 0]), "b": ([1, 3], [2048, 1024])}
+    card = levels({"one": lines}, title="t", sentence="s.", along="seconds", stairs=True)
+    (panel,) = card.content["panels"]
+    assert [(x, dict(values)) for _, x, values in panel["stops"]] == [
+        ("seconds: 0", {"a": "1 KiB"}),
+        ("seconds: 1", {"a": "1 KiB", "b": "2 KiB"}),
+        ("seconds: 2", {"a": "3 KiB", "b": "2 KiB"}),
+        ("seconds: 3", {"a": "3 KiB", "b": "1 KiB"}),
+        ("seconds: 4", {"a": "0 B"}),
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.letters import one_line
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT
 from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.readings import readings
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -27,16 +28,18 @@ _HUES = {hue: f"color-mix(in srgb,var(--c{i}) var(--onpaper),var(--toward))" for
 
 
 class Curves(Card):
-    """The card that `curves` makes. Drawn once, by matplotlib; the browser fills in the colours of its theme."""
+    """The card that `curves` and `levels` make. Drawn once, by matplotlib; the browser fills in the colours of its
+    theme, and says what the lines are at the place under the pointer.
+    """
 
     _esm = script("shell", "curves")
     _css = style()
     content = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, title: str, about: str, sentence: str, figure: Any):
+    def __init__(self, title: str, about: str, sentence: str, figure: Any, x_text: Callable[[float], str]):
         self.title, self.about, self.sentence, self.figure = title, about, sentence, figure
         content = {"title": title, "about": about, "sentence": sentence, "drawing": _as_svg(figure)}
-        super().__init__(content=content)
+        super().__init__(content=content | {"panels": readings(figure, x_text)})
 
     def picture(self) -> bytes:
         """The card as PNG, a dot a pixel."""
@@ -69,7 +72,7 @@ def curves(
     nbytes      what is drawn along x
     panels      panel title -> {curve: seconds, one for each of nbytes}
     sentence    what is to be seen; it stands for the picture where none is shown
-    floor       panel title -> seconds that nothing can beat: the area below is tinted
+    floor       panel title -> seconds that nothing can beat: a dotted line, with the area below it tinted
     dots        panel title -> (bytes, seconds) of runs
     crossings   panel title -> a size in bytes to mark on the first curve
     """
@@ -81,16 +84,17 @@ def curves(
         _dress(ax, nbytes, drawn)
         if floor:
             ax.fill_between(nbytes, floor[name], 1e-9, color=SOFT, lw=0, zorder=1)
-            ax.plot(nbytes, floor[name], color=LINE, lw=1, zorder=1)
             ax.text(0.97, 0.06, "out of reach", transform=ax.transAxes, ha="right", color=DIM, size=9, style="italic")
         for index, (label, seconds) in enumerate(lines.items()):
             ax.plot(nbytes, seconds, color=HUES[index % 8], ls=DASHES[index % 4], lw=2, label=label, zorder=3)
+        if floor:
+            ax.plot(nbytes, floor[name], color=DIM, ls=(0, (1, 1.6)), lw=1.4, label="lower bound", zorder=2)
         if dots:
             ax.plot(*zip(*dots[name]), "o", ms=5.5, mfc=PAPER, mec=INK, mew=1.3, label="runs", zorder=4)
         if crossings:
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
     explain(figure, axes[0])
-    return Curves(title, about, sentence, figure)
+    return Curves(title, about, sentence, figure, bytes_text)
 
 
 def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:

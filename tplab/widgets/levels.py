@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.units import bytes_text
+from tplab.units import bytes_text, plain
 from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
 
@@ -44,8 +44,7 @@ def levels(
             looks = {"color": HUES[index % 8], "lw": 2, "ms": 6, "mfc": PAPER, "mew": 1.6, "label": label}
             if stairs and len(y):  # a mark where it is first at its highest
                 top = int(np.argmax(y))
-                ax.plot(x, y, color=HUES[index % 8], lw=2, ds="steps-post", zorder=3)
-                ax.plot(x[top], y[top], marker=MARKS[index % 4], zorder=5, **looks)
+                ax.plot(x, y, ds="steps-post", marker=MARKS[index % 4], markevery=[top], zorder=3, **looks)
             else:
                 ax.plot(x, y, ls=DASHES[index % 4], marker="o", zorder=3, **looks)
         for x, y in (predicted or {}).get(name, {}).values():
@@ -54,7 +53,7 @@ def levels(
             ax.lines[-1].set_label("predicted")
     axes[0].set_ylim(0, 1.06 * max(drawn, default=1.0) or 1.0)
     explain(figure, axes[0])
-    return Curves(title, about, sentence, figure)
+    return Curves(title, about, sentence, figure, lambda x: f"{along}: {plain(x)}")
 
 
 def _dress(ax: Any, step: float) -> None:

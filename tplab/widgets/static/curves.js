@@ -1,16 +1,51 @@
-// Curves that Python has drawn as SVG, in the colours of the page.
-import { card, el, followTheme } from "./shell.js";
+// Curves that Python has drawn as SVG, in the colours of the page; and what they are at the place under the pointer.
+import { card, el, followTheme, hint } from "./shell.js";
 
 function render({ model, el: host }) {
-  const { title, about, sentence, drawing } = model.get("content");
+  const { title, about, sentence, drawing, panels } = model.get("content");
   const root = card(host, { title, about, label: sentence });
   // Names of glyphs and clips are the drawing's own: two drawings on one page must not share them.
   const own = `tpl${Math.random().toString(36).slice(2)}`;
-  const figure = el("div", { role: "img", "aria-label": sentence });
-  figure.innerHTML = drawing.replace(/(id="|href="#|url\(#)/g, `$1${own}`);
-  figure.firstElementChild.setAttribute("style", "width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt");
-  root.append(figure, el("p.tpl-say", {}, sentence));
-  return followTheme(root, () => {});
+  const picture = el("div", { role: "img", "aria-label": sentence });
+  picture.innerHTML = drawing.replace(/(id="|href="#|url\(#)/g, `$1${own}`);
+  picture.firstElementChild.setAttribute("style", "width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt");
+  const cursor = el("div.tpl-cursor", { hidden: "" }), tip = hint(root);
+  const figure = el("div.tpl-curves", { tabindex: "0", role: "group", "aria-label": "values of the lines: arrow keys", "data-lm-suppress-shortcuts": "true" }, picture, cursor);
+  const says = el("p.tpl-say", { "aria-live": "polite" }, sentence);
+  root.append(figure, says);
+
+  const stops = panels.flatMap(({ box: [left, top, right, bottom], stops }) =>
+    stops.map(([at, x, values]) => ({ at: left + at * (right - left), left, top, right, bottom, rows: [["", x], ...values] })));
+  let now = -1;
+  const leave = () => { tip.hide(); cursor.hidden = true; };
+  const show = (stop, event) => {
+    const { top, bottom, at } = stop;
+    Object.assign(cursor.style, { left: `${at * 100}%`, top: `${top * 100}%`, height: `${(bottom - top) * 100}%` });
+    cursor.hidden = false;
+    tip.show(event, stop.rows);
+  };
+  figure.addEventListener("pointermove", (event) => {
+    const frame = figure.getBoundingClientRect();
+    const x = (event.clientX - frame.left) / frame.width, y = (event.clientY - frame.top) / frame.height;
+    const near = stops.filter(({ left, top, right, bottom }) => x >= left && x <= right && y >= top && y <= bottom);
+    if (!near.length) return leave();
+    const stop = near.reduce((best, other) => (Math.abs(other.at - x) < Math.abs(best.at - x) ? other : best));
+    now = stops.indexOf(stop);
+    show(stop, event);
+  });
+  figure.addEventListener("pointerleave", leave);
+  figure.addEventListener("blur", leave);
+  figure.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Escape") return leave();
+    if (!by || !stops.length) return;
+    event.preventDefault();
+    now = Math.min(Math.max(now + by, 0), stops.length - 1);
+    const stop = stops[now], frame = figure.getBoundingClientRect();
+    show(stop, { clientX: frame.left + stop.at * frame.width, clientY: frame.top + stop.top * frame.height });
+    says.textContent = stop.rows.map(([what, text]) => (what ? `${what} ${text}` : text)).join(", ");
+  });
+  return followTheme(root, leave);
 }
 
 export default { render };
