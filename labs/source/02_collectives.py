@@ -295,7 +295,7 @@ animate(out.trace)
 # </details>
 #
 # In this picture a message takes its latency plus bytes over bandwidth, from the data sheets of two clusters. The circles
-# are runs on such a **modelled** clock, and the lines are formulas. No algorithm can get below the dotted line.
+# are runs on such a **modelled** clock, and the lines are formulas. No algorithm can get below the lower bound.
 
 # %%
 BUILT = {"ring": my_all_reduce, "recursive_doubling": doubling}
