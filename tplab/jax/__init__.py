@@ -29,12 +29,14 @@ from tplab.jax.comm.collectives import (
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.jax.data.average import average_gradients
+from tplab.jax.data.batch_norm import batch_norm, batch_statistics
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.parallel import data_parallel
 from tplab.jax.data.quantization import dequantize, quantize
 from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.jax.data.shard_gradients import shard_gradients
 from tplab.jax.data.shard_optimizer import shard_optimizer
+from tplab.jax.data.tokens import share_of_tokens, tokens_per_rank
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
@@ -89,6 +91,8 @@ __all__ = [
     "axis_index",
     "axis_size",
     "barrier",
+    "batch_norm",
+    "batch_statistics",
     "blocking_state",
     "blocking_weight",
     "broadcast",
@@ -136,11 +140,13 @@ __all__ = [
     "shard_gradients",
     "shard_optimizer",
     "shard_params",
+    "share_of_tokens",
     "split_batch",
     "split_state",
     "stages_of",
     "start",
     "temporary_bytes",
+    "tokens_per_rank",
     "trace",
     "train_batch",
     "vocab_parallel_cross_entropy",

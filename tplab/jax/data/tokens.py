@@ -1,0 +1,37 @@
+"""A loss whose mean over the ranks is the mean over all tokens, however they are spread."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from tplab.jax.comm.collectives import all_reduce, axis_size
+from tplab.mesh import Axis
+
+
+def tokens_per_rank(targets: Array, axis: Axis, *, ignore_index: int = -100) -> Array:
+    """What every rank divides its summed loss by: the mean number of counted tokens over the ranks of `axis`.
+
+        loss = cross_entropy(logits, targets).sum() / tokens_per_rank(targets, "dp")
+
+    targets   of this rank, of any shape; tokens that are ignore_index do not count. To accumulate, those of all
+              microbatches together: every microbatch's sum is divided by the same number
+
+    With n_r tokens on rank r of R, and N in total, the mean over ranks is that over all tokens:
+        1/R sum_r (sum of the losses of rank r) / (N/R) = (sum of all losses) / N
+    Each rank's own mean would weigh the tokens of a rank that has few of them more; and of a rank that has none it
+    would be 0/0, where this is 0.
+    cost   an all_reduce of 1 number
+    """
+    total = all_reduce((targets != ignore_index).sum(), axis)
+    return jnp.maximum(total, 1) / axis_size(axis)
+
+
+def share_of_tokens(targets: Array, axis: Axis, *, ignore_index: int = -100) -> Array:
+    """How many tokens this rank counts, of the mean number: what to multiply a loss by that is a mean already.
+
+    n_r / (N/R), which is 1 where all ranks have equally many. A loss that is a mean over no tokens is 0/0, and stays
+    so: where a rank may have none, divide the sum by `tokens_per_rank`.
+    cost   an all_reduce of 1 number
+    """
+    return (targets != ignore_index).sum() / tokens_per_rank(targets, axis, ignore_index=ignore_index)
