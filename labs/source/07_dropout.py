@@ -48,8 +48,8 @@ from tplab.widgets import matrices
 #
 # <details><summary>Answer</summary>
 #
-# Different masks outside: the copies are no longer copies. The same mask inside: features on different ranks, which
-# have nothing to do with each other, are always dropped together. You will see both below.
+# With different masks outside, the copies are no longer copies. With the same mask inside, features on different ranks
+# are always dropped together, although they have nothing to do with each other. You will see both below.
 #
 # </details>
 #
@@ -97,9 +97,9 @@ except ReplicationError as error:
     print(error)
 
 # %% [markdown]
-# If nothing compares them, training simply continues. Take the weight of a norm, of which every rank has a copy. As
-# long as all ranks compute the same gradient, the copies stay the same and no message is needed. Here they are after
-# 20 steps of training with masks that differ:
+# If nothing compares them, training simply continues. Take the weight of a norm. Every rank has a copy of it. As long as
+# all ranks compute the same gradient, the copies stay the same and no message is needed. Here they are after 20 steps of
+# training with masks that differ:
 
 # %%
 samples = torch.randn(20, 2, 2, 4)  # 20 steps; x and target of 2 tokens, on every rank
@@ -134,9 +134,9 @@ print("one weight:", list(same.value.shape), "bytes sent:", same.trace.bytes_sen
 #
 # <details><summary>Answer</summary>
 #
-# If each rank draws its own mask, eight coins have to fall the same way, which happens once in 256 tokens. If all
-# ranks use the same mask there are only two coins, each of which decides for one feature on every rank. They fall the
-# same way once in 4 tokens.
+# If each rank draws its own mask, eight coins have to fall the same way, which happens once in 256 tokens. If all ranks
+# use the same mask, there are only two coins, and each decides for one feature on every rank. So it happens once in 4
+# tokens.
 #
 # </details>
 
@@ -238,9 +238,9 @@ for program in (one_key_twice, split_key):
 # %% [markdown]
 # ## What it costs
 #
-# Dropout sends nothing. It does need memory: for the backward pass, each rank keeps the mask. Inside, that is its
-# share of the features. Outside, it is the whole tensor on every rank, unless sequence parallelism splits the tokens
-# there.
+# Dropout sends nothing, but it needs memory: each rank keeps the mask for the backward pass. Inside, the mask is as large
+# as the rank's share of the features. Outside, it is as large as the whole tensor, unless sequence parallelism splits the
+# tokens there.
 #
 # A good test of all of this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one
 # seed:
@@ -267,7 +267,7 @@ for ranks in (1, 2, 4):
 # ## A bug to repair: two masks
 #
 # This block has one dropout inside and one outside, and each of them has the mask that the other one should have.
-# `run` can see one of the two mistakes. The other one would show only in statistics.
+# `run` can see one of the two mistakes. The other one shows only in statistics.
 
 # %%
 def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], replicated
@@ -288,8 +288,8 @@ check_block(block)
 # %% [markdown]
 # ## Your turn: a dropout of your own
 #
-# Write `drop` without tplab's `dropout`. Every rank gets the same whole number `key`, another one for each draw. The
-# mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Nothing that a
+# Write `drop` without tplab's `dropout`. All ranks get the same whole number as `key`, and a different one for each draw.
+# The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Nothing that a
 # rank has drawn before may change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
 # `tt.axis_index(axis)` is the rank's place along one axis or several. The check takes a torch function.)
 #

@@ -96,8 +96,8 @@ for mesh in (Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=8)):
     print(f"{mesh}:", "equal" if is_right else "off")
 
 # %% [markdown]
-# tplab has this as `all_gather_matmul`. It adds inside of the product (`addmm`), where our `y +` is one more
-# operation that reads and writes the result.
+# tplab has this as `all_gather_matmul`. It adds inside the product (`addmm`). Our `y +` is a separate operation that
+# reads and writes the result once more.
 #
 # ## What is hidden
 #
@@ -151,7 +151,7 @@ for fn in (blocking_row_layer, row_layer):
 # All of it is hidden, but the layer takes 140 µs longer than the one that gathers. When a sum arrives, a separate
 # operation has to read it, add to it and write it. In the layer that gathers, the product itself adds.
 #
-# The two layers are a pair. The gradient of an `all_gather` is a `reduce_scatter`, so the backward pass of an
+# The two layers are a pair. The backward pass of an `all_gather` is a `reduce_scatter`, so the backward pass of an
 # overlapped gather contains an overlapped scatter. In addition, $X$ travels around the ring once more for the
 # gradient of the weight, because no rank has kept all of it:
 
@@ -171,9 +171,9 @@ print(f"bytes: {ratio:.1f} × those of the blocking layer")
 # %% [markdown]
 # ## Tokens instead of features
 #
-# With sequence parallelism (lab 04), the input is split by *tokens*, and each rank has whole rows of $X$. This is
-# what torch and Megatron overlap. A piece that arrives then gives finished rows of the result, and nothing has to be
-# added:
+# With sequence parallelism ([lab 05](05_block_memory.ipynb)), the input is split by *tokens*, and each rank has whole
+# rows of $X$. This is what torch and Megatron overlap. A piece that arrives then gives finished rows of the result, and
+# nothing has to be added:
 
 # %%
 def gather_tokens(x, w):  # x [T/tp, D]   w [F/tp, D]   ->   [T, F/tp]
@@ -199,8 +199,7 @@ for tokens in (8192, 256):
 
 # %% [markdown]
 # With many tokens, both take equally long. With few tokens, cutting them up is expensive: each of the eight small
-# products has to read the rank's whole weight from memory, whereas a piece of the features needs only an eighth of
-# it.
+# products has to read the rank's whole weight from memory. A piece of the features needs only an eighth of it.
 
 # %% [markdown]
 # ## When does it pay?
@@ -239,10 +238,9 @@ for microseconds in (5, 2, 1, 0):
 # the GPU always has some operations waiting, or if they were recorded as a CUDA graph, launches cost nearly nothing.
 # Then overlapping pays from a single token on: a rank also has to read its weight, and the hops hide behind that.
 #
-# The model leaves out something else: messages also need a part of the chip. Here is the same pair of layers
-# **measured**, on two processes of your machine. A message is now work for the same cores that compute the products,
-# so little is gained, if anything. On a GPU a message takes some of the streaming multiprocessors, unless the copy
-# engines move it.
+# The model leaves something out: messages also need a part of the chip. Here is the same pair of layers **measured**,
+# on two processes of your machine. The cores that compute the products must now move the messages as well, so little is
+# gained, if anything. On a GPU, a message takes some of the streaming multiprocessors, unless the copy engines move it.
 
 # %%
 def measured(fn):
@@ -293,18 +291,18 @@ for fn in (blocking_layer_in_jax, layer_in_jax):
 # | bytes that a rank sends, forward | $\frac{R-1}{R}\,n$ | $\frac{R-1}{R}\,n$ |
 # | forward and backward | $2\,\frac{R-1}{R}\,n$ | $3\,\frac{R-1}{R}\,n$ |
 # | products, forward | 1 | $R$, each $1/R$ as large |
-# | time, forward | `all_gather` + product | about $R$ times the longer one of product and hop |
+# | time, forward | `all_gather` + product | about $R$ times a small product or a hop, whichever is longer |
 # | kept for the backward pass | all of $X$ | this rank's piece of $X$ |
 #
-# The last row is worth having too: the overlapped layer keeps only $1/R$ of $X$, and gathers the rest again in the
-# backward pass.
+# The last row is a second gain: the overlapped layer keeps only $1/R$ of $X$. It gathers the rest again in the backward
+# pass, which is why it sends more.
 
 # %% [markdown]
 # ## A bug to repair
 #
-# This layer was overlapped as well, until someone tidied it up. Its numbers are right, so no test noticed. This does
-# happen: in [torchtitan 1613](https://github.com/pytorch/torchtitan/issues/1613), training ran, but the overlap did
-# not show up.
+# This layer was overlapped as well, until someone tidied it up. Its numbers are right, so no test noticed. It happens:
+# in [torchtitan 1613](https://github.com/pytorch/torchtitan/issues/1613), training ran, but the overlap did not show
+# up.
 
 # %%
 def tidied(x, w):

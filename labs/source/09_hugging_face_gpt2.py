@@ -141,13 +141,12 @@ print("\n" + "\n".join(report.notes))
 # - So the report puts first what explains the rest. Here this is the first module in the forward pass whose output is
 #   wrong, and it has a cause: its bias is added once per rank.
 # - If all outputs are right and only gradients are wrong, it is the gradient that the backward pass reaches first.
-# - The note explains why the loss did not show it: these biases are zero in a new model. `check_parallel` gives
-#   parameters that are constant other values while it looks.
+# - The note explains why the loss did not show it: these biases are zero in a new model. For its checks,
+#   `check_parallel` replaces parameters that are constant by other values.
 #
 # ## A bug to repair
 #
-# Mend `MyRow` above, run its cell, and then run this one. (The check takes torch layers. A well-known library once
-# had [the same bug](https://github.com/huggingface/text-generation-inference/issues/1036).)
+# Mend `MyRow` above, run its cell, and then run this one. (The check takes torch layers.)
 
 # %% tags=["nbval-ignore-output"]
 from tplab.exercises.hugging_face_gpt2 import check_row
@@ -176,8 +175,8 @@ for name, kind in plan.items():
 # <details><summary>Answer</summary>
 #
 # Ten times. There are four sums per block: two forward (after the attention and after the MLP) and two backward
-# (before them). One more comes after the embedding, forward, and one before the head, backward. In addition there is
-# one `all_gather` of the logits, because the model's own loss needs all of them.
+# (before them). The embedding adds one in the forward pass, and the head adds one in the backward pass. There is also one
+# `all_gather` of the logits, because the model's own loss needs all of them.
 #
 # </details>
 
@@ -188,8 +187,7 @@ for layers in (1, 2, 3):
     print(f"{layers} blocks:", {op: ops.count(op) for op in sorted(set(ops))})
 
 # %% [markdown]
-# A plan is checked before anything is changed. What would fail, or run and compute something else, is refused with
-# the reason:
+# A plan is checked before anything is changed. If the model would fail, or compute something else, the error says why:
 
 # %%
 from tplab.errors import PlanError
@@ -222,7 +220,7 @@ report
 # %% [markdown]
 # ## Train, generate, and take the weights back
 #
-# `whole_state` puts the pieces together again under their old names. Here it is after five steps of training,
+# `whole_state` puts the pieces together again under their old names. Here is the state after five steps of training,
 # compared with the same five steps of the unsharded model. Generating works as well: each rank caches the keys and
 # values of its own heads, and all ranks choose the same tokens.
 
@@ -329,8 +327,8 @@ print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 #
 # torch's own `parallelize_module` also takes a plan, and turns parameters into tensors that know how they are split
 # (`DTensor`). `jax.jit` needs no plan: you say how the parameters are split, and XLA works out what an *unsharded*
-# program has to send. Here is one training step of the same GPT-2 on four ranks. In both of them query, key and value
-# are three layers, and each of the three sums the gradient of its input. DTensor can be told that they share it.
+# program has to send. Here is one training step of the same GPT-2 on four ranks. For DTensor and `jit`, query, key and
+# value are three layers, and each of them sums the gradient of its input. DTensor can be told that they share one input.
 
 # %%
 from functools import partial
@@ -377,16 +375,15 @@ print(traffic_table(sent))
 # %% [markdown]
 # All four compute the same gradients. With a shared input, DTensor sends exactly the bytes of tplab, in one more
 # message: its loss adds up two sums that tplab puts into one. The 17 of `jit` are those of XLA's CPU compiler, which
-# this notebook uses. XLA also has a pass,
+# this notebook uses. On a GPU or TPU there may be fewer, because XLA has a pass,
 # [all-reduce-reassociate](https://github.com/openxla/xla/blob/main/xla/hlo/transforms/collectives/all_reduce_reassociate.cc),
-# which replaces the sum of two `all_reduce`s by the `all_reduce` of their sum. Compilers for accelerators can run it,
-# so do not take the 17 for what a GPU or TPU would send.
+# which replaces the sum of two `all_reduce`s by the `all_reduce` of their sum.
 #
 # ## Your turn: a plan for a Llama
 #
 # A Llama has separate `q_proj`, `k_proj` and `v_proj`, a gate beside `up_proj`, and a head that is not tied. Write
-# its plan. Print `small_llama()` to see its modules. Every module with parameters needs a line. What every rank
-# should have whole is "replicate".
+# its plan. Print `small_llama()` to see its modules. Every module with parameters needs a line. A module that every
+# rank should have whole is "replicate".
 
 # %%
 from tplab.exercises.hugging_face_gpt2 import check_llama_plan, small_llama

@@ -93,8 +93,8 @@ da = dy * x  # on rank 0 again
 print(f"y {y}, loss {loss}, db {db}, dy {dy}, da {da}")
 
 # %% [markdown]
-# Two numbers cross the cut: $y$ goes down, and its gradient comes back. In torch, rank 1 treats $y$ as an input that needs a
-# gradient. Rank 0 sends $y$ without its graph. Later it continues in that graph with the gradient that it receives.
+# Two numbers cross the cut: $y$ goes down, and its gradient comes back. In torch, rank 0 sends $y$ without its graph. Rank 1
+# treats $y$ as an input that needs a gradient, and sends that gradient back. With it, rank 0 continues in its own graph.
 
 # %%
 def two_ranks():
@@ -118,9 +118,9 @@ print("messages", *(event.values.item() for event in sent))
 # %% [markdown]
 # ## Build it: a worker that follows a schedule
 #
-# The row of a schedule says what a rank does, and its position says with which ranks it exchanges messages. With one stage
-# per rank no message needs a name, because all ranks go through the microbatches in the same order. This is the row of
-# rank 1 of three:
+# A rank's row of the schedule says what it does, and its position says with which ranks it exchanges messages. With one
+# stage per rank no message needs a name, because all ranks go through the microbatches in the same order. This is the row
+# of rank 1 of three:
 
 # %%
 print(*one_f_one_b(ranks=3, microbatches=4).by_rank()[1])  # the first digit: stage 1
@@ -153,9 +153,9 @@ def train(schedule, stage, microbatches, loss):
 #
 # <details><summary>Answer</summary>
 #
-# They are equal to the last bit. A schedule says *when* each term is computed, and not *which* terms there are. Both of
-# them add the terms of microbatches 0, 1, 2, ... in this order. A schedule that adds them in another order would differ
-# by rounding.
+# They are equal to the last bit. A schedule says *when* each term is computed, and not *which* terms there are. Both
+# schedules add the terms of microbatches 0, 1, 2, ... in this order. A schedule that adds them in another order would
+# differ by rounding.
 #
 # </details>
 
@@ -177,7 +177,7 @@ for how, rule in others:
 
 # %% [markdown]
 # `train_batch` is tplab's worker. It runs any schedule, also one with several stages per rank. We compare five schedules with
-# one device that takes one microbatch after another. `stages_of` draws the same weights for a layer, wherever it is.
+# one device that takes one microbatch after another. `stages_of` gives a layer the same weights on whichever rank it is.
 
 # %%
 def one_device():
@@ -211,7 +211,7 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
 #
 # <details><summary>Answer</summary>
 #
-# I has more. Attention multiplies queries by keys, and scores by values. There are no weights in these products, so their
+# I does. Attention multiplies queries by keys, and scores by values. There are no weights in these products, so their
 # whole backward belongs to I.
 #
 # </details>
@@ -237,17 +237,17 @@ print(f"(I + W) / B = {(split['I'] + split['W']) / whole['B']:.2f}")
 # ## See it run
 #
 # The picture at the top was drawn on a clock that counts steps, and the simulation predicted every action exactly. Now we
-# measure seconds. Two ranks are real processes here, which send real messages, and the model is wider, so that there is
-# something to measure. The first batch warms up. How long each action takes is read from the trace itself
-# (`measured_costs`). What is predicted is *when* each of them can begin.
+# measure seconds. Two ranks are real processes, which send real messages, and the model is wider, so that there is something
+# to measure. The first batch warms up. The trace itself says how long each action takes (`measured_costs`), and the
+# simulation predicts *when* each of them can begin.
 #
 # **Predict.** Will the real run be faster or slower than the prediction?
 #
 # <details><summary>Answer</summary>
 #
 # It is slower. The simulation knows how long each action computes, and what it waits for. It does not know the time between
-# actions: to post a message, to copy it, to find the next action. This rest is called the **residual**. With small tensors
-# it is large, and it shrinks as the actions get longer.
+# actions, in which messages are posted and copied. This rest is called the **residual**. With small tensors it is large, and
+# it shrinks as the actions get longer.
 #
 # </details>
 
@@ -282,8 +282,8 @@ for name, seconds in [("predicted from averages", simulate(two, average).makespa
 # %% [markdown]
 # ## Turn the knob: how many microbatches?
 #
-# Lab 10 says that more microbatches make the bubble smaller. Here are four blocks, 1,024 wide, one on each of four modelled H100s.
-# The batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. tplab's model of an H100 assumes that every
+# Lab 10 says that more microbatches make the bubble smaller. Here are four blocks, 1,024 wide, one on each of four modelled
+# H100s. The batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. The model assumes that every
 # operation takes 5 µs to launch. The lower bars show the same without launches, as with CUDA graphs. Which number of
 # microbatches is best? Guess first.
 
@@ -323,7 +323,7 @@ knob("One batch on four ranks", "microbatches",
      {num: bars(num) for num in (1, 2, 4, 8, 16)}, start=4, about="modelled · H100")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # With launches, eight microbatches are best: 16.6 ms, and 18.2 ms with sixteen. The bubble still shrinks from 28 % to 18 %,
 # but every rank launches twice as many operations, each of them half as large. Without launches, sixteen are better. The
@@ -357,8 +357,8 @@ for rule, cuts in num_cuts.items():
 # ## A bug to repair: a deadlock
 #
 # When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39, because ranks wait for messages. More
-# forwards ahead would hide them. So we double their number, but not on the first rank, which holds the most microbatches
-# already:
+# forwards ahead would hide them. So we double their number, except on the first rank, which already holds the most
+# microbatches:
 
 # %%
 def ahead(rank, ranks):  # forwards before the first pair of forward and backward
@@ -378,9 +378,9 @@ except DeadlockError as error:
     print(*(line.split(" at ")[0] for line in str(error).splitlines()[:-1]), sep="\n")
 
 # %% [markdown]
-# On a real cluster you would see nothing: the program hangs until some timeout ends it. Simulated ranks notice at once that
-# none of them can go on. `train_batch` would not have started, because it checks its schedule first. Repair `ahead`, and run
-# the cells from there again:
+# On a real cluster the program would hang until some timeout ends it. Simulated ranks notice at once that none of them can
+# go on. (`train_batch` would not have started, because it checks its schedule first.) Repair `ahead`, and run the cells from
+# there again:
 
 # %%
 check_ahead(ahead)
@@ -390,7 +390,7 @@ check_ahead(ahead)
 #
 # Teach `train` what to do for I and W, so that it can run ZB-H1. Start from a copy. There are three things to think about. An
 # I must not add to `.grad`, but a W must. W needs the graph after I has used it. And rank 0 has no use for the gradient of
-# its input. (`torch.autograd.grad(y, x, dy, retain_graph=True)` and `y.backward(dy, inputs=[...])` are of use.)
+# its input. (`torch.autograd.grad(y, x, dy, retain_graph=True)` and `y.backward(dy, inputs=[...])` will help.)
 
 # %%
 def train_split(schedule, stage, microbatches, loss):
@@ -415,7 +415,8 @@ check_train_split(train_split)
 #
 # ## To take away
 #
-# - A schedule says when, not what. Every legal one gives the gradients of plain accumulation, if each loss is divided by $m$.
+# - A schedule says when, not what. Every legal schedule gives the same gradients as one device, if each loss is divided by
+#   $m$.
 # - A run keeps to its schedule, at the speed of its actions. Put your own measured costs into the simulation.
 # - A pipeline sends little, but it waits: for its neighbours, and forever where the order of two ranks has a cycle.
 

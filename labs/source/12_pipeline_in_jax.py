@@ -73,8 +73,8 @@ for rank in range(3):
     print(*(tick[rank].label if tick[rank] else ".." for tick in ticks))
 
 # %% [markdown]
-# A tick is over when its slowest rank is. That is **lock-step**. With F = 1 and B = 2, a column that has only forwards takes
-# 1, and a column in which some rank has a backward takes 2.
+# A tick is over when its slowest rank is done. That is **lock-step**. With F = 1 and B = 2, a tick that has only forwards
+# takes 1 step, and a tick in which some rank has a backward takes 2.
 #
 # **Predict.** Four ranks, eight microbatches. In lab 10, where no rank waits for a tick to end, GPipe and 1F1B take 33
 # steps, and ZB-H1 takes 27. What do they take in lock-step?
@@ -166,14 +166,14 @@ for name, result in results.items():
 # ## See it run
 #
 # The trace of this program has every action at its place. On this clock an exchange takes one step, in each tick that has
-# one. The simulation, which is told the same, predicts every action exactly.
+# one. The simulation counts in the same way, and predicts every action exactly.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
 # <details><summary>Answer</summary>
 #
 # ZB-H1 takes 52 and GPipe 53, so they are nearly equal. ZB-H1 gains because its actions take equal time. It loses because
-# it has more of them: 27 ticks instead of 22, and an exchange after most.
+# it has more ticks, 27 instead of 22, and an exchange after most of them.
 #
 # </details>
 
@@ -185,8 +185,8 @@ for name, rule in rules.items():
 timeline(results["ZB-H1"].trace, predicted=predicted)
 
 # %% [markdown]
-# So in lock-step, choose schedules whose ranks are in one phase, or whose actions take equal time. Where exchanges are slow,
-# few ticks are better.
+# So in lock-step, choose a schedule whose ranks are all in the same phase, or whose actions take equal time. If exchanges
+# are slow, fewer ticks are better.
 #
 # ## Every rank pays for the fullest one
 #
@@ -198,7 +198,7 @@ timeline(results["ZB-H1"].trace, predicted=predicted)
 #
 # <details><summary>Answer</summary>
 #
-# Four, like rank 3. Its array is padded to the length of the longest. In this form an uneven cut makes every rank larger.
+# Four, like rank 3, because its array is padded to the length of the longest. So an uneven cut makes every rank larger.
 #
 # </details>
 
@@ -224,8 +224,8 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # %% [markdown]
 # ## Turn the knob: activations
 #
-# The same is true of activations. Each bar shows what a rank's passes keep at their peak, and the room that it has beyond
-# that, because another rank needs it. Which schedule wastes the most?
+# The same is true of activations. Each bar shows what a rank keeps at its peak, and the empty room that it has because
+# another rank needs that much. Which schedule wastes the most?
 
 # %%
 def bars(rule, every):
@@ -249,12 +249,12 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
      start="1F1B", about="bytes of one compiled program, 4 ranks", unit="B")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
-# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. Its ranks keep between
-# one and three checkpoints, and all of them have room for three. Under GPipe all ranks keep eight microbatches, so the empty
-# room has another reason: the input of the first rank is the batch, which is in memory anyway, and the last rank also
-# keeps what the loss needs.
+# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. (It keeps only the input of
+# a stage, a **checkpoint**: see lab 15.) Its ranks keep between one and three checkpoints, and all have room for three.
+# Under GPipe all ranks keep eight microbatches, so the empty room has another reason: the input of the first rank is the
+# batch, which is in memory anyway, and the last rank also keeps what the loss needs.
 #
 # </details>
 #
@@ -278,13 +278,13 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
               f"{time:g} steps, {100 * idle:.0f} % idle")
 
 # %% [markdown]
-# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting above.
-# GPipe and ZB-H1 lose nothing by it when messages are free. 1F1B takes about a quarter longer, so it is better off with one
-# program per rank, as in torch.
+# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. GPipe and
+# ZB-H1 lose nothing when messages are free. 1F1B takes about a quarter longer, so it is better off with one program per
+# rank, as in torch.
 #
 # ## A bug to repair
 #
-# Here is the pipeline again, written in a hurry. It runs, and its loss even falls when you train with it. Run the check, read
+# Here is the pipeline again, with a mistake. It runs, and its loss even falls when you train with it. Run the check, read
 # what it says, and repair `my_pipeline`.
 
 # %%
@@ -316,8 +316,8 @@ check_pipeline(my_pipeline)
 # ## To take away
 #
 # - A scan with a `ppermute` is a pipeline, and its gradient is a pipeline in the other direction: GPipe.
-# - In lock-step each tick takes as long as its slowest rank. Schedules with equal actions, or with ranks in one phase, lose
-#   nothing by it.
+# - In lock-step each tick takes as long as its slowest rank. A schedule loses nothing if its actions take equal time, or if
+#   all ranks are in the same phase.
 # - One program has one shape for all ranks, so every rank has the memory of the fullest one.
 
 # %% [markdown]

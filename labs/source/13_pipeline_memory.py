@@ -88,8 +88,8 @@ levels(
 # %% [markdown]
 # ## By hand: twelve blocks
 #
-# A backward pass needs what its forward pass computed: the **activations**. Call what one block keeps of one microbatch a
-# **unit**. Each of the four ranks has three blocks. Under 1F1B, rank $r$ runs $p - 1 - r$ forwards ahead, so it keeps up
+# A backward pass needs what its forward pass computed: the **activations**. Let one **unit** be what one block keeps of one
+# microbatch. Each of the four ranks has three blocks. Under 1F1B, rank $r$ runs $p - 1 - r$ forwards ahead, so it keeps up
 # to $p - r$ microbatches.
 #
 # **Predict.** Four ranks divide the weights by four. How many units does rank 0 keep, compared with a single device that
@@ -112,7 +112,7 @@ for name, trace in [("one device", device), *real.items()]:
 assert [round(most / unit) for most in real["1F1B"].peak_bytes] == [12, 9, 6, 3]
 
 # %% [markdown]
-# The last rank has a little more than you counted: it also keeps what the norm, the head and the loss need.
+# The last rank has a little more: it also keeps what the norm, the head and the loss need.
 #
 # ## Build it: count along a row
 #
@@ -134,15 +134,14 @@ for rule in (gpipe, one_f_one_b, zb_h1):
     print(f"{rule.__name__:12} microbatches {ours}, in bytes {bytes_kept}")
 
 # %% [markdown]
-# For GPipe and 1F1B the count is exact. ZB-H1 never has more than four microbatches open, but its bytes say up to 5.
-# Between I and W a rank keeps the input of every weight *and* the gradient that will meet it, and together these can be
-# more than the forward pass left. Count bytes before you trust a schedule's promise.
+# For GPipe and 1F1B the count is exact. Under ZB-H1 a rank never holds more than four microbatches, but their bytes are
+# those of up to five. Between I and W it keeps the input of every weight *and* the gradient of its output, and together
+# these can be more than the forward pass left. So count bytes, too.
 #
 # ## A model that is never whole
 #
-# A rank that builds the whole model and then keeps a part of it needs, for a moment, room for all of it.
-# `stages_of` cuts the list of specs first, and makes only the layers of this rank. `LiveBytes` counts the tensors that are
-# alive:
+# If a rank builds the whole model and then keeps a part of it, it needs room for all of it for a moment. `stages_of` cuts
+# the list of specs first, and makes only the layers of this rank. `LiveBytes` counts the tensors that are alive:
 
 # %%
 def built_whole():
@@ -198,7 +197,7 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
      about="bytes counted · 8 blocks, 8 microbatches", unit="B")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # V-Half does, but only just. Under 1F1B the first rank has the most activations and the last rank has room to spare.
 # V-Half gives each rank an early stage and a late one, so that all ranks keep about the same. Under ZB-H1 it is the *last*
@@ -224,10 +223,10 @@ print(printed)
 #
 # <details><summary>Answer</summary>
 #
-# Activations are missing, and so are the embeddings, because they hide in a lambda. With sequences of 200 characters, rank
-# 0 keeps four microbatches where rank 3 keeps one
-# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings add 3 MB
-# with Adam, which also makes the table wrong about the largest stage.
+# Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one
+# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings are missing,
+# too, because they hide in a lambda. With Adam they add 3 MB, so the table is also wrong about the largest stage. Here is
+# the count, for sequences of 200 characters:
 #
 # </details>
 
@@ -242,7 +241,7 @@ for r in range(p):
 print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]")
 
 # %% [markdown]
-# A parameter that hides in a function is not trained either, because no optimizer is ever given it.
+# A parameter that hides in a function is not trained either, because no optimizer knows of it.
 #
 # ## What it costs
 #
@@ -256,7 +255,7 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 # | 1F1B | $16 N / p$ | $(p - r) A / p$ |
 #
 # Does this matter at sizes that people train at? Take a model of 32 blocks, 4,096 wide, with sequences of 4,096 tokens in
-# bfloat16, one sequence per microbatch. A fused attention is assumed here; without one, the scores would come on top.
+# bfloat16, one sequence per microbatch. We assume a fused attention, which does not keep the scores.
 
 # %%
 width, tokens, blocks = 4096, 4096, 32

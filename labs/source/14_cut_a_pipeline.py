@@ -61,8 +61,8 @@ gantt(step([5, 2, 2, 2]), step([1, 4, 4, 2]))
 #
 # <details><summary>Answer</summary>
 #
-# The largest stages are 5, 6, 4 and 4, so the first rule takes one of the last two. The differences are 3, 5, 3 and 3. By
-# the second rule the cut with 5 is as good as the two with 4, and DeepSpeed's code returns the one with 5.
+# The largest stages are 5, 6, 4 and 4, so the first rule takes one of the last two cuts. The differences are 3, 5, 3 and 3.
+# By the second rule the cut with 5 is as good as the two with 4, and DeepSpeed's code returns the one with 5.
 #
 # </details>
 
@@ -84,8 +84,8 @@ for inner in reversed([*combinations(range(1, 5), 3)]):
 # $$7 + 8 \cdot 3 \cdot 4 + 14 = 117$$
 #
 # In [1, 4, 4, 2] the slow ranks are further up, so both trips are shorter. With more microbatches the difference stays
-# the same, and matters less and less. `partition` guarantees the smallest largest stage. Among ties it takes the most
-# even cut, so let the simulation decide when you have few microbatches.
+# the same, and matters less and less. `partition` makes the largest stage as small as possible. Among ties it takes the
+# most even cut. So if you have few microbatches, let the simulation decide.
 
 # %%
 chosen = partition(layers, 4)
@@ -99,8 +99,8 @@ for m in (8, 32, 128):
 # ## Build it
 #
 # Trying all cuts is too slow for a hundred layers. There is a quick way for costs that are whole numbers. First answer a
-# simpler question: can we cut stages that are no larger than `most`? Fill each stage as far as it goes. Then halve the
-# interval in which the smallest such `most` must be.
+# simpler question: can we cut stages that are no larger than `most`? Fill each stage as far as it goes. Then find the
+# smallest such `most` by halving the interval in which it must be.
 
 # %%
 def fits(costs, parts, most):
@@ -138,8 +138,8 @@ print("50 random models: as good as the best of 56 cuts")
 #
 # <details><summary>Answer</summary>
 #
-# By parameters it gets one block, because the embedding counts like four. By time it gets three or four, because the
-# embedding takes next to nothing. The last rank gets few blocks in both, because the head costs parameters and time.
+# By parameters it gets one block, because the embedding counts as four. By time it gets three or four, because the
+# embedding takes almost no time. The last rank gets few blocks in both, because the head has parameters and takes time.
 #
 # </details>
 #
@@ -217,11 +217,11 @@ knob("The best cut that fits", "memory per rank, in % of what the even cut needs
      about="FLOPs and bytes counted · 1F1B", unit="B")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
-# The first 5 % cost the most: a step takes 1.16 times as long. Blocks cannot be divided, so a whole block moves from rank 0
-# to rank 2, and that cut would do for 85 % as well. With 80 % a second block moves, and a step takes 1.42 times as long.
-# For 75 % there is no cut at all.
+# With 95 % a step already takes 1.16 times as long. Blocks cannot be divided, so a whole block moves from rank 0 to rank 2,
+# and this cut is good enough down to 85 %. With 80 % a second block moves, and a step takes 1.42 times as long. For 75 %
+# there is no cut at all.
 #
 # </details>
 #
@@ -243,9 +243,9 @@ for stages in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
     print(stages, f"at least {bound(stages)} steps; 1F1B takes {steps:g}")
 
 # %% [markdown]
-# When is an uneven cut worth it? Here it saves up to 15 % of the memory for 16 % more time. Recomputation, in lab 15, saves
-# most of the activations for up to a third more FLOPs. So if a little memory is missing, move a layer. If much is
-# missing, recompute.
+# When is an uneven cut worth it? Here it saves up to 15 % of the memory for 16 % more time. Recomputation ([lab
+# 15](15_recomputation.ipynb)) saves most of the activations for up to a third more FLOPs. So if you need a little more
+# memory, move a layer. If you need much more, recompute.
 
 # %% [markdown]
 # ## Your turn: room for the first rank
@@ -270,8 +270,8 @@ check_cut(my_cut, gpt(words=65), ids[:4])
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# What does rank $r$ take if it has the layers $a$ to $b - 1$? It has their weights once. It has what they keep as many times
-# as it keeps microbatches.
+# How many bytes does rank $r$ take if it has the layers $a$ to $b - 1$? It has their weights once, and what they keep once
+# for each microbatch.
 #
 # </details>
 #

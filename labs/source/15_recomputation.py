@@ -10,7 +10,8 @@
 # ![Memory of 16 layers over the distance between checkpoints: it falls, is least at 4, and rises again.](images/15_recomputation.png)
 #
 # *16 layers are trained. Only every k-th layer's input is kept, and everything else is computed again when the backward pass
-# needs it. The line shows the bytes that were alive at the peak; the dotted line is a formula. The least is in the middle.*
+# needs it. The line shows the bytes that were alive at the peak, and the dotted line is a formula. Both are lowest in the
+# middle.*
 
 # %%
 import subprocess
@@ -35,8 +36,8 @@ from tplab.widgets import Bars, Row, knob, levels
 torch.set_num_threads(1)  # several threads do not pay for tensors this small
 
 # %% [markdown]
-# Each of these layers keeps `a` tensors as large as its input: with `a = 1` only the output of the tanh, which is also the
-# input of the next layer. The option `checkpoint_every` of `train_batch` does the work for now. `LiveBytes` counts the
+# Each of these layers keeps `a` tensors as large as its input. With `a = 1` that is the output of the tanh, which is also
+# the input of the next layer. The option `checkpoint_every` of `train_batch` does the work for now. `LiveBytes` counts the
 # tensors that are alive.
 
 # %% tags=["opening-picture"]
@@ -71,7 +72,7 @@ levels(
 #
 # **Recomputation** (torch calls it activation checkpointing) keeps only the input of every $k$-th layer: a **checkpoint**. The
 # backward pass takes one piece of $k$ layers after the other, from the end. It computes the piece again, this time keeping
-# everything, goes back through it, and lets it go.
+# everything, goes back through it, and frees it.
 #
 # With $L$ layers that keep $a$ tensors of their input's size each, memory is
 #
@@ -81,9 +82,9 @@ levels(
 #
 # <details><summary>Answer</summary>
 #
-# $k = 4$ takes 4 + 4 = 8 inputs, where keeping everything takes 16. In general $k = \sqrt{L / a}$. The price is one more
-# forward pass, whatever $k$ is. A step without recomputation takes a forward and a backward, 1 + 2. Now it takes 1 + 1 + 2,
-# which is four thirds.
+# $k = 4$ takes 4 + 4 = 8 inputs, and keeping everything takes 16. In general $k = \sqrt{L / a}$. The price is one more
+# forward pass, whatever $k$ is. A backward costs as much as two forwards. So a step costs 1 + 1 + 2 instead of 1 + 2, which
+# is four thirds.
 #
 # </details>
 
@@ -93,7 +94,7 @@ for k in ks:
     print(f"k = {k:2}: {16 / k + k:2.0f} inputs by the formula, {counted:4.1f} counted")
 
 # %% [markdown]
-# The count is about 2 inputs above the formula. These are the gradients that are passed back, and the weights.
+# The count is about 2 inputs above the formula, because gradients are passed back, and weights are alive as well.
 
 # %%
 def flops(every):  # the clock of a cluster counts them
@@ -164,7 +165,7 @@ knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs",
      {a: bars(a) for a in (1, 4, 9)}, start=1, about="bytes counted", unit="B")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # The more a layer keeps, the shorter the best piece. With $a = 9$ it is a single layer: $\sqrt{16 / 9}$ is 1.3. A transformer
 # block keeps about 16 times its input, so a checkpoint at every block is the usual choice. Recomputing larger pieces pays
@@ -254,7 +255,7 @@ for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
           f"{microbatches / ranks:g} model, {100 * idle:.0f} % of the time idle")
 
 # %% [markdown]
-# Longer pipelines divide the weights further, and idle more. What rank 0 keeps of activations is the same in all three.
+# Longer pipelines divide the weights further, and idle more. Rank 0 keeps equally many activations in all three.
 #
 # ## What it costs
 #
@@ -281,14 +282,14 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
 
 # %% [markdown]
 # With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four it just fails
-# to fit, and with eight there is no other way. Between the two there is **selective** recomputation, which recomputes only
-# what is large and cheap, such as the scores of attention. Fused attention does this for the scores already.
+# to fit, and with eight there is no other way. A compromise is **selective** recomputation, which recomputes only what is
+# large and cheap, such as the scores of attention. Fused attention already does this.
 #
 # ## A bug to repair
 #
 # Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Run the check,
 # read what it says, and repair them. What a piece keeps may be anything, such as a tuple, but only one tensor as large as
-# its input. (`torch.get_rng_state`, `torch.set_rng_state` and `torch.random.fork_rng` are of use.)
+# its input. (`torch.get_rng_state`, `torch.set_rng_state` and `torch.random.fork_rng` will help.)
 
 # %%
 def my_forget(piece, x):  # -> y, what to keep
