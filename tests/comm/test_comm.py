@@ -417,3 +417,17 @@ def test_numbers_that_are_none_and_types_that_do_not_have_it(fw, name):
 def test_outside_of_run(fw, call):
     with pytest.raises(OutsideRunError, match=rf"tplab\.{fw.name}\.run runs on a mesh; call run\(function, Mesh\("):
         call(fw.lab, fw.array(np.zeros(3, np.float32)))
+
+
+@pytest.mark.parametrize("entry", [P("tp"), (P("tp"), P("tp")), (P("tp"), None)])
+def test_none_is_nothing_to_split(fw, entry):
+    """An argument, or one result of several, that is None has no pieces, whatever spec stands there: a bias, say."""
+    x = fw.array(np.arange(6.0).reshape(6, 1))
+
+    def program(pair):
+        x, bias = pair
+        return (2 * x, bias) if bias is None else (x, bias)
+
+    whole = fw.lab.run(program, Mesh(tp=3), (x, None), in_specs=(entry,), out_specs=entry).value
+    np.testing.assert_array_equal(fw.numpy(whole[0]), 2 * np.arange(6.0).reshape(6, 1))
+    assert whole[1] is None

@@ -524,6 +524,11 @@ def test_bad_specs_are_refused():
     spec(r"rank 0 returned None, of type NoneType", out=P(), program=lambda x: None)
     spec(r"the pieces of P\('tp'\) must have one shape", out=P("tp"), program=lambda x: x[: axis_index("tp")])
     spec(
+        r"result\[1\] is None on rank 1, and a tensor on other ranks",
+        out=P(),
+        program=lambda x: (x, None if axis_index("tp") == 1 else x),
+    )
+    spec(
         r"one structure, but rank 0 returned \(Tensor, Tensor\) and rank 1 Tensor",
         out=P(),
         program=lambda x: x if axis_index("tp") else (x, x),

@@ -49,7 +49,7 @@ class Arguments:
             for leaf, spec in zip(leaves, specs, strict=True):
                 if isinstance(leaf, Tensor | np.ndarray):
                     check_spec(leaf.shape, spec, mesh)
-                elif spec.axis_names:
+                elif spec.axis_names and leaf is not None:  # None has nothing to split, as in JAX
                     kind = type(leaf).__name__
                     raise SpecError(f"in_specs splits a {kind} as {spec}; only tensors and arrays can be split")
             self._trees.append((structure, leaves, specs))

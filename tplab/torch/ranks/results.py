@@ -23,7 +23,10 @@ def without_graph(result: Any) -> Any:
 
 
 def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:
-    """Put the ranks' results together as `out_specs` says. Raises ReplicationError where copies differ."""
+    """Put the ranks' results together as `out_specs` says. Raises ReplicationError where copies differ.
+
+    None among the results of every rank stays None. A program that returns nothing else has forgotten its result.
+    """
     paths, structure = pytree.tree_flatten_with_path(per_rank[0])
     specs = spread(out_specs, per_rank[0], "out_specs")
     columns = []
@@ -34,11 +37,18 @@ def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:
                 f"out_specs needs results of one structure, but rank 0 returned {_kind(per_rank[0])} and rank {rank} "
                 f"{_kind(result)}; return the same on every rank, or read .per_rank"
             )
-        columns.append([_tensor(leaf, rank) for leaf in column])
+        columns.append([leaf if leaf is None and paths[0][0] else _tensor(leaf, rank) for leaf in column])
     joined = []
     for place, (path, _) in enumerate(paths):
         which = f"result{pytree.keystr(path)}" if path else "tensor"
-        joined.append(_joined([column[place] for column in columns], specs[place], mesh, which))
+        pieces = [column[place] for column in columns]
+        missing = [rank for rank, piece in enumerate(pieces) if piece is None]
+        if 0 < len(missing) < len(pieces):
+            raise SpecError(
+                f"{which} is None on rank {missing[0]}, and a tensor on other ranks; return a tensor on every rank, or "
+                "None on all of them"
+            )
+        joined.append(None if missing else _joined(pieces, specs[place], mesh, which))
     return pytree.tree_unflatten(joined, structure)
 
 
