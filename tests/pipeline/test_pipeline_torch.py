@@ -678,3 +678,17 @@ def test_costs_say_how_long_steps_are():
     assert [(e.op, e.start, e.end) for e in trace.events if e.kind == "compute"] == [
         ("F0", 0, 3), ("F1", 3, 6), ("B0", 6, 11), ("B1", 11, 16)
     ]  # fmt: skip
+
+
+def test_gradients_of_tied_parameters_have_memory_of_their_own():
+    """Scaled in place, as clipping does, each is scaled once."""
+
+    def program():
+        stages = stages_of([TiedSpec("w", nn.Linear, 4, 4, bias=False)] * 2, gpipe(1, 1))
+        train_batch(gpipe(1, 1), stages, [(torch.ones(2, 4), torch.zeros(2, 4))], F.mse_loss)
+        first, second = (parameter.grad for parameter in stages.parameters())
+        before = second.clone()
+        first.mul_(0.5)
+        assert torch.equal(second, before)
+
+    run(program, Mesh(pp=1))

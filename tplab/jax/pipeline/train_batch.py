@@ -26,7 +26,7 @@ from tplab.schedules.execute import require_ranks
 
 def train_batch(
     schedule: Schedule, stages: Stages | tuple[Callable[..., Any], Any], microbatches: Sequence[tuple[Any, Any]],
-    loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None, tied: Tied | None = None,
+    loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None, average: bool = True, tied: Tied | None = None,
     checkpoint_every: int | None = None, costs: Costs | None = None, key: Any = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a
@@ -49,6 +49,8 @@ def train_batch(
 
     data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
                   mean over it
+    average       False: gradients stay those of this rank's own microbatches, for an optimizer that combines them along
+                  data_axis itself, as that of `shard_optimizer` does
     tied          parameters that are one: [((0, "0.weight"), (3, "2.weight"))] says by stage and name (which begins
                   with the layer's place in its stage) that their gradients are added up, and each gets the sum.
                   `stages_of` finds them. Copies of one stage on two ranks (Chimera, DualPipe) are tied without being
@@ -96,7 +98,8 @@ def train_batch(
     total = all_reduce(end.loss, axis) / schedule.num_microbatches
     if data_axis is not None:
         total = all_reduce(total, data_axis, "mean")
-    gradients = add_copies(mean(end.grads, data_axis), blueprints, blueprints.tied if tied is None else tied)
+    gradients = mean(end.grads, data_axis if average else None)
+    gradients = add_copies(gradients, blueprints, blueprints.tied if tied is None else tied)
     grads = Stages(gradients, blueprints)
     return total, grads if made is stages else as_params(grads)
 

@@ -82,8 +82,8 @@ class GradientSync:
                 if parameter in met:  # two names here for one parameter
                     gradients[stage].pop(parameter, None)
                 else:
+                    gradients[stage][parameter] = total.clone() if met else total  # memory of its own
                     met.add(parameter)
-                    gradients[stage][parameter] = total
         for found in gradients.values():
             for parameter, grad in found.items():
                 parameter.grad = _own(grad) if parameter.grad is None else parameter.grad + grad

@@ -31,7 +31,7 @@ Loss = Callable[[Any, Any], Tensor]
 def train_batch(
     schedule: Schedule, stages: Mapping[int, nn.Module] | Sequence[nn.Module] | nn.Module,
     microbatches: Sequence[tuple[Any, Any]], loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None,
-    tied: Tied | None = None, checkpoint_every: int | None = None, costs: Costs | None = None,
+    average: bool = True, tied: Tied | None = None, checkpoint_every: int | None = None, costs: Costs | None = None,
 ) -> Tensor:  # fmt: skip
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called by each rank
     of `axis`, inside its program; the rank at position r runs row r.
@@ -57,6 +57,8 @@ def train_batch(
 
     data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
                   mean over it
+    average       False: gradients stay those of this rank's own microbatches, for an optimizer that combines them along
+                  data_axis itself, as that of `shard_optimizer` does
     tied          parameters that are one: [((0, "embedding.weight"), (3, "head.weight"))] says by stage and name that
                   their gradients are added up, and each gets the sum; the same on every rank. `stages_of` finds them.
                   Copies of one stage on two ranks (Chimera, DualPipe) are tied without being named
@@ -82,7 +84,7 @@ def train_batch(
     """
     worker = _Worker(schedule, stages, microbatches, loss, axis, checkpoint_every, costs)
     ties: Tied = getattr(stages, "tied", ()) if tied is None else tied
-    sync = GradientSync(worker.stages, schedule.placement, axis, data_axis, ties)
+    sync = GradientSync(worker.stages, schedule.placement, axis, data_axis if average else None, ties)
     for action in program(schedule)[worker.place.index]:
         if action.kind == "REDUCE_GRAD":
             sync.reduce(action.stage, worker.gradients)

@@ -1,0 +1,156 @@
+"""Training over any mesh: the losses and the weights of one device; breaks that leave no trace."""
+
+import shutil
+import signal
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from tplab import Mesh
+from tplab.data.text import Text
+from tplab.models.gpt import GPTConfig
+from tplab.schedules import zb_v
+from tplab.torch.training.train import train
+from tplab.training import checkpoint
+from tplab.training.recipe import Recipe
+
+CONFIG = GPTConfig(32, 16, 2, 2, 8)
+TEXT = Text(np.random.default_rng(0).integers(0, 32, 500).astype(np.uint8).tobytes())
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def trained(mesh, folder=None, *, resume=False, show=lambda progress: None, config=CONFIG, seed=0, on=None, **recipe):
+    how = Recipe(**{"steps": STEPS, "batch_size": 4, "warmup": 2, "clip": 0.5, **recipe})
+    return train(config, TEXT, mesh, how, folder=folder, resume=resume, show=show, seed=seed, on=on)
+
+
+@cache
+def by_hand():
+    """The same training as torch has it, on one device: losses, norms and the last weights."""
+    from tplab.models.gpt import gpt_state
+    from tplab.torch import GPT, run
+
+    recipe = Recipe(STEPS, warmup=2)
+
+    def program():
+        model = GPT(CONFIG)
+        model.load_state_dict({name: torch.tensor(x) for name, x in gpt_state(CONFIG).items()})
+        optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
+        losses, norms = [], []
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = recipe.rate(step)
+            loss = model.loss(*map(torch.tensor, TEXT.batch(step, 4, CONFIG.context)))
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, norms, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+    return run(program, Mesh(tp=1)).per_rank[0]
+
+
+def same(got, tolerance=1e-12):
+    losses, _, state = by_hand()
+    np.testing.assert_allclose(got.losses, losses, rtol=tolerance)
+    for name, x in state.items():
+        # AdamW divides the gradient of key's bias, which is nothing but roundings, by their size and 1e-8
+        np.testing.assert_allclose(got.state[name], x, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "mesh, how",
+    [
+        (Mesh(tp=1), {"zero": 0}),
+        (Mesh(dp=2, pp=2, tp=2), {}),
+        (Mesh(tp=2, dp=2, pp=2), {"zero": 0, "sequence_parallel": True, "checkpoint_every": 1}),
+        (Mesh(pp=2, dp=2), {"schedule": zb_v, "evaluate_every": 2}),
+    ],
+    ids=str,
+)
+def test_torch_alone_would_train_the_same(mesh, how):
+    seen = []
+    got = trained(mesh, show=seen.append, **how)
+    same(got)
+    assert [progress.loss for progress in seen] == got.losses
+    np.testing.assert_allclose([progress.gradient_norm for progress in seen], by_hand()[1], rtol=1e-10)
+    assert [progress.step for progress in seen] == [1, 2, 3, 4]
+    assert list(got.held_out) == ([2, 4] if "evaluate_every" in how else [])
+    assert repr(got) == f"Trained for 4 steps, to a loss of {got.losses[-1]:.4f}"
+
+
+def test_a_break_changes_no_bit(tmp_path):
+    mesh, config = Mesh(dp=2, pp=2, tp=2), GPTConfig(32, 16, 2, 2, 8, dropout=0.2)
+    whole = trained(mesh, tmp_path, config=config, save_every=2, evaluate_every=1)
+    shutil.rmtree(tmp_path / "step-00000004")
+    (tmp_path / "step-00000004.partial").mkdir()  # a save that was killed
+    (tmp_path / "step-00000004.partial" / "rank-0-of-8.safetensors").write_bytes(b"half")
+    again = trained(mesh, tmp_path, config=config, resume=True)
+    assert (again.first, again.steps) == (2, 4)
+    assert again.losses == whole.losses[2:]
+    for name, x in whole.state.items():
+        np.testing.assert_array_equal(again.state[name], x)
+    assert checkpoint.latest(tmp_path) == 4
+    with pytest.raises(FileExistsError, match="has a checkpoint of step 4 already; resume=True goes on"):
+        trained(mesh, tmp_path)
+
+
+def test_from_mesh_to_mesh(tmp_path):
+    """2x2x2, then 4x1x2 without ZeRO, then one device: all the same."""
+    trained(Mesh(dp=2, pp=2, tp=2), tmp_path, save_every=2)
+    shutil.rmtree(tmp_path / "step-00000004")
+    trained(Mesh(tp=2, dp=4), tmp_path, resume=True, zero=0, microbatches=1, save_every=1)
+    shutil.rmtree(tmp_path / "step-00000004")
+    got = trained(Mesh(tp=1), tmp_path, resume=True)
+    assert got.first == 3
+    np.testing.assert_allclose(got.losses, by_hand()[0][3:], rtol=1e-12)
+    np.testing.assert_allclose(got.state["norm.weight"], by_hand()[2]["norm.weight"], rtol=1e-12)
+
+
+def test_ctrl_c_keeps_what_was_trained(tmp_path):
+    """Pressed in the middle of a step: all ranks finish it, and the checkpoint is that of the step."""
+
+    def press(progress):
+        if progress.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    got = trained(Mesh(dp=2, pp=2), tmp_path, show=press)
+    assert 2 <= got.steps <= 3
+    assert signal.getsignal(signal.SIGINT) is before
+    assert got.losses == pytest.approx(by_hand()[0][: got.steps])
+    rest = trained(Mesh(dp=2, pp=2), tmp_path, resume=True)
+    assert rest.steps == 4
+    assert got.losses + rest.losses == pytest.approx(by_hand()[0])
+
+
+def test_on_processes(tmp_path):
+    seen = []
+    same(trained(Mesh(pp=2), tmp_path, show=seen.append, on="processes"))
+    assert [progress.step for progress in seen] == [1, 2, 3, 4]
+    assert checkpoint.latest(tmp_path) == 4
+
+
+def test_dropout_draws_the_same_on_every_tensor_parallel_mesh():
+    config = GPTConfig(32, 16, 2, 2, 8, dropout=0.2)
+    one, two = (trained(mesh, config=config) for mesh in (Mesh(pp=2), Mesh(pp=2, tp=2)))
+    np.testing.assert_allclose(one.losses, two.losses, rtol=1e-12)
+    assert abs(one.losses[0] - by_hand()[0][0]) > 1e-3
+
+
+def test_a_plain_line_now_and_then(capsys):
+    trained(Mesh(dp=2), show=None, evaluate_every=4)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"step 1 of 4: loss {by_hand()[0][0]:.4f}"
+    assert "held out" in lines[-1]
+    assert len(lines) == 4

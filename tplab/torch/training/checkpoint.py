@@ -1,0 +1,74 @@
+"""Checkpoints of a rank's stages and optimizer: what it writes, and what it takes of what was written on any mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tplab.models.gpt import GPTConfig, gpt_parameters
+from tplab.sharding import P, cut
+from tplab.torch.comm.collectives import barrier
+from tplab.torch.layers.parameters import piece_of
+from tplab.torch.ranks.rank import this_rank
+from tplab.torch.training.optimizer import Optimizer
+from tplab.training import checkpoint
+from tplab.training.checkpoint import Owned, Part
+
+STATES = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of every number: in the checkpoint "exp_avg.norm.weight", beside "model.norm.weight"."""
+
+
+def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig) -> None:
+    """Write the model and the optimizer after `step` steps. Called by all ranks."""
+    rank = this_rank()
+    owned: dict[str, Owned] = {}
+    is_zero, specs = optimizer.is_zero, gpt_parameters(config)
+    copies = tuple(name for name in ("dp", "tp") if name in rank.mesh.axis_names)
+    for piece in optimizer.pieces:
+        shape, spec, *_ = specs[piece.name]
+        unlike = {"dp", *spec.axis_names} if is_zero else set(spec.axis_names)
+        is_writer = all(rank.place(name).index == 0 for name in copies if name not in unlike)
+        if piece.is_counted and is_writer and len(piece.held):
+            start = _start(shape, spec)
+            part = Part.of(shape, start, tuple(piece.whole.shape), piece.held)
+            owned[f"model.{piece.name}"] = Owned(part, _numpy(piece.own))
+            for kind in STATES:
+                owned[f"{kind}.{piece.name}"] = Owned(part, _numpy(optimizer.states(piece)[kind]))
+    checkpoint.save(folder, step, rank.rank, rank.mesh.size, owned, barrier)
+
+
+@torch.no_grad()
+def load(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig) -> None:
+    """Give this rank's stages and optimizer what was saved after `step` steps, on whatever mesh."""
+    wanted = {piece.name for piece in optimizer.pieces}
+    arrays = checkpoint.load(folder, step, [f"{kind}.{name}" for name in wanted for kind in ("model", *STATES)])
+    specs = gpt_parameters(config)
+    for piece in optimizer.pieces:
+        here = {kind: _here(arrays[f"{kind}.{piece.name}"], specs[piece.name].spec) for kind in ("model", *STATES)}
+        piece.whole.copy_(here["model"])
+        states = optimizer.states(piece)
+        states["step"].fill_(step)
+        for kind in STATES:
+            states[kind].copy_(here[kind].reshape(-1)[piece.held.start : piece.held.stop].view_as(piece.own))
+
+
+def _start(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+    """The first element of this rank's piece of a whole parameter."""
+    rank = this_rank()
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    starts = []
+    for size, entry in zip(shape, entries):
+        place = None if entry is None else rank.place(entry)
+        starts.append(0 if place is None else cut(size, len(place.group), "ceil")[place.index].start)
+    return tuple(starts)
+
+
+def _here(array: np.ndarray, spec: P) -> Tensor:
+    return piece_of(torch.from_numpy(array), spec)
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return x.detach().cpu().numpy()

@@ -1,0 +1,139 @@
+"""Training a GPT over data, pipeline and tensor parallelism at once: a loop to read, and to take what you need from."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tplab.data.text import Text
+from tplab.mesh import Mesh
+from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
+from tplab.models.state import merge_state
+from tplab.pipeline.microbatches import split_batch
+from tplab.torch.comm.collectives import axis_index, axis_size
+from tplab.torch.layers.vocabulary import vocab_parallel_cross_entropy
+from tplab.torch.models.gpt_layers import gpt_layers
+from tplab.torch.pipeline.stages import Stages, stages_of
+from tplab.torch.pipeline.train_batch import train_batch
+from tplab.torch.ranks.rank import this_rank
+from tplab.torch.run import run
+from tplab.torch.training import checkpoint
+from tplab.torch.training.gpt_stages import held_of, load_whole
+from tplab.torch.training.optimizer import Optimizer
+from tplab.training.checkpoint import beginning
+from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
+from tplab.training.recipe import Recipe, with_all_axes
+from tplab.training.stop import Stop
+
+
+def train(
+    config: GPTConfig, text: Text, mesh: Mesh, recipe: Recipe | None = None, *, folder: str | Path | None = None,
+    resume: bool = False, show: Show | None = None, on: str | None = None, seed: int = 0,
+) -> Trained:  # fmt: skip
+    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp" and tensor parallelism "tp".
+
+        train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
+
+    mesh      any sizes of these axes, in any order; one that is left out has one rank
+    recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
+    folder    where checkpoints go: of any mesh, to go on from on any other one, in either framework
+    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
+    show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
+    on        where ranks run, as for `run`: simulated, on processes, or as torchrun has started them. On processes what
+              is to be shown is shown at the end
+    seed      of the first weights, the batches and dropout
+
+    Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
+    Ctrl-C on simulated ranks: the step that runs comes to its end, and what was trained until then is returned.
+    Elsewhere the newest checkpoint is what is kept.
+    """
+    recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
+    first = beginning(folder, resume)
+    show = PlainLine() if show is None else show
+    is_launched = on is None and os.environ.keys() >= {"RANK", "WORLD_SIZE"}
+    live = None if on == "processes" else show
+    with Stop() if not (is_launched or on == "processes") else nullcontext() as stop:
+        program = partial(_train, config, text, recipe, first, folder, seed, live, stop)
+        results = run(lambda: program(), mesh, on=on, seed=seed).per_rank
+    steps: list[Progress] = results[0][0]
+    for progress in steps if live is None else ():
+        show(progress)
+    held_out = {done.step: done.held_out for done in steps if done.held_out is not None}
+    state = _whole([held for _, held in results], config, mesh)
+    return Trained(state, [done.loss for done in steps], first, held_out)
+
+
+def _train(
+    config: GPTConfig, text: Text, recipe: Recipe, first: int, folder: str | Path | None, seed: int, show: Show | None,
+    stop: Stop | None,
+) -> tuple[list[Progress], dict[str, np.ndarray]]:  # fmt: skip
+    """The program of one rank: what happened in each step, and what the rank holds of the model in the end."""
+    rank, done, clock = this_rank(), [], Clock(first, recipe.steps)
+    layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
+    stages = stages_of(layers, recipe.schedule_on(rank.mesh))
+    load_whole(stages, config, gpt_state(config, seed))
+    optimizer = Optimizer(stages, config, recipe)
+    if folder is not None and first:
+        checkpoint.load(folder, first, optimizer, config)
+    for step in range(first, recipe.steps):
+        if stop is not None and not stop.may_begin(step):
+            break
+        rank.draws["batches"] = step  # what dropout draws depends on it: the same after a break
+        loss = _run_batch(stages, text.batch(step, recipe.batch_size, config.context, seed, **_share()), config, recipe)
+        norm = optimizer.step(recipe.rate(step))
+        held_out = _evaluate(stages, text, config, recipe) if recipe.evaluates(step) else None
+        optimizer.inner.zero_grad()
+        done.append(Progress(step + 1, recipe.steps, loss, held_out, norm, clock.left(step + 1)))
+        if show is not None and rank.rank == 0:
+            show(done[-1])
+        if folder is not None and recipe.saves(step):
+            checkpoint.save(folder, step + 1, optimizer, config)
+    if folder is not None and done and not recipe.saves(done[-1].step - 1):  # it was stopped
+        checkpoint.save(folder, done[-1].step, optimizer, config)
+    held = held_of(stages, config) if axis_index("dp") == 0 else {}
+    return done, {name: parameters[0].detach().cpu().numpy() for name, parameters in held.items()}
+
+
+def _run_batch(stages: Stages, batch: tuple[np.ndarray, np.ndarray], config: GPTConfig, recipe: Recipe) -> float:
+    """Forward and backward: the mean loss over all data-parallel ranks. With ZeRO, gradients stay this rank's own."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size)
+
+    device = stages.parameters()[0].device
+    ids, targets = (torch.from_numpy(x).to(device) for x in batch)
+    pairs = split_batch(ids, targets, recipe.microbatches)
+    schedule = recipe.schedule_on(this_rank().mesh)
+    average = not recipe.zero
+    every = recipe.checkpoint_every
+    return float(train_batch(schedule, stages, pairs, loss, data_axis="dp", average=average, checkpoint_every=every))
+
+
+def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> float:
+    """The loss on held-out text, without dropout. Its gradients are let go."""
+    for module in stages.values():
+        module.eval()
+    loss = _run_batch(stages, text.held_out(recipe.batch_size, config.context, **_share()), config, recipe)
+    for module in stages.values():
+        module.train()
+    return loss
+
+
+def _share() -> dict[str, int]:
+    return {"rank": axis_index("dp"), "num_ranks": axis_size("dp")}
+
+
+def _whole(held: list[dict[str, np.ndarray]], config: GPTConfig, mesh: Mesh) -> dict[str, Any]:
+    """The state of the whole GPT, of what each rank holds of it."""
+    tp = Mesh(tp=mesh.axis_size("tp"))
+    states: list[dict[str, np.ndarray]] = [{} for _ in tp.ranks]
+    for rank, pieces in enumerate(held):
+        states[mesh.index(rank, "tp")] |= pieces
+    return merge_state(states, gpt_specs(config), tp, np.concatenate)

@@ -1,0 +1,194 @@
+"""A checkpoint: the arrays of a model and its optimizer, saved by the ranks of one mesh, read by those of any other.
+
+    step-00000050/
+        index.json                      every array: its shape, and which file has which part of it
+        rank-0-of-8.safetensors         what rank 0 has written: under the array's name, the part
+
+A part is a box of the whole array, or a range of the numbers of a box in their order: ZeRO cuts so. Names are those of
+the whole model, in either framework, so what torch has saved, JAX can load. Every number is written once.
+
+A checkpoint is written into a folder beside it, step-00000050.partial, put onto the disk, and renamed at the end. So
+one that was being saved when the program was killed is never taken for a whole one, and those before it are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.errors import ShapeError
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where the numbers that a rank writes are in the whole array.
+
+    shape         of the whole
+    start, size   of the box: its first element, and how many in each dim
+    begin, end    which numbers of the box, read row by row
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], held: range | None = None):
+        """All of the box, or the range that is held of it."""
+        held = range(int(np.prod(size))) if held is None else held
+        return cls(shape, start, size, held.start, held.stop)
+
+    @classmethod
+    def from_json(cls, about: Mapping[str, Any]):
+        """What asdict made of it, from a file."""
+        shape, start, size = (tuple(about[name]) for name in ("shape", "start", "size"))
+        return cls(shape, start, size, about["begin"], about["end"])
+
+
+class Owned(NamedTuple):
+    """What a rank is to write."""
+
+    part: Part
+    array: np.ndarray
+
+
+def save(
+    folder: str | Path, step: int, rank: int, num_ranks: int, owned: Mapping[str, Owned], barrier: Callable[[], None]
+) -> None:
+    """Write what this rank owns. All ranks call it; `barrier` waits for them. The last thing is the folder's name.
+
+    Raises FileExistsError where the step has been saved: a whole checkpoint is never written over.
+    """
+    done = _path(folder, step)
+    partial = done.with_name(f"{done.name}.partial")
+    if done.exists():
+        raise FileExistsError(f"{done} is there already; resume from it, or give another folder")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+        partial.mkdir(parents=True)
+    barrier()
+    name = f"rank-{rank}-of-{num_ranks}"
+    _write_arrays(partial / f"{name}.safetensors", {key: array for key, (_, array) in owned.items()})
+    _write(partial / f"{name}.json", json.dumps({key: asdict(part) for key, (part, _) in owned.items()}))
+    barrier()
+    if rank == 0:
+        _write(partial / "index.json", json.dumps(_index(partial, step, num_ranks), indent=1))
+        _sync(partial)
+        os.replace(partial, done)
+        _sync(done.parent)
+    barrier()
+
+
+def latest(folder: str | Path) -> int | None:
+    """The step of the newest whole checkpoint; None where there is none."""
+    found = [re.fullmatch(r"step-(\d+)", path.name) for path in Path(folder).glob("step-*")]
+    steps = [int(match[1]) for match in found if match and (Path(folder) / match[0] / "index.json").exists()]
+    return max(steps, default=None)
+
+
+def load(folder: str | Path, step: int, names: Iterable[str] | None = None) -> Arrays:
+    """The whole arrays of a checkpoint: name -> array. `names`: only these.
+
+    Raises FileNotFoundError where there is no such checkpoint, ShapeError where parts of an array are missing.
+    """
+    from safetensors import safe_open
+
+    path = _path(folder, step)
+    if not (path / "index.json").exists():
+        there = ", ".join(sorted(p.name for p in Path(folder).glob("step-*"))) or "no checkpoint"
+        raise FileNotFoundError(f"{folder} has no checkpoint of step {step}, but {there}")
+    index = json.loads((path / "index.json").read_text())["arrays"]
+    arrays: Arrays = {}
+    missing: dict[str, int] = {}
+    wanted = list(index) if names is None else list(names)
+    files: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name in wanted:
+        if name not in index:
+            raise FileNotFoundError(f"the checkpoint of step {step} in {folder} has no array {name!r}")
+        for part in index[name]:
+            files.setdefault(part["file"], []).append((name, part["part"]))
+    for file, parts in files.items():
+        with safe_open(path / file, framework="np") as opened:
+            for name, about in parts:
+                part = Part.from_json(about)
+                array = opened.get_tensor(name)
+                whole = arrays.setdefault(name, np.zeros(part.shape, array.dtype))
+                _put(whole, part, array)
+                missing[name] = missing.get(name, whole.size) - array.size
+    for name, count in missing.items():
+        if count:
+            raise ShapeError(f"{count} numbers of {name!r} are in no file of {path}; save the checkpoint again")
+    return arrays
+
+
+def beginning(folder: str | Path | None, resume: bool) -> int:
+    """How many steps have been done: those of the newest checkpoint, if training is to go on from there.
+
+    Raises FileExistsError where there are checkpoints already, and training is to begin anew.
+    """
+    step = None if folder is None else latest(folder)
+    if step is not None and not resume:
+        raise FileExistsError(
+            f"{folder} has a checkpoint of step {step} already; resume=True goes on from there, or give another folder"
+        )
+    return step or 0
+
+
+def _path(folder: str | Path, step: int) -> Path:
+    return Path(folder) / f"step-{step:08}"
+
+
+def _index(partial: Path, step: int, num_ranks: int) -> dict[str, Any]:
+    """Every array -> the files that have parts of it."""
+    arrays: dict[str, list[dict[str, Any]]] = {}
+    for rank in range(num_ranks):
+        name = f"rank-{rank}-of-{num_ranks}"
+        for key, part in json.loads((partial / f"{name}.json").read_text()).items():
+            arrays.setdefault(key, []).append({"file": f"{name}.safetensors", "part": part})
+        (partial / f"{name}.json").unlink()
+    return {"step": step, "num_ranks": num_ranks, "arrays": arrays}
+
+
+def _put(whole: np.ndarray, part: Part, array: np.ndarray) -> None:
+    box = tuple(slice(start, start + size) for start, size in zip(part.start, part.size))
+    if array.size == np.prod(part.size):
+        whole[box] = array.reshape(part.size)
+        return
+    flat = whole[box].reshape(-1)  # of a box of several dims a copy
+    flat[part.begin : part.end] = array.reshape(-1)
+    whole[box] = flat.reshape(part.size)
+
+
+def _write_arrays(path: Path, arrays: Arrays) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, str(path))
+    _sync(path)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows has no handle of a folder to wait with
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,92 @@
+"""What is told while a model trains, and what there is in the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TextIO
+
+
+class Progress(NamedTuple):
+    """What is known after a step.
+
+    step, steps     steps done, of how many
+    loss            of the step's batch, before its update
+    held_out        loss on held-out text after the update; None where it was not computed
+    gradient_norm   before clipping
+    seconds_left    as long as the rest will take if it goes on like this; None for the first step
+    """
+
+    step: int
+    steps: int
+    loss: float
+    held_out: float | None
+    gradient_norm: float
+    seconds_left: float | None
+
+    def __str__(self) -> str:
+        held_out = "" if self.held_out is None else f", held out {self.held_out:.4f}"
+        return f"step {self.step} of {self.steps}: loss {self.loss:.4f}{held_out}"
+
+
+Show = Callable[[Progress], None]
+"""Called after every step: a `LossCurve`, a `PlainLine`, or a function of yours."""
+
+
+class PlainLine:
+    """Prints a line now and then: about ten of them, and whenever there is a loss on held-out text.
+
+    Where lines go is settled when it is made: what a simulated rank prints would come out only when the run is over.
+    """
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = sys.stdout if stream is None else stream
+
+    def __call__(self, progress: Progress) -> None:
+        every = max(1, progress.steps // 10)
+        if progress.step in (1, progress.steps) or progress.step % every == 0 or progress.held_out is not None:
+            left = "" if not progress.seconds_left else f", {_duration(progress.seconds_left)} left"
+            print(f"{progress}{left}", file=self._stream, flush=True)
+
+
+class Clock:
+    """Tells how long the rest will take, by the time since the first step, which compiles or warms up."""
+
+    def __init__(self, first: int, steps: int):
+        self._first, self._steps, self._since = first, steps, 0.0
+
+    def left(self, done: int) -> float | None:
+        """Seconds, after `done` steps; None after the first one."""
+        if done == self._first + 1:
+            self._since = time.perf_counter()
+            return None
+        return (time.perf_counter() - self._since) / (done - self._first - 1) * (self._steps - done)
+
+
+@dataclass
+class Trained:
+    """What `train` gives.
+
+    state      of the whole GPT: name -> NumPy array, as `split_state` and `save_state` take it
+    losses     of every step of this call; the first of them is that of step `first`
+    held_out   steps done -> loss on held-out text
+    """
+
+    state: dict[str, Any]
+    losses: list[float]
+    first: int = 0
+    held_out: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps done, also in earlier calls."""
+        return self.first + len(self.losses)
+
+    def __repr__(self) -> str:
+        return f"Trained for {self.steps} steps" + (f", to a loss of {self.losses[-1]:.4f}" if self.losses else "")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,87 @@
+"""How to train: everything but the model, the text and the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+from tplab.errors import one_of
+from tplab.mesh import Mesh
+from tplab.schedules import Schedule, one_f_one_b
+
+AXES = ("dp", "pp", "tp")
+"""What the axes of data, pipeline and tensor parallelism are called."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `train` does. The same recipe gives the same losses on every mesh, up to rounding.
+
+    steps, batch_size      how many updates; sequences in each, over all data-parallel ranks together
+    microbatches           into how many parts each pipeline cuts its share of the batch
+    schedule               (ranks, microbatches) -> the schedule of each pipeline
+    learning_rate          of AdamW at its highest: it rises in a line for `warmup` steps, then falls along a cosine
+    final                  to this share of the highest
+    betas, weight_decay    of AdamW; every parameter decays
+    clip                   the largest norm of all gradients together; None: they are not clipped
+    zero                   1: the optimizer's states are divided over the data-parallel ranks; 0: each has all of them
+    sequence_parallel      whether tensor-parallel ranks share the sequence between the layers
+    checkpoint_every       every so many layers of a stage, activations are computed again; None: all are kept
+    evaluate_every         how often the loss on held-out text is computed, which takes as long as a step; None: never
+    save_every             how often a checkpoint is written, where there is a folder; None: at the end
+    """
+
+    steps: int = 100
+    batch_size: int = 8
+    _: KW_ONLY
+    microbatches: int = 2
+    schedule: Callable[[int, int], Schedule] = one_f_one_b
+    learning_rate: float = 3e-3
+    warmup: int = 10
+    final: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    zero: int = 1
+    sequence_parallel: bool = False
+    checkpoint_every: int | None = None
+    evaluate_every: int | None = None
+    save_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1):
+            raise ValueError(f"zero is {self.zero!r}; train has ZeRO stages 0 and 1")
+        for name in ("evaluate_every", "save_every"):
+            every = getattr(self, name)
+            if every is not None and every < 1:
+                raise ValueError(f"{name} is {every}; it is a number of steps, 1 or more, or None for never")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, the first of which is 0."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.learning_rate * (self.final + (1 - self.final) * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
+
+    def schedule_on(self, mesh: Mesh) -> Schedule:
+        """The schedule of each pipeline."""
+        return self.schedule(mesh.axis_size("pp"), self.microbatches)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the loss on held-out text is computed after this step."""
+        return self.evaluate_every is not None and ((step + 1) % self.evaluate_every == 0 or step + 1 == self.steps)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is written after this step, where there is a folder."""
+        return step + 1 == self.steps or (self.save_every is not None and (step + 1) % self.save_every == 0)
+
+
+def with_all_axes(mesh: Mesh) -> Mesh:
+    """The mesh with axes dp, pp and tp, in the order they have; those it lacks have one rank. Ranks stay the same.
+
+    Raises ValueError where it has other axes.
+    """
+    for name in mesh.axis_names:
+        one_of("an axis of the mesh", name, AXES)
+    return Mesh(**{name: 1 for name in AXES if name not in mesh.axis_names}, **mesh.shape)

@@ -1,0 +1,52 @@
+"""Ctrl-C while a model trains: the step that runs comes to its end, and what was trained is kept."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Stop:
+    """`with Stop() as stop:` Ctrl-C ends training after the step that has begun; a second one ends it at once.
+
+    All ranks that share it stop after the same step. Where the main thread is another one, Ctrl-C is not its business.
+    """
+
+    def __init__(self) -> None:
+        self._begun = -1
+        self._last: int | None = None  # the step that is to be the last
+        self._lock = threading.Lock()
+        self._before: Any = None
+
+    def may_begin(self, step: int) -> bool:
+        """Whether a rank is to begin this step; asked once per step and rank."""
+        with self._lock:
+            if self._last is not None and step > self._last:
+                return False
+            self._begun = max(self._begun, step)
+            return True
+
+    def after_this_step(self) -> None:
+        """Stop after the latest step that a rank has begun."""
+        with self._lock:
+            self._last = self._begun
+
+    @property
+    def is_asked(self) -> bool:
+        return self._last is not None
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.after_this_step()
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._pressed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
