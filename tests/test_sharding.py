@@ -264,7 +264,7 @@ FAULTS = [
     (ShapeError, "the size is 10, which 4 parts cannot share equally;\n"
      "pad it to 12, or take a number of parts that divides 10", lambda: cut(10, 4, "equal")),
     (ValueError, "rule is 'odd'; it must be 'equal', 'ceil' or 'even'", lambda: cut(10, 4, "odd")),  # type: ignore
-    (ShapeError, "Mesh(dp=2, tp=4) has 8 ranks, and there are 2 pieces; give one per rank",
+    (ShapeError, "Mesh(dp=2, tp=4) has 8 ranks, but there are 2 pieces; give one per rank",
      lambda: join([np.ones(2)] * 2, P(), MESH)),
     (ShapeError, "the pieces of P() must have one shape, and have: rank 0 (2,), rank 1 (3,)",
      lambda: join([np.ones(2), np.ones(3)], P(), Mesh(tp=2))),

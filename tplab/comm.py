@@ -71,4 +71,4 @@ def _pair(given: Any) -> tuple[int, int]:
         source, target = given
         return operator.index(source), operator.index(target)
     except (TypeError, ValueError):
-        raise TypeError(f"ppermute sends along pairs (from index, to index), as (0, 1); {given!r} is none") from None
+        raise TypeError(f"ppermute sends along pairs (from index, to index), as (0, 1); {given!r} is no pair") from None

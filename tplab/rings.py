@@ -89,7 +89,7 @@ def check_parts(num_parts: int, num_ranks: int, axis: Axis, way_out: str) -> Non
     """Raise ShapeError where ring_reduce_scatter has not one part for each rank; `way_out` makes a list of them."""
     if num_parts != num_ranks:
         raise ShapeError(
-            f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, and got "
+            f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, but got "
             f"{num_parts}; {way_out} makes a list of them"
         )
 
@@ -120,7 +120,7 @@ def blocking_weight(stacked: Any, mode: str, direction: str = "up") -> Any:
     """The reverse of async_weight: stacked [R, R, F/R, D/R] -> weight [F, D], bit for bit."""
     if len(stacked.shape) != 4 or stacked.shape[0] != stacked.shape[1]:
         raise ShapeError(
-            f"blocking_weight takes [R, R, F/R, D/R], the pieces of each of R ranks, and got {list(stacked.shape)}; "
+            f"blocking_weight takes [R, R, F/R, D/R], the pieces of each of R ranks, but got {list(stacked.shape)}; "
             "stacked.reshape(R, R, ...) makes it from the pieces of all ranks joined along dim 0"
         )
     num_ranks, _, rows, columns = stacked.shape

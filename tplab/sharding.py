@@ -182,7 +182,7 @@ def join(shards: Sequence[Any], spec: P, mesh: Mesh, empty: Callable[[tuple[int,
     import numpy as np  # here, so that `import tplab` stays quick
 
     if len(shards) != mesh.size:
-        raise ShapeError(f"{mesh} has {mesh.size} ranks, and there are {len(shards)} pieces; give one per rank")
+        raise ShapeError(f"{mesh} has {mesh.size} ranks, but there are {len(shards)} pieces; give one per rank")
     shapes = {tuple(shard.shape) for shard in shards}
     if len(shapes) > 1:
         listed = ", ".join(f"rank {rank} {tuple(shard.shape)}" for rank, shard in enumerate(shards))

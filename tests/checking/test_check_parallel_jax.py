@@ -318,5 +318,5 @@ def test_what_differs_from_rank_to_rank():
 def test_what_is_missing_is_said():
     with pytest.raises(SpecError, match="give specs, a structure of P"):
         checked(right, specs=None)
-    with pytest.raises(SpecError, match="in_specs has 2 entries, and there are 1 inputs"):
+    with pytest.raises(SpecError, match="in_specs has 2 entries, but there are 1 inputs"):
         checked(right, in_specs=(P(), P()))

@@ -422,7 +422,7 @@ def test_a_key_needs_a_run():
     (P("pp"), SpecError, r"P\('pp'\) names axis 'pp', which Mesh\(dp=2, tp=4\) does not have; its axes are 'dp', 'tp'"),
     (P(None, None, "tp"), SpecError, r"3 entries, and the .*\(4, 10\) has 2 dims"),
     (P(None, "tp"), ShapeError, r"dim 1 has size 10, which the 4 ranks of axis 'tp' .*\npad it to 12, or use a mesh"),
-    ((P(), P()), SpecError, r"in_specs has 2 entries and there are 1 arguments; give one for each"),
+    ((P(), P()), SpecError, r"in_specs has 2 entries, but there are 1 arguments; give one for each"),
     ({"x": P()}, SpecError, r"in_specs is \{'x': P\(\)\}; give a P, or a tuple with one P for each of the 1 arguments"),
     ("tp", SpecError, r"in_specs has 'tp' where a P belongs"),
     (("tp",), SpecError, r"in_specs has 'tp' where a P belongs"),

@@ -138,7 +138,7 @@ def called(fw, layer, x):
     ),
     (lambda lab: lab.ParallelSelfAttention(12, 12, "tp", num_kv_heads=5), r"num_kv_heads is 5, which does not divide"),
     (lambda lab: lab.ParallelSelfAttention(12, 12, "tp", sequence_dim=0), r"sequence_dim is 0; of x"),
-    (lambda lab: lab.ParallelSelfAttention(12, 12, "tp"), r"takes x \[batch, sequence, 12\], and got \[3, 12\]"),
+    (lambda lab: lab.ParallelSelfAttention(12, 12, "tp"), r"takes x \[batch, sequence, 12\], but got \[3, 12\]"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said(fw, make, message):
     with pytest.raises(ShapeError, match=message):

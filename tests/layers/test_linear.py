@@ -363,11 +363,11 @@ WRONG = {
     "row features": (lambda lab: lab.RowParallelLinear(10, 4, "tp"), ShapeError, r"in_features is 10, which the 4"),
     "hidden": (lambda lab: lab.ParallelMLP(4, 6, "tp"), ShapeError, r"hidden is 6, .*\npad it to 8"),
     "axis": (lambda lab: lab.ColumnParallelLinear(4, 8, "pp"), MeshError, r"no axis 'pp'; its axes are 'tp'"),
-    "x": (lambda lab: lab.ColumnParallelLinear(5, 8, "tp"), ShapeError, r"x \[..., 5\], and got \[2, 8, 4\]"),
+    "x": (lambda lab: lab.ColumnParallelLinear(5, 8, "tp"), ShapeError, r"x \[..., 5\], but got \[2, 8, 4\]"),
     "whole x": (lambda lab: lab.RowParallelLinear(4, 8, "tp"), ShapeError, r"all of x: give input_is_parallel=False"),
     "piece of x": (
         lambda lab: lab.RowParallelLinear(16, 8, "tp", input_is_parallel=False), ShapeError,
-        r"takes x \[..., 16\] of 16 input features over axis 'tp', and got \[2, 8, 4\]; gather_from",
+        r"takes x \[..., 16\] of 16 input features over axis 'tp', but got \[2, 8, 4\]; gather_from",
     ),
     "sequence": (
         lambda lab: lab.RowParallelLinear(16, 8, "tp", sequence_dim=0), ShapeError,
@@ -406,7 +406,7 @@ def test_jax_layers_say_when_they_are_given_the_whole_weights():
 
     layer = fw.lab.ColumnParallelLinear(4, 8, "tp")
     x = fw.array(np.ones((2, 4), np.float32))
-    with pytest.raises(ShapeError, match=r"holds a weight \[4, 4\], and got \[8, 4\]; in_specs=layer.specs"):
+    with pytest.raises(ShapeError, match=r"holds a weight \[4, 4\], but got \[8, 4\]; in_specs=layer.specs"):
         fw.lab.run(layer, Mesh(tp=2), layer.init(jax.random.key(0)), x)
 
 

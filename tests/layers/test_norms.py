@@ -76,9 +76,9 @@ def called(fw, layer, x):
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda lab: lab.LayerNorm(16), r"LayerNorm takes x \[..., 16\], and got \[2, 4\]; ParallelLayerNorm and"),
-    (lambda lab: lab.RMSNorm(5), r"RMSNorm takes x \[..., 5\], and got \[2, 4\](\n|$)"),
-    (lambda lab: lab.ParallelLayerNorm(4, "tp"), r"takes x \[..., 1\], and got \[2, 4\] of 4 features over all ranks;"),
+    (lambda lab: lab.LayerNorm(16), r"LayerNorm takes x \[..., 16\], but got \[2, 4\]; ParallelLayerNorm and"),
+    (lambda lab: lab.RMSNorm(5), r"RMSNorm takes x \[..., 5\], but got \[2, 4\](\n|$)"),
+    (lambda lab: lab.ParallelLayerNorm(4, "tp"), r"takes x \[..., 1\], but got \[2, 4\] of 4 features over all ranks;"),
     (lambda lab: lab.ParallelRMSNorm(6, "tp"), r"width is 6, which the 4 ranks of axis .*;\npad it to 8"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said(fw, make, message):

@@ -285,7 +285,7 @@ def test_what_cannot_be_converted_is_refused(fw):
         convert(np.zeros((4, 4)), 2, "none")
     with pytest.raises(ValueError, match="direction is 'left'; it must be one of up, down, both, split"):
         convert(np.zeros((4, 4)), 2, "gather", "left")
-    with pytest.raises(ShapeError, match=r"\[R, R, F/R, D/R\], the pieces of each of R ranks, and got \[4, 2, 2\]"):
+    with pytest.raises(ShapeError, match=r"\[R, R, F/R, D/R\], the pieces of each of R ranks, but got \[4, 2, 2\]"):
         fw.lab.blocking_weight(np.zeros((4, 2, 2)), "gather")
 
 

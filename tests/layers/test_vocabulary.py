@@ -261,7 +261,7 @@ WRONG = {
     ),
     "shapes": (
         lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t[:2], "tp", 12),
-        r"logits \[3, 12\] are for ids \[3\], and got ids \[2\]",
+        r"logits \[3, 12\] are for ids \[3\], but got ids \[2\]",
     ),
     "whole logits": (
         lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "tp", 12),

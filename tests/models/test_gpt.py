@@ -364,7 +364,7 @@ def test_what_is_wrong_is_said(fw):
 
     ids = fw.array(batch_of(config_for(2))[0])
     for config, message in [
-        (config_for(2, context=8), r"ids \[batch, sequence\] of up to 8 tokens, and got \[2, 24\]"),
+        (config_for(2, context=8), r"ids \[batch, sequence\] of up to 8 tokens, but got \[2, 24\]"),
         (config_for(3), r"num_heads is 3, which the 2 ranks|out_features is|hidden is"),
     ]:
         with pytest.raises(ShapeError, match=message):

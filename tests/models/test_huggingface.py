@@ -570,7 +570,7 @@ def test_a_row_before_its_column_is_refused_when_it_runs(num_ranks):
         return parallelize(model, {"0": "column", "1": "column", "2": "row"})(x)
 
     layers = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3)))
-    with pytest.raises(PlanError, match="1 is planned as a column, which takes all 12 features, and was given"):
+    with pytest.raises(PlanError, match="1 is planned as a column, which takes all 12 features, but was given"):
         run(two_columns, Mesh(tp=num_ranks), layers, torch.ones(1, 12))
 
 

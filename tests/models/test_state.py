@@ -204,7 +204,7 @@ def test_what_is_wrong_is_said(fw, tmp_path):
         lab.split_state({"v": w}, specs, mesh)
     with pytest.raises(SpecError, match=r"only in specs: w"):
         lab.merge_state([{"w": w}, {}], specs, mesh)
-    with pytest.raises(ShapeError, match=r"Mesh\(tp=2\) has 2 ranks, and there are 1 states; give one per rank"):
+    with pytest.raises(ShapeError, match=r"Mesh\(tp=2\) has 2 ranks, but there are 1 states; give one per rank"):
         lab.merge_state([{"w": w}], specs, mesh)
     with pytest.raises(ShapeError, match=r"there are 3 states"):
         lab.save_shards([{"w": w}] * 3, mesh, tmp_path)

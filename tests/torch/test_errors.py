@@ -511,7 +511,7 @@ def test_bad_specs_are_refused():
 
     spec(r"dim 1 has size 6, which the 4 ranks of axis 'tp' cannot share", into=(P(None, "tp"),))
     spec(r"names axis 'pp'", into=P("pp"))
-    spec(r"in_specs has 2 entries and there are 1 arguments", into=(P(), P()))
+    spec(r"in_specs has 2 entries, but there are 1 arguments", into=(P(), P()))
     spec(r"in_specs is 'tp'; give a P", into="tp")
     spec(r"has 'tp' where the value is a Tensor", into=("tp",))
     spec(r"has 'tp' where the value is a str", into=("tp",), args=("tp",))

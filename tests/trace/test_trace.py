@@ -426,7 +426,7 @@ FAULTS = {
     "this is not a trace that to_json wrote: a value is damaged: dtype 'O' is not one of numbers":
         lambda: Trace.from_json(damaged(["values", "2", "dtype"], "O")),
     "column 'group' names rank 2; Mesh(tp=2) has ranks 0 to 1": lambda: columns(group=(0, 2)),
-    "values are kept for event 2, and there are 2 events": lambda: columns(values={2: np.ones(1)}),
+    "values are kept for event 2, but there are 2 events": lambda: columns(values={2: np.ones(1)}),
     "a chunk is (origin rank, piece), and (2, 0) is none: Mesh(tp=2) has ranks 0 to 1":
         lambda: columns(chunks=[(2, 0)]),
     "event 0 has bytes -4, which is too small": lambda: columns(bytes=-4),

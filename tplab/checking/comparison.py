@@ -229,7 +229,7 @@ def each_input(in_specs: Any, num_inputs: int) -> list[P]:
         return [in_specs or P()] * num_inputs
     if len(in_specs) != num_inputs:
         raise SpecError(
-            f"in_specs has {len(in_specs)} entries, and there are {num_inputs} inputs; give one for each input"
+            f"in_specs has {len(in_specs)} entries, but there are {num_inputs} inputs; give one for each input"
         )
     return [spec or P() for spec in in_specs]
 

@@ -22,7 +22,7 @@ def check_column_input(shape: Shape, in_features: int, axis: Axis) -> None:
     """Raise ShapeError where x does not have all input features of a column-parallel layer."""
     if shape[-1] != in_features:
         raise ShapeError(
-            f"ColumnParallelLinear takes x [..., {in_features}], and got {list(shape)}; every rank needs all input "
+            f"ColumnParallelLinear takes x [..., {in_features}], but got {list(shape)}; every rank needs all input "
             f"features: gather_from(x, {axis!r}) joins pieces of them"
         )
 
@@ -37,7 +37,7 @@ def check_row_input(shape: Shape, expected: int, in_features: int, axis: Axis) -
     elif expected == in_features:
         way_out = f"; gather_from(x, {axis!r}) joins pieces, or give input_is_parallel=True"
     raise ShapeError(
-        f"RowParallelLinear takes x [..., {expected}] of {in_features} input features over axis {axis!r}, and got "
+        f"RowParallelLinear takes x [..., {expected}] of {in_features} input features over axis {axis!r}, but got "
         f"{list(shape)}{way_out}"
     )
 
@@ -74,7 +74,7 @@ def check_norm_input(norm: str, shape: Shape, num_here: int, width: int) -> None
         way_out = f" of {width} features over all ranks; LayerNorm and RMSNorm are for whole ones"
     elif width % max(shape[-1], 1) == 0:
         way_out = "; ParallelLayerNorm and ParallelRMSNorm are for features of which each rank holds some"
-    raise ShapeError(f"{norm} takes x [..., {num_here}], and got {list(shape)}{way_out}")
+    raise ShapeError(f"{norm} takes x [..., {num_here}], but got {list(shape)}{way_out}")
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def check_heads(
 def check_attention_input(shape: Shape, width: int) -> None:
     """Raise ShapeError where x is not [batch, sequence, width]."""
     if len(shape) != 3:
-        raise ShapeError(f"ParallelSelfAttention takes x [batch, sequence, {width}], and got {list(shape)}")
+        raise ShapeError(f"ParallelSelfAttention takes x [batch, sequence, {width}], but got {list(shape)}")
 
 
 # --- the vocabulary ---------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def check_loss(logits: Shape, ids: Shape, reduction: str, label_smoothing: float
         raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, from 0 to 1")
     if tuple(logits[:-1]) != tuple(ids):
         raise ShapeError(
-            f"logits {list(logits)} are for ids {list(logits[:-1])}, and got ids {list(ids)}; the last dim of the "
+            f"logits {list(logits)} are for ids {list(logits[:-1])}, but got ids {list(ids)}; the last dim of the "
             "logits is that of the words"
         )
 
@@ -161,7 +161,7 @@ def check_sharded_input(layer: str, shape: Shape, num_here: int, in_features: in
     if shape[-1] != num_here:
         way_out = "; that is all of x: scatter_to(x, axis) gives each rank its features"
         raise ShapeError(
-            f"{layer} takes x [..., {num_here}], this rank's share of {in_features} features, and got {list(shape)}"
+            f"{layer} takes x [..., {num_here}], this rank's share of {in_features} features, but got {list(shape)}"
             + (way_out if shape[-1] == in_features else "")
         )
 
@@ -174,6 +174,6 @@ def check_ring_weight(op: str, shape: Shape, num_features: int, num_pieces: int)
     if shape[1] != expected:
         pieces = f" of {num_features} on each of {num_pieces} ranks" if num_pieces > 1 else ""
         raise ShapeError(
-            f"{op}: the weight {list(shape)} takes {shape[1]} features, and there are {expected}{pieces};"
+            f"{op}: the weight {list(shape)} takes {shape[1]} features, but there are {expected}{pieces};"
             f"\ngive weight [F, {expected}], as nn.Linear({expected}, F) has it"
         )

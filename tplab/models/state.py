@@ -39,7 +39,7 @@ def merge_state(states: Sequence[State], specs: State, mesh: Mesh, join: Join) -
 def check_one_per_rank(states: Sequence[State], mesh: Mesh) -> None:
     """Raise ShapeError where there are not as many states as ranks."""
     if len(states) != mesh.size:
-        raise ShapeError(f"{mesh} has {mesh.size} ranks, and there are {len(states)} states; give one per rank")
+        raise ShapeError(f"{mesh} has {mesh.size} ranks, but there are {len(states)} states; give one per rank")
 
 
 def check_array(name: str, value: Any) -> None:

@@ -52,7 +52,7 @@ class Schedule:
         self.rank = np.repeat(np.arange(len(arrays), dtype=np.int32), np.diff(self.offsets))
         self.placement = self._placed() if placement is None else tuple(tuple(map(int, held)) for held in placement)
         if len(self.placement) != self.num_ranks:
-            raise ScheduleError(f"the placement names {len(self.placement)} ranks and there are {self.num_ranks} rows")
+            raise ScheduleError(f"the placement names {len(self.placement)} ranks, but there are {self.num_ranks} rows")
         if bool(np.any(self.joined[self.offsets[:-1][np.diff(self.offsets) > 0]])):
             raise ScheduleError("the first action of a row is joined to the one before it, and there is none")
         self.given_ticks = None if ticks is None else np.asarray(ticks, np.int64)

@@ -189,7 +189,7 @@ def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int, valued: Itera
         if strangers := [one for members in columns[name].table for one in members if not 0 <= one < mesh.size]:
             raise TraceError(f"column {name!r} names rank {strangers[0]}; {ranks}")
     if strangers := [row for row in valued if not 0 <= row < len(rank)]:
-        raise TraceError(f"values are kept for event {strangers[0]}, and there are {len(rank)} events")
+        raise TraceError(f"values are kept for event {strangers[0]}, but there are {len(rank)} events")
     refuse((rank < 0) | (rank >= mesh.size), lambda row: f"is of rank {rank[row]}; {ranks}")
     peer, chunk = columns["peer"], columns["chunk"]
     refuse((peer < -1) | (peer >= mesh.size), lambda row: f"names rank {peer[row]} as its peer; {ranks}")

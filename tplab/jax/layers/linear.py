@@ -249,7 +249,7 @@ def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) 
     """Raise ShapeError where a rank's weight has another shape than this."""
     if tuple(weight.shape) != shape:
         raise ShapeError(
-            f"{layer}: each of the {axis_size(axis)} ranks of axis {axis!r} holds a weight {list(shape)}, and got "
+            f"{layer}: each of the {axis_size(axis)} ranks of axis {axis!r} holds a weight {list(shape)}, but got "
             f"{list(weight.shape)}; in_specs=layer.specs gives each rank its piece of the whole parameters"
         )
 

@@ -38,7 +38,7 @@ class Parts:
         context, length = len(weight), ids.shape[-1]
         if ids.ndim != 2 or length > context:
             raise ShapeError(
-                f"a GPT takes ids [batch, sequence] of up to {context} tokens, and got {list(ids.shape)}; "
+                f"a GPT takes ids [batch, sequence] of up to {context} tokens, but got {list(ids.shape)}; "
                 "GPTConfig.context says how long a sequence may be"
             )
         return scatter_to(weight[:length], self.axis, 0) if self.sequence_parallel else weight[:length]

@@ -24,7 +24,7 @@ def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
     if not isinstance(specs, tuple | list):
         raise SpecError(f"in_specs is {specs!r}; give a P, or a tuple with one P for each of the {len(args)} arguments")
     if len(specs) != len(args):
-        raise SpecError(f"in_specs has {len(specs)} entries and there are {len(args)} arguments; give one for each")
+        raise SpecError(f"in_specs has {len(specs)} entries, but there are {len(args)} arguments; give one for each")
     return [leaf for spec, arg in zip(specs, args, strict=True) for leaf in spread(spec, arg, "in_specs")]
 
 

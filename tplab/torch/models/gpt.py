@@ -105,7 +105,7 @@ def positions_of(weight: Tensor, ids: Tensor, axis: Axis, sequence_dim: int | No
     context, length = len(weight), ids.shape[-1]
     if ids.dim() != 2 or length > context:
         raise ShapeError(
-            f"a GPT takes ids [batch, sequence] of up to {context} tokens, and got {list(ids.shape)}; "
+            f"a GPT takes ids [batch, sequence] of up to {context} tokens, but got {list(ids.shape)}; "
             "GPTConfig.context says how long a sequence may be"
         )
     return weight[:length] if sequence_dim is None else scatter_to(weight[:length], axis, 0)

@@ -130,7 +130,7 @@ class Column(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise PlanError(
-                f"{self.name} is planned as a column, which takes all {self.in_features} features, and was given "
+                f"{self.name} is planned as a column, which takes all {self.in_features} features, but was given "
                 f"{x.shape[-1]}; plan the layer before it, whose output it takes, so that it gives them all"
             )
         return F.linear(self.entrance(x), self.weight.T if self.is_transposed else self.weight, self.bias)

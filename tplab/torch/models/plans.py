@@ -180,7 +180,7 @@ def _planned(name: str, module: nn.Module, kind: Kind) -> Planned:
     if isinstance(kind, FusedColumn):
         features = features_of(module)
         if features is None:
-            raise PlanError(f"{name} is planned as {kind}, and is {type(module).__name__}, not a linear layer")
+            raise PlanError(f"{name} is planned as {kind}, but it is a {type(module).__name__}, not a linear layer")
         return Planned(name, module, "column", kind.sizes(features[1]))
     is_fit = {
         "column": features_of(module) is not None,

@@ -274,7 +274,7 @@ def _modules_of(
     if not isinstance(stages, Mapping):
         if len(stages) != len(held):
             raise ScheduleError(
-                f"position {index} of axis {label!r} holds {_stages(held)}, and was given {len(stages)}; give a module "
+                f"position {index} of axis {label!r} holds {_stages(held)}, but was given {len(stages)}; give a module "
                 "for each, in this order, or {stage: module}"
             )
         stages = dict(zip(held, stages))
@@ -282,7 +282,7 @@ def _modules_of(
     if missing or extra:
         wrong = f"{_stages(missing)} is missing" if missing else f"{_stages(extra)} is not its own"
         raise ScheduleError(
-            f"position {index} of axis {label!r} holds {_stages(held)}, and was given {_stages(list(stages))}: {wrong}"
+            f"position {index} of axis {label!r} holds {_stages(held)}, but was given {_stages(list(stages))}: {wrong}"
         )
     for n in held:
         if not isinstance(stages[n], nn.Module):

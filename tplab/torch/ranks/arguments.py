@@ -123,7 +123,7 @@ def entries_of(specs: Any, count: int, name: str, what: str) -> list[Any]:
     if not isinstance(specs, tuple | list):
         raise SpecError(f"{name} is {specs!r}; give a P, or a tuple with one P for each of the {count} {what}")
     if len(specs) != count:
-        raise SpecError(f"{name} has {len(specs)} entries and there are {count} {what}; give one for each")
+        raise SpecError(f"{name} has {len(specs)} entries, but there are {count} {what}; give one for each")
     return list(specs)
 
 
