@@ -366,8 +366,8 @@ check_puzzle(5, puzzle_5)
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | Qi et al.; their B is our I |
 # | DualPipeV | `ScheduleDualPipeV` | | DeepSeek |
 #
-# `Schedule.from_torch` reads torch's schedules, and `to_csv` writes a file that torch loads. JAX has no schedules of its own:
-# [lab 12](12_pipeline_in_jax.ipynb) shows what people do there.
+# `Schedule.from_torch` reads torch's schedules, as [lab 11](11_run_a_pipeline.ipynb) shows, and `to_csv` writes a file that
+# torch loads. JAX has no schedules of its own: [lab 12](12_pipeline_in_jax.ipynb) shows what people do there.
 #
 # ## To take away
 #

@@ -410,9 +410,27 @@ check_train_split(train_split)
 # | a stage | `PipelineStage(module, stage_index, num_stages, device)` | a model built with `pre_process`, `post_process` | a function and its parameters |
 # | `one_f_one_b` | `Schedule1F1B` | the default | |
 # | `interleaved_1f1b` | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` | |
-# | `zb_h1`, `zb_v` | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | |
+# | `interleaved_zb`, `zb_v` | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | |
 # | `send`, `receive` | `P2POp` and `batch_isend_irecv` | `p2p_communication` | `ppermute` |
 #
+# `Schedule.from_torch` reads a schedule of torch, so that you can simulate it before you train. Here torch itself makes one,
+# on four simulated ranks with two stages each:
+
+# %%
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+from tplab.schedules import Schedule
+
+def made_by_torch():
+    rank, cpu = axis_index("pp"), torch.device("cpu")
+    stages = [PipelineStage(nn.Linear(D, D), s, 2 * p, cpu) for s in (rank, rank + p)]
+    return ScheduleInterleavedZeroBubble(stages, m, loss_fn=F.mse_loss).pipeline_order
+
+order = run(made_by_torch, Mesh(pp=p), distributed=True).per_rank[0]
+theirs = simulate(Schedule.from_torch(order, "ScheduleInterleavedZeroBubble"))
+ours = simulate(interleaved_1f1b(p, m))
+print(f"torch's zero bubble {theirs.makespan:g} steps, interleaved 1F1B {ours.makespan:g}")
+
+# %% [markdown]
 # ## To take away
 #
 # - A schedule says when, not what. Every legal schedule gives the same gradients as one device, if each loss is divided by
