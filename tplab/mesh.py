@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never
@@ -175,6 +175,16 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self._shape.items())})"
+
+
+def label_of(ranks: Sequence[int], mesh: Mesh) -> str:
+    """What a trace calls a group: the axis of the mesh that it is, or its ranks."""
+    names = mesh.axis_names
+    for first in range(len(names)):
+        for last in range(first + 1, len(names) + 1):
+            if mesh.group(ranks[0], names[first:last]) == tuple(ranks):
+                return ",".join(names[first:last])
+    return "ranks " + ",".join(map(str, ranks))
 
 
 def _mesh_from(axes: dict[str, int]) -> Mesh:

@@ -12,14 +12,16 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from tplab.commands import add_flags, check_files, mesh_from, whole, write_files
 from tplab.errors import RankError, TplabError
 from tplab.mesh import Mesh
-from tplab.trace import Trace, summary, to_perfetto
+from tplab.trace import summary
 
 _ONLY_REAL = ("node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port",
               "max-restarts", "monitor-interval", "start-method", "role", "log-dir", "tee", "redirects",
               "local-addr", "local-ranks-filter", "event-log-handler", "logs-specs", "duplicate-stdout-filters",
               "duplicate-stderr-filters", "numa-binding", "signals-to-handle", "shutdown-timeout")  # fmt: skip
+_SIMULATED = " (simulated ranks need no GPUs to count)"
 _SHORT = {"redirects": "-r", "tee": "-t"}
 
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _explain(error)
         if error.trace is not None and len(error.trace):
             print("\nuntil then, " + summary(error.trace))
-            _write(error.trace, given)
+            write_files(error.trace, given)
         return 1
     except SyntaxError as error:
         sys.stderr.write("".join(traceback.format_exception_only(error)))
@@ -57,23 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + summary(out.trace, out.peaks))
     if out.mapped:
         print("\n" + out.mapped)
-    _write(out.trace, given)
+    write_files(out.trace, given)
     return 0
-
-
-def _write(trace: Trace, given: argparse.Namespace) -> None:
-    """Write the files that were asked for."""
-    if given.trace:
-        Path(given.trace).write_text(trace.to_json(), encoding="utf8")
-        print(f"\n{given.trace} is the trace; read its text with tplab.Trace.from_json")
-    if given.perfetto:
-        to_perfetto(trace, given.perfetto)
-        print(f"\nopen {given.perfetto} at ui.perfetto.dev")
-    if given.html:
-        from tplab.widgets import to_html
-
-        to_html(trace, given.html)
-        print(f"\nopen {given.html} in a browser to play the run")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,9 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--clock", choices=("modelled", "measured"), help="measured: time the ranks' computing on this machine")
     add("--seed", type=int, default=0, metavar="N", help="seed of every rank's random numbers (default: 0)")
     add("--device", metavar="cpu", help="cpu: run a script that asks for GPUs on the CPU")
-    add("--trace", metavar="run.json", help="write the trace as JSON")
-    add("--perfetto", metavar="run.perfetto.json", help="write a trace that ui.perfetto.dev opens")
-    add("--html", metavar="run.html", help="write a page that plays the run in any browser")
+    add_flags(parser)
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--standalone", action="store_true", help=argparse.SUPPRESS)
     for name in _ONLY_REAL:
@@ -105,19 +90,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _mesh(given: argparse.Namespace) -> tuple[Mesh, int]:
     """The mesh to run on and the number of nodes. Raises ValueError."""
-    num_nodes = _whole(str(given.nnodes).rpartition(":")[2], "--nnodes")
-    per_node = _whole("1" if given.nproc_per_node is None else given.nproc_per_node, "--nproc-per-node")
+    num_nodes = whole(str(given.nnodes).rpartition(":")[2], "--nnodes")
+    per_node = whole("1" if given.nproc_per_node is None else given.nproc_per_node, "--nproc-per-node", _SIMULATED)
     if given.mesh is None:
         return Mesh(world=per_node * num_nodes), num_nodes
-    axes: dict[str, int] = {}
-    for axis in given.mesh.split(","):
-        name, equals, size = axis.partition("=")
-        if not equals:
-            raise ValueError(f"--mesh {given.mesh}: write each axis as name=size, as in dp=2,tp=4")
-        if name.strip() in axes:
-            raise ValueError(f"--mesh {given.mesh} has two axes named {name.strip()!r}; give each a name of its own")
-        axes[name.strip()] = _whole(size, f"the size of {name.strip()!r} in --mesh")
-    mesh = Mesh(**axes)
+    mesh = mesh_from(given.mesh)
     if given.nproc_per_node is None:
         if mesh.size % num_nodes:
             raise ValueError(
@@ -132,24 +109,13 @@ def _mesh(given: argparse.Namespace) -> tuple[Mesh, int]:
     return mesh, num_nodes
 
 
-def _whole(text: str, flag: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{flag} is {text!r}; give a whole number, 1 or more (simulated ranks need no GPUs to count)")
-    return int(text)
-
-
 def _check_files(given: argparse.Namespace) -> None:
     """Raises OSError or ValueError where there is no script, or no folder for what is written after the run."""
     if not given.module and not Path(given.script).is_file():
         raise FileNotFoundError(f"there is no script {given.script}")
     if given.module and given.script.endswith(".py"):
         raise ValueError(f"-m {given.script}: -m needs the name of a module, without .py; or leave -m out")
-    for flag in ("trace", "perfetto", "html"):
-        path = Path(getattr(given, flag) or "name")
-        if path.is_dir():
-            raise IsADirectoryError(f"--{flag} {path} is a folder; give the name of a file in it")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"--{flag} {path}: there is no folder {path.parent}; create it first")
+    check_files(given)
 
 
 def _refuse(error: Exception) -> int:

@@ -156,6 +156,13 @@ def backend_of(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def group_tables() -> dict[Any, dict[int, int]]:
+    """Of each process group, rank in the world -> rank in the group."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_group_ranks
+
+
 def local_ranks(num_ranks: int) -> Any:
     """A context in which each tensor is one per rank, all in this process: for DTensor without processes."""
     from torch.distributed._local_tensor import LocalTensorMode

@@ -4,6 +4,7 @@ from tplab.trace.critical_path import critical_path
 from tplab.trace.event import Event
 from tplab.trace.overlap import Overlap, overlap
 from tplab.trace.perfetto import to_perfetto
+from tplab.trace.recorded import Merged, merge
 from tplab.trace.recorder import Recorder
 from tplab.trace.summary import summary
 from tplab.trace.trace import Trace
@@ -11,12 +12,14 @@ from tplab.trace.traffic import Sent, Traffic, traffic_table
 
 __all__ = [
     "Event",
+    "Merged",
     "Overlap",
     "Recorder",
     "Sent",
     "Trace",
     "Traffic",
     "critical_path",
+    "merge",
     "overlap",
     "summary",
     "to_perfetto",

@@ -53,13 +53,13 @@ class Asked:
 
     def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
         (x,) = several(tensors)
-        root = _root(opts, given)
+        root = self._root(opts, given)
         call = self._call("reduce", (root, *_reduction(opts, x, given)))
         return self._run(call, x, opts, lambda y: _write(x, y) if root == self.place.index else None)
 
     def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
         (x,) = several(tensors)
-        root = _root(opts, given)
+        root = self._root(opts, given)
         return self._run(
             self._call("broadcast", (root,)), x, opts, lambda y: _write(x, y) if root != self.place.index else None
         )
@@ -137,7 +137,7 @@ class Asked:
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
         (x,) = several(inputs)
-        root = _root(opts, given)
+        root = self._root(opts, given)
         places = outputs[0] if outputs and not isinstance(outputs[0], Tensor) else outputs
         if root == self.place.index:
             self._check_count("gather", places)
@@ -148,7 +148,7 @@ class Asked:
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
         (output,) = several(outputs)
-        root = _root(opts, given)
+        root = self._root(opts, given)
         if root == self.place.index:
             pieces = inputs[0] if not isinstance(inputs[0], Tensor) else inputs
             self._check_count("scatter", pieces)
@@ -196,6 +196,13 @@ class Asked:
     def _write_all(self, op: str, output: Tensor, y: Tensor) -> None:
         self._check_numel(op, "output", output, y.numel())
         _write(output, y)
+
+    def _root(self, opts: Any, given: dict[str, Any]) -> int:
+        """The position of the rank from which, or to which, all goes."""
+        root = int(given["root"] if opts is None else opts.rootRank)
+        if not 0 <= root < len(self.place.group):
+            raise ValueError(f"rank {root} of {self.label!r}, which has {len(self.place.group)} ranks, does not exist")
+        return root
 
     def _check_numel(self, op: str, name: str, x: Tensor, expected: int) -> None:
         if x.numel() != expected:
@@ -254,10 +261,6 @@ def _reduction(opts: Any, x: Tensor, given: dict[str, Any]) -> tuple[str]:
     if name == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"ReduceOp.AVG of {x.dtype} would not be whole numbers; convert to a floating-point type first")
     return (name,)
-
-
-def _root(opts: Any, given: dict[str, Any]) -> int:
-    return int(given["root"] if opts is None else opts.rootRank)
 
 
 def several(tensors: Any) -> Sequence[Tensor]:

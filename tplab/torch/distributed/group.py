@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tplab.mesh import Mesh
 from tplab.torch.distributed.asked import Asked, Put, flat, several
 from tplab.torch.distributed.work import Several, Started, Taken, Work
 from tplab.torch.private import no_dispatch
@@ -165,16 +164,6 @@ class AnyMessage(Work):
     def result(self) -> list[Tensor]:
         self.wait()
         return [self._x]
-
-
-def label_of(ranks: Sequence[int], mesh: Mesh) -> str:
-    """What a trace calls a group: the axis of the mesh that it is, or its ranks."""
-    names = mesh.axis_names
-    for first in range(len(names)):
-        for last in range(first + 1, len(names) + 1):
-            if mesh.group(ranks[0], names[first:last]) == tuple(ranks):
-                return ",".join(names[first:last])
-    return "ranks " + ",".join(map(str, ranks))
 
 
 class _Backend:

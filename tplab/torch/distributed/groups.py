@@ -12,7 +12,8 @@ import torch.multiprocessing
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.errors import MeshError
-from tplab.torch.distributed.group import Group, label_of
+from tplab.mesh import label_of
+from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.store import Store
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.simulated import SimulatedRank

@@ -1,0 +1,149 @@
+"""Real runs, recorded: what gloo's processes sent is what simulated ranks send for the same unchanged script."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tplab import Mesh, Trace
+from tplab import merge as command
+from tplab.torch import launch
+from tplab.torch.record import start
+from tplab.trace import merge
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+def torchrun(num_ranks: int, *args: str, cwd: Path = ROOT, check: bool = True) -> subprocess.CompletedProcess[str]:
+    ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *args]
+    ran = subprocess.run(
+        command, cwd=cwd, env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
+        capture_output=True, timeout=240,
+    )  # fmt: skip
+    assert not check or ran.returncode == 0, ran.stdout + ran.stderr
+    return ran
+
+
+def free_ports(count: int) -> list[str]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [str(one.getsockname()[1]) for one in sockets]
+
+
+ABOUT = "rank step kind op reduction axis group peer bytes shape dtype where phase"
+
+
+def operations(trace: Trace) -> list[tuple[object, ...]]:
+    """What was sent, by whom, in which round and phase, from which line."""
+    events = [event for event in trace.events if event.kind in ("send", "receive", "collective")]
+    return sorted(map(attrgetter(*ABOUT.split()), events))
+
+
+def check_as_simulated(recorded: Trace, script: Path, mesh: Mesh) -> None:
+    simulated = launch(script, mesh=mesh).trace
+    assert operations(recorded) == operations(simulated)
+    assert recorded.clock == "measured" and recorded.makespan > 0 and recorded.mesh == mesh
+
+
+SCRIPTS = ("ddp", "fsdp", "dtensor", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes have recorded of all scripts, one after another."""
+    made = tmp_path_factory.mktemp("recorded")
+    ports = ",".join(free_ports(2 * len(SCRIPTS)))
+    torchrun(2, str(HERE / "driver.py"), str(made), ports, *(str(HERE / f"{name}.py") for name in SCRIPTS))
+    return made
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_real_run_is_recorded_as_simulated_ranks_are(folder: Path, name: str):
+    merged = merge(folder / name)
+    check_as_simulated(merged.trace, HERE / f"{name}.py", Mesh(world=2))
+    assert merged.doubt == 0 and merged.unfinished == []
+
+
+@pytest.mark.parametrize("name, count", [("ddp", 19), ("fsdp", 6), ("dtensor", 6), ("pipeline", 5)])
+def test_results_and_errors_are_the_same_to_the_bit(folder: Path, name: str, count: int):
+    lines = [line.split() for line in (folder / name / "same").read_text().splitlines()]
+    assert len(lines) == 2 and all(int(found) >= count and same == "True" for found, same in lines)
+
+
+def test_a_wait_inside_of_the_backward_pass_is_seen(folder: Path):
+    """DistributedDataParallel waits for its buckets in C++."""
+    trace = merge(folder / "ddp").trace
+    lines = (HERE / "ddp.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.strip().startswith("model(x[4:])"))
+    waits = [event for event in trace.select(kind="wait").events if event.where == f"ddp.py:{line}"]
+    assert {wait.op for wait in waits} >= {"all_reduce"} and all(wait.duration > 0 for wait in waits)
+
+
+def test_ranks_compute_between_their_waits(folder: Path):
+    trace = merge(folder / "fsdp").trace
+    for rank in trace.mesh.ranks:
+        events = [event for event in trace.select(rank=rank).events if event.kind in ("compute", "wait")]
+        events.sort(key=lambda event: (event.start, event.end))
+        for one, other in pairwise(events):
+            assert other.start >= one.end - 1e-9
+        assert events[0].start == 0
+
+
+def test_a_script_is_recorded_without_a_line_in_it(tmp_path: Path):
+    """By torchrun's own command, on 4 ranks; the names of its DeviceMesh name the groups."""
+    script = HERE / "two_axes.py"
+    torchrun(4, "-m", "tplab.torch.record", "--to", "traces", str(script), cwd=tmp_path)
+    merged = merge(tmp_path / "traces")
+    check_as_simulated(merged.trace, script, Mesh(dp=2, tp=2))
+    page = tmp_path / "run.html"
+    assert command.main([str(tmp_path / "traces"), "--html", str(page), "--mesh", "pp=4"]) == 0
+    assert "<title>" in page.read_text()
+
+
+KILLED = """\
+import os, signal, time
+import torch, torch.distributed as dist
+from tplab.torch.record import start
+
+start("traces")
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.broadcast(torch.ones(2), 1)
+"""
+
+
+def test_a_rank_that_is_killed_leaves_its_file(tmp_path: Path):
+    (tmp_path / "train.py").write_text(KILLED)
+    assert torchrun(2, "train.py", cwd=tmp_path, check=False).returncode
+    merged = merge(tmp_path / "traces")
+    assert [event.op for event in merged.trace.select(rank=1, kind="collective").events] == ["all_reduce"]
+    assert merged.unfinished == [
+        "never done, over 'world':\n  rank 0: broadcast at train.py:11\n  rank 1 did not come to it"
+    ]
+
+
+def test_a_recording_has_to_begin_before_torch_distributed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recording = start(tmp_path)
+    with pytest.raises(RuntimeError, match="being recorded already"):
+        start(tmp_path)
+    recording.stop()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="above init_process_group"):
+        start(tmp_path)
+    assert not list(tmp_path.iterdir())

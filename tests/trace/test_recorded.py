@@ -1,0 +1,149 @@
+"""Merging the files of ranks: what is one collective, the clocks of several machines, and files that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tplab import Mesh
+from tplab import merge as command
+from tplab.errors import TraceError
+from tplab.trace import merge
+from tplab.trace.recorded.clocks import advances
+from tplab.trace.recorded.rank_file import About, Writer
+
+STEPS = 20
+LATENCY = 1e-4
+
+
+def write(
+    folder: Path, ahead: tuple[float, ...] = (0.0, 0.0), machines: str = "one", world: int | None = None,
+    run: str = "a", seed: int = 0,
+) -> None:  # fmt: skip
+    """The files of ranks that do all_reduces and then one message, whose clocks are `ahead` by so many seconds.
+
+    machines   "one" for all ranks; "each" has one of its own
+    """
+    random = np.random.default_rng(seed)
+    num_ranks = len(ahead)
+    writers = []
+    for rank in range(num_ranks):
+        machine = "m" if machines == "one" else f"m{rank}"
+        about = About(rank, world or num_ranks, run, machine, f"host{rank}", "train", ahead[rank])
+        writers.append(Writer(folder / f"rank{rank}.jsonl", about))
+        writers[-1].note("group", "0", "default_pg", list(range(num_ranks)))
+    time = 1.0
+    for number in range(STEPS):
+        begins = time + random.uniform(0, 1e-2, num_ranks)
+        ends = begins.max() + random.uniform(LATENCY, 3 * LATENCY, num_ranks)
+        for rank, writer in enumerate(writers):
+            begin, end = begins[rank] + ahead[rank], ends[rank] + ahead[rank]
+            about = 80, [10], "float64", "train.py:3", "forward", "sum", None, 0
+            writer.note("begin", number, "all_reduce", "0", begin, *about)
+            writer.note("wait", number, begin, end, "train.py:3")
+            writer.note("end", number, end)
+        time = ends.max() + 1e-3
+    for rank, op, peer, start, end in ((0, "send", 1, time, time + 1e-4), (1, "receive", 0, time, time + LATENCY)):
+        about = 8, [1], "float64", "train.py:5", "backward", "", peer, 0
+        writers[rank].note("begin", STEPS, op, "0", start + ahead[rank], *about)
+        writers[rank].note("wait", STEPS, start + ahead[rank], end + ahead[rank], "train.py:5")
+        writers[rank].note("end", STEPS, end + ahead[rank])
+    for rank, writer in enumerate(writers):
+        writer.close(time + 0.01 + ahead[rank])
+
+
+def test_one_trace_of_all_ranks(tmp_path: Path):
+    write(tmp_path)
+    merged = merge(tmp_path)
+    trace = merged.trace
+    assert (merged.doubt, merged.unfinished) == (0.0, [])
+    assert trace.mesh == Mesh(world=2) and trace.clock == "measured" and trace.title == "train"
+    assert trace.bytes_sent(op="all_reduce") == 2 * STEPS * 80 and trace.num_steps == STEPS + 1
+    meetings = [event.message for event in trace.select(kind="collective", rank=0).events]
+    assert meetings == [event.message for event in trace.select(kind="collective", rank=1).events]
+    (send,), (receive,) = trace.select(kind="send").events, trace.select(kind="receive").events
+    assert (send.rank, send.peer, receive.rank, receive.peer) == (0, 1, 1, 0) and send.message == receive.message
+    assert merge(tmp_path, Mesh(tp=2)).trace.bytes_sent(axis="tp") == 2 * STEPS * 80 + 8
+
+
+@pytest.mark.parametrize("ahead", [(0.0, 0.0), (0.0, 512.25), (3.5, -100.0, 7.0)])
+def test_clocks_of_several_machines_are_aligned(tmp_path: Path, ahead: tuple[float, ...]):
+    """To half the quickest collective's time; and the true difference is within what is said."""
+    write(tmp_path / "one", (0.0,) * len(ahead))
+    write(tmp_path / "each", ahead, "each")
+    true, merged = merge(tmp_path / "one").trace, merge(tmp_path / "each")
+    assert 0 < merged.doubt <= 6 * LATENCY
+    for one, other in zip(true.select(kind="wait").events, merged.trace.select(kind="wait").events, strict=True):
+        assert (one.rank, one.op, one.where) == (other.rank, other.op, other.where)
+        assert abs(one.start - other.start) <= merged.doubt and abs(one.end - other.end) <= merged.doubt
+
+
+def test_bounds_add_up_along_a_chain():
+    """Machine 2 has met machine 1 only."""
+    bounds = {(1, 0): 5.2, (0, 1): -4.8, (2, 1): -2.9, (1, 2): 3.1}
+    found, doubt = advances(bounds, ["a", "b", "c"])
+    np.testing.assert_allclose(found, [0, 5, 2])
+    np.testing.assert_allclose(doubt, [0, 0.2, 0.3])
+    with pytest.raises(TraceError, match="the clocks of a and c cannot be compared"):
+        advances({(1, 0): 5.2, (0, 1): -4.8}, ["a", "b", "c"])
+
+
+def test_files_that_are_not_of_one_run(tmp_path: Path):
+    with pytest.raises(TraceError, match=r"has no files rank\*\.jsonl"):
+        merge(tmp_path)
+    with pytest.raises(TraceError, match="there is no folder"):
+        merge(tmp_path / "nowhere")
+    write(tmp_path, (0.0,) * 3, run="old")
+    (tmp_path / "rank1.jsonl").unlink()
+    with pytest.raises(TraceError, match=r"has the files of 2 of 3 ranks, without rank1\.jsonl; copy the files of all"):
+        merge(tmp_path)
+    write(tmp_path, run="new")
+    with pytest.raises(TraceError, match=r"rank2\.jsonl is of one with 3 ranks, and the newest file, rank\d\.jsonl"):
+        merge(tmp_path)
+    (tmp_path / "rank2.jsonl").unlink()
+    with pytest.raises(TraceError, match=r"the files of 2 ranks, and Mesh\(tp=4\) has 4; give a mesh of 2"):
+        merge(tmp_path, Mesh(tp=4))
+    (tmp_path / "rank1.jsonl").write_text("[]\n")
+    with pytest.raises(TraceError, match=r"rank1\.jsonl is not the file of a rank"):
+        merge(tmp_path)
+
+
+def test_a_file_that_is_cut_off_or_damaged(tmp_path: Path):
+    write(tmp_path)
+    path = tmp_path / "rank1.jsonl"
+    whole = path.read_text()
+    path.write_text(whole[:-300])  # in the middle of a line
+    merged = merge(tmp_path)
+    assert merged.unfinished == [] and len(merged.trace.select(kind="receive")) == 1  # it was sent, and so it arrives
+    assert len(merged.trace.select(kind="wait", rank=1)) < len(merged.trace.select(kind="wait", rank=0))
+    lines = whole.splitlines()
+    path.write_text("\n".join([*lines[:3], '["end", 99, 1.0]', *lines[3:], ""]))
+    with pytest.raises(TraceError, match=r"rank1\.jsonl, line 4 is damaged: KeyError: 99"):
+        merge(tmp_path)
+
+
+def test_what_was_never_done_is_said(tmp_path: Path):
+    write(tmp_path)
+    for rank, op, line in ((0, "all_reduce", 7), (1, "barrier", 9)):
+        path = tmp_path / f"rank{rank}.jsonl"
+        *lines, _ = path.read_text().splitlines()  # without its stop
+        last = f'["begin", 50, "{op}", "0", {3.0 + rank}, 80, [10], "float64", "train.py:{line}", "", "", null, 0]'
+        path.write_text("\n".join([*lines, last, ""]))
+    merged = merge(tmp_path)
+    assert merged.unfinished == [
+        "never done, over 'world':\n  rank 0: all_reduce at train.py:7\n  rank 1: barrier at train.py:9"
+    ]
+    assert merged.trace.select(op="barrier").events[0].where == "train.py:9"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write(tmp_path / "traces", (0.0, 9.0), "each")
+    page = tmp_path / "run.html"
+    assert command.main([str(tmp_path / "traces"), "--mesh", "dp=2", "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "train on Mesh(dp=2), measured" in shown and "the clocks of two machines differ by" in shown
+    assert f"open {page} in a browser" in shown and "<title>" in page.read_text()
+    assert command.main([str(tmp_path)]) == 2
+    assert "tplab.merge: " in capsys.readouterr().err

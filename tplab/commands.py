@@ -1,0 +1,66 @@
+"""What commands have in common: the axes of a mesh as text, and the files that are written of a trace."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tplab.mesh import Mesh
+from tplab.trace import Trace, to_perfetto
+
+_FLAGS = {
+    "trace": ("run.json", "write the trace as JSON"),
+    "perfetto": ("run.perfetto.json", "write a trace that ui.perfetto.dev opens"),
+    "html": ("run.html", "write a page that plays the run in any browser"),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """--trace, --perfetto and --html."""
+    for name, (example, text) in _FLAGS.items():
+        parser.add_argument(f"--{name}", metavar=example, help=text)
+
+
+def check_files(given: argparse.Namespace) -> None:
+    """Raises OSError where there is no folder for a file that will be written."""
+    for flag in _FLAGS:
+        path = Path(getattr(given, flag) or "name")
+        if path.is_dir():
+            raise IsADirectoryError(f"--{flag} {path} is a folder; give the name of a file in it")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"--{flag} {path}: there is no folder {path.parent}; create it first")
+
+
+def write_files(trace: Trace, given: argparse.Namespace) -> None:
+    """Write the files that were asked for, and say what to do with them."""
+    if given.trace:
+        Path(given.trace).write_text(trace.to_json(), encoding="utf8")
+        print(f"\n{given.trace} is the trace; read its text with tplab.Trace.from_json")
+    if given.perfetto:
+        to_perfetto(trace, given.perfetto)
+        print(f"\nopen {given.perfetto} at ui.perfetto.dev")
+    if given.html:
+        from tplab.widgets import to_html
+
+        to_html(trace, given.html)
+        print(f"\nopen {given.html} in a browser to play the run")
+
+
+def mesh_from(text: str) -> Mesh:
+    """The mesh of "dp=2,tp=4". Raises ValueError."""
+    axes: dict[str, int] = {}
+    for axis in text.split(","):
+        name, equals, size = axis.partition("=")
+        if not equals:
+            raise ValueError(f"--mesh {text}: write each axis as name=size, as in dp=2,tp=4")
+        if name.strip() in axes:
+            raise ValueError(f"--mesh {text} has two axes named {name.strip()!r}; give each a name of its own")
+        axes[name.strip()] = whole(size, f"the size of {name.strip()!r} in --mesh")
+    return Mesh(**axes)
+
+
+def whole(text: str, what: str, why: str = "") -> int:
+    """A number of ranks, nodes or the like. Raises ValueError for anything but 1, 2, 3 ..."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{what} is {text!r}; give a whole number, 1 or more{why}")
+    return int(text)

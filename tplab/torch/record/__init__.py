@@ -1,0 +1,13 @@
+"""Recording a real run: what a program sends through torch.distributed is written down as it happens.
+
+    from tplab.torch.record import start
+
+    start("traces")          # before init_process_group; the rest of the script as it is
+
+or with no line at all: `torchrun --nproc-per-node 8 -m tplab.torch.record train.py`. Each rank writes a file, and
+`python -m tplab.merge traces --html run.html` makes one trace of them.
+"""
+
+from tplab.torch.record.recording import Recording, start
+
+__all__ = ["Recording", "start"]

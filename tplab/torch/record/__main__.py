@@ -1,0 +1,34 @@
+"""`torchrun --nproc-per-node 8 -m tplab.torch.record train.py --its --own args`: the script, recorded, unchanged."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+from tplab.torch.record.recording import FOLDER, start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="torchrun [...] -m tplab.torch.record",
+        description="Run a script for torchrun as it is, and write down what each rank sends.",
+    )
+    parser.add_argument("--to", default=FOLDER, metavar="DIR", help=f"folder of the ranks' files (default: {FOLDER})")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    parser.add_argument("script", help="the script, or with -m the name of a module")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    given = parser.parse_args()
+    if not given.module and not Path(given.script).is_file():
+        parser.error(f"there is no script {given.script}")
+    sys.argv = [given.script, *given.args]
+    start(given.to)
+    if given.module:
+        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(given.script).resolve().parent))
+        runpy.run_path(given.script, run_name="__main__")
+
+
+main()

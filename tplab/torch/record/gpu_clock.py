@@ -1,0 +1,50 @@
+"""The clock of a GPU's work, which runs behind the program."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from tplab.trace.recorded.rank_file import Later
+
+COMPARE_EVERY = 10.0
+"""Seconds between two comparisons with the machine's clock: events tell of a span in milliseconds of 24 bits."""
+
+
+class GpuClock:
+    """Times on the current stream of the GPU, in seconds of the machine's clock.
+
+    An event is put into the stream where the time is asked for, and read when the GPU has come there. Now and then an
+    event on a stream of its own, which has nothing else to do, is waited for: then both clocks show the same.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._compare()
+
+    def _compare(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(self._stream)
+        self._event.synchronize()
+        self._time = time.perf_counter()
+
+    def now(self) -> float | Later:
+        if torch.cuda.is_current_stream_capturing():  # a CUDA graph: nothing happens now
+            return time.perf_counter()
+        if time.perf_counter() - self._time > COMPARE_EVERY:
+            self._compare()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return _Moment(self._event, self._time, event)
+
+
+class _Moment(Later):
+    """When the GPU comes to an event."""
+
+    def __init__(self, origin: Any, time: float, event: Any):
+        self._origin, self._time, self._event = origin, time, event
+
+    def seconds(self) -> float | None:
+        return self._time + self._origin.elapsed_time(self._event) / 1e3 if self._event.query() else None

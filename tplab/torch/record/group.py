@@ -1,0 +1,149 @@
+"""A process group that records: every call goes to the real group, and what it was is noted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from tplab.torch.distributed.asked import Asked
+from tplab.torch.private import group_tables
+from tplab.torch.record.listener import ANY, Heard, Listener
+from tplab.torch.record.notes import Notes
+from tplab.torch.record.work import Watched
+
+
+class _IsAnyGroup(type(dist.ProcessGroup)):
+    """For torch, which asks whether a group is one: every process group is."""
+
+    def __instancecheck__(cls, group: Any) -> bool:
+        return isinstance(group, dist.ProcessGroup)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, dist.ProcessGroup)
+
+
+class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
+    """A process group in place of torch's own, made with the same arguments.
+
+    real   the group that does everything. This one has its backends too, for what torch asks them directly: its C++
+           code calls the methods here through pybind's trampolines, as it does for any group written in Python
+    """
+
+    notes: Notes
+
+    def __init__(self, store: Any, rank: int, size: int, real: Any = None):
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks torch's shorter form
+        self.real: Any = real or dist.ProcessGroup(store, rank, size)
+        self._listener: Listener | None = None
+        self._coalesced: list[tuple[int, Heard]] | None = None
+        self.notes.joined(store, rank, size)
+
+    @classmethod
+    def around(cls, real: Any) -> RecordedGroup:
+        """A group that torch's C++ code has made."""
+        group = cls(real.get_group_store(), real.rank(), real.size(), real)
+        for device in real._device_types:
+            backend = real._get_backend(device)
+            kind = dist.Backend.backend_type_map.get(backend.name(), cls.BackendType.CUSTOM)
+            dist.ProcessGroup._register_backend(group, device, kind, backend)
+        for name in ("_set_group_name", "_set_group_desc"):
+            getattr(dist.ProcessGroup, name)(group, getattr(real, name.removeprefix("_set_")))
+        return group
+
+    # --- what is said to both ------------------------------------------------------------------------------------
+
+    def _register_backend(self, *args: Any) -> None:
+        self.real._register_backend(*args)
+        super()._register_backend(*args)
+
+    def _set_default_backend(self, *args: Any) -> None:
+        self.real._set_default_backend(*args)
+        super()._set_default_backend(*args)
+
+    def _set_group_name(self, *args: Any) -> None:
+        self.real._set_group_name(*args)
+        super()._set_group_name(*args)
+
+    def _set_group_desc(self, *args: Any) -> None:
+        self.real._set_group_desc(*args)
+        super()._set_group_desc(*args)
+
+    @property
+    def bound_device_id(self) -> Any:
+        return self.real.bound_device_id
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: Any) -> None:
+        self.real.bound_device_id = device
+        dist.ProcessGroup.bound_device_id.__set__(self, device)  # type: ignore[attr-defined]
+
+    def get_group_store(self) -> Any:
+        return self.real.get_group_store()
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.real.split_group(*args, **kwargs)
+        return None if made is None else type(self).around(made)
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self).around(self.real.merge_remote_group(*args, **kwargs))
+
+    # --- what is noted -------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: Any) -> None:
+        """What comes until `_end_coalescing` has one work for all."""
+        self.real._start_coalescing(device)
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> Any:
+        begun, self._coalesced = self._coalesced or [], None
+        return self._answer(self.real._end_coalescing(device), begun)
+
+    def _record(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ask the real group, and note it."""
+        notes, listener = self.notes, self._listener or self._listen()
+        heard = listener.hear(method, args, kwargs) if listener is not None else []
+        begun = [(notes.begin(self.group_name, one), one) for one in heard]
+        try:
+            work = getattr(self.real, method)(*args, **kwargs)
+        except BaseException:
+            notes.drop(begun)
+            raise
+        if self._coalesced is not None:
+            self._coalesced += begun
+            return work
+        return self._answer(work, begun)
+
+    def _answer(self, work: Any, begun: list[tuple[int, Heard]]) -> Any:
+        """What the program gets for what it has begun."""
+        if begun and work is None:  # it was waited for already
+            self.notes.end(begun)
+        return work if work is None or not begun else Watched(self.notes, begun, work, self._source)
+
+    def _source(self, position: int) -> int:
+        """The rank that is at this position of the group."""
+        return ANY if self._listener is None else self._listener.place.group[position]
+
+    def _listen(self) -> Listener | None:
+        """A listener, once torch has entered the group in its tables; None where there is nobody to talk to."""
+        ranks = group_tables().get(self)
+        if not ranks or len(ranks) == 1:
+            return None
+        members = sorted(ranks, key=ranks.__getitem__)
+        self._listener = Listener(members[self.real.rank()], members, self.group_name)
+        self.notes.meet(self.group_name, self.group_desc, members)
+        return self._listener
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: RecordedGroup, *args: Any, **kwargs: Any) -> Any:
+        return self._record(name, args, kwargs)
+
+    method.__name__ = name
+    return method
+
+
+_ASKED = {name for name in {**vars(Asked), **vars(Listener)} if hasattr(dist.ProcessGroup, name)}
+for _name in {name for name in _ASKED if not name.startswith("__")}:
+    setattr(RecordedGroup, _name, _method(_name))

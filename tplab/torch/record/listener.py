@@ -1,0 +1,82 @@
+"""A listener: what a process group of torch.distributed was asked, in the words of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tplab.torch.distributed.asked import Asked, Put, several
+from tplab.torch.ranks.meeting import bytes_sent
+from tplab.torch.ranks.rank import Call
+from tplab.torch.ranks.values import dtype_name
+
+ANY = -1
+"""The source of a message that may come from any rank."""
+
+
+class Heard(NamedTuple):
+    """A collective, or a message.
+
+    peer       the other rank of a message, or ANY; None of a collective
+    is_async   whether the program goes on while it is under way
+    is_cuda    whether a GPU does it
+    """
+
+    op: str
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    reduction: str
+    peer: int | None
+    tag: int
+    is_async: bool
+    is_cuda: bool
+
+
+class Listener(Asked):
+    """Hears what one rank asks of one group. Nothing is sent or written here."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], name: str):
+        super().__init__(rank, ranks, name, name)
+        self._heard: list[Heard] = []
+        self._lock = Lock()
+
+    def hear(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Heard]:
+        """What a call of this method of the group is about: [] where that cannot be told, which torch will refuse."""
+        with self._lock:
+            self._heard = []
+            try:
+                getattr(self, method)(*args, **kwargs)
+            except Exception:
+                return []
+            return self._heard
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> None:
+        self._message("send", tensors, self.place.group[target], tag)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> None:
+        self._message("receive", tensors, self.place.group[source], tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> None:
+        self._message("receive", tensors, ANY, tag)
+
+    def _message(self, op: str, tensors: Any, peer: int, tag: int) -> None:  # type: ignore[override]
+        (x,) = several(tensors)
+        self._heard.append(Heard(op, x.nbytes, tuple(x.shape), dtype_name(x.dtype), "", peer, tag, True, x.is_cuda))
+
+    def _run(self, call: Call, x: Put, opts: Any, take: Callable[[Tensor], None]) -> None:
+        pieces = [x] if isinstance(x, Tensor) else x
+        numel = sum(piece.numel() for piece in pieces)
+        shape = tuple(x.shape) if isinstance(x, Tensor) else (numel,)
+        numels = call.takes if call.op == "all_gather" and call.takes else (numel,) * len(self.place.group)
+        num_bytes = bytes_sent(call, shape, pieces[0].element_size(), numels, self.place.index)
+        dtype, is_async = dtype_name(pieces[0].dtype), opts is None or opts.asyncOp
+        self._heard.append(
+            Heard(call.op, num_bytes, shape, dtype, call.reduction, None, 0, is_async, pieces[0].is_cuda)
+        )
+
+    def _together(self, works: Sequence[Any], opts: Any) -> None:
+        """Each has been heard."""

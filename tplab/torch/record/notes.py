@@ -1,0 +1,175 @@
+"""The notes of one rank: what its process groups tell, as lines of its file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tplab.torch.private import at_end_of_backward, graph_task, phase
+from tplab.torch.ranks.rank import Lines
+from tplab.torch.record.gpu_clock import GpuClock
+from tplab.torch.record.listener import Heard
+from tplab.trace.recorded.rank_file import About, Later, Writer
+
+SECONDS_TO_END = 1.0
+"""So long the end of the process waits for collectives that the program has started and never waited for."""
+
+Begun = Sequence[tuple[int, Heard]]
+"""Operations, each with its number in this rank's file."""
+
+
+class Notes:
+    """What one process notes; its file begins when it has joined the others."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._title = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+        self._lines = _Lines()
+        self._numbers = count()
+        self._open: set[int] = set()  # begun, and not ended
+        self._going: set[int] = set()  # those of them that end by themselves
+        self._in_backward: dict[int, list[tuple[int, Heard]]] = {}  # backward pass -> what it has begun
+        self._ends: dict[int, float] = {}  # of what was begun in a backward pass
+        self._writer: Writer | None = None
+        self._gpu: GpuClock | None = None
+
+    def close(self) -> None:
+        """Write what is left. What comes later is not noted."""
+        deadline = time.monotonic() + SECONDS_TO_END
+        while self._going and time.monotonic() < deadline:
+            time.sleep(0.01)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close(time.perf_counter())
+
+    # --- what a group tells ----------------------------------------------------------------------------------------
+
+    def joined(self, store: Any, rank: int, size: int) -> None:
+        """A group was made. The first one is that of all ranks."""
+        if self._writer is None:
+            about = About(rank, size, _run_of(store), _machine(), platform.node(), self._title, time.perf_counter())
+            self._writer = Writer(self.folder / f"rank{rank}.jsonl", about)
+
+    def meet(self, name: str, description: str, ranks: Sequence[int]) -> None:
+        self._note("group", name, description, ranks)
+
+    def begin(self, group: str, heard: Heard) -> int:
+        number = next(self._numbers)
+        self._open.add(number)
+        if heard.is_async and heard.peer is None:
+            self._going.add(number)
+        self._note(
+            "begin", number, heard.op, group, time.perf_counter(), heard.num_bytes, heard.shape, heard.dtype,
+            self._lines.here(), phase(), heard.reduction, heard.peer, heard.tag,
+        )  # fmt: skip
+        if heard.is_cuda:
+            self._note("start", number, self.now(is_cuda=True))
+        return number
+
+    def drop(self, begun: Begun) -> None:
+        """These were refused."""
+        for number, _ in begun:
+            self._open.discard(number)
+            self._going.discard(number)
+            self._note("drop", number)
+
+    def end(self, begun: Begun, at: float | Later | None = None) -> None:
+        """These are done. What was noted first counts."""
+        at = self.now(begun[0][1].is_cuda) if at is None else at
+        for number, _ in begun:
+            if number in self._open:
+                self._open.discard(number)
+                self._going.discard(number)
+                if number in self._ends and isinstance(at, float):
+                    self._ends[number] = at
+                self._note("end", number, at)
+
+    def waited(self, begun: Begun, start: float | Later) -> None:
+        """The rank stood still from `start` until now, and these are done."""
+        now = self.now(begun[0][1].is_cuda)
+        self._note("wait", begun[-1][0], start, now, self._lines.here())
+        self.end(begun, now)
+
+    def came_from(self, number: int, rank: int) -> None:
+        self._note("from", number, rank)
+
+    def now(self, is_cuda: bool = False) -> float | Later:
+        """The time; of a GPU's work, when the GPU comes here."""
+        if not is_cuda:
+            return time.perf_counter()
+        if self._gpu is None:
+            self._gpu = GpuClock()
+        return self._gpu.now()
+
+    # --- backward passes -------------------------------------------------------------------------------------------
+
+    def watch_backward(self, begun: Begun) -> None:
+        """Torch's C++ code will wait for these at the end of the backward pass, where Python does not see it.
+
+        What is queued now is called just before that; and what is queued then, after it. If all are done by then, the
+        rank has stood still until the last of them was.
+        """
+        task = graph_task()
+        self._ends.update((number, 0.0) for number, _ in begun)
+        if task in self._in_backward:
+            self._in_backward[task] += begun
+            return
+        waited_for = self._in_backward[task] = list(begun)
+        where = self._lines.here()
+
+        def before() -> None:
+            start = time.perf_counter()
+            at_end_of_backward(lambda: after(start))
+
+        def after(start: float) -> None:
+            del self._in_backward[task]
+            ends = {number: self._ends.pop(number) for number, _ in waited_for if number in self._ends}
+            if ends and not self._open.intersection(number for number, _ in waited_for):
+                last = max(ends, key=ends.__getitem__)
+                if start < ends[last]:
+                    self._note("wait", last, start, min(ends[last], time.perf_counter()), where)
+
+        at_end_of_backward(before)
+
+    def _note(self, *fields: Any) -> None:
+        if self._writer is not None:
+            self._writer.note(*fields)
+
+
+class _Lines(Lines):
+    """Lines of the program. Autograd's own threads, which GPUs have, run none: there, the line that waits for them."""
+
+    def frame(self) -> FrameType:
+        if threading.current_thread() is threading.main_thread():
+            return super().frame()
+        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            if self._is_program[frame.f_code.co_filename]:
+                return frame
+            frame = frame.f_back
+        return super().frame()
+
+
+def _run_of(store: Any) -> str:
+    """A name that all ranks have for this run: the first to come chooses it."""
+    try:
+        return store.compare_set("tplab/record", "", uuid.uuid4().hex).decode()
+    except Exception:  # a store that cannot: torchrun's own name then, if it has one
+        return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _machine() -> str:
+    """What ranks share that read the same clock: a boot of one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{platform.node()} {uuid.getnode()}"

@@ -1,0 +1,50 @@
+"""A recording: from `start` until the process ends, what it sends through torch.distributed is written down."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tplab.torch.record.group import RecordedGroup
+from tplab.torch.record.notes import Notes
+
+FOLDER = "tplab_trace"
+
+
+def start(folder: str | Path = FOLDER) -> Recording:
+    """From here on, write down every collective and message of this process: into `folder`, as rank0.jsonl and so on.
+
+    Call it before `init_process_group`, on every rank. What the program computes is the same, to the bit, and so are
+    its errors. The files are written while the program runs, so a crash leaves what was until then.
+    `python -m tplab.merge FOLDER` makes one trace of them; where there are several machines, copy them into one folder
+    first. Raises RuntimeError where process groups exist already, or a recording does.
+    """
+    if issubclass(type(c10d.ProcessGroup), type(RecordedGroup)):
+        raise RuntimeError("this process is being recorded already; start once, at the top of the script")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialised already, and a recording has to begin before that: call "
+            "tplab.torch.record.start above init_process_group, or leave it out and run the script with "
+            "torchrun -m tplab.torch.record"
+        )
+    return Recording(Path(folder))
+
+
+class Recording:
+    """What `start` began. It ends with the process, or by `stop`."""
+
+    def __init__(self, folder: Path):
+        self._notes = Notes(folder)
+        self._real = c10d.ProcessGroup
+        # of this name, torch makes its groups
+        c10d.ProcessGroup = type("ProcessGroup", (RecordedGroup,), {"notes": self._notes})  # type: ignore[misc]
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Write what is left. Groups that were made until now go on, and nothing more is noted."""
+        atexit.unregister(self.stop)
+        c10d.ProcessGroup = self._real  # type: ignore[misc]
+        self._notes.close()

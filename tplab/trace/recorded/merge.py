@@ -1,0 +1,214 @@
+"""Merging: the files that the ranks of a real run have written become one measured trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tplab.errors import TraceError
+from tplab.mesh import Mesh, label_of
+from tplab.trace.journal import Computed, Journal, Met, Sent, trace_of
+from tplab.trace.label import UNKNOWN
+from tplab.trace.recorded.clocks import advances
+from tplab.trace.recorded.meetings import Meeting, meetings_of
+from tplab.trace.recorded.rank_file import RankFile, read
+from tplab.trace.trace import Trace
+from tplab.units import time_text
+
+_ALL_WAIT_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A real run.
+
+    trace        what all ranks did, in seconds from the first operation on
+    doubt        by how many seconds the clocks of two ranks may differ at most; 0 on one machine
+    unfinished   what was not done when the files end, and who is in it: the reason why a run hung
+    """
+
+    trace: Trace
+    doubt: float
+    unfinished: list[str]
+
+    def __str__(self) -> str:
+        clocks = f"clocks agree to {time_text(self.doubt, 's')}" if self.doubt else "all ranks read one clock"
+        return "\n".join([f"{self.trace!r}; {clocks}", *self.unfinished])
+
+
+def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
+    """One trace of a real run, from the folder in which each of its ranks has left a file (`tplab.torch.record`).
+
+    mesh   names the groups of ranks in the trace; without it, the program's DeviceMesh does where it had one
+
+    The ranks' clocks are aligned, as `tplab.trace.recorded.clocks` says. A collective lasts from when its last rank has
+    come until each rank has its result; between its waits a rank computes. The trace begins with the first operation.
+    Raises TraceError where files are missing, or of several runs.
+    """
+    files = _read_all(Path(folder))
+    world = len(files)
+    mesh = _mesh_of(files) if mesh is None else mesh
+    if mesh.size != world:
+        raise TraceError(f"{folder} has the files of {world} ranks, and {mesh} has {mesh.size}; give a mesh of {world}")
+    meetings = meetings_of(files)
+    offsets, doubt = _aligned(files, meetings)
+    _leave_out_the_start(files, offsets)
+    journals = _journals(files, meetings, mesh)
+    journals = [journal.shift(offset) for journal, offset in zip(journals, offsets, strict=True)]
+    return Merged(trace_of(journals, mesh, files[0].about.title), doubt, [*_unfinished(files, meetings, mesh)])
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+def _read_all(folder: Path) -> list[RankFile]:
+    """The files of all ranks, by rank. Raises TraceError where they are not those of one run."""
+    paths = sorted(folder.glob("rank*.jsonl"))
+    if not paths:
+        what = f"there is no folder {folder}" if not folder.is_dir() else f"{folder} has no files rank*.jsonl"
+        raise TraceError(f"{what}; tplab.torch.record writes one for each rank of a run")
+    files = [read(path) for path in paths]
+    newest = max(files, key=lambda file: paths[files.index(file)].stat().st_mtime)
+    for path, file in zip(paths, files, strict=True):
+        if (file.about.run, file.about.world) != (newest.about.run, newest.about.world):
+            raise TraceError(
+                f"{folder} has files of several runs: {path.name} is of one with {file.about.world} ranks, and the "
+                f"newest file, rank{newest.about.rank}.jsonl, of another one with {newest.about.world}; delete the old "
+                "ones, or record each run into a folder of its own"
+            )
+    by_rank = {file.about.rank: file for file in files}
+    world = newest.about.world
+    if missing := [rank for rank in range(world) if rank not in by_rank]:
+        names = ", ".join(f"rank{rank}.jsonl" for rank in missing)
+        raise TraceError(
+            f"{folder} has the files of {len(by_rank)} of {world} ranks, without {names}; "
+            "copy the files of all nodes into one folder"
+        )
+    return [by_rank[rank] for rank in range(world)]
+
+
+def _mesh_of(files: Sequence[RankFile]) -> Mesh:
+    """The mesh that the program's DeviceMesh says, as far as its groups tell: those of the dim "tp" are called
+    "mesh_tp". The ranks of an inner dim are closer to one another. Else all ranks are the axis `world`."""
+    world = len(files)
+    dims: dict[str, tuple[int, int]] = {}  # name -> distance between its ranks, number of them
+    for description, ranks in (group for file in files for group in file.groups.values()):
+        name = description.removeprefix("mesh_")
+        if name != description and name.isidentifier() and len(ranks) > 1:
+            dims.setdefault(name, (ranks[1] - ranks[0], len(ranks)))
+    distance = 1
+    for _, (step, size) in (inner_first := sorted(dims.items(), key=lambda dim: dim[1])):
+        if step != distance:
+            break
+        distance *= size
+    else:
+        if distance == world and dims:
+            return Mesh(**{name: size for name, (_, size) in reversed(inner_first)})
+    return Mesh(world=world)
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def _aligned(files: Sequence[RankFile], meetings: Sequence[Meeting]) -> tuple[list[float], float]:
+    """What each rank's clock must be advanced by, and how far apart two of them may still be."""
+    machines = list(dict.fromkeys(file.about.machine for file in files))
+    if len(machines) == 1:
+        return [0.0] * len(files), 0.0
+    place = [machines.index(file.about.machine) for file in files]
+    bounds: dict[tuple[int, int], float] = {}
+    for meeting in meetings:
+        for here, there in _after(meeting):
+            mine, other = meeting.sides[here], meeting.sides[there]
+            if mine.end is not None and place[here] != place[there]:
+                pair = place[there], place[here]
+                bounds[pair] = min(bounds.get(pair, float("inf")), mine.end - other.begin)
+    hosts = [next(file.about.host for file in files if file.about.machine == machine) for machine in machines]
+    found, doubts = advances(bounds, hosts)
+    furthest = sorted(doubts)[-2:]
+    return [float(found[machine]) for machine in place], float(sum(furthest))
+
+
+def _after(meeting: Meeting) -> Iterator[tuple[int, int]]:
+    """(i, j): the meeting ended on rank i after it had begun on rank j."""
+    sides = meeting.sides
+    if meeting.is_message:
+        source, target = meeting.members
+        if len(sides) == 2:
+            yield target, source
+    elif all(side.op in _ALL_WAIT_FOR_ALL for side in sides.values()):
+        yield from ((here, there) for here in sides for there in sides if here != there)
+
+
+def _leave_out_the_start(files: Sequence[RankFile], offsets: Sequence[float]) -> None:
+    """Let every rank begin when the first operation does: before that, programs are imported and models made."""
+    firsts = [file.operations[0].begin + offset for file, offset in zip(files, offsets, strict=True) if file.operations]
+    for file, offset in zip(files, offsets, strict=True):
+        first = min(firsts, default=file.about.start + offset) - offset
+        file.about = file.about._replace(start=min(max(first, file.about.start), file.stop))
+
+
+# --- the journals ----------------------------------------------------------------------------------------------------
+
+
+def _journals(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh) -> list[Journal]:
+    journals = []
+    for rank, file in enumerate(files):
+        journal = Journal(rank)
+        journal.start, journal.end = file.about.start, file.stop
+        labels = {name: label_of(ranks, mesh) for name, (_, ranks) in file.groups.items()}
+        for wait in file.waits:
+            op = wait.operation.op
+            journal.waited.append((op, wait.start, wait.end, labels[wait.operation.group], wait.where))
+        times = [journal.start, *(time for wait in _apart(file) for time in wait), journal.end]
+        for start, end in list(pairwise(times))[::2]:
+            journal.computed.append(Computed(start, end, None, -1))
+        journals.append(journal)
+    for meeting in meetings:
+        name, ranks = meeting.name, meeting.members
+        for rank, side in meeting.sides.items():
+            journal, group = journals[rank], files[rank].groups[name][1]
+            axis, end = label_of(group, mesh), side.end if side.end is not None else files[rank].stop
+            if not meeting.is_message:
+                journal.met.append(
+                    Met(ranks, meeting.number, side.op, axis, side.begin, end, side.num_bytes, side.shape, side.dtype,
+                        meeting.step, None, side.where, side.phase, side.reduction)
+                )  # fmt: skip
+            elif rank == ranks[0]:
+                journal.sent.append(
+                    Sent(ranks[1], ranks, meeting.number, side.op, axis, side.begin, side.num_bytes, side.shape,
+                         side.dtype, meeting.step, UNKNOWN, None, side.where, side.phase)
+                )  # fmt: skip
+            else:
+                journal.received[ranks[0], ranks, meeting.number] = end
+    return journals
+
+
+def _apart(file: RankFile) -> Iterator[tuple[float, float]]:
+    """The times in which the rank stood still, one after another."""
+    until = file.about.start
+    for wait in sorted(file.waits, key=lambda wait: wait.start):
+        if wait.end > until:
+            yield max(wait.start, until), wait.end
+            until = wait.end
+
+
+def _unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh) -> Iterator[str]:
+    """In words, what was not done when the files end."""
+    for meeting in meetings:
+        sides = meeting.sides
+        waiting = [rank for rank, side in sides.items() if side.end is None]
+        ops = {side.op for side in sides.values()}
+        absent = [rank for rank in meeting.members if rank not in sides]
+        if (len(ops) > 1 and not meeting.is_message) or (waiting and (absent or len(waiting) == len(sides))):
+            group = label_of(files[next(iter(sides))].groups[meeting.name][1], mesh)
+            lines = [f"  rank {rank}: {side.op} at {side.where}" for rank, side in sorted(sides.items())]
+            if absent:
+                lines.append(f"  {_names(absent)} did not come to it")
+            yield "\n".join([f"never done, over {group!r}:", *lines])
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
