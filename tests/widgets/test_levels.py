@@ -69,3 +69,14 @@ def test_nothing_held_can_be_drawn():
 def test_the_grid_has_a_few_round_lines(most: float):
     step = _round_step(most)
     assert 3 <= most / step <= 10
+
+
+def test_other_amounts_have_their_own_grid():
+    """A loss is no number of bytes: its lines are round in tens, and its points are a line where they are many."""
+    assert _round_step(3.9, "") == 0.5
+    assert _round_step(0.2, "") == pytest.approx(0.05)
+    many = levels({"loss": {"a": (range(40), [4.0] * 40)}}, title="", sentence="", along="steps", unit="")
+    few = levels({"loss": {"a": (range(4), [4.0] * 4)}}, title="", sentence="", along="steps", unit="")
+    (many_axes,), (few_axes,) = many.figure.axes, few.figure.axes
+    assert many_axes.yaxis.get_major_formatter()(3.5, 0) == "3.5"
+    assert (many_axes.lines[0].get_marker(), few_axes.lines[0].get_marker()) == ("", "o")

@@ -1,5 +1,6 @@
 """The data dimension, as far as no framework is needed: which gradients travel together; ZeRO; block quantisation."""
 
 from tplab.data.quantization import Quantized, error_bound, quantized_bytes
+from tplab.data.zero_plus_plus import ZeroPlusPlus, secondary_bytes, step_bytes
 
-__all__ = ["Quantized", "error_bound", "quantized_bytes"]
+__all__ = ["Quantized", "ZeroPlusPlus", "error_bound", "quantized_bytes", "secondary_bytes", "step_bytes"]

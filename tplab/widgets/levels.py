@@ -1,4 +1,4 @@
-"""`levels(...)`: how much is held, over time or over whatever else: staircases, or lines between runs."""
+"""`levels(...)`: how much there is of something, over time or over whatever else: staircases, or lines between runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
 
 MARKS = "osD^"  # not by colour alone
+MOST_MARKED = 24  # points of a line; more would be a string of beads
 Line = tuple[Numbers, Numbers]
 """x and y of every point."""
 
@@ -25,28 +26,30 @@ def levels(
     along: str,
     stairs: bool = False,
     predicted: Mapping[str, Mapping[str, Line]] | None = None,
+    unit: str = "B",
 ) -> Curves:
-    """Draw bytes over anything that grows, a panel beside the other, on one scale that begins at 0.
+    """Draw bytes, or other amounts, over anything that grows, a panel beside the other, on one scale that begins at 0.
 
     panels      panel title -> {line: (x, bytes)}
     along       what x is: "microbatches"
     stairs      every level lasts until the next point, as memory does over time; otherwise points are runs, which lines
                 connect
     predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in ink
+    unit        "B", or what stands behind each number: "" for a loss
     sentence    what is to be seen; it stands for the picture where none is shown
     """
     figure, axes = figure_of(panels, along)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
-    step = _round_step(max(drawn, default=0.0))
+    step = _round_step(max(drawn, default=0.0), unit)
     for ax, (name, lines) in zip(axes, panels.items()):
-        _dress(ax, step)
+        _dress(ax, step, unit)
         for index, (label, (x, y)) in enumerate(lines.items()):
             looks = {"color": HUES[index % 8], "lw": 2, "ms": 6, "mfc": PAPER, "mew": 1.6, "label": label}
             if stairs and len(y):  # a mark where it is first at its highest
                 top = int(np.argmax(y))
                 ax.plot(x, y, ds="steps-post", marker=MARKS[index % 4], markevery=[top], zorder=3, **looks)
             else:
-                ax.plot(x, y, ls=DASHES[index % 4], marker="o", zorder=3, **looks)
+                ax.plot(x, y, ls=DASHES[index % 4], marker="o" if len(y) <= MOST_MARKED else "", zorder=3, **looks)
         for x, y in (predicted or {}).get(name, {}).values():
             style = {"color": INK, "lw": 1, "ls": (0, (1, 2)), "ds": "steps-post" if stairs else "default"}
             ax.plot(x, y, zorder=4, **style)
@@ -56,23 +59,24 @@ def levels(
     return Curves(title, about, sentence, figure, lambda x: f"{along}: {plain(x)}")
 
 
-def _dress(ax: Any, step: float) -> None:
+def _dress(ax: Any, step: float, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.yaxis.set_major_locator(MultipleLocator(step))
-    ax.yaxis.set_major_formatter(lambda value, place: bytes_text(value))
+    text = bytes_text if unit == "B" else lambda value: f"{plain(value)} {unit}".strip()
+    ax.yaxis.set_major_formatter(lambda value, place: text(value))
     ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
     ax.spines["bottom"].set(visible=True, color=LINE)
 
 
-def _round_step(most: float) -> float:
-    """The distance of lines on the grid: four to seven of them, round in KiB or MiB."""
+def _round_step(most: float, unit: str = "B") -> float:
+    """The distance of lines on the grid: four to seven of them, bytes round in KiB or MiB."""
     power = 1024.0
     while power * 1024 <= most:
         power *= 1024
-    if most < 1024:
+    if most < 1024 or unit != "B":
         power = 1.0
-    rough = max(most, 1.0) / 4 / power
+    rough = (max(most, 1.0) if unit == "B" else most) / 4 / power
     nice = [scale * digit for scale in (0.01, 0.1, 1, 10, 100) for digit in (1, 2, 2.5, 5)]
     return power * max((one for one in nice if one <= rough), default=nice[0])

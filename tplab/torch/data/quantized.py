@@ -5,7 +5,7 @@ may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes
 and that one turns them into numbers first. Each number is rounded once on every level.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
-sections 4.1 and 4.3.
+section 3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def quantized_all_gather(
               much across, (I-1) O times inside
     error     half a step of each block: see `quantize`
     backward  dx = reduce_scatter(dy), in full: as if nothing had been rounded
-    Every rank gives as many elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023, section 4.1.
+    Every rank gives as many elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023, section 3.1.
     """
     dim = dim_of(check_tensor("quantized_all_gather", x), dim, "quantized_all_gather")
     return _Gathered.apply(x, axis, dim, bits, block, inside)  # type: ignore[return-value]
@@ -62,7 +62,7 @@ def quantized_reduce_scatter(
     error     half a step of each rank's block, added up; with `inside`, and of the block of each node's sum
     backward  dx = all_gather(dy), in full: as if nothing had been rounded
     Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
-    Wang et al. 2023, section 4.3.
+    Wang et al. 2023, section 3.3.
     """
     dim = dim_of(check_tensor("quantized_reduce_scatter", x), dim, "quantized_reduce_scatter")
     one_of("op", op, ("sum", "mean"))

@@ -1,0 +1,108 @@
+"""ZeRO++ in numbers: what each rank of a ZeRO stage-3 step sends across nodes and inside them, and what it keeps.
+
+M parameters of 2 bytes on O nodes of I ranks: each rank holds M / (O I). A step gathers them for the forward pass and
+again for the backward pass, and reduce-scatters gradients. In two levels, what leaves a node, times (O-1)/O:
+
+                                                           forward   backward   gradients   in total
+    ZeRO stage 3                                                 M          M           M        3 M
+    qwZ  weights travel as codes of 8 bits                     M/2        M/2           M        2 M
+    hpZ  each rank keeps a second piece, 1 / I of all            M          0           M        2 M
+    qgZ  gradients travel as codes of 4 bits                     M          M         M/4     2.25 M
+    all three                                                  M/2          0         M/4     0.75 M
+
+and 4 bytes of scale for each block of codes. The second piece is cut from what the forward pass has gathered. The ranks
+of a node together have all of it, so that the backward pass gathers inside the node, where links are fast, and in full.
+
+Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
+section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tplab.data.quantization import QuantizedBytes, check_quantization, quantized_bytes
+from tplab.mesh import Axis
+
+
+@dataclass(frozen=True)
+class ZeroPlusPlus:
+    """Which of ZeRO++'s savings a stage-3 step makes.
+
+    inside          the part of the axis whose ranks share a node
+    weight_bits     qwZ: gathered parameters travel as codes of 8 or 4 bits; None: as they are
+    secondary       hpZ: each rank keeps a second piece, and the backward pass gathers inside the node only
+    gradient_bits   qgZ: gradients travel as codes of 4 or 8 bits; None: as they are
+    block           elements that share a scale
+    """
+
+    inside: Axis
+    weight_bits: int | None = 8
+    secondary: bool = True
+    gradient_bits: int | None = 4
+    block: int | None = 256
+
+    def __post_init__(self):
+        for bits in (self.weight_bits, self.gradient_bits):
+            if bits is not None:
+                check_quantization(bits, self.block)
+
+
+class LevelBytes(NamedTuple):
+    """What one rank sends to other nodes, and inside its own."""
+
+    across: QuantizedBytes
+    inside: QuantizedBytes
+
+
+class StepBytes(NamedTuple):
+    """What one rank sends in a stage-3 step, by its three passes."""
+
+    forward: LevelBytes
+    backward: LevelBytes
+    gradients: LevelBytes
+
+    @property
+    def across(self) -> QuantizedBytes:
+        """In the whole step, to other nodes."""
+        return QuantizedBytes(sum(one.across.codes for one in self), sum(one.across.scales for one in self))
+
+    @property
+    def inside(self) -> QuantizedBytes:
+        """In the whole step, inside the node."""
+        return QuantizedBytes(sum(one.inside.codes for one in self), sum(one.inside.scales for one in self))
+
+
+def step_bytes(
+    num_elements: int, num_across: int, num_inside: int, options: ZeroPlusPlus, itemsize: int = 2
+) -> StepBytes:
+    """What each rank sends in a step of one section (a layer whose parameters travel together), to the byte.
+
+    num_elements             in a rank's row of the section: M / (O I), and padding
+    num_across, num_inside   O nodes of I ranks
+    itemsize                 bytes of an element that travels as it is; those are counted as codes
+    """
+    weights = _row(num_elements, options.weight_bits, options.block, itemsize)
+    gradients = _row(num_elements, options.gradient_bits, options.block, itemsize)
+    plain = _row(num_elements, None, None, itemsize)
+    num_others = (num_inside - 1) * num_across  # rows that a rank passes on inside its node
+
+    def sent(row: QuantizedBytes) -> LevelBytes:
+        return LevelBytes(_times(num_across - 1, row), _times(num_others, row))
+
+    backward = LevelBytes(QuantizedBytes(0, 0), _times(num_others, plain)) if options.secondary else sent(weights)
+    return StepBytes(sent(weights), backward, sent(gradients))
+
+
+def secondary_bytes(num_elements: int, num_across: int, options: ZeroPlusPlus, itemsize: int = 2) -> int:
+    """What hpZ keeps on each rank from the forward to the backward pass, in full: M / I elements."""
+    return num_across * num_elements * itemsize if options.secondary else 0
+
+
+def _row(num_elements: int, bits: int | None, block: int | None, itemsize: int) -> QuantizedBytes:
+    return QuantizedBytes(num_elements * itemsize, 0) if bits is None else quantized_bytes(num_elements, bits, block)
+
+
+def _times(count: int, row: QuantizedBytes) -> QuantizedBytes:
+    return QuantizedBytes(count * row.codes, count * row.scales)
