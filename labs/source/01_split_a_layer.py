@@ -401,8 +401,8 @@ check_backward(backward)
 # %% [markdown]
 # ## Your turn
 #
-# **A bias, added once.** Write a row-parallel layer, `x @ w + bias`. Each rank holds some rows of `w`, all of `x` and all
-# of the bias. A well-known library once had this
+# **A bias, added once.** Write a row-parallel layer in torch, `x @ w + bias`. Each rank holds some rows of `w`, all of `x`
+# and all of the bias. A well-known library once had this
 # [wrong](https://github.com/huggingface/text-generation-inference/issues/1036).
 
 # %%

@@ -281,6 +281,9 @@ out = tt.run(doubling, Mesh(tp=8), eight, in_specs=P("tp"), out_specs=P())
 print("right:", np.array_equal(out.value[0], eight.sum(0)))
 sent = out.trace.bytes_sent(rank=0)
 print("rank 0 sends", sent, "bytes; in the ring", 2 * 7 * 32 // 8)
+for event in out.trace.select(rank=0, kind="send").events:
+    news = f"the sum of ranks {list(event.contributors)}"
+    print(f"hop {event.step + 1}: rank 0 sends {news} to rank {event.peer}")
 animate(out.trace)
 
 # %% [markdown]

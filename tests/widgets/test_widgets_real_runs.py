@@ -105,3 +105,20 @@ def test_who_computes_is_named_where_it_is_not_who_sends():
 
     told = words.sentences(score(run(program, Mesh(pp=4), cluster="laptop").trace))[-1]
     assert told == "rank 0 sends piece a to rank 1; meanwhile rank 2 computes (mm)"
+
+
+def test_ranks_that_exchange_in_pairs_have_one_partner_each():
+    """Half of them send up and half down: no rank sends to both neighbours."""
+    from tplab.torch import ppermute, ring_shift, run, start
+
+    def in_pairs(x):
+        return ppermute(x, "tp", [(0, 1), (1, 0), (2, 3), (3, 2)])
+
+    def both_ways(x):
+        flights = [start(ring_shift, x, "tp", step) for step in (1, -1)]
+        return [flight.wait() for flight in flights]
+
+    x = np.arange(4.0)
+    told = [words.sentences(score(run(fn, Mesh(tp=4), x, in_specs=P("tp")).trace))[1] for fn in (in_pairs, both_ways)]
+    assert told[0] == "every rank sends its own piece to its partner, 1 place away"
+    assert told[1].endswith("to both neighbours")

@@ -200,8 +200,9 @@ class _News:
         """Where the messages of a round go, as shifts along their axis."""
         bars, mesh = self.score.bars, self.score.trace.mesh
         names_of, codes = self.score.trace.codes("axis")
-        shifts = set()
+        shifts, pairs = set(), set()
         for row in rows:
+            pairs.add((int(bars["rank"][row]), int(bars["peer"][row])))
             axis = names_of[codes[bars["row"][row]]]
             if not axis:
                 return "others"
@@ -215,6 +216,11 @@ class _News:
         known = {(1,): "the next rank", (-1,): "the rank before", (-1, 1): "both neighbours"}
         if hops == {1} and all(mesh.axis_size(tuple(axis.split(","))) == 2 for axis, _ in shifts):
             return "the other rank" + along
+        # Each rank sends once, to the one that it receives from.
+        in_pairs = len({rank for rank, _ in pairs}) == len(rows) and {(peer, rank) for rank, peer in pairs} == pairs
+        if in_pairs and len(hops) == 2 and not sum(hops):
+            away = max(hops)
+            return f"its partner, {away} place{'s' * (away > 1)} away" + along
         found = known.get(tuple(sorted(hops)))
         return (found or (f"the rank {hops.pop()} further" if len(hops) == 1 else "others")) + along
 
