@@ -56,6 +56,7 @@ from tplab.jax.run import Result, run
 from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, temporary_bytes
 from tplab.jax.tracing.explain import explain
 from tplab.jax.tracing.xla import trace
+from tplab.jax.training.train import train
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
@@ -148,6 +149,7 @@ __all__ = [
     "temporary_bytes",
     "tokens_per_rank",
     "trace",
+    "train",
     "train_batch",
     "vocab_parallel_cross_entropy",
 ]

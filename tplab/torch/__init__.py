@@ -60,6 +60,7 @@ from tplab.torch.pipeline.train_batch import train_batch
 from tplab.torch.private import not_compiled
 from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.run import Result, run
+from tplab.torch.training.train import train
 
 if TYPE_CHECKING:
     from tplab.torch.scripts import launch
@@ -149,6 +150,7 @@ __all__ = [
     "stages_of",
     "start",
     "tokens_per_rank",
+    "train",
     "train_batch",
     "vocab_parallel_cross_entropy",
     "whole_state",

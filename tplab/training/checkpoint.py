@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,9 @@ import numpy as np
 from tplab.errors import ShapeError
 
 Arrays = dict[str, np.ndarray]
+
+STATES = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of every number, as torch calls it: "exp_avg.norm.weight" is beside "model.norm.weight"."""
 
 
 @dataclass(frozen=True)
@@ -64,31 +67,38 @@ class Owned(NamedTuple):
     array: np.ndarray
 
 
-def save(
-    folder: str | Path, step: int, rank: int, num_ranks: int, owned: Mapping[str, Owned], barrier: Callable[[], None]
-) -> None:
-    """Write what this rank owns. All ranks call it; `barrier` waits for them. The last thing is the folder's name.
+def begin(folder: str | Path, step: int) -> Path:
+    """The folder that a checkpoint is written into. Called by one rank, before any writes.
 
     Raises FileExistsError where the step has been saved: a whole checkpoint is never written over.
     """
     done = _path(folder, step)
-    partial = done.with_name(f"{done.name}.partial")
     if done.exists():
         raise FileExistsError(f"{done} is there already; resume from it, or give another folder")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-        partial.mkdir(parents=True)
-    barrier()
+    partial = partial_path(folder, step)
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    partial.mkdir(parents=True)
+    return partial
+
+
+def write(partial: Path, rank: int, num_ranks: int, owned: Mapping[str, Owned]) -> None:
+    """Write what a rank owns."""
     name = f"rank-{rank}-of-{num_ranks}"
     _write_arrays(partial / f"{name}.safetensors", {key: array for key, (_, array) in owned.items()})
     _write(partial / f"{name}.json", json.dumps({key: asdict(part) for key, (part, _) in owned.items()}))
-    barrier()
-    if rank == 0:
-        _write(partial / "index.json", json.dumps(_index(partial, step, num_ranks), indent=1))
-        _sync(partial)
-        os.replace(partial, done)
-        _sync(done.parent)
-    barrier()
+
+
+def finish(partial: Path, step: int, num_ranks: int) -> None:
+    """Write the index, and give the folder its name. Called by one rank, when all have written."""
+    _write(partial / "index.json", json.dumps(_index(partial, step, num_ranks), indent=1))
+    _sync(partial)
+    os.replace(partial, partial.with_suffix(""))
+    _sync(partial.parent)
+
+
+def partial_path(folder: str | Path, step: int) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return Path(folder) / f"step-{step:08}.partial"
 
 
 def latest(folder: str | Path) -> int | None:

@@ -66,6 +66,10 @@ class GPTPacking:
             states[index].setdefault(name, x)
         return merge_state(states, self.specs, self.tp, np.concatenate)
 
+    def names_on(self, rank: int) -> list[str]:
+        """The parameters that a rank has, each once."""
+        return list(dict.fromkeys(name for holder, name, *_ in self._places() if holder == rank))
+
     @property
     def _sizes(self) -> Mapping[Kind, int]:
         return self.blueprints.sizes

@@ -15,10 +15,7 @@ from tplab.torch.layers.parameters import piece_of
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.training.optimizer import Optimizer
 from tplab.training import checkpoint
-from tplab.training.checkpoint import Owned, Part
-
-STATES = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of every number: in the checkpoint "exp_avg.norm.weight", beside "model.norm.weight"."""
+from tplab.training.checkpoint import STATES, Owned, Part
 
 
 def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig) -> None:
@@ -37,7 +34,14 @@ def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
             owned[f"model.{piece.name}"] = Owned(part, _numpy(piece.own))
             for kind in STATES:
                 owned[f"{kind}.{piece.name}"] = Owned(part, _numpy(optimizer.states(piece)[kind]))
-    checkpoint.save(folder, step, rank.rank, rank.mesh.size, owned, barrier)
+    if rank.rank == 0:
+        checkpoint.begin(folder, step)
+    barrier()
+    checkpoint.write(checkpoint.partial_path(folder, step), rank.rank, rank.mesh.size, owned)
+    barrier()
+    if rank.rank == 0:
+        checkpoint.finish(checkpoint.partial_path(folder, step), step, rank.mesh.size)
+    barrier()
 
 
 @torch.no_grad()

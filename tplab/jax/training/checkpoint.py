@@ -1,0 +1,52 @@
+"""Checkpoints of stages and optimizer: this process holds all ranks, and writes the file of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tplab.jax.pipeline.stages import Stages
+from tplab.jax.training.gpt_stages import GPTPacking
+from tplab.jax.training.optimizer import Optimizer
+from tplab.models.gpt import gpt_parameters
+from tplab.models.state import split_state
+from tplab.sharding import cut
+from tplab.training import checkpoint
+from tplab.training.checkpoint import STATES, Owned, Part
+
+Arrays = dict[str, np.ndarray]
+
+
+def save(folder: str | Path, step: int, stages: Stages, state: Any, packing: GPTPacking, optimizer: Optimizer) -> None:
+    """Write the model and the optimizer after `step` steps: of copies, the lowest rank's."""
+    mesh, about = packing.mesh, gpt_parameters(packing.config, packing.axis)
+    kinds: dict[str, Arrays] = {"model": packing.unpack(stages)}
+    kinds |= dict(zip(STATES, map(packing.unpack, optimizer.moments_in(state)), strict=True))
+    pieces = {kind: split_state(arrays, packing.specs, packing.tp) for kind, arrays in kinds.items()}
+    written = set()
+    partial = checkpoint.begin(folder, step)
+    for rank in mesh.ranks:
+        owned: dict[str, Owned] = {}
+        index = mesh.index(rank, packing.axis)
+        for name in packing.names_on(rank):
+            shape, spec, *_ = about[name]
+            is_cut = packing.axis in spec.axis_names
+            if (name, index if is_cut else 0) not in written:
+                written.add((name, index if is_cut else 0))
+                begins = [cut(n, packing.tp.size, "ceil")[index].start if entry else 0 for n, entry in zip(shape, spec)]
+                start = (*begins, *[0] * (len(shape) - len(spec)))
+                for kind in kinds:
+                    piece = pieces[kind][index][name]
+                    owned[f"{kind}.{name}"] = Owned(Part.of(shape, start, piece.shape), piece)
+        checkpoint.write(partial, rank, mesh.size, owned)
+    checkpoint.finish(partial, step, mesh.size)
+
+
+def load(folder: str | Path, step: int, packing: GPTPacking, optimizer: Optimizer) -> tuple[Stages, Any]:
+    """The stages and the optimizer's states that were saved after `step` steps, on whatever mesh."""
+    arrays = checkpoint.load(folder, step)
+    kinds = ("model", *STATES)
+    stages, *moments = (packing.pack({name: arrays[f"{kind}.{name}"] for name in packing.specs}) for kind in kinds)
+    return stages, optimizer.state_of(step, *moments)

@@ -1,0 +1,113 @@
+"""AdamW over the stages of a GPT, its states divided over the data-parallel ranks or not; and clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from tplab.data.clipping import EPSILON
+from tplab.jax.data.clipping import gradient_norm
+from tplab.jax.data.shard_optimizer import shard_optimizer
+from tplab.jax.data.sharded_optimizer import GradientPieces
+from tplab.jax.pipeline.copies import once
+from tplab.jax.pipeline.flat import Kind
+from tplab.jax.pipeline.stages import Stages
+from tplab.jax.ranks.context import vary
+from tplab.jax.training.gpt_stages import GPTPacking
+from tplab.sharding import P
+from tplab.training.recipe import Recipe
+
+
+class Optimizer:
+    """AdamW as a recipe has it; the learning rate comes with each step.
+
+    Its states leave a rank's program and come back as `specs` say. With ZeRO each data-parallel rank has a part of
+    every flat array of `Stages`: of n numbers ceil(n / R).
+    """
+
+    def __init__(self, packing: GPTPacking, recipe: Recipe):
+        self._packing, self._clip = packing, recipe.clip
+        b1, b2 = recipe.betas
+        self._adamw: Any = optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(recipe.weight_decay))
+        self._sharded = shard_optimizer(self._adamw, "dp") if recipe.zero else None
+        self._num_parts = packing.mesh.axis_size("dp") if recipe.zero else 1
+
+    def update(self, stages: Stages, state: Any, grads: Stages, rate: Array) -> tuple[Stages, Any, Array]:
+        """Inside a rank's program: (the stages after the step, the new state, the norm that the gradients had)."""
+        if self._sharded is None:
+            norm = gradient_norm(grads)
+            updates, state = self._adamw.update(self._clipped(grads, norm), state, stages)
+        else:
+            pieces = self._sharded.reduce_gradients(grads).tree
+            norm = self._norm_of_pieces(pieces, stages)
+            updates, state = self._sharded.update(GradientPieces(self._clipped(pieces, norm)), state, stages)
+        stages = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), stages, updates)
+        return stages, state, norm
+
+    @property
+    def specs(self) -> Any:
+        """How the states lie on the mesh."""
+        moments = Stages({kind: P(self._axes(kind)) for kind in self._sizes}, self._blueprints)  # type: ignore[misc]
+        return self._state(P(), moments, moments)
+
+    def state_of(self, step: int, first: Stages, second: Stages) -> Any:
+        """The states after some steps, of AdamW's two moments as `GPTPacking.pack` gives them."""
+        return self._state(jnp.int32(step), self._parts(first), self._parts(second))
+
+    def moments_in(self, state: Any) -> tuple[Stages, Stages]:
+        """The reverse of `state_of`."""
+        adam = (state if self._sharded is None else state["states"])[0]
+        return self._joined(adam.mu), self._joined(adam.nu)
+
+    def _state(self, count: Any, first: Any, second: Any) -> Any:
+        states = optax.ScaleByAdamState(count, first, second), optax.EmptyState()
+        return states if self._sharded is None else {"states": states}
+
+    def _clipped(self, gradients: Any, norm: Array) -> Any:
+        if self._clip is None:
+            return gradients
+        factor = jnp.minimum(self._clip / (norm + EPSILON), 1)
+        return jax.tree.map(lambda x: (x * factor).astype(x.dtype), gradients)
+
+    def _norm_of_pieces(self, pieces: Stages, stages: Stages) -> Array:
+        """Each number of the model once: what is cut of the gradients, times the same cut of ones and zeros."""
+        assert self._sharded is not None
+        ones = {kind: vary(jnp.ones_like(x), kind.axes) for kind, x in stages.flat.items()}
+        counts = self._sharded.reduce_gradients(Stages(once(ones, self._blueprints), self._blueprints)).tree
+        counted = {kind: x * counts.flat[kind] for kind, x in pieces.flat.items()}
+        return gradient_norm(list(counted.values()), [P(self._axes(kind)) for kind in counted])
+
+    def _parts(self, stages: Stages) -> Stages:
+        """Rows of whole flat arrays -> rows of their parts, those of the first data-parallel rank first."""
+        flat = {}
+        for kind, size in self._sizes.items():
+            rows = np.asarray(stages.flat[kind]).reshape(-1, size)
+            padded = np.pad(rows, ((0, 0), (0, -size % self._num_parts)))
+            parts = padded.reshape(len(rows), self._num_parts, -1).swapaxes(0, 1)
+            flat[kind] = jnp.asarray(parts.reshape(-1))
+        return Stages(flat, self._blueprints)
+
+    def _joined(self, stages: Stages) -> Stages:
+        """The reverse of `_parts`."""
+        flat = {}
+        for kind, size in self._sizes.items():
+            width = -(-size // self._num_parts)
+            parts = np.asarray(stages.flat[kind]).reshape(self._num_parts, -1, width).swapaxes(0, 1)
+            flat[kind] = np.ascontiguousarray(parts.reshape(-1, self._num_parts * width)[:, :size]).reshape(-1)
+        return Stages(flat, self._blueprints)
+
+    @property
+    def _blueprints(self) -> Any:
+        return self._packing.blueprints
+
+    @property
+    def _sizes(self) -> dict[Kind, int]:
+        return self._packing.blueprints.sizes
+
+    def _axes(self, kind: Kind) -> tuple[str, ...]:
+        return kind.axes if self._sharded is None else ("dp", *kind.axes)

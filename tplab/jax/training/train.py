@@ -1,0 +1,126 @@
+"""Training a GPT over data, pipeline and tensor parallelism at once: a loop to read, and to take what you need from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from tplab.data.text import Text
+from tplab.jax.layers.vocabulary import vocab_parallel_cross_entropy
+from tplab.jax.models.gpt_layers import gpt_layers
+from tplab.jax.pipeline.stages import Stages
+from tplab.jax.pipeline.train_batch import train_batch
+from tplab.jax.run import run
+from tplab.jax.training import checkpoint
+from tplab.jax.training.gpt_stages import GPTPacking, blueprints_on
+from tplab.jax.training.optimizer import Optimizer
+from tplab.mesh import Mesh
+from tplab.models.gpt import GPTConfig, gpt_state
+from tplab.pipeline.microbatches import split_batch
+from tplab.sharding import P
+from tplab.training.checkpoint import beginning
+from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
+from tplab.training.recipe import Recipe, with_all_axes
+from tplab.training.stop import Stop
+
+
+def train(
+    config: GPTConfig, text: Text, mesh: Mesh, recipe: Recipe | None = None, *, folder: str | Path | None = None,
+    resume: bool = False, show: Show | None = None, on: str | None = None, seed: int = 0,
+) -> Trained:  # fmt: skip
+    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp" and tensor parallelism "tp".
+
+        train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
+
+    mesh      any sizes of these axes, in any order; one that is left out has one rank
+    recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
+    folder    where checkpoints go: of any mesh, to go on from on any other one, in either framework
+    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
+    show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
+    on        of which kind the devices are, as for `run`
+    seed      of the first weights, the batches and dropout
+
+    Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
+    Ctrl-C: the step that runs comes to its end, and what was trained until then is returned. The first step compiles.
+    """
+    recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
+    first, show = beginning(folder, resume), PlainLine() if show is None else show
+    loop = _Loop(config, recipe, mesh, on, seed)
+    stages, state = loop.start(gpt_state(config, seed)) if not first else loop.load(folder, first)
+    done: list[Progress] = []
+    clock = Clock(first, recipe.steps)
+    with Stop() as stop:
+        for step in range(first, recipe.steps):
+            if not stop.may_begin(step):
+                break
+            batch = text.batch(step, recipe.batch_size, config.context, seed)
+            stages, state, loss, norm = loop.step(stages, state, batch, step)
+            held_out = None
+            if recipe.evaluates(step):
+                held_out = loop.evaluate(stages, state, text.held_out(recipe.batch_size, config.context))
+            done.append(Progress(step + 1, recipe.steps, float(loss), held_out, float(norm), clock.left(step + 1)))
+            show(done[-1])
+            if folder is not None and (recipe.saves(step) or stop.is_asked):
+                checkpoint.save(folder, step + 1, stages, state, loop.packing, loop.optimizer)
+    held = {progress.step: progress.held_out for progress in done if progress.held_out is not None}
+    return Trained(loop.packing.unpack(stages), [progress.loss for progress in done], first, held)
+
+
+class _Loop:
+    """What is compiled once, for all steps."""
+
+    def __init__(self, config: GPTConfig, recipe: Recipe, mesh: Mesh, on: str | None, seed: int):
+        self._config, self._recipe, self._mesh, self._on, self._seed = config, recipe, mesh, on, seed
+        layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
+        self._schedule = recipe.schedule_on(mesh)
+        self.packing = GPTPacking(blueprints_on(mesh, layers, self._schedule), config, mesh)
+        self.optimizer = Optimizer(self.packing, recipe)
+
+        def step(stages: Stages, state: Any, ids: Array, targets: Array, rate: Array, key: Any) -> Any:
+            loss, grads = self._loss_and_grads(stages, ids, targets, key if config.dropout else None)
+            stages, state, norm = self.optimizer.update(stages, state, grads, rate)
+            return stages, state, loss, norm
+
+        def evaluate(stages: Stages, ids: Array, targets: Array) -> Array:
+            return self._loss_and_grads(stages, ids, targets, None)[0]
+
+        self._programs = step, evaluate
+
+    def start(self, whole: dict[str, np.ndarray]) -> tuple[Stages, Any]:
+        """The stages of a whole model, and the optimizer's first states."""
+        zeros = self.packing.pack({name: np.zeros_like(x) for name, x in whole.items()})
+        return self.packing.pack(whole), self.optimizer.state_of(0, zeros, zeros)
+
+    def load(self, folder: Any, first: int) -> tuple[Stages, Any]:
+        """Those of a checkpoint."""
+        return checkpoint.load(folder, first, self.packing, self.optimizer)
+
+    def step(self, stages: Stages, state: Any, batch: tuple[np.ndarray, np.ndarray], number: int) -> Any:
+        """(stages and state after the step, loss, norm of the gradients)"""
+        specs = stages.specs, self.optimizer.specs
+        key = jax.random.fold_in(jax.random.key(self._seed), number)
+        return run(
+            self._programs[0], self._mesh, stages, state, *batch, self._recipe.rate(number), key,
+            in_specs=(*specs, P("dp"), P("dp"), P(), P()), out_specs=(*specs, P(), P()), on=self._on,
+        ).value  # fmt: skip
+
+    def evaluate(self, stages: Stages, state: Any, batch: tuple[np.ndarray, np.ndarray]) -> float:
+        """The loss on a batch, without dropout. Where there is none, it is that of a step whose update is let go."""
+        if not self._config.dropout:
+            return float(self.step(stages, state, batch, 0)[2])
+        specs = (stages.specs, P("dp"), P("dp"))
+        return float(
+            run(self._programs[1], self._mesh, stages, *batch, in_specs=specs, out_specs=P(), on=self._on).value
+        )
+
+    def _loss_and_grads(self, stages: Stages, ids: Array, targets: Array, key: Any) -> tuple[Array, Stages]:
+        recipe, vocab_size = self._recipe, self._config.vocab_size
+        pairs = split_batch(ids, targets, recipe.microbatches)
+        return train_batch(
+            self._schedule, stages, pairs, lambda y, t: vocab_parallel_cross_entropy(y, t, "tp", vocab_size),
+            data_axis="dp", average=not recipe.zero, checkpoint_every=recipe.checkpoint_every, key=key,
+        )  # fmt: skip
