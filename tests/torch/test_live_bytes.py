@@ -8,7 +8,7 @@ from torch import nn
 from tplab import Mesh
 from tplab.pipeline.layer_spec import LayerSpec
 from tplab.schedules import gpipe
-from tplab.torch import axis_index, run, stages_of
+from tplab.torch import all_gather, axis_index, run, stages_of, start
 from tplab.torch.ranks.live_bytes import LiveBytes
 
 ONE = 1000 * 4
@@ -88,3 +88,23 @@ def test_each_rank_sees_its_own():
         return live.now() - x.nbytes - sum(p.nbytes for p in stages.parameters()), live.peak - live.now()
 
     assert run(program, Mesh(pp=2)).per_rank == [(0, 0)] * 2
+
+
+def test_what_collectives_bring_counts():
+    """Blocking or started: the whole that is gathered, of which views are taken afterwards."""
+
+    def program():
+        piece = torch.ones(1000)
+        with LiveBytes() as live:
+            whole = all_gather(piece, "tp").view(3, 1000)
+            assert live.now() == 3 * ONE
+            del whole
+            handle = start(all_gather, piece, "tp")
+            other = handle.wait()[:10]
+            del handle
+            assert live.now() == 3 * ONE
+            del other
+            assert live.now() == 0
+        return live.peak
+
+    assert run(program, Mesh(tp=3)).per_rank == [3 * ONE] * 3

@@ -36,6 +36,7 @@ from tplab.jax.data.quantization import dequantize, quantize
 from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.jax.data.shard_gradients import shard_gradients
 from tplab.jax.data.shard_optimizer import shard_optimizer
+from tplab.jax.data.shard_parameters import shard_parameters
 from tplab.jax.data.tokens import share_of_tokens, tokens_per_rank
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
@@ -140,6 +141,7 @@ __all__ = [
     "scatter_to",
     "shard_gradients",
     "shard_optimizer",
+    "shard_parameters",
     "shard_params",
     "share_of_tokens",
     "split_batch",

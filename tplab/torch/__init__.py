@@ -40,6 +40,7 @@ from tplab.torch.data.quantization import dequantize, quantize
 from tplab.torch.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.shard_optimizer import shard_optimizer
+from tplab.torch.data.shard_parameters import shard_parameters
 from tplab.torch.data.tokens import share_of_tokens, tokens_per_rank
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
@@ -144,6 +145,7 @@ __all__ = [
     "send",
     "shard_gradients",
     "shard_optimizer",
+    "shard_parameters",
     "share_of_tokens",
     "split_batch",
     "split_state",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tplab.torch.private import DispatchMode, pytree, storage_id
+from tplab.torch.private import DispatchMode, dispatch_modes, pytree, storage_id
 
 
 class LiveBytes(DispatchMode):
@@ -22,9 +22,10 @@ class LiveBytes(DispatchMode):
     lap     the same since `lap` was last set, to begin anew in between
     now()   bytes at this moment
 
-    Each piece of memory counts once, and views of what was there before do not count. Gradients do, and what a backward
-    pass has not let go of yet. What an operation takes for itself while it runs is not seen, nor does torch's "meta"
-    device count, which has no memory. Inside a rank's program it sees this rank's tensors only. Looking costs time.
+    Each piece of memory counts once, what collectives bring too, and views of what was there before do not count.
+    Gradients do, and what a backward pass has not let go of yet. What an operation takes for itself while it runs is
+    not seen, nor does torch's "meta" device count, which has no memory. Inside a rank's program it sees this rank's
+    tensors only. Looking costs time.
     """
 
     def __init__(self) -> None:
@@ -45,12 +46,16 @@ class LiveBytes(DispatchMode):
             if not self._knows(storage):
                 self._before[storage_id(storage)] = StorageWeakRef(storage)
         result = func(*args, **(kwargs or {}))
+        self.made(result)
+        return result
+
+    def made(self, result: Any) -> None:
+        """Count what an operation has made, or what a collective has brought, which is no operation of torch's."""
         for storage in _storages(result):
             if not self._knows(storage):
                 self._made[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
         now = self.now()
         self.peak, self.lap = max(self.peak, now), max(self.lap, now)
-        return result
 
     def _knows(self, storage: Any) -> bool:
         """Whether it has been seen. What lies at its place may be another one, which is gone."""
@@ -58,6 +63,13 @@ class LiveBytes(DispatchMode):
         if place in self._before and not self._before[place].expired():
             return True
         return place in self._made and not self._made[place][0].expired()
+
+
+def count(result: Tensor) -> None:
+    """Let every `LiveBytes` that is in force count what a collective has brought to this rank."""
+    for mode in dispatch_modes():
+        if isinstance(mode, LiveBytes):
+            mode.made(result)
 
 
 def _storages(tensors: Any) -> Iterator[Any]:

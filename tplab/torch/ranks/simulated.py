@@ -13,6 +13,7 @@ from torch import Tensor
 from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, num_modes, phase
 from tplab.torch.ranks.burst import Burst
+from tplab.torch.ranks.live_bytes import count
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.outcomes import own, results
@@ -136,7 +137,9 @@ class SimulatedRank(Rank):
     def do(self, call: Call, x: Tensor) -> Tensor:
         if num_modes():
             with no_dispatch():
-                return self._done(call, x)
+                result = self._done(call, x)
+            count(result)
+            return result
         return self._done(call, x)
 
     def finish(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
@@ -145,6 +148,8 @@ class SimulatedRank(Rank):
             self._catch_up()
         with no_dispatch():
             result = self._outcome(site, meeting) if site.call.peers is None else self._received(site, meeting, x)
+        if num_modes():
+            count(result)
         if self._is_timed:
             self._seen_at = self._now()
         return result

@@ -1,0 +1,460 @@
+"""ZeRO stage 3 beside one device: parameters, what is sent, the bytes of real buffers, and torch's own FSDP2."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tplab.jax as on_jax
+import tplab.torch as lab
+from tests.data.zero import DECAY, RATE, jax_adamw, torch_adamw
+from tests.frameworks import FRAMEWORKS, Framework
+from tests.sharded import close, double, numbers
+from tplab import Mesh, P
+from tplab.data.pieces import Pieces
+from tplab.data.zero import StateBytes, elements_sent, state_bytes
+from tplab.trace.overlap import overlap
+from tplab.trace.traffic import Traffic
+
+FIRST, BLOCK, LAST = ((5, 7), (7,)), ((7, 7), (7,)), ((7, 3), (3,))
+UNITS = (FIRST, BLOCK, BLOCK, LAST)
+SIZES = [int(np.prod(shape)) for unit in UNITS for shape in unit]
+X, Y = numbers(24, 5, seed=1), numbers(24, 3, seed=2)
+STEPS = 20
+
+
+def start() -> list[dict[str, np.ndarray]]:
+    return [
+        {"weight": numbers(*weight, seed=7 * place), "bias": numbers(*bias, seed=7 * place + 1)}
+        for place, (weight, bias) in enumerate(UNITS)
+    ]
+
+
+class Layer(nn.Module):
+    def __init__(self, state: dict[str, np.ndarray]):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.tensor(state[name])) for name in ("weight", "bias"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight + self.bias)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*map(Layer, start()))
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    ((net(x) - y) ** 2).mean().backward()
+    optimizer.step()
+
+
+def one_device(steps: int = STEPS, net: nn.Module | None = None) -> list[np.ndarray]:
+    net = model() if net is None else net
+    optimizer = torch_adamw(net.parameters())
+    for _ in range(steps):
+        step(net, optimizer, torch.tensor(X), torch.tensor(Y))
+    return [p.detach().numpy() for p in net.parameters()]
+
+
+def whole(parameters: Any, shapes: Any, axis: Any) -> list[torch.Tensor]:
+    """All pieces put together."""
+    return [lab.all_gather(p.detach(), axis).view(shape) for p, shape in zip(parameters, shapes)]
+
+
+def jax_layer(params: Any, x: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.tanh(x @ params["weight"] + params["bias"])
+
+
+def jax_steps(net: Any, pieces: Any, x: Any, y: Any, steps: int) -> Any:
+    import jax
+    import optax
+
+    optimizer = jax_adamw()
+
+    def one(carry: Any, _: Any) -> Any:
+        pieces, state = carry
+        grads = jax.grad(lambda p: ((net(p, x) - y) ** 2).mean())(pieces)
+        updates, state = optimizer.update(grads, state, pieces)
+        return (optax.apply_updates(pieces, updates), state), None
+
+    return jax.lax.scan(one, (pieces, optimizer.init(pieces)), None, steps)[0][0]
+
+
+def train(fw: Framework, mesh: Mesh, steps: int, **options: Any) -> tuple[list[np.ndarray], Any]:
+    """The parameters that ranks have trained together, and a function that gives the trace."""
+    names, axis = mesh.axis_names, options.get("axis", "dp")
+    if fw.name == "torch":
+
+        def program(x: torch.Tensor, y: torch.Tensor) -> Any:
+            net = lab.shard_parameters(model(), **options)
+            optimizer = torch_adamw(net.parameters())
+            for _ in range(steps):
+                step(net, optimizer, x, y)
+            return [p.detach() for p in net.parameters()]
+
+        out = lab.run(program, mesh, X, Y, in_specs=P(names))
+        shapes = [shape for unit in UNITS for shape in unit]
+        held = [out.per_rank[rank] for rank in mesh.group(0, axis)]
+        found = [torch.cat([h[place] for h in held]).view(shape).numpy() for place, shape in enumerate(shapes)]
+        return found, lambda: out.trace
+    net = on_jax.shard_parameters([jax_layer] * len(UNITS), **options)
+    spec = P(axis)
+    params = [{name: fw.array(value) for name, value in state.items()} for state in start()]
+    out = on_jax.run(
+        lambda p, x, y: jax_steps(net, net.shard(p), x, y, steps), mesh, params, fw.array(X), fw.array(Y),
+        in_specs=(P(), P(names), P(names)), out_specs=spec,
+    )  # fmt: skip
+    wholes = on_jax.run(net.gather, mesh, out.value, in_specs=spec).per_rank[-1]
+    return [np.asarray(state[name]) for state in wholes for name in ("weight", "bias")], lambda: out.trace
+
+
+def sent(num_ranks: int, passes: tuple[int, ...]) -> int:
+    """Elements, where each unit's message travels so often."""
+    return sum((num_ranks - 1) * n * Pieces(unit, num_ranks).width for n, unit in zip(passes, UNITS))
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [*(("torch", n) for n in (1, 2, 3, 4, 8)), ("jax", 3)])
+def test_twenty_steps_are_those_of_one_device(name, num_ranks):
+    """And each sends three times the parameters, but that nothing needs the first unit's again: its input has no
+    gradient."""
+    fw = FRAMEWORKS[name]()
+    with double(fw):
+        found, trace = train(fw, Mesh(dp=num_ranks), STEPS)
+        for got, want in zip(found, one_device(), strict=True):
+            close(got, want)
+        if name == "torch":  # reading 20 steps of JAX takes time, and two say the same below
+            assert trace().bytes_sent(num_ranks - 1) == STEPS * 8 * sent(num_ranks, (2, 3, 3, 3))
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_whole_parameters_that_are_kept_are_not_sent_again(name):
+    fw = FRAMEWORKS[name]()
+    with double(fw):
+        found, trace = train(fw, Mesh(dp=4), 2, reshard_after_forward=False)
+        for got, want in zip(found, one_device(2), strict=True):
+            close(got, want)
+        assert trace().bytes_sent(0) == 2 * 8 * sent(4, (2, 2, 2, 2))
+        assert sent(4, (2, 2, 2, 2)) == elements_sent(3, [Pieces(u, 4) for u in UNITS], reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_volume_is_three_times_the_parameters(name):
+    """Where the input has a gradient too, as that of every layer but the first."""
+    fw = FRAMEWORKS[name]()
+
+    def of_torch(x, y):
+        net = lab.shard_parameters(model())
+        ((net(x.requires_grad_()) - y) ** 2).mean().backward()
+        return x.grad, [p.grad for p in net.parameters()]
+
+    def of_jax(x, y):
+        import jax
+
+        net: Any = on_jax.shard_parameters([jax_layer] * len(UNITS))
+        pieces = net.shard([{n: fw.array(v) for n, v in state.items()} for state in start()])
+        return jax.grad(lambda x, p: ((net(p, x) - y) ** 2).mean(), (0, 1))(x, pieces)
+
+    with double(fw):
+        program = of_torch if name == "torch" else of_jax
+        out = fw.lab.run(program, Mesh(dp=3), fw.array(X), fw.array(Y), in_specs=P("dp"))
+        assert out.trace.bytes_sent(1) == 8 * elements_sent(3, [Pieces(unit, 3) for unit in UNITS])
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_pieces_inside_a_node_and_copies_across(name):
+    fw = FRAMEWORKS[name]()
+    with double(fw):
+        found, trace = train(fw, Mesh(node=2, gpu=3), 2, axis="gpu", replicate_axis="node")
+        for got, want in zip(found, one_device(2), strict=True):
+            close(got, want)
+        assert trace().bytes_sent(0, axis="gpu") == 2 * 8 * sent(3, (2, 3, 3, 3))
+        width = sum(Pieces(unit, 3).width for unit in UNITS)
+        assert trace().bytes_sent(0, axis="node") == 2 * 8 * width  # all_reduce over 2 ranks: 2 (2-1)/2
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_second_pieces_keep_the_second_gather_inside_the_node(name):
+    fw = FRAMEWORKS[name]()
+    mesh = Mesh(node=2, gpu=2)
+    with double(fw):
+        found, trace = train(fw, mesh, 2, axis=("node", "gpu"), reshard_after_forward="gpu")
+        for got, want in zip(found, one_device(2), strict=True):
+            close(got, want)
+        assert trace().bytes_sent(0, axis=("node", "gpu")) == 2 * 8 * sent(4, (2, 2, 2, 2))
+        inside = sum(2 * Pieces(unit, 4).width for unit in UNITS[1:])  # half of each message, to one other rank
+        assert trace().bytes_sent(0, axis="gpu") == 2 * 8 * inside
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_bytes_of_states_in_mixed_precision(num_ranks):
+    """float32 pieces, gradients and averages, computed with in bfloat16: 16 bytes per parameter, of a rank's part."""
+
+    def program(x, y):
+        net = lab.shard_parameters(model().float(), compute_dtype=torch.bfloat16)
+        optimizer = torch_adamw(net.parameters())
+        optimizer.zero_grad()
+        loss = ((net(x.bfloat16()) - y.bfloat16()) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        parameters = list(net.parameters())
+        states = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+        return [sum(x.nbytes for x in kind) for kind in (parameters, gradients(net), states)]
+
+    out = lab.run(program, Mesh(dp=num_ranks), X, Y, in_specs=P("dp"))
+    for index, counted in enumerate(out.per_rank):
+        assert tuple(counted) == state_bytes(3, SIZES, num_ranks, index, StateBytes(4, 4, 8))
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_bfloat16_strays_by_its_rounding(name):
+    """The pieces stay float32; AdamW makes steps of at most lr from gradients that bfloat16 (2^-8) has rounded. After
+    20 steps parameters have moved by up to 20 lr, and stray by less than a quarter of that."""
+    fw = FRAMEWORKS[name]()
+    narrow: Any = {"torch": torch.bfloat16, "jax": "bfloat16"}[name]
+    states = [{n: v.astype(np.float32) for n, v in state.items()} for state in start()]
+
+    def of_torch(x, y):
+        net = lab.shard_parameters(nn.Sequential(*map(Layer, states)), compute_dtype=narrow, reduce_dtype=torch.float32)
+        optimizer = torch_adamw(net.parameters())
+        for _ in range(STEPS):
+            step(net, optimizer, x.bfloat16(), y)
+        return whole(net.parameters(), [shape for unit in UNITS for shape in unit], "dp")
+
+    def of_jax(x, y):
+        import jax
+
+        net: Any = on_jax.shard_parameters([jax_layer] * len(UNITS), compute_dtype=narrow, reduce_dtype="float32")
+        pieces = net.shard([{n: fw.array(v) for n, v in state.items()} for state in states])
+        trained = net.gather(jax_steps(net, pieces, x.astype(narrow), y, STEPS))
+        return [state[n] for state in trained for n in ("weight", "bias")] + jax.tree.leaves(pieces)[:0]
+
+    program = of_torch if name == "torch" else of_jax
+    inputs = (fw.array(a.astype(np.float32)) for a in (X, Y))
+    out = fw.lab.run(program, Mesh(dp=3), *inputs, in_specs=P("dp"))
+    for got, want, begin in zip(out.per_rank[2], one_device(), (v for s in start() for v in s.values()), strict=True):
+        assert np.abs(fw.numpy(got) - want).max() < STEPS * RATE / 4
+        assert np.abs(want - begin).max() > STEPS * RATE / 2  # so that standing still is not within the bound
+
+
+# ----------------------------------------------------------------------------------------------- other people's models
+
+
+class Tied(nn.Module):
+    """A word's vector at both ends, a frozen layer, a layer that two blocks share, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = nn.Embedding(11, 7)
+        shared = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), shared) for _ in range(3))
+        self.blocks[1].get_submodule("1").requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.checkpoints = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) * self.scale
+        for block in self.blocks:
+            again = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+            x = x + again
+        return self.head(x)
+
+
+IDS = np.random.default_rng(0).integers(0, 11, (12, 5))
+
+
+def tied_loss(net: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"reshard_after_forward": False}])
+def test_tied_frozen_and_shared_parameters(options, checkpoints):
+    """In two microbatches, whose gradients add up; evaluation in between gathers what it needs."""
+
+    def train(net: Any, ids: torch.Tensor, params: Any) -> torch.Tensor:
+        net.checkpoints = checkpoints
+        optimizer = torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in ids.chunk(2):
+                tied_loss(net, part).backward()
+            optimizer.step()
+            with torch.no_grad():
+                net(ids)
+        return net(ids)
+
+    def program(ids):
+        net = lab.shard_parameters(Tied().double(), **options)
+        logits = train(net, ids, (p for p in net.parameters() if p.requires_grad))
+        return logits, len(list(net.parameters())), {name for name, _ in net.named_parameters()}
+
+    alone = Tied().double()
+    names = {name for name, _ in alone.named_parameters()}
+    halves = torch.tensor(IDS).view(3, 2, 2, 5).transpose(0, 1).reshape(12, 5)  # what ranks' halves are together
+    want = train(alone, halves, (p for p in alone.parameters() if p.requires_grad))
+    out = lab.run(program, Mesh(dp=3), IDS, in_specs=P("dp"))
+    got = torch.cat([logits for logits, *_ in out.per_rank])
+    want = want.view(2, 3, 2, 5, 11).transpose(0, 1).reshape(12, 5, 11)
+    close(got.detach().numpy(), want.detach().numpy())
+    assert all(found == names and number == len(names) for _, number, found in out.per_rank)
+
+
+def test_an_error_in_a_layer_leaves_pieces_behind():
+    def program(x):
+        net = lab.shard_parameters(model())
+        with pytest.raises(RuntimeError):
+            net(x[:, :2])
+        return net(x), next(net.parameters()).shape
+
+    out = lab.run(program, Mesh(dp=2), X)
+    assert out.per_rank[0][1] == (18,)
+    close(out.per_rank[0][0].detach().numpy(), model()(torch.tensor(X)).detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("make", "units", "message"),
+    [
+        (model, lambda net: [nn.Linear(2, 2)], "unit 0, Linear, is not in the model"),
+        (lambda: nn.ModuleList([nn.Linear(2, 2)]), lambda net: None, "the model is a ModuleList, which has no forward"),
+        (lambda: nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), list, "unit 0 is a ModuleList, which has no forward"),
+    ],
+)
+def test_what_is_no_unit(make, units, message):
+    def program():
+        net = make()
+        lab.shard_parameters(net, units=units(net))
+
+    with pytest.raises(Exception, match=message):
+        lab.run(program, Mesh(dp=2))
+
+
+# ----------------------------------------------------------------------------------------------------- memory and time
+
+WIDTH, DEPTH = 64, 8
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+
+@pytest.mark.parametrize(
+    ("options", "whole_layers"),
+    [({"prefetch": False}, 2), ({}, 3), ({"reshard_after_forward": False}, DEPTH)],
+)
+def test_few_layers_are_whole_at_once(options, whole_layers):
+    """Beside the pieces' gradients: the layer that runs, the next one, and a whole gradient, also in its message."""
+
+    def program():
+        net = lab.shard_parameters(deep(), **options)
+        x = torch.ones(1, WIDTH)
+        with lab.LiveBytes() as live:
+            net(x).sum().backward()
+        return live.peak
+
+    peak = lab.run(program, Mesh(dp=4)).per_rank[0]
+    pieces = DEPTH * LAYER_BYTES / 4
+    assert peak < pieces + (whole_layers + 3) * LAYER_BYTES
+    if whole_layers == DEPTH:
+        assert peak > DEPTH * LAYER_BYTES
+
+
+def test_jax_keeps_no_whole_layers():
+    """What XLA plans for, without and with whole parameters from the forward to the backward pass: in a loop over the
+    layers, since XLA for CPUs drops the barrier that keeps two equal gathers apart elsewhere."""
+    import jax
+    import jax.numpy as jnp
+
+    def planned(**options: Any) -> float:
+        net: Any = on_jax.shard_parameters(lambda w, x: jnp.tanh(x @ w), **options)
+
+        def gradient(pieces, x):
+            def loss(pieces):
+                return jax.lax.scan(lambda x, piece: (net(piece, x), None), x, pieces)[0].sum()
+
+            return jax.grad(loss)(pieces)
+
+        one = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+        piece = on_jax.run(net.shard, Mesh(dp=4), one, out_specs=P("dp")).value
+        pieces = jax.tree.map(lambda p: jax.ShapeDtypeStruct((DEPTH, *p.shape), p.dtype), piece)
+        spec = jax.sharding.PartitionSpec
+        mesh = jax.make_mesh((4,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+        step = jax.shard_map(gradient, mesh=mesh, in_specs=(spec(None, "dp"), spec("dp")), out_specs=spec(None, "dp"))
+        return on_jax.temporary_bytes(step, pieces, jax.ShapeDtypeStruct((4, WIDTH), jnp.float32)) / LAYER_BYTES
+
+    assert planned() < 6
+    assert planned(reshard_after_forward=False) > DEPTH
+
+
+def test_prefetch_hides_what_is_sent_behind_computing():
+    """On shapes alone: 8 layers of 8,192, 16,384 tokens per rank, 8 H100s in a node. A layer's forward pass takes
+    longer than its message, so all is hidden but the first gather, the last layer's second one and the last reduce."""
+
+    def program(prefetch):
+        net = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(DEPTH)))
+        lab.shard_parameters(net, prefetch=prefetch)
+        net(torch.empty(16384, 8192, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+
+    def on_meta(prefetch):
+        with torch.device("meta"):
+            program(prefetch)
+
+    found = [overlap(lab.run(on_meta, Mesh(dp=8), p, cluster="h100", device="meta").trace) for p in (False, True)]
+    assert found[0].share < 0.1
+    assert found[1].share > 0.8
+
+
+# ---------------------------------------------------------------------------------------------------------- torch's own
+
+
+def gradients(net: nn.Module) -> list[Any]:
+    return [p.grad for p in net.parameters()]
+
+
+def test_beside_ddp_and_fsdp2():
+    """The same model and numbers. FSDP2 sends what stage 3 sends, and gathers the first layer again, though nothing
+    needs it; DDP sends gradients once, all_reduced, after it has compared and broadcast the parameters."""
+
+    def ours(x, y):
+        net = lab.shard_parameters(deep().double())
+        ((net(x) - y) ** 2).mean().backward()
+        return torch.cat([lab.all_gather(grad, "dp") for grad in gradients(net)])
+
+    def fsdp(x, y):
+        from torch.distributed.fsdp import fully_shard
+
+        net = deep().double()
+        for layer in net:
+            fully_shard(layer, mesh=lab.device_mesh()["dp"])
+        fully_shard(net, mesh=lab.device_mesh()["dp"])
+        ((net(x) - y) ** 2).mean().backward()
+        return torch.cat([grad.full_tensor().flatten() for grad in gradients(net)])
+
+    def ddp(x, y):
+        net = nn.parallel.DistributedDataParallel(deep().double())
+        ((net(x) - y) ** 2).mean().backward()
+        return torch.cat([grad.flatten() for grad in gradients(net)])
+
+    x, y = numbers(8, WIDTH), numbers(8, WIDTH, seed=1)
+    results = [lab.run(fn, Mesh(dp=4), x, y, in_specs=P("dp"), distributed=fn is not ours) for fn in (ours, fsdp, ddp)]
+    want = deep().double()
+    ((want(torch.tensor(x)) - torch.tensor(y)) ** 2).mean().backward()
+    for out in results:
+        close(out.per_rank[1].numpy(), torch.cat([grad.flatten() for grad in gradients(want)]))
+    of_ours, of_fsdp, of_ddp = (Traffic.of_trace(out.trace) for out in results)
+    message = 3 * WIDTH * WIDTH // 4 * 8  # bytes that a rank sends of one layer
+    looks = DEPTH * message  # the gradients, gathered to be compared
+    assert of_ours["reduce_scatter"].bytes == of_fsdp["reduce_scatter"].bytes == DEPTH * message
+    assert of_ours["all_gather"].bytes - looks == (2 * DEPTH - 1) * message
+    assert of_fsdp["all_gather"].bytes - looks == 2 * DEPTH * message
+    assert of_ddp["all_reduce"].bytes == 2 * DEPTH * message

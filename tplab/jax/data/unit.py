@@ -1,0 +1,259 @@
+"""A unit of ZeRO stage 3: a function of parameters that are whole only while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from tplab.data.pieces import Pieces
+from tplab.jax.comm.collectives import axis_index, axis_size
+from tplab.jax.data.pieces import (
+    Gather,
+    Reduce,
+    held_in,
+    held_of,
+    message_of,
+    pieces_of,
+    reduced_row,
+    row_of,
+    wholes_in,
+)
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
+from tplab.jax.tracing.jaxprs import LAYOUTS
+from tplab.mesh import Axis
+
+
+@jax.tree_util.register_pytree_node_class
+class Sharded:
+    """A parameter of which each rank has a piece. A pytree, whose leaf is the piece [width], padded with zeros.
+
+    So `jax.tree.map` and optax work on pieces, and P("dp") puts them on the mesh: outside of a rank's program all
+    pieces are one array [R * width].
+    """
+
+    def __init__(self, piece: Any, shape: tuple[int, ...]):
+        self.piece, self.whole_shape = piece, shape
+
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[int, ...]]:
+        return (self.piece,), self.whole_shape
+
+    @classmethod
+    def tree_unflatten(cls, shape: tuple[int, ...], children: tuple[Any]) -> Sharded:
+        return cls(children[0], shape)
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.piece!r}, of {list(self.whole_shape)})"
+
+
+def is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
+
+
+@dataclass(frozen=True)
+class About:
+    """How parameters are shared and what a unit sends, as `shard_parameters` is told."""
+
+    axis: Axis
+    op: str
+    reshard_after_forward: bool | Axis
+    replicate_axis: Axis | None
+    compute_dtype: Any
+    reduce_dtype: Any
+    gather: Gather
+    reduce: Reduce
+
+    @property
+    def secondary_axis(self) -> Axis | None:
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+
+    def names(self) -> tuple[str, ...]:
+        """The axes along which ranks have other data."""
+        mesh = this_mesh()
+        return mesh.names(self.axis) + (mesh.names(self.replicate_axis) if self.replicate_axis is not None else ())
+
+    def shard(self, whole: Array) -> Sharded:
+        """This rank's piece of a parameter."""
+        return Sharded(held_of(pieces_of([whole], self.axis), [whole], self.axis)[0], tuple(whole.shape))
+
+    def run(self, fn: Callable[..., Any], params: Any, *args: Any, after: Any, **kwargs: Any) -> Any:
+        """fn(whole params, *args, **kwargs), of `params` that are Sharded, and are gathered once `after` is there."""
+        pieces, structure = jax.tree.flatten(params, is_leaf=is_sharded)
+        leaves, about_args = jax.tree.flatten((args, kwargs))
+        floats = [place for place, x in enumerate(leaves) if _is_float(x)]
+        fixed = [place for place, x in enumerate(leaves) if _is_array(x) and not _is_float(x)]
+
+        def of_wholes(wholes: Sequence[Array], float_args: Sequence[Any], fixed_args: Sequence[Any]) -> Any:
+            given = list(leaves)
+            for places, values in ((floats, float_args), (fixed, fixed_args)):
+                for place, value in zip(places, values, strict=True):
+                    given[place] = value
+            args, kwargs = about_args.unflatten(given)
+            return fn(structure.unflatten(wholes), *args, **kwargs)
+
+        call = _Call(self, of_wholes, tuple(piece.whole_shape for piece in pieces))
+        names = self.names()
+        float_args = [vary(jnp.asarray(leaves[place]), names) for place in floats]
+        known = [jax.lax.stop_gradient(x) for x in jax.tree.leaves(after) if _is_array(x)]
+        held = [piece.piece for piece in pieces]
+        return _run(call, held, float_args, [jnp.asarray(leaves[place]) for place in fixed], known)
+
+    def gathered(self, params: Any) -> Any:
+        """The whole parameters, in their own dtype."""
+        pieces, structure = jax.tree.flatten(params, is_leaf=is_sharded)
+        call = _Call(self, None, tuple(piece.whole_shape for piece in pieces))
+        return structure.unflatten(call.wholes([p.piece for p in pieces], None, [])[0])
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a unit, in all that JAX does not trace."""
+
+    about: About
+    fn: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    def groups(self, held: Sequence[Array]) -> list[list[int]]:
+        """Places of parameters that travel together: of one dtype, and which differ along the same axes."""
+        kinds: dict[Any, list[int]] = {}
+        for place, piece in enumerate(held):
+            kinds.setdefault((piece.dtype, varying_axes(piece)), []).append(place)
+        return list(kinds.values())
+
+    def pieces(self, places: Sequence[int]) -> Pieces:
+        return Pieces(tuple(self.shapes[place] for place in places), axis_size(self.about.axis))
+
+    def wholes(self, held: Sequence[Array], dtype: Any, after: Any) -> tuple[list[Array], list[Array]]:
+        """The whole parameters, gathered once `after` is there, and the messages in which they came."""
+        wholes: list[Any] = [None] * len(held)
+        messages = []
+        for places in self.groups(held):
+            row = row_of([held[place] for place in places], _dtype(held[places[0]], dtype))
+            row = self._behind(row, after)
+            messages.append(self.about.gather(row, self.about.axis).wait())
+            self._unpack(places, messages[-1], wholes)
+        return wholes, messages
+
+    def again(self, held: Sequence[Array], secondary: Sequence[Array], after: Any) -> list[Array]:
+        """The same for the backward pass, from the pieces or from second ones."""
+        if not secondary:
+            return self.wholes(held, self.about.compute_dtype, after)[0]
+        assert self.about.secondary_axis is not None
+        wholes: list[Any] = [None] * len(held)
+        for places, piece in zip(self.groups(held), secondary):
+            piece = self._behind(piece, after)
+            self._unpack(places, self.about.gather(piece, self.about.secondary_axis).wait(), wholes)
+        return wholes
+
+    def _behind(self, row: Array, after: Any) -> Array:
+        """The same row, which the compiler takes to be there no sooner than `after` is.
+
+        A barrier makes its operands differ along the same axes, by JAX's types: so of `after` only what differs along
+        no other axes than whole parameters do.
+        """
+        axes = {*varying_axes(row), *self.about.names()}
+        leaves = [x for x in jax.tree.leaves(after) if _is_array(x) and x.dtype != jax.dtypes.float0]
+        known = [x for x in leaves if varying_axes(x) <= axes]
+        return lax.optimization_barrier((row, known))[0] if known else row
+
+    def _unpack(self, places: Sequence[int], message: Array, wholes: list[Any]) -> None:
+        for place, whole in zip(places, wholes_in(self.pieces(places), message)):
+            wholes[place] = vary(whole, self.about.names())
+
+    def reduced(self, grads: Sequence[Array], held: Sequence[Array]) -> list[Array]:
+        """This rank's piece of each gradient."""
+        about, found = self.about, list(held)
+        for places in self.groups(held):
+            pieces = self.pieces(places)
+            dtype = about.reduce_dtype or grads[places[0]].dtype
+            message = message_of(pieces, [grads[place] for place in places], dtype)
+            row = reduced_row(about.reduce(message, about.axis, about.op), about.replicate_axis, about.op)
+            for place, grad in zip(places, held_in(pieces, row)):
+                found[place] = vary(grad.astype(held[place].dtype), tuple(varying_axes(held[place])))
+        return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(call: _Call, held: list[Array], floats: list[Array], fixed: list[Array], after: list[Array]) -> Any:
+    return call.fn(call.wholes(held, call.about.compute_dtype, after)[0], floats, fixed)
+
+
+def _forward(
+    call: _Call, held: list[Array], floats: list[Array], fixed: list[Array], after: list[Array]
+) -> tuple[Any, Any]:
+    about = call.about
+    wholes, messages = call.wholes(held, about.compute_dtype, after)
+
+    def of_floats(wholes: Sequence[Array], floats: Sequence[Array]) -> Any:
+        return call.fn(wholes, floats, fixed)
+
+    y, pullback = jax.vjp(jax.checkpoint(of_floats, policy=_is_kept), wholes, floats)
+    kept, structure = jax.tree.flatten(pullback)
+    secondary = []
+    if about.secondary_axis is not None:
+        place, parts = axis_index(about.secondary_axis), axis_size(about.secondary_axis)
+        secondary = [message.reshape(parts, -1)[place] for message in messages]
+    # What the backward pass needs of whole parameters are these themselves: all else is made of them again.
+    places = {id(whole): place for place, whole in enumerate(wholes)} if about.reshard_after_forward else {}
+    gaps = [places.get(id(x)) for x in kept]
+    residuals = [x for x, place in zip(kept, gaps) if place is None]
+    return y, (held, secondary, residuals, _Static((gaps, structure)))
+
+
+def _backward(call: _Call, kept: Any, dy: Any) -> tuple[Any, Any, None, None]:
+    held, secondary, residuals, static = kept
+    gaps, structure = static.value
+    if any(place is not None for place in gaps):
+        # together with dy, so that they are gathered when the backward pass has come here, and not kept since before
+        wholes = call.again(held, secondary, dy)
+    else:
+        wholes = []
+    rest = iter(residuals)
+    pullback = structure.unflatten([next(rest) if place is None else wholes[place] for place in gaps])
+    grads, dfloats = pullback(dy)
+    return call.reduced(grads, held), dfloats, None, None
+
+
+_run.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Static:
+    """What goes from the forward to the backward pass beside the arrays."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], Any]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, static: _Static, _: Any) -> _Static:
+        return static
+
+
+_REMADE = {*LAYOUTS, "convert_element_type", "slice", "dynamic_slice"}
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Of what a unit computes all is kept for its backward pass but what is only laid out or converted: that is made
+    again, and so nothing but the whole parameters themselves has to be gathered again."""
+    return primitive.name not in _REMADE
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _is_float(x: Any) -> bool:
+    return _is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _dtype(piece: Array, dtype: Any) -> Any:
+    return dtype if dtype is not None and jnp.issubdtype(piece.dtype, jnp.inexact) else piece.dtype

@@ -1,0 +1,133 @@
+"""ZeRO stage 3: every rank keeps its own part of the parameters, and layers are whole only while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tplab.mesh import Axis
+from tplab.torch.data.pieces import Gather, Reduce
+from tplab.torch.data.unit import About, Group, Model, Sites, Unit
+from tplab.torch.ranks.rank import this_rank
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def shard_parameters(
+    model: Module, axis: Axis = "dp", *, units: Sequence[nn.Module] | None = None, op: str = "mean",
+    reshard_after_forward: bool | Axis = True, prefetch: bool = True, replicate_axis: Axis | None = None,
+    compute_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
+    gather: Gather | None = None, reduce: Reduce | None = None,
+) -> Module:  # fmt: skip
+    """Divide the parameters of `model`, in place, over the R ranks of `axis` (ZeRO stage 3, also called FSDP).
+
+        model = shard_parameters(model, "dp")
+        optimizer = torch.optim.AdamW(model.parameters())      # over this rank's pieces
+        model.loss(x, y).backward()                            # each rank's own part of the batch
+        optimizer.step()
+
+    Every parameter keeps its name and its place, and is this rank's piece [ceil(n/R)] of it. A unit is a layer whose
+    parameters travel together:
+
+        before its forward pass    all_gather: they are whole
+        after it                   they are let go
+        before its backward pass   all_gather again
+        as its backward pass ends  reduce_scatter: each rank gets its piece of the gradients, in `.grad`
+
+    units                  modules that are units, in the order of the forward pass: by default the members of every
+                           nn.Sequential and nn.ModuleList (not of those inside of other members). All other
+                           parameters, and those that several units share, are a unit that is whole from the
+                           beginning of the model's forward pass to its end
+    op                     how gradients are combined: "mean" or "sum"
+    reshard_after_forward  False keeps the whole parameters from the forward to the backward pass. An axis that is a
+                           part of `axis`: a second piece is kept that the ranks of that axis share, and
+                           the second gather stays among them (ZeRO++'s hpZ)
+    prefetch               whether the next unit's parameters travel while one computes, and the gradients of the last
+                           one. One unit more is then whole
+    replicate_axis         across which pieces have copies (hybrid sharding): gradients are all_reduced along it
+    compute_dtype          of whole parameters: bfloat16, where the pieces are float32
+    reduce_dtype           in which gradients travel; by default, in that of the whole parameters
+    gather, reduce         what sends: functions as in `tplab.torch.data.pieces`, or None for all_gather, reduce_scatter
+
+    states    16/R bytes per parameter with Adam, beside the units that are whole
+    sent      3(R-1)/R of the parameters by each rank; 2(R-1)/R without reshard_after_forward
+    Frozen parameters are gathered too, and send no gradients. A layer under torch.utils.checkpoint is gathered once
+    more. What autocast makes of whole parameters is kept: give compute_dtype instead.
+    Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
+    """
+    this_rank().place(axis)
+    about = About(
+        axis, op, reshard_after_forward, prefetch, replicate_axis, compute_dtype, reduce_dtype, gather, reduce
+    )
+    modules = [unit for unit in (_layers(model) if units is None else units) if unit is not model]
+    _check_units(model, modules)
+    owners = _owners(model, modules)
+    sharded = Model(about)
+    for module in [model, *modules]:
+        groups = _groups([sites for sites, owner in owners if owner is module], about)
+        sharded.units.append(Unit(module, groups, sharded))
+    return model
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The members of every list of layers in a module, but not of the lists inside of members."""
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        return [member for member in module if any(True for _ in member.parameters())]
+    return [layer for child in module.children() for layer in _layers(child)]
+
+
+def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError where a unit is no part of the model, or has no forward pass of its own to begin with."""
+    inside = set(model.modules())
+    for number, unit in enumerate(units):
+        if unit not in inside:
+            raise ValueError(f"unit {number}, {type(unit).__name__}, is not in the model; give modules of the model")
+        if isinstance(unit, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"unit {number} is a {type(unit).__name__}, which has no forward pass; give its members as units"
+            )
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"the model is a {type(model).__name__}, which has no forward pass; give the module that runs its members"
+        )
+
+
+def _owners(model: nn.Module, units: Sequence[nn.Module]) -> list[tuple[Sites, nn.Module]]:
+    """Where each parameter is, and the unit that gathers it: the innermost around all its places, or the model."""
+    around: dict[nn.Module, list[nn.Module]] = {}
+    for unit in sorted(units, key=lambda unit: sum(1 for _ in unit.modules())):  # the inner ones first
+        for module in unit.modules():
+            around.setdefault(module, []).append(unit)
+    inside = {unit: set(unit.modules()) for unit in units}
+
+    def home(module: nn.Module) -> nn.Module:
+        """The innermost unit around a module, or the model, where units that have it are not inside of one another."""
+        chain = around.get(module, [])
+        is_nested = all(inner in inside[outer] for inner, outer in pairwise(chain))
+        return chain[0] if chain and is_nested else model
+
+    sites: dict[Tensor, Sites] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                sites.setdefault(parameter, []).append((module, name))
+    found = []
+    for places in sites.values():
+        homes = {home(module) for module, _ in places}
+        found.append((places, homes.pop() if len(homes) == 1 else model))
+    return found
+
+
+def _groups(sites: Sequence[Sites], about: About) -> list[Group]:
+    """Parameters that travel in one message."""
+    kinds: dict[tuple[torch.dtype, bool], list[Sites]] = {}
+    for places in sites:
+        module, name = places[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(places)
+    return [Group(members, about) for members in kinds.values()]

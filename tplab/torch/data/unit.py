@@ -1,0 +1,325 @@
+"""A unit of ZeRO stage 3: a layer whose parameters are whole only while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tplab.mesh import Axis
+from tplab.torch.comm.collectives import Handle
+from tplab.torch.data.pieces import (
+    Gather,
+    Reduce,
+    gather_rows,
+    held_in,
+    held_of,
+    message_of,
+    pieces_of,
+    reduce_rows,
+    reduced_row,
+    row_of,
+    wholes_in,
+)
+from tplab.torch.private import no_dispatch, saved_hooks, storage_id
+from tplab.torch.ranks.rank import this_rank
+
+Sites = list[tuple[nn.Module, str]]
+"""Where a parameter is: modules, and its name in each; several where it is tied."""
+
+
+class About:
+    """How parameters are shared and what units send, as `shard_parameters` is told."""
+
+    def __init__(
+        self, axis: Axis, op: str, reshard_after_forward: bool | Axis, prefetch: bool, replicate_axis: Axis | None,
+        compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, gather: Gather | None,
+        reduce: Reduce | None,
+    ):  # fmt: skip
+        self.axis, self.op, self.replicate_axis, self.prefetch = axis, op, replicate_axis, prefetch
+        self.reshards, self.secondary_axis = reshard_after_forward is not False, None
+        if not isinstance(reshard_after_forward, bool):
+            self.secondary_axis = reshard_after_forward
+        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
+        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
+
+
+class Group:
+    """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
+
+    sites    where each is; between uses it is this rank's piece there, a parameter [n]
+    """
+
+    def __init__(self, sites: Sequence[Sites], about: About):
+        self.sites, self.about = list(sites), about
+        wholes = [module._parameters[name] for (module, name), *_ in sites]
+        parameters = [p for p in wholes if p is not None]
+        self.pieces, self.index = pieces_of(parameters, about.axis)
+        first = parameters[0]
+        self.is_trained, self.dtype = first.requires_grad, first.dtype
+        if about.compute_dtype is not None and first.dtype.is_floating_point:
+            self.dtype = about.compute_dtype
+        held = held_of(self.pieces, self.index, parameters)
+        self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
+        for places, shard in zip(self.sites, self.shards):
+            for module, name in places:
+                module._parameters[name] = shard
+
+    def row(self) -> Tensor:
+        """This rank's pieces as they travel."""
+        return row_of(self.pieces, self.shards, self.dtype)
+
+
+class Use:
+    """One forward pass of a group, and its backward pass: when its parameters are whole.
+
+    wholes     the whole parameters, while they are needed
+    before     the use that came before it in the forward pass: the backward pass comes to it next
+    """
+
+    def __init__(self, group: Group, before: Use | None):
+        self.group, self.before = group, before
+        self.wholes: list[Tensor] | None = None
+        self.num_kept = self.num_served = 0
+        self._arriving: Handle | None = None
+        self._leaving: Handle | None = None
+        self._secondary: Tensor | None = None
+        if group.is_trained and torch.is_grad_enabled():
+            self._token: Tensor | None = _Begin.apply(self, *group.shards)  # type: ignore[assignment]
+        else:
+            self._token = None
+            self.begin_gather()
+
+    def arrive(self) -> list[Tensor]:
+        """The whole parameters, for the forward pass."""
+        if self._token is None:
+            self.wholes = self.gathered()
+        else:
+            self.wholes, self._token = list(_Arrive.apply(self._token, self)), None  # type: ignore[arg-type]
+        return self.wholes
+
+    def again(self) -> list[Tensor]:
+        """The whole parameters, for the backward pass: gathered again by the first that needs them."""
+        if self.wholes is None:
+            with torch.no_grad():
+                self.begin_again()
+                self.wholes = self.gathered()
+                if self.before is not None and self.group.about.prefetch:
+                    self.before.begin_again()
+        wholes = self.wholes
+        self.num_served += 1
+        if self.num_served % self.num_kept == 0:
+            self.wholes = None
+        return wholes
+
+    def begin_again(self) -> None:
+        """Begin to gather what the backward pass will need, unless it is here or on its way."""
+        if self.num_kept and self.wholes is None and self._arriving is None:
+            self.begin_gather()
+
+    def begin_gather(self) -> None:
+        about = self.group.about
+        if self._secondary is not None:
+            assert about.secondary_axis is not None
+            self._arriving = about.gather(self._secondary, about.secondary_axis)
+        else:
+            self._arriving = about.gather(self.group.row(), about.axis)
+
+    def gathered(self) -> list[Tensor]:
+        assert self._arriving is not None
+        message, self._arriving = self._arriving.wait(), None
+        axis = self.group.about.secondary_axis
+        if axis is not None and self._secondary is None and torch.is_grad_enabled():
+            place = this_rank().place(axis)
+            self._secondary = message.view(len(place.group), -1)[place.index].clone()
+        return wholes_in(self.group.pieces, message)
+
+    def begin_reduce(self, grads: Sequence[Tensor | None]) -> None:
+        group, about = self.group, self.group.about
+        message = message_of(group.pieces, grads, group.shards[0], about.reduce_dtype or group.dtype)
+        self._leaving = about.reduce(message, about.axis, about.op)
+        self.wholes = None
+
+    def reduced(self) -> list[Tensor]:
+        """This rank's piece of each gradient."""
+        group, about = self.group, self.group.about
+        assert self._leaving is not None
+        row, self._leaving = reduced_row(self._leaving, about.replicate_axis, about.op), None
+        held = held_in(group.pieces, group.index, row)
+        return [grad.to(shard.dtype) for grad, shard in zip(held, group.shards)]
+
+
+class _Begin(torch.autograd.Function):
+    """Forward: the gather begins. Backward: what `_Arrive` began to reduce is waited for.
+
+    Whatever runs between the two nodes overlaps with the message: forward, that is the layer before, and in the
+    backward pass, which meets them in reverse order, that layer's backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, *shards: Tensor) -> Tensor:
+        ctx.use = use
+        use.begin_gather()
+        return _token(shards[0])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.use.reduced()
+
+
+class _Arrive(torch.autograd.Function):
+    """Forward: the whole parameters. Backward: the reduction of their gradients begins."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, use: Use) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():  # as the caller's: a secondary piece is kept for a backward pass
+            wholes = use.gathered()
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.use.begin_reduce(grads)
+        return _token(ctx.use.group.shards[0]), None
+
+
+def _token(like: Tensor) -> Tensor:
+    """What joins the two nodes; no operation of the program's."""
+    with no_dispatch():
+        return like.new_zeros((), dtype=torch.float32)
+
+
+class Unit:
+    """A module whose own parameters, which are in no other unit, are gathered when it runs.
+
+    Parameters of the model's own that it uses are whole while the model's forward pass runs. Where the unit runs by
+    itself, as when a checkpoint runs it again for the backward pass, it gathers those too.
+    """
+
+    def __init__(self, module: nn.Module, groups: Sequence[Group], model: Model):
+        self.groups, self._model = list(groups), model
+        inside = set(module.modules())
+        others = model.units[0].groups if model.units else []
+        self._borrowed = [g for g in others if any(home in inside for places in g.sites for home, _ in places)]
+        self._ahead: list[Use] | None = None  # begun before it is its turn
+        self._open: list[tuple[list[Use], saved_tensors_hooks | None]] = []
+        module.register_forward_pre_hook(self._before_forward)
+        module.register_forward_hook(self._after_forward, always_call=True)
+
+    def begin(self) -> None:
+        """Begin to gather, ahead of the forward pass."""
+        if self._ahead is None:
+            self._ahead = self._model.uses(self.groups)
+
+    def drop(self) -> None:
+        """What has been begun and never came to its turn would be out of date after the optimizer's step."""
+        self._ahead = None
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._model.enters(self)
+        borrowed = [] if self._model.is_running else self._borrowed
+        uses, self._ahead = self._ahead or self._model.uses([*self.groups, *borrowed]), None
+        for use in uses:
+            for places, whole in zip(use.group.sites, use.arrive()):
+                for home, name in places:
+                    home.__dict__[name] = whole
+        self._model.open += uses
+        hooks = None
+        if torch.is_grad_enabled() and self._model.about.reshards:
+            hooks = self._model.hooks()
+            hooks.__enter__()
+        self._open.append((uses, hooks))
+        self._model.runs(self)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._open:
+            return
+        uses, hooks = self._open.pop()
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        for use in uses:
+            use.wholes = None
+            self._model.open.remove(use)
+            for places in use.group.sites:
+                for home, name in places:
+                    home.__dict__.pop(name, None)
+        self._model.leaves(self)
+
+
+class Model:
+    """All units of a model, in the order in which its forward pass comes to them; the model itself comes first."""
+
+    def __init__(self, about: About):
+        self.about = about
+        self.units: list[Unit] = []
+        self.open: list[Use] = []  # whose forward pass is running
+        self.is_running = False
+        self._last: Use | None = None
+
+    def uses(self, groups: Sequence[Group]) -> list[Use]:
+        made = []
+        for group in groups:
+            self._last = Use(group, self._last)
+            made.append(self._last)
+        return made
+
+    def enters(self, unit: Unit) -> None:
+        if unit is self.units[0]:
+            self._last, self.is_running = None, True
+
+    def runs(self, unit: Unit) -> None:
+        """The next unit's parameters travel while this one computes."""
+        place = self.units.index(unit) + 1
+        if self.about.prefetch and self.is_running and place < len(self.units):
+            self.units[place].begin()
+
+    def leaves(self, unit: Unit) -> None:
+        if unit is self.units[0]:
+            self.is_running = False
+            for other in self.units:
+                other.drop()
+
+    def hooks(self) -> saved_tensors_hooks:
+        """What autograd keeps of whole parameters inside of these is only how they are used.
+
+        Of hooks only the innermost are called: these hand on to those that were in force.
+        """
+        outer: tuple[Callable[..., Any], Callable[..., Any]] = saved_hooks(True) or (_same, _same)
+        origins = {
+            storage_id(whole.untyped_storage()): (use, place)
+            for use in self.open
+            for place, whole in enumerate(use.wholes or ())
+        }
+
+        def pack(x: Tensor) -> Any:
+            found = origins.get(storage_id(x.untyped_storage()))
+            if found is None:
+                return outer[0](x)
+            use, place = found
+            use.num_kept += 1
+            return _Kept(use, place, x.shape, x.stride(), int(x.storage_offset()))
+
+        def unpack(kept: Any) -> Tensor:
+            return kept.tensor() if isinstance(kept, _Kept) else outer[1](kept)
+
+        return saved_tensors_hooks(pack, unpack)
+
+
+class _Kept:
+    """A whole parameter, or a view of it, that a backward pass will need: what it takes to make it again."""
+
+    __slots__ = ("offset", "place", "shape", "stride", "use")
+
+    def __init__(self, use: Use, place: int, shape: torch.Size, stride: tuple[int, ...], offset: int):
+        self.use, self.place, self.shape, self.stride, self.offset = use, place, shape, stride, offset
+
+    def tensor(self) -> Tensor:
+        return self.use.again()[self.place].as_strided(self.shape, self.stride, self.offset)
+
+
+def _same(x: Any) -> Any:
+    return x
