@@ -295,7 +295,7 @@ check_accumulate(accumulate)
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
 # 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [17 Data parallel](17_data_parallel.ipynb). What DDP does between your backward pass and your optimizer.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

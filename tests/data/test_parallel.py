@@ -116,7 +116,8 @@ def test_buckets_leave_during_the_backward_pass():
     sent = out.trace.select(rank=0, kind="collective").events
     last_product = max(e.end for e in out.trace.select(rank=0, op="mm").events)
     assert [event.start < last_product for event in sent] == [True, True, True, False]
-    assert overlap(out.trace).share > 0.9
+    assert overlap(out.trace).exposed[0] == pytest.approx(sent[-1].end - sent[-1].start, rel=1e-6)
+    assert overlap(out.trace).share == pytest.approx(0.75, rel=1e-6)
 
 
 def test_accumulation_sends_once_per_step():

@@ -17,7 +17,7 @@ from tplab.torch.ranks.rank import this_rank
 def average_gradients(
     parameters: Model, axis: Axis, *, bucket_bytes: float | None = None, find_unused: bool = False
 ) -> None:
-    """Make every `.grad` the mean over the ranks of `axis` (R ranks), in place. Called by each after `backward`.
+    """Make every `.grad` the mean over the ranks of `axis` (R ranks). Called by each of them after `backward`.
 
     parameters     a module, `Stages`, or parameters; what is frozen has no gradient, and is left alone
     bucket_bytes   None: an all_reduce per parameter. Else gradients travel in flat buffers of at most so many bytes,
@@ -25,6 +25,7 @@ def average_gradients(
     find_unused    whether a parameter may have no gradient on some ranks: ranks then tell one another first what they
                    have used. It counts as zeros, and where no rank has used the parameter, .grad stays None
 
+    Afterwards the gradients of a bucket are views of its buffer; what was in their place is let go.
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies.
            find_unused: 1 byte per parameter more, all_reduced
     The mean over ranks is that over the whole batch where every rank's loss is a mean over equally much: else see
@@ -57,16 +58,12 @@ def send_bucket(bucket: Bucket, named: Named, axis: Axis) -> Handle:
 
 
 def keep_mean(bucket: Bucket, named: Named, mean: Tensor, used: set[Key]) -> None:
-    """Give each parameter its part of the bucket's mean."""
+    """Make `.grad` of each parameter its part of the bucket's mean: a view, so that nothing is copied."""
     with torch.no_grad():
         for index, begin, size in bucket.pieces:
             key, parameter = named[index]
             if key in used:
-                part = mean.reshape(-1)[begin : begin + size].view(parameter.shape)
-                if parameter.grad is None:
-                    parameter.grad = part.clone()
-                else:
-                    parameter.grad.copy_(part)
+                parameter.grad = mean.reshape(-1)[begin : begin + size].view(parameter.shape)
 
 
 def check_all_used(named: Named) -> set[Key]:

@@ -1,0 +1,354 @@
+# %% [markdown]
+# # 17 Data parallel
+#
+# **How can eight ranks learn from eight batches and hardly wait for one another?**
+#
+# Time: 50 minutes. Prerequisites: `all_reduce` and its ring ([lab 02](02_collectives.ipynb)), and what overlap is
+# ([lab 08](08_overlap.ipynb)).
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/17_data_parallel.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/17_data_parallel.ipynb)
+#
+# ![A timeline of eight ranks. During the backward pass, an all_reduce runs beside almost every product.](images/17_data_parallel.png)
+#
+# *One training step on a modelled node of eight H100s. Every rank holds the whole model and has its own batch. The gradient
+# of each layer is averaged over the ranks while the layers before it are still computing theirs.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+from functools import partial
+
+import torch
+import tplab.torch as tt
+from tplab import Mesh, P
+from tplab.trace import overlap
+from tplab.widgets import Bars, Row, knob, timeline
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+# %% [markdown]
+# The times in this lab are **modelled**, and for that sizes are enough: meta tensors have a shape but no numbers.
+
+# %% tags=["opening-picture"]
+SIZES = {"dtype": torch.bfloat16, "device": "meta"}
+
+def mlp(layers, width):
+    layer = partial(skip_init, nn.Linear, width, width, bias=False, **SIZES)
+    return nn.Sequential(*[layer() for _ in range(layers)])
+
+def on_h100(step, model, tokens, ranks=8, **options):  # tokens per rank
+    x = torch.empty(tokens, model[0].in_features, **SIZES)
+    step = partial(step, **options) if options else step
+    return tt.run(step, Mesh(dp=ranks), model, x, cluster="h100").trace
+
+def overlapped(model, x, bucket_bytes=25e6):
+    tt.data_parallel(model, "dp", bucket_bytes=bucket_bytes, broadcast=False)
+    model(x).mean().backward()
+
+timeline(on_h100(overlapped, mlp(8, 4096), 4096))
+
+# %% [markdown]
+# ## By hand: two replicas
+#
+# The model is $y = w x$ with $w = 2$, and the loss of an example is $(w x - t)^2$, so its gradient is $2x\,(wx - t)$. Rank
+# 0 has the example $x = 1,\ t = 1$, and rank 1 has $x = 3,\ t = 0$. Each rank holds a copy of $w$, a **replica**.
+
+# %%
+w, x, t, rate = 2.0, [1.0, 3.0], [1.0, 0.0], 0.05
+gradients = [2 * x[r] * (w * x[r] - t[r]) for r in range(2)]
+mean = sum(gradients) / 2
+print("gradients:", gradients, "and their mean:", mean)
+print("w after a step of each rank alone:", [round(w - rate * g, 2) for g in gradients])
+print("w after a step with the mean:", round(w - rate * mean, 2))
+
+# %% [markdown]
+# With its own gradient, each rank would get a different $w$, and the replicas would drift apart. With the mean they stay
+# equal, and equal to one device that has both examples: 19 is also the gradient of the mean loss. So an `all_reduce` of the
+# gradients is all that data parallelism needs.
+#
+# ## Build it
+#
+# After the backward pass, every rank averages every gradient:
+
+# %%
+def step(model, inputs, targets):
+    F.mse_loss(model(inputs), targets).backward()
+    for p in model.parameters():
+        p.grad = tt.all_reduce(p.grad, "dp", "mean")
+    return [p.grad for p in model.parameters()]
+
+torch.manual_seed(0)
+small = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+batch = [torch.randn(24, n, dtype=torch.float64) for n in (6, 3)]
+SPECS = P(), P("dp"), P("dp")  # every rank has the whole model, and its own rows
+(alone,) = tt.run(step, Mesh(dp=1), small, *batch).per_rank
+for R in (2, 3, 4, 8):
+    together = tt.run(step, Mesh(dp=R), small, *batch, in_specs=SPECS).per_rank
+    equal = all(map(torch.allclose, together[-1], alone))
+    print(f"{R} ranks:", "equal to one device" if equal else "off")
+
+# %% [markdown]
+# **Predict.** The model has $M$ gradients. With 2 ranks, each rank sends $M$ numbers per step. How many does it send with 8
+# ranks, and how many with 1,000?
+#
+# <details><summary>Answer</summary>
+#
+# A ring `all_reduce` sends $2\frac{R-1}{R}$ of its input from each rank, so $1.75\,M$ with 8 ranks, and never more than
+# $2M$. Adding replicas costs almost no additional bytes per rank. It does add hops, as we will see.
+#
+# </details>
+
+# %%
+M = sum(p.numel() for p in small.parameters())
+for R in (2, 3, 4, 8):
+    sent = tt.run(step, Mesh(dp=R), small, *batch, in_specs=SPECS).trace.bytes_sent()
+    print(f"{R} ranks: {sent / R / 8:.1f} numbers per rank, 2(R-1)/R M =",
+          f"{2 * (R - 1) / R * M:.1f}")
+
+# %% [markdown]
+# ## Buckets and overlap
+#
+# Every `all_reduce` also pays the latency of $2(R-1)$ hops, however small its input. A model has hundreds of parameters, so
+# gradients are packed into **buckets**: flat buffers of a certain size that travel as one message. `average_gradients` does
+# both:
+
+# %%
+def afterwards(model, x, bucket_bytes=None):
+    model(x).mean().backward()
+    tt.average_gradients(model, "dp", bucket_bytes=bucket_bytes)
+
+many = mlp(64, 1024)  # 64 layers with 2 MB of gradients each
+for bucket_bytes in (None, 25e6):
+    trace = on_h100(afterwards, many, 4096, bucket_bytes=bucket_bytes)
+    count = len(trace.select(rank=0, kind="collective"))
+    print(f"{count:2} messages: {trace.makespan * 1e3:.2f} ms")
+
+# %% [markdown]
+# The backward pass begins at the loss, so the gradient of the *last* layer is complete first, long before that of the first
+# layer. Nothing keeps it from leaving at once. In torch, a parameter tells us when its gradient is complete:
+# `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` at that moment.
+#
+# `data_parallel` puts such a hook on every parameter. It fills the buckets from the last parameter to the first. When all
+# gradients of a bucket are there, the bucket leaves with `start`, and when the backward pass ends, the means are written to
+# `p.grad`.
+#
+# **Predict.** Which buckets can be hidden behind the backward pass, and which cannot?
+#
+# <details><summary>Answer</summary>
+#
+# The last bucket holds the gradients of the *first* layers. They are complete when the backward pass is over, so nothing is
+# left to hide it. Smaller buckets make the last one shorter, but they pay more latency.
+#
+# </details>
+
+# %%
+for size in (None, 5e6, 25e6, 50e6, 1e9):
+    trace = on_h100(overlapped, many, 4096, bucket_bytes=size)
+    label = "one per parameter" if size is None else f"{size / 1e6:.0f} MB"
+    hidden = overlap(trace).share
+    print(f"{label:17} {trace.makespan * 1e3:.2f} ms, {hidden:.0%} hidden")
+
+# %% [markdown]
+# Buckets of 5 MB hide more, and yet 25 MB are quicker: packing a bucket is one more operation to launch, at 5 µs each in
+# this model. With one bucket nothing is hidden, as it is full only at the end. torch's own DistributedDataParallel takes
+# 25 MiB.
+#
+# ## Turn the knob: when does the gradient hide?
+#
+# More tokens per rank make the backward pass longer. The gradients stay as large as the model. From how many tokens on is
+# the communication hidden, inside a node and across two nodes? Guess first.
+
+# %%
+big = mlp(16, 8192)  # 1.07 billion parameters
+
+def row(ranks, tokens, where):
+    trace = on_h100(overlapped, big, tokens, ranks)
+    found = overlap(trace)
+    computing = float(found.computing[0])
+    parts = {"computing": computing, "waiting": trace.makespan - computing}
+    return Row(where, parts, f"{found.share:.0%} hidden")
+
+def bars(tokens):
+    rows = [row(8, tokens, "8 ranks, one node"), row(16, tokens, "16 ranks, two nodes")]
+    one, two = (f"{r.parts['waiting'] / r.total:.0%}" for r in rows)
+    return Bars(rows, f"Waiting takes {one} of the step in one node, {two} in two.")
+
+options = {2**k: bars(2**k) for k in range(9, 16)}
+about = "1.07 billion parameters, bfloat16, modelled on H100 nodes"
+knob("One step of a large model", "tokens per rank", options, start=2048, about=about)
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# Inside a node about 2,000 tokens per rank are enough. Across two nodes, where the ring passes through InfiniBand, it takes
+# ten times as many.
+#
+# </details>
+#
+# ## What it costs: decide
+#
+# The backward pass of $N$ parameters and $T$ tokens takes $4NT$ FLOPs. The `all_reduce` sends $2\frac{R-1}{R}$ of $2N$ bytes
+# in bfloat16. With $F$ FLOP/s and links of $B$ bytes per second, both take equally long at
+#
+# $$\frac{4NT}{F} = \frac{4N}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
+#
+# The size of the model cancels. What matters is the number of tokens per rank, and how fast a chip computes compared with
+# its links.
+
+# %%
+from tplab.cost import find
+
+for name, R in [("h100", 8), ("h100", 16), ("a100", 8), ("a100", 16), ("tpu_v5e", 16)]:
+    cluster = find(name)
+    F_, B = cluster.chip.peak("bfloat16"), cluster.group_link(range(R)).bandwidth
+    print(f"{name:8} {R:2} ranks: from {(R - 1) / R * F_ / B:6,.0f} tokens per rank on")
+
+# %% [markdown]
+# This is a bound for a chip at its peak. Real products reach perhaps half of it, so that half as many tokens are enough. If
+# you cannot reach it, there are three ways out: accumulate gradients over several batches, send fewer bytes, or shard the
+# model, so that each rank has fewer gradients.
+#
+# ## Send once per step
+#
+# A batch that is too large for the memory is computed in parts, and their gradients are added up. Only the last part has to
+# send:
+
+# %%
+def accumulated(model, x, parts=4, wise=True):
+    replicas = tt.data_parallel(model, "dp", bucket_bytes=25e6, broadcast=False)
+    for number, part in enumerate(x.chunk(parts)):
+        if wise and number < parts - 1:
+            with replicas.no_sync():
+                (model(part).mean() / parts).backward()
+        else:
+            (model(part).mean() / parts).backward()
+
+for wise in (False, True):
+    trace = on_h100(accumulated, big, 8192, ranks=16, wise=wise)
+    sent, seconds = trace.bytes_sent(rank=0), trace.makespan
+    print(f"rank 0 sends {sent / 1e9:.1f} GB, the step takes {seconds * 1e3:.0f} ms")
+
+# %% [markdown]
+# ## The same in JAX: the types do it
+#
+# In JAX no hook is needed. Parameters come in with `P()`, so their type says that they are the same on every rank of `dp`.
+# The batch differs along `dp`. When JAX differentiates a function in which the two meet, it knows that every rank
+# contributes to the gradient, and adds the contributions up:
+
+# %%
+import jax
+import tplab.jax as tj
+
+def loss(params, inputs, targets):
+    hidden = jax.numpy.tanh(inputs @ params["first"])
+    return ((hidden @ params["last"] - targets) ** 2).mean()
+
+def by_types(params, inputs, targets):
+    grads = jax.grad(loss)(params, inputs, targets)
+    return jax.tree.map(lambda g: g / tj.axis_size("dp"), grads)  # the sum -> the mean
+
+def by_buckets(params, inputs, targets):
+    def with_buckets(params):
+        return loss(tj.data_parallel(params, "dp"), inputs, targets)
+
+    return jax.grad(with_buckets)(params)
+
+keys = jax.random.split(jax.random.key(0), 4)
+shapes = {"first": (6, 5), "last": (5, 3), "inputs": (24, 6), "targets": (24, 3)}
+params = {name: jax.random.normal(k, shapes[name]) for k, name in zip(keys, shapes)}
+data = params.pop("inputs"), params.pop("targets")
+for fn in (by_types, by_buckets):
+    out = tj.run(fn, Mesh(dp=4), params, *data, in_specs=SPECS, out_specs=P())
+    calls = out.trace.select(rank=0, kind="collective").events
+    sent, one = [event.shape for event in calls], out.value["last"][0, 0]
+    print(f"{fn.__name__:10} all_reduces of {sent}, first number {one:.5f}")
+
+# %% [markdown]
+# **What truly differs.** In torch, a gradient belongs to its rank until somebody averages it, and nothing complains if nobody
+# does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. Each `all_reduce` needs its own
+# gradients alone. On GPUs and TPUs, XLA combines small ones into buckets, and overlaps them with the backward pass.
+#
+# ## What replicas must agree on, and a bug to repair
+#
+# | | |
+# |---|---|
+# | first parameters | the same: all draw alike, or rank 0 broadcasts (`data_parallel` does) |
+# | data | each rank has its own: `P("dp")` |
+# | dropout | each rank drops other elements: `dropout(x, p, axis="dp")`, from one seed |
+# | batch norm | by the statistics of the whole batch: `batch_norm(x, weight, bias, "dp")` |
+# | clipping | by one norm, that of the whole model: `clip_gradients(model, 1.0)` |
+# | the loss | divided by the same number everywhere |
+#
+# The last row is easy to get wrong. Texts have different lengths, and a target of -100 marks a token that only fills up the
+# batch. On one rank, this loss is right. Run the check, then repair it.
+
+# %%
+def my_loss(logits, targets):  # logits [n, V]   targets [n], of this rank
+    return F.cross_entropy(logits, targets)  # the mean over targets that are not -100
+
+# %%
+from tplab.exercises.data_parallel import check_loss
+
+check_loss(my_loss)
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# The mean of means is not the mean. All ranks must divide the *sum* of their losses by the same number. Which one makes the
+# mean over the ranks right? `F.cross_entropy` has `reduction="sum"`, and `all_reduce` can add up counts.
+#
+# </details>
+#
+# The same mistake was in Hugging Face's trainer, for accumulated batches, until 2024
+# ([the story](https://huggingface.co/blog/gradient_accumulation)).
+#
+# ## Your turn: gradients that leave early
+#
+# Write the overlap yourself. `my_replicas(model)` is called once, before the first step. It registers a hook on every
+# parameter, and returns a function that is called after every backward pass. No buckets are needed.
+
+# %%
+def my_replicas(model):
+    ...
+
+# %%
+from tplab.exercises.data_parallel import check_replicas
+
+check_replicas(my_replicas)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | torch | Megatron-LM | JAX |
+# |---|---|---|---|
+# | `data_parallel(model, "dp")` | `DistributedDataParallel(model)` | `--overlap-grad-reduce` | `jax.grad` of replicated parameters |
+# | `bucket_bytes` | `bucket_cap_mb=25` | `--ddp-bucket-size` | `xla_gpu_all_reduce_combine_threshold_bytes` |
+# | `no_sync()` | `model.no_sync()` | `no_sync_func` | add up first, then differentiate once |
+# | a hook for each bucket | `model.register_comm_hook(...)` | | |
+# | `find_unused=True` | `find_unused_parameters=True` | | an unused parameter has a gradient of zeros |
+# | `tokens_per_rank` | yours to do | `--calculate-per-token-loss` | `lax.psum` of the counts |
+#
+# ## To take away
+#
+# - Data parallelism is one `all_reduce` of the gradients per step. Each rank sends at most $2M$ numbers, however many
+#   replicas there are.
+# - The last layer's gradient is there first. Sent in buckets during the backward pass, all but the last bucket can hide.
+# - Whether it hides depends on the tokens per rank and on $F/B$, and not on the size of the model.
+#
+# **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704), for buckets and hooks. Goyal et al.
+# 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
+# 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens.
+#
+# Back to the [list of labs](../README.md#labs).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

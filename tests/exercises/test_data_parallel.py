@@ -1,0 +1,134 @@
+"""Lab 17's exercises: right ones pass, and the wrong ones that people write get their hints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tplab.exercises.data_parallel import check_loss, check_replicas
+from tplab.torch import all_reduce, average_gradients, axis_size, data_parallel, start, tokens_per_rank
+
+
+def summed(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def count(targets):
+    return (targets != -100).sum()
+
+
+RIGHT = [
+    lambda logits, targets: summed(logits, targets) / tokens_per_rank(targets, "dp"),
+    lambda logits, targets: summed(logits, targets) * axis_size("dp") / all_reduce(count(targets), "dp"),
+    lambda logits, targets: summed(logits, targets) / all_reduce(count(targets).double(), "dp", "mean"),
+]
+WRONG = {
+    "Each rank takes the mean of its own tokens": lambda logits, targets: F.cross_entropy(logits, targets),
+    "a loss of nan: the mean of no numbers is 0/0": lambda logits, targets: (
+        F.cross_entropy(logits, targets) * count(targets) / tokens_per_rank(targets, "dp")
+    ),
+    "weighs 1/2 of what it should": lambda logits, targets: summed(logits, targets) / all_reduce(count(targets), "dp"),
+    "This is the sum of the losses": summed,
+    "ignored are counted in the denominator": lambda logits, targets: summed(logits, targets) / len(targets),
+    "do not all have the same weight": lambda logits, targets: summed(logits[:1], targets[:1]),
+    "a loss is a tensor of one number": lambda logits, targets: logits,
+    "my_loss raised": lambda logits, targets: 1 / 0,
+}
+
+
+@pytest.mark.parametrize("which", range(len(RIGHT)))
+def test_right_losses(which):
+    verdict = check_loss(RIGHT[which])
+    assert verdict.passed, verdict
+    assert verdict._repr_mimebundle_()[0]["image/png"]
+
+
+@pytest.mark.parametrize("hint", WRONG)
+def test_wrong_losses(hint):
+    verdict = check_loss(WRONG[hint])
+    assert verdict.passed is False
+    assert hint in verdict.text
+
+
+def untouched(*_) -> Any: ...
+
+
+def test_untouched_stubs_say_so():
+    for check in (check_loss, check_replicas):
+        assert check(untouched).passed is None
+        assert "not started" in check(untouched).text
+
+
+def by_hooks(model, op="mean", writes=True, clears=True, at_once=False):
+    flights = {}
+
+    def leave(p):
+        flights[p] = start(all_reduce, p.grad, "dp", op)
+        if at_once:
+            p.grad = flights.pop(p).wait()
+
+    def finish():
+        for p, flight in flights.items():
+            mean = flight.wait()
+            if writes:
+                p.grad = mean
+        if clears:
+            flights.clear()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(leave)
+    return finish
+
+
+def of_tplab(model):
+    return data_parallel(model, "dp", bucket_bytes=1e7, broadcast=False).wait
+
+
+def keeps_the_first(model):
+    flights = {}
+
+    def leave(p):
+        flights.setdefault(p, start(all_reduce, p.grad, "dp", "mean"))
+
+    def finish():
+        for p, flight in flights.items():
+            p.grad = flight.wait().clone()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(leave)
+    return finish
+
+
+def late(model):
+    return lambda: average_gradients(model, "dp", bucket_bytes=1e9)
+
+
+@pytest.mark.parametrize("fn", [by_hooks, of_tplab])
+def test_right_replicas(fn):
+    verdict = check_replicas(fn)
+    assert verdict.passed, verdict
+    assert "hidden" in verdict.text
+
+
+@pytest.mark.parametrize("fn, hint", [
+    (lambda model: by_hooks(model, op="sum"), "They must be averaged"),
+    (lambda model: by_hooks(model, writes=False), "every rank keeps its own gradients"),
+    (keeps_the_first, "step 1 was right"),
+    (late, "0% of the communication is hidden"),
+    (lambda model: by_hooks(model, at_once=True), "of the communication is hidden"),
+    (lambda model: print(end=""), "return the function that is called after the backward pass"),
+    (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "are not the means over the ranks"),
+])  # fmt: skip
+def test_wrong_replicas(fn, hint):
+    verdict = check_replicas(fn)
+    assert verdict.passed is False
+    assert hint in verdict.text, verdict.text
+
+
+def test_nothing_of_a_check_is_left_behind():
+    before = torch.get_rng_state()
+    check_loss(RIGHT[0])
+    assert torch.equal(torch.get_rng_state(), before)

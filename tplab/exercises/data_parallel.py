@@ -1,0 +1,231 @@
+"""The exercises of lab 17: a loss that weighs every token alike, and gradients that leave during the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.overlap import Timed
+from tplab.mesh import Mesh
+from tplab.sharding import P
+from tplab.trace.overlap import overlap
+from tplab.trace.trace import Trace
+from tplab.widgets.matrices import Panel
+
+Loss = Callable[[Any, Any], Any]
+Replicas = Callable[[Any], Callable[[], Any]]
+
+IGNORED = -100
+TARGETS = {
+    2: [[1, 0, 2, 1], [2, IGNORED, IGNORED, IGNORED]],
+    3: [[1, 0, IGNORED, 2], [IGNORED] * 4, [2, IGNORED, 0, IGNORED]],
+    1: [[1, IGNORED, 2, 0]],
+}
+WORDS = 3
+
+
+def check_loss(my_loss: Loss) -> Verdict:
+    """Whether the mean over ranks of `my_loss(logits, targets)` has the gradients of the mean over all counted tokens.
+
+    logits [n, V], targets [n], of this rank; -100 does not count. Runs on 2, 3 and 1 simulated ranks of axis "dp", of
+    which one has no token that counts.
+    """
+    if not_started(my_loss):
+        return untouched("my_loss")
+    panels: list[Panel] = []
+    for num_ranks in TARGETS:
+        found = _weighed(my_loss, num_ranks)
+        if isinstance(found, Verdict):
+            return found
+        panels = panels or found
+    return Verdict(True, "my_loss is right: every counted token has the same weight, on 1, 2 and 3 ranks.", panels)
+
+
+def _weighed(my_loss: Loss, num_ranks: int) -> Verdict | list[Panel]:
+    """The verdict on what is wrong; where nothing is, pictures of the tokens' weights."""
+    import torch
+    from torch.nn import functional as F
+
+    from tplab.torch import run
+
+    targets = torch.tensor(TARGETS[num_ranks])
+    logits = torch.tensor(np.random.default_rng(0).normal(size=(*targets.shape, WORDS)))
+
+    def program(logits: Any, targets: Any) -> Any:
+        own = logits[0].clone().requires_grad_()
+        loss = my_loss(own, targets[0])
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise TypeError(f"it returned {loss!r}; a loss is a tensor of one number")
+        loss.backward()
+        return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach()
+
+    try:
+        per_rank = run(program, Mesh(dp=num_ranks), logits, targets, in_specs=P("dp")).per_rank
+    except Exception as error:
+        return Verdict(False, raised(error, my_loss, "my_loss", Mesh(dp=num_ranks)))
+    got = torch.stack([grad for grad, _ in per_rank]) / num_ranks
+    mean = float(sum(loss for _, loss in per_rank)) / num_ranks
+    whole = logits.clone().requires_grad_()
+    right_mean = F.cross_entropy(whole.flatten(0, 1), targets.flatten())
+    (want,) = torch.autograd.grad(right_mean, whole)
+    counted = (targets != IGNORED).numpy()
+    along = (got * want).sum(-1) / want.square().sum(-1).clamp(min=1e-30)
+    weights = np.where(counted, along.numpy(), 0.0)
+    right = np.where(counted, 1.0, 0.0)
+    if torch.allclose(got, want, rtol=1e-9, atol=1e-12) and np.isclose(mean, float(right_mean.detach())):
+        return [Panel("yours", weights), Panel("right", right)]
+    off = ~np.isclose(weights, right)
+    panels = [Panel("yours", weights, off)]
+    panels.append(Panel("right", right))
+    text = f"my_loss is wrong on {num_ranks} ranks. {_hint(mean, weights, counted)}"
+    return Verdict(False, f"{text}\nThe tables show how much every token weighs, one row per rank.", panels)
+
+
+def _hint(mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
+    num_ranks, here = len(counted), counted.sum(1)
+    total = here.sum()
+
+    def each_is(expected: np.ndarray | float) -> bool:
+        return bool(np.allclose(weights, np.where(counted, expected, 0.0)))
+
+    if each_is((total / num_ranks / np.maximum(here, 1))[:, None]):
+        return (
+            "Each rank takes the mean of its own tokens.\nSo the tokens of a rank that counts few of them weigh more. "
+            "How many tokens must every rank divide by?"
+        )
+    if each_is(1 / num_ranks):
+        return (
+            f"Every token weighs 1/{num_ranks} of what it should.\nThe gradients are averaged over the ranks "
+            "afterwards: which number of tokens per rank belongs to that?"
+        )
+    if each_is(total / num_ranks):
+        return "This is the sum of the losses. What must it be divided by?"
+    if each_is(total / counted.size):
+        return "The tokens that are ignored are counted in the denominator."
+    if not np.isfinite(mean):
+        return "A rank without a counted token has a loss of nan: the mean of no numbers is 0/0.\nDivide the sum."
+    return "The tokens do not all have the same weight."
+
+
+# --- gradients that leave during the backward pass --------------------------------------------------------------------
+
+WIDTH, LAYERS, ROWS = 5, 4, 3
+ENOUGH = 0.8
+"""How much of the communication must be hidden, on eight ranks of a modelled H100 node."""
+
+
+def check_replicas(my_replicas: Replicas) -> Verdict:
+    """Whether `my_replicas(model)` -> finish makes `.grad` the mean over axis "dp", while the backward pass still runs.
+
+    It is called once, before the first step; `finish()` after each backward pass. Runs two steps on 2, 3 and 1 ranks,
+    and once on the shapes of a large model.
+    """
+    name = "my_replicas"
+    if not_started(my_replicas):
+        return untouched(name)
+    for num_ranks in (2, 3, 1):
+        verdict = _averaged(my_replicas, num_ranks)
+        if verdict is not None:
+            return verdict
+    try:
+        trace = traced(my_replicas)
+    except Exception as error:
+        return Verdict(False, raised(error, my_replicas, name, Mesh(dp=8)))
+    hidden = overlap(trace).share
+    if hidden < ENOUGH:
+        text = (
+            f"{name}: the gradients are right, but only {hidden:.0%} of the communication is hidden. Below is one step "
+            "on a modelled\nH100 node. When is the gradient of the last layer complete, and when does it leave?"
+        )
+        return Timed(False, text, trace)
+    text = (
+        f"{name} is right: the means, on 1, 2 and 3 ranks, step after step.\n{hidden:.0%} of the communication is "
+        "hidden. Below is one step on a modelled H100 node."
+    )
+    return Timed(True, text, trace)
+
+
+def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
+    """What is wrong with it on so many ranks; None where nothing is."""
+    import torch
+
+    from tplab.torch import run
+
+    random = np.random.default_rng(1)
+    xs = torch.tensor(random.normal(size=(num_ranks, 2, ROWS, WIDTH)))
+    model = _layers(WIDTH, LAYERS, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
+
+    def program(model: Any, xs: Any) -> list[list[Any]]:
+        finish, found = my_replicas(model), []
+        if not callable(finish):
+            raise TypeError(f"it returned {finish!r}; return the function that is called after the backward pass")
+        for x in xs[0]:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            finish()
+            found.append([p.grad.clone() for p in model.parameters()])
+        return found
+
+    mesh = Mesh(dp=num_ranks)
+    try:
+        per_rank = run(program, mesh, model, xs, in_specs=(P(), P("dp"))).per_rank
+    except Exception as error:
+        return Verdict(False, raised(error, my_replicas, "my_replicas", mesh))
+    for step in range(2):
+        own = [_gradients(model, [x[step]]) for x in xs]
+        want = _gradients(model, [x[step] for x in xs])
+        got = [found[step] for found in per_rank]
+        if not all(_alike(mine, want) for mine in got):
+            return Verdict(False, _what_is_wrong(got, own, want, num_ranks, step))
+    return None
+
+
+def _what_is_wrong(got: Sequence[Any], own: Sequence[Any], want: Any, num_ranks: int, step: int) -> str:
+    begin = f"my_replicas is wrong on {num_ranks} ranks, in step {step + 1}"
+    if all(_alike(mine, alone) for mine, alone in zip(got, own)):
+        return f"{begin}: every rank keeps its own gradients. Where does the mean get back into p.grad?"
+    if all(_alike(mine, [num_ranks * grad for grad in want]) for mine in got):
+        return f"{begin}: the gradients are added up. They must be averaged."
+    if step:
+        return f"{begin}: step 1 was right. What is left over from it when the second backward pass begins?"
+    return f"{begin}: the gradients are not the means over the ranks."
+
+
+def _layers(width: int, count: int, **options: Any) -> Any:
+    from torch import nn
+    from torch.nn.utils import skip_init
+
+    return nn.Sequential(*[skip_init(nn.Linear, width, width, bias=False, **options) for _ in range(count)])
+
+
+def _gradients(model: Any, xs: Sequence[Any]) -> list[Any]:
+    """Of the mean over these batches, on one device."""
+    import torch
+
+    loss = torch.stack([model(x).square().mean() for x in xs]).mean()
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _alike(got: Sequence[Any], want: Sequence[Any]) -> bool:
+    return all(a.shape == b.shape and np.allclose(a.numpy(force=True), b.numpy(force=True)) for a, b in zip(got, want))
+
+
+def traced(my_replicas: Replicas) -> Trace:
+    """One step at a real size, on meta tensors, which have a shape but no numbers."""
+    import torch
+
+    from tplab.torch import run
+
+    def program(model: Any, x: Any) -> None:
+        finish = my_replicas(model)
+        model(x).mean().backward()
+        finish()
+
+    size = {"dtype": torch.bfloat16, "device": "meta"}
+    return run(program, Mesh(dp=8), _layers(4096, 8, **size), torch.empty(8192, 4096, **size), cluster="h100").trace
