@@ -12,6 +12,7 @@ from pathlib import Path
 from sphinx.cmd.build import build_main
 
 from labs.source import build
+from website import pyodide
 from website.cards import Cards
 from website.pages import Pages
 from website.states import OPENING, states
@@ -27,6 +28,7 @@ def make(labs: list[str], out: Path = OUT) -> int:
     shown = states([*labs, OPENING])
     (opening,) = shown.pop(OPENING)[OPENING]
     Pages(PAGES, Cards(out), shown, opening).write()
+    pyodide.write(out)
     options = ["--fail-on-warning", "--keep-going", "--quiet"]
     return build_main([*options, "-c", str(Path(__file__).parent), "-d", str(DOCTREES), str(PAGES), str(out)])
 

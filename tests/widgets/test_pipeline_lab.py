@@ -123,7 +123,7 @@ def test_a_rule_that_does_not_fit_is_refused_in_words_and_the_picture_stays():
 
 def test_memory():
     lab = pipeline_lab("one_f_one_b", memory_limit=3)
-    assert "rank 0" in lab.notice and "3 microbatches" in lab.notice
+    assert "rank 0" in lab.notice and "its limit of 3" in lab.notice
     lab.settings = {**lab.settings, "rule": "auto"}
     assert lab.notice == "" and lab.run.peak_activations.max() <= 3
     assert lab.run.makespan < simulate(one_f_one_b(4, 8)).makespan  # fewer slots, and yet sooner: it splits backward

@@ -24,9 +24,9 @@ def as_trace(
     """
     rank = schedule.rank
     names = [f"{kind}{k if k >= 0 else ''}" for kind in KINDS for k in range(-1, schedule.num_microbatches)]
-    code = schedule.kind.astype(np.int64) * (schedule.num_microbatches + 1) + schedule.microbatch + 1
+    code = schedule.kind.astype(np.intp) * (schedule.num_microbatches + 1) + schedule.microbatch + 1
     stages = ["", *(f"stage {stage}" for stage in range(schedule.num_stages))]
-    stage = schedule.stage.astype(np.int64) + 1
+    stage = schedule.stage.astype(np.intp) + 1
     for second in np.flatnonzero(schedule.joined).tolist():  # a pair is one event: its rank is busy once
         names.append(f"{names[code[second - 1]]}+{names[code[second]]}")
         stages.append(f"{stages[stage[second - 1]]} + {stages[stage[second]]}")

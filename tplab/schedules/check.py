@@ -89,7 +89,7 @@ def _miscounted(schedule: Schedule) -> Iterator[Fault]:
     """What is missing, and what is there twice."""
     shape = (schedule.num_stages, schedule.num_microbatches)
     named = (schedule.stage >= 0) & (schedule.microbatch >= 0)
-    key = schedule.stage.astype(np.int64) * shape[1] + schedule.microbatch
+    key = schedule.stage.astype(np.intp) * shape[1] + schedule.microbatch
     count = [np.bincount(key[named & (schedule.kind == kind)], minlength=shape[0] * shape[1]) for kind in (F, B, I, W)]
     wrong = (count[F] != 1) | (count[B] + count[I] != 1) | (count[W] != count[I])
     holders = {stage: rank for rank, held in enumerate(schedule.placement) for stage in held}

@@ -44,12 +44,12 @@ def find_needs(
     num_stages: int, num_microbatches: int,
 ) -> Needs:  # fmt: skip
     """The dependencies of every action, given by its columns, found in tables of every (stage, microbatch)."""
-    indices = np.arange(len(kind), dtype=np.int64)
+    indices = np.arange(len(kind), dtype=np.intp)
     rows_of = {code: np.flatnonzero(kind == code) for code in np.flatnonzero(np.bincount(kind)).tolist()}
     valid = (stage >= 0) & (microbatch >= 0)
 
     def where(*kinds: int) -> np.ndarray:
-        table = np.full((num_stages, num_microbatches), -1, np.int64)
+        table = np.full((num_stages, num_microbatches), -1, np.intp)
         for code in kinds:
             rows = rows_of.get(code, indices[:0])
             rows = rows[valid[rows]]
@@ -57,7 +57,7 @@ def find_needs(
         return table
 
     forward, backward, weight = where(F), where(B, I), where(W)
-    message, own_first, own_second = (np.full(len(kind), NOTHING, np.int64) for _ in range(3))
+    message, own_first, own_second = (np.full(len(kind), NOTHING, np.intp) for _ in range(3))
 
     def look_up(target: np.ndarray, rows: np.ndarray, table: np.ndarray, shift: int) -> None:
         """target[row] = where `table` has the row's microbatch at its stage + shift; MISSING where it has none."""
@@ -86,6 +86,6 @@ def find_needs(
             look_up(message, inner, sent, shift)
 
     second = np.flatnonzero(joined)
-    partner = np.full(len(kind), NOTHING, np.int64)
+    partner = np.full(len(kind), NOTHING, np.intp)
     partner[second - 1] = message[second]
     return Needs(message, partner, (own_first, own_second), forward, backward, weight)

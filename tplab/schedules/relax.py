@@ -76,7 +76,7 @@ def relax(
 
     head = offsets[:-1] + np.arange(num_ranks)
     clock = np.zeros(num_ranks) if clock is None else clock.astype(float)
-    index, now, part = np.empty(num_ranks, np.int64), np.empty(num_ranks), np.empty(num_ranks)
+    index, now, part = np.empty(num_ranks, np.intp), np.empty(num_ranks), np.empty(num_ranks)
     ready = np.ones(num_ranks, bool)
     while ready.any():
         np.copyto(now, clock)
@@ -108,4 +108,4 @@ def earliest_ticks(offsets: np.ndarray, needs: Needs) -> np.ndarray:
         awaited.append(needs.partner)
     no_lag = np.zeros(len(needs.message))
     end, _ = relax(offsets, awaited, [no_lag] * len(awaited), no_lag + 1)
-    return np.where(np.isfinite(end), end - 1, -1).astype(np.int64)
+    return np.where(np.isfinite(end), end - 1, -1).astype(np.intp)

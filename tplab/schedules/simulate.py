@@ -141,7 +141,7 @@ def _links(schedule: Schedule, carrying: np.ndarray) -> Links:
     message = schedule.needs.message
     consumer = np.flatnonzero(message >= 0)
     producer = message[consumer]
-    goes_to = schedule.rank.astype(np.int64).copy()
+    goes_to = schedule.rank.astype(np.intp).copy()
     goes_to[producer] = schedule.rank[consumer]
     _, link = np.unique(schedule.rank * schedule.num_ranks + goes_to, return_inverse=True)
     return Links(link, np.where(goes_to == schedule.rank, 0.0, carrying))

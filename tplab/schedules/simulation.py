@@ -241,7 +241,7 @@ def peak_activations(schedule: Schedule) -> np.ndarray:
 
 def activation_changes(schedule: Schedule) -> np.ndarray:
     """+1 where a stage's activations are taken, -1 where they are let go [actions]."""
-    change = np.zeros(max(CODE.values()) + 1, np.int64)
+    change = np.zeros(max(CODE.values()) + 1, np.intp)
     change[[F, B, W]] = 1, -1, -1
     return change[schedule.kind]
 

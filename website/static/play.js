@@ -1,9 +1,11 @@
 // Draws the widgets of a page. Until one comes near the reader's eyes, and where it cannot be drawn, its picture stays.
+import { LabModel } from "./lab.js";
 import { PageModel } from "./model.js";
 
 async function draw(figure) {
   const { default: widget } = await import(new URL(figure.dataset.module, document.baseURI));
-  const model = new PageModel(JSON.parse(figure.querySelector("script").textContent));
+  const Model = figure.dataset.kind === "PipelineLab" ? LabModel : PageModel;
+  const model = new Model(JSON.parse(figure.querySelector("script").textContent));
   const host = document.createElement("div");
   host.className = "playing";
   host.inert = true; // until it takes the picture's place
@@ -14,6 +16,7 @@ async function draw(figure) {
     host.remove();
     throw error;
   }
+  model.introduce?.();
   host.inert = false;
   figure.querySelector("img").remove();
   figure.classList.add("alive");

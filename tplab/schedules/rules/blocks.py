@@ -22,7 +22,7 @@ def blocks(placement: Placement, slots: Sequence[int]) -> Iterator[Block]:
     """
     p, num_stages = len(placement), sum(map(len, placement))
     arms = num_stages // p
-    home = np.empty(num_stages, np.int64)
+    home = np.empty(num_stages, np.intp)
     for rank, stages in enumerate(placement):
         home[list(stages)] = rank
     for idle in range(4):
@@ -48,14 +48,14 @@ def _ways(arms: int, p: int, interval: int) -> tuple[np.ndarray, np.ndarray]:
     kinds = [slopes] * (2 if one_slope else 2 * arms) + [range(interval if arms == 1 else 4)] * (
         2 if one_slope else 2 * arms - 1
     )
-    choices = np.array(list(product(*kinds)), np.int64)
+    choices = np.array(list(product(*kinds)), np.intp)
     if one_slope:
         down, up, pause, turn = choices.T
         pauses = [pause] * (arms - 1) + [turn] + [pause] * (arms - 1)
         slopes_of = [down] * arms + [up] * arms
     else:
         slopes_of, pauses = list(choices.T[: 2 * arms]), list(choices.T[2 * arms :])
-    at = np.zeros(len(choices), np.int64)
+    at = np.zeros(len(choices), np.intp)
     columns = []
     for leg, slope in enumerate(slopes_of):
         columns += [at + slope * step for step in range(p)]

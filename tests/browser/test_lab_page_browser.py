@@ -1,0 +1,171 @@
+"""`pipeline_lab` on a page of the site, without a kernel: Pyodide runs in Chromium, from this site.
+
+NumPy for Pyodide cannot be had here. So the CDN that has it cannot be reached in the first test. In the second one it
+serves a stand-in without arithmetic: tplab's own modules are imported by the Python of the browser, and the workbench,
+which would compute, is replaced by one that gives back a board that was computed here.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tplab.widgets import pipeline_lab
+from tplab.widgets.page import _traits
+from website import pyodide
+from website.cards import Cards
+from website.states import Output, State
+
+WHEEL = "numpy-2.4.6-py3-none-any.whl"
+NUMPY = """\
+class Nothing:
+    def __getattr__(self, name): return Nothing()
+    def __call__(self, *args, **kwargs): return Nothing()
+    def __getitem__(self, key): return Nothing()
+    def __iter__(self): return iter(())
+    def __or__(self, other): return self
+    def __ror__(self, other): return self
+ndarray = int64 = float64 = integer = floating = number = generic = bool_ = type("ndarray", (), {})
+nothing = Nothing()
+def __getattr__(name): return nothing
+"""
+WORKBENCH = """
+
+class Workbench(Workbench):
+    def __init__(self, settings):
+        check_settings(settings)
+        self.settings, self.runs, self._past, self.notice, self.is_stale = settings, [1], [], "", False
+
+    def ask(self, settings):
+        self.settings, self.runs = settings, [settings["rule"]]
+        if settings["rule"] == "naive":
+            raise RuntimeError("this test wants an error")
+
+    def board(self):
+        import base64
+        return base64.b64decode(BOARD)
+"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    """The address of a site that has a page, `lab.html`, with a pipeline lab on it, and what it needs."""
+    lab = pipeline_lab("zb_h1")
+    traits = _traits(lab)
+    state = State("PipelineLab", str(lab._esm), traits["values"], traits["bytes"])
+    data = {"image/png": base64.b64encode(lab.picture()).decode(), "text/plain": lab.sentence}
+    figure = Cards(tmp_path).figure(Output(data, {}, state), "lab.html")
+    static = tmp_path / "_static"
+    static.mkdir()
+    for folder in (pyodide.HERE / "static", pyodide.ROOT / "tplab" / "widgets" / "static"):
+        for file in folder.glob("*.js"):
+            (static / file.name).write_bytes(file.read_bytes())
+    head = f'<!doctype html><html lang="en"><title>lab</title><link rel="icon" href="data:,"><style>{lab._css}</style>'
+    play = '<script type="module" src="_static/play.js"></script>'
+    (tmp_path / "lab.html").write_text(head + figure + play, encoding="utf8")
+    pyodide.write(tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def figure_of(page: Page, name: str):
+    return page.locator(".tpl-facts > div", has_text=name).first.locator("b")
+
+
+def choose(page: Page, rule: str) -> None:
+    page.get_by_role("combobox", name="schedule").select_option(rule)
+
+
+def test_where_numpy_cannot_be_reached_the_page_says_so_and_still_plays(page: Page, site: str):
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.context.route("https://cdn.jsdelivr.net/**", lambda route: route.abort())
+    page.goto(f"{site}/lab.html")
+    expect(figure_of(page, "makespan")).to_have_text("27")
+    note = page.locator(".tpl-notice")
+    expect(note).to_contain_text("loads Python, about 14 MB from this site, and NumPy from cdn.jsdelivr.net")
+    page.get_by_label("play (space)").click()
+    expect(page.get_by_label("pause (space)")).to_be_visible()
+    assert not [address for address in asked if "/python/" in address]  # nothing of Python until a control is touched
+    choose(page, "gpipe")
+    expect(note).to_contain_text("Python is loading: 14 MB")
+    expect(page.get_by_role("progressbar")).to_be_visible()
+    expect(note).to_contain_text("NumPy could not be loaded from cdn.jsdelivr.net", timeout=120_000)
+    expect(note).to_contain_text("try again")
+    expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_h1")  # as the picture, which stays
+    expect(figure_of(page, "makespan")).to_have_text("27")
+    elsewhere = {address for address in asked if not address.startswith((site, "blob:", "data:"))}
+    assert elsewhere == {f"https://cdn.jsdelivr.net/pyodide/v{pyodide.version()}/full/{numpy_wheel()}"}
+
+
+def numpy_wheel() -> str:
+    lock = json.loads((pyodide.installed() / "pyodide-lock.json").read_text(encoding="utf8"))
+    return lock["packages"]["numpy"]["file_name"]
+
+
+def test_questions_go_to_python_and_answers_come_back(page: Page, site: str, tmp_path: Path):
+    wheel = stand_in(tmp_path / "python", pipeline_lab("gpipe").board)
+
+    def serve(route: Route) -> None:
+        assert route.request.url.endswith(WHEEL)
+        route.fulfill(body=wheel, headers={"Access-Control-Allow-Origin": "*"})
+
+    page.context.route("https://cdn.jsdelivr.net/**", serve)
+    page.goto(f"{site}/lab.html")
+    choose(page, "gpipe")
+    choose(page, "zb_v")  # while Python is loading: only the last question is kept
+    expect(page.locator("header b")).to_have_text("GPipe", timeout=120_000)
+    expect(figure_of(page, "makespan")).to_have_text("33")
+    expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_v")
+    expect(page.locator(".tpl-notice")).to_have_text("")
+    expect(page.get_by_role("progressbar")).to_be_hidden()
+    choose(page, "naive")
+    note = page.locator(".tpl-notice.tpl-wrong")
+    expect(note).to_contain_text("Python stopped with an error: RuntimeError: this test wants an error")
+    expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_v")
+
+
+def stand_in(folder: Path, board: bytes) -> bytes:
+    """A wheel in NumPy's place, which the list of packages names; and a workbench that computes nothing."""
+    data = BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("numpy/__init__.py", NUMPY)
+        archive.writestr("numpy/typing.py", "ArrayLike = object")
+        archive.writestr("numpy-2.4.6.dist-info/METADATA", "Metadata-Version: 2.1\nName: numpy\nVersion: 2.4.6\n")
+        archive.writestr(
+            "numpy-2.4.6.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("numpy-2.4.6.dist-info/RECORD", "")
+    wheel = data.getvalue()
+    file = folder / "pyodide-lock.json"
+    lock = json.loads(file.read_text(encoding="utf8"))
+    lock["packages"]["numpy"] |= {"file_name": WHEEL, "sha256": hashlib.sha256(wheel).hexdigest()}
+    file.write_text(json.dumps(lock), encoding="utf8")
+    name = "tplab/widgets/schedule/workbench.py"
+    sources = zipfile.ZipFile(BytesIO((folder / "tplab.zip").read_bytes()))
+    with zipfile.ZipFile(folder / "tplab.zip", "w") as archive:
+        for one in sources.namelist():
+            text = sources.read(one).decode()
+            if one == name:
+                text += WORKBENCH.replace("BOARD", repr(base64.b64encode(board).decode()))
+            archive.writestr(one, text)
+    return wheel

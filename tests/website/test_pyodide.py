@@ -1,0 +1,117 @@
+"""What a page's worker runs: tplab's own sources from a zip, where there are no widgets, threads, processes or files.
+
+Pyodide itself is in tests/browser/test_lab_page_browser.py. NumPy for it cannot be had here, so its part is played by
+this machine's NumPy with 32-bit numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from tplab.schedules import RULES
+from tplab.widgets import pipeline_lab
+from tplab.widgets.schedule.workbench import AUTO
+from website import pyodide
+
+FIRST = dict(pipeline_lab().settings)
+UNEQUAL = {"forward": 2.0, "weight_grad": 0.75, "transfer": 0.5, "compare": "zb_v"}
+LARGE = {"ranks": 8, "microbatches": 32, "memory_limit": 6.0}
+CSV = "0F0,0F1,,,,0B0,0B1\n,1F0,1B0,1F1,1B1,,\n"
+BY_HAND = [
+    {"move": [0, 4, 3]}, {"move": [0, 1, 9]}, {"paste": CSV}, {"move": [0, 3, 2]}, {"undo": True}, {"paste": "0F0"},
+    {"export": "csv"}, {"export": "svg"}, {"export": "perfetto"}, {"reset": True},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tplab")
+    zipfile.ZipFile(BytesIO(pyodide.sources())).extractall(folder)
+    return folder
+
+
+def like_a_browser(folder: Path, questions: list[dict]) -> dict:
+    command = [sys.executable, "-B", "-W", "error", str(Path(__file__).with_name("like_a_browser.py")), str(folder)]
+    asked = json.dumps({"first": FIRST, "questions": questions})
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=folder, env={})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_all_rules_answer_as_the_widget_does(unpacked: Path):
+    settings = [{**FIRST, "rule": rule, **more} for rule in (*RULES, AUTO) for more in ({}, UNEQUAL)]
+    settings += [{**FIRST, "rule": rule, **LARGE} for rule in ("one_f_one_b", "chimera", "v_half", AUTO)]
+    settings += [{**FIRST, "rule": "dualpipe", "ranks": 3}]  # which does not fit
+    questions = [{"settings": one, "message": {"settings": True}, "colour": "kind"} for one in settings]
+    found = like_a_browser(unpacked, questions)["answers"]
+    lab, notices = pipeline_lab(), []
+    for one, (said, board) in zip(settings, found, strict=True):
+        lab.settings = one
+        notices.append(lab.notice)
+        traits = {name: getattr(lab, name) for name in ("settings", "notice", "is_stale", "num_edits")}
+        assert said == {"traits": traits, "answer": {"answered": True}}
+        assert not board or base64.b64decode(board) == lab.board
+    assert "" in notices and "dualpipe needs an even number of ranks" in notices[-1]
+    assert [place for place, (_, board) in enumerate(found) if not board] == [len(found) - 1]  # what is shown stays
+
+
+def test_what_is_done_by_hand_is_the_same(unpacked: Path):
+    lab, sent = pipeline_lab(), []
+    lab.send = sent.append  # type: ignore[method-assign]
+    expected, questions = [], []
+    for message in BY_HAND:
+        questions.append({"settings": dict(lab.settings), "message": message, "colour": "stage"})
+        lab.colour = "stage"
+        lab._on_message(lab, message, [])
+        expected.append(({"notice": lab.notice, "num_edits": lab.num_edits, "settings": lab.settings}, lab.board))
+    found = like_a_browser(unpacked, questions)["answers"]
+    board = ""
+    for (traits, shown), (said, changed) in zip(expected, found, strict=True):
+        board = changed or board
+        assert traits.items() <= said["traits"].items()
+        assert base64.b64decode(board) == shown
+    assert [said["answer"] for said, _ in found] == sent
+    assert [said["num_edits"] for said, _ in expected] == [1, 1, 2, 3, 2, 2, 2, 2, 2, 0]
+
+
+def test_the_zip_has_what_is_read_and_no_more_than_that(unpacked: Path):
+    found = like_a_browser(unpacked, [])
+    assert found["index"] == "int32"
+    names = {Path(file).relative_to(unpacked).as_posix() for file in found["read"]} | {"tplab/__init__.py"}
+    assert names == set(zipfile.ZipFile(BytesIO(pyodide.sources())).namelist())
+    assert pyodide.sources() == pyodide.sources()  # the same files are the same bytes, which browsers keep
+
+
+def test_an_index_is_as_long_as_an_address():
+    """int64 is no safe index where addresses have 32 bits: `take(..., out=)` and others refuse it there."""
+    found = set()
+    for file in pyodide.needed(pyodide.STARTS_WITH):
+        text = (pyodide.ROOT / file).read_text(encoding="utf8")
+        found |= {file.as_posix() for _ in re.findall(r"\bint64\b", text)}
+    sizes = {  # of memory, which may be larger than addresses, and times in whole nanoseconds
+        "tplab/schedules/as_trace.py", "tplab/trace/columns.py", "tplab/trace/critical_path.py",
+        "tplab/trace/perfetto.py", "tplab/trace/recorder.py", "tplab/trace/trace.py",
+    }  # fmt: skip
+    assert found <= sizes
+
+
+def test_the_site_serves_all_but_numpy(tmp_path: Path):
+    pyodide.write(tmp_path)
+    folder = tmp_path / pyodide.FOLDER
+    files = {path.name for path in folder.iterdir()}
+    assert files == {*pyodide.CORE, "worker.js", "tplab.zip", "pyodide-lock.json", "about.json"}
+    about = json.loads((folder / "about.json").read_text(encoding="utf8"))
+    packages = json.loads((folder / "pyodide-lock.json").read_text(encoding="utf8"))["packages"]
+    assert set(packages) == {"numpy"} and re.fullmatch(r"[0-9a-f]{64}", packages["numpy"]["sha256"])
+    assert packages["numpy"]["depends"] == []
+    assert about["numpyFrom"] == f"https://cdn.jsdelivr.net/pyodide/v{pyodide.version()}/full/"
+    assert 10e6 < about["bytes"] < 15e6

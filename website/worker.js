@@ -1,0 +1,89 @@
+// Python for the pipeline lab of a page: Pyodide and tplab from this site, NumPy from the CDN that Pyodide is released on.
+// Questions come as messages and are answered in their order; until Python is there, it says how far it is.
+import { loadPyodide } from "./pyodide.mjs";
+
+const here = (name) => new URL(name, import.meta.url).href;
+let host = "";
+const tell = (message) => self.postMessage(message);
+
+// Says how much of the large files has come. `sizes` are their bytes.
+function countDownloads(sizes, text) {
+  const fetched = self.fetch, total = Object.values(sizes).reduce((a, b) => a + b, 0);
+  let come = 0, told = 0;
+  const count = new Set(Object.keys(sizes).map(here));
+  self.fetch = async (address, ...more) => {
+    const response = await fetched(address, ...more);
+    if (!count.has(new URL(address.url ?? address, import.meta.url).href) || !response.body) return response;
+    const counter = new TransformStream({
+      transform(part, out) {
+        come += part.byteLength;
+        const share = Math.min(come / total, 1);
+        if (share - told >= 0.02) tell({ progress: { text, share: (told = share) } });
+        out.enqueue(part);
+      },
+    });
+    const { status, statusText, headers } = response;
+    return new Response(response.body.pipeThrough(counter), { status, statusText, headers });
+  };
+}
+
+// What failed, for the page, which says it in words.
+class Failure extends Error {
+  constructor(what, cause) {
+    super(String(cause?.message ?? cause));
+    this.what = what;
+  }
+}
+
+async function step(what, promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw new Failure(what, error);
+  }
+}
+
+async function start() {
+  const about = await step("python", fetch(here("about.json")).then((response) => response.json()));
+  host = new URL(about.numpyFrom).host;
+  const text = `Python is loading: ${Math.ceil(about.bytes / 1e6)} MB, which the browser keeps.`;
+  tell({ progress: { text, share: 0 } });
+  countDownloads(about.counted, text);
+  const python = await step("python", loadPyodide({ indexURL: here("."), packageBaseUrl: about.numpyFrom }));
+  tell({ progress: { text: `NumPy is loading from ${host}.`, share: 1 } });
+  await step("numpy", loadNumPy(python));
+  tell({ progress: { text: "tplab is starting.", share: 1 } });
+  const sources = await step("python", fetch(here("tplab.zip")).then((response) => response.arrayBuffer()));
+  return step("tplab", begin(python, sources));
+}
+
+async function begin(python, sources) {
+  python.unpackArchive(sources, "zip", { extractDir: "/tplab" });
+  return python.runPython("import sys; sys.path.insert(0, '/tplab')\nfrom tplab.widgets.schedule.remote import Remote\nRemote");
+}
+
+async function loadNumPy(python) {
+  const said = [];
+  await python.loadPackage("numpy", { messageCallback: () => {}, errorCallback: (text) => said.push(text) });
+  if (!python.loadedPackages.numpy) throw new Error(said.join("; ") || "it did not come");
+}
+
+const starting = start();
+let remote = null, turn = Promise.resolve();
+
+async function answer({ first, question }) {
+  const Remote = await starting;
+  try {
+    remote ??= Remote(JSON.stringify(first));
+    const found = remote.ask(JSON.stringify(question));
+    const [text, board] = found.toJs();
+    found.destroy();
+    tell({ ...JSON.parse(text), board: board.length ? board : null });
+  } catch (error) {
+    throw new Failure("tplab", error);
+  }
+}
+
+self.onmessage = ({ data }) => {
+  turn = turn.then(() => answer(data)).catch((error) => tell({ failed: { what: error.what ?? "python", why: error.message, host } }));
+};
