@@ -237,7 +237,7 @@ FAULTS = [
     (SpecError, "an entry of P is None, an axis name or a tuple of axis names, not 3", lambda: P(3)),  # type: ignore
     (SpecError, "an entry of P is None, an axis name or a tuple of axis names, not (None, 'tp')",
      lambda: P((None, "tp"))),  # type: ignore
-    (SpecError, "P('tp', ('dp', 'tp')) names axis 'tp' twice; an axis can split one dim, and once",
+    (SpecError, "P('tp', ('dp', 'tp')) names axis 'tp' twice; an axis can split only one dim, once",
      lambda: P("tp", ("dp", "tp"))),
     (SpecError, "a spec is a tplab.P, for example P(None, 'tp'), and 'tp' is of type str; P(*entries) makes one",
      lambda: split(np.ones(4), "tp", MESH)),  # type: ignore
@@ -266,7 +266,7 @@ FAULTS = [
     (ValueError, "rule is 'odd'; it must be 'equal', 'ceil' or 'even'", lambda: cut(10, 4, "odd")),  # type: ignore
     (ShapeError, "Mesh(dp=2, tp=4) has 8 ranks, but there are 2 pieces; give one per rank",
      lambda: join([np.ones(2)] * 2, P(), MESH)),
-    (ShapeError, "the pieces of P() must have one shape, and have: rank 0 (2,), rank 1 (3,)",
+    (ShapeError, "the pieces of P() must have one shape, but have these: rank 0 (2,), rank 1 (3,)",
      lambda: join([np.ones(2), np.ones(3)], P(), Mesh(tp=2))),
     (ValueError, "Mesh(dp=2, tp=4) has ranks 0 to 7, not 8", lambda: shard_slices((4,), P(), MESH, 8)),
 ]  # fmt: skip

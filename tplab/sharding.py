@@ -39,7 +39,7 @@ class P(tuple):
         twice = sorted({name for name in named if named.count(name) > 1})
         if twice:
             listed = ", ".join(map(repr, entries))
-            raise SpecError(f"P({listed}) names axis {twice[0]!r} twice; an axis can split one dim, and once")
+            raise SpecError(f"P({listed}) names axis {twice[0]!r} twice; an axis can split only one dim, once")
         return super().__new__(cls, entries)
 
     @property
@@ -186,7 +186,7 @@ def join(shards: Sequence[Any], spec: P, mesh: Mesh, empty: Callable[[tuple[int,
     shapes = {tuple(shard.shape) for shard in shards}
     if len(shapes) > 1:
         listed = ", ".join(f"rank {rank} {tuple(shard.shape)}" for rank, shard in enumerate(shards))
-        raise ShapeError(f"the pieces of {spec} must have one shape, and have: {listed}")
+        raise ShapeError(f"the pieces of {spec} must have one shape, but have these: {listed}")
     first = shards[0]
     shape = global_shape(first.shape, spec, mesh)
     empty = empty or getattr(first, "new_empty", None)  # torch's own: its dtype, its device

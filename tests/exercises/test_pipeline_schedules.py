@@ -52,7 +52,7 @@ def test_known_mistakes_in_the_row(ahead, said: str):
 def test_rows_that_are_none():
     assert check_one_f_one_b(cast(Any, lambda rank, ranks, m: ...)).passed is None
     assert "AttributeError" in check_one_f_one_b(cast(Any, lambda rank, ranks, m: 7)).text
-    assert "is no action" in check_one_f_one_b(lambda rank, ranks, m: "forward").text
+    assert "is not an action" in check_one_f_one_b(lambda rank, ranks, m: "forward").text
     assert "its rows have 1 microbatch." in check_one_f_one_b(lambda rank, ranks, m: "F0 B0").text
     assert "cannot run" in check_one_f_one_b(lambda rank, ranks, m: " ".join(f"F{k}" for k in range(m))).text
 
@@ -128,8 +128,8 @@ def test_the_order_alone_will_do():
         (2, lambda: 1 / 0, "ZeroDivisionError"),
         (2, lambda: "B0 F0\nF0 B0", "puzzle 2:"),
         (3, lambda: one_f_one_b(2, 4), "it runs, in 15 steps. 13 are possible."),
-        (5, lambda: zb_h1(4, 8), "holds more than the 3 microbatches"),
-        (5, lambda: gpipe(4, 8), "holds more than the 3 microbatches"),
+        (5, lambda: zb_h1(4, 8), "holds more microbatches than its limit of 3"),
+        (5, lambda: gpipe(4, 8), "holds more microbatches than its limit of 3"),
         (5, lambda: in_order(4, 8, 3, *["IFW"] * 4), "in 33 steps. 32 are possible.\nSplitting B helps"),
         (5, lambda: auto_schedule(4, 8, memory_limit=3), "the schedule that `auto_schedule` finds"),
         (5, lambda: str(auto_schedule(4, 8, memory_limit=3)), "the schedule that `auto_schedule` finds"),

@@ -237,7 +237,7 @@ def test_ids_that_are_no_words(fw):
         loss = lambda ids: fw.lab.vocab_parallel_cross_entropy(  # noqa: E731
             fw.array(numbers(2, 21).astype(np.float32)), ids, "tp", 41, "none"
         )
-        said = f"ids run from {min(0, bad)} to {max(0, bad)}, and a vocabulary of 41"
+        said = f"ids run from {min(0, bad)} to {max(0, bad)}, but a vocabulary of 41"
         for fn in (program, loss):
             if fw.name == "torch":
                 with pytest.raises(RuntimeError, match=said):
@@ -265,11 +265,11 @@ WRONG = {
     ),
     "whole logits": (
         lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "tp", 12),
-        r"logits have 12 columns, where of 12 words .* has 3.*; scatter_to\(logits, 'tp'\) gives",
+        r"logits have 12 columns, but of 12 words .* has 3.*; scatter_to\(logits, 'tp'\) gives",
     ),
     "other logits": (
         lambda lab, z, t: lab.vocab_parallel_cross_entropy(z[:, :4], t, "tp", 12),
-        r"logits have 4 columns, where of 12 words .* has 3.*; each rank computes those of its own",
+        r"logits have 4 columns, but of 12 words .* has 3.*; each rank computes those of its own",
     ),
     "no words": (lambda lab, z, t: lab.VocabParallelEmbedding(0, 3, "tp"), r"vocab_size is 0"),
     "axis": (lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "pp", 12), r"no axis 'pp'"),

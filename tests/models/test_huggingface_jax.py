@@ -166,11 +166,11 @@ def test_what_cannot_be_is_said():
         gpt2_config({**model.config.to_dict(), "activation_function": "relu"})
     with pytest.raises(SpecError, match=r"no 'ln_f.bias', and 1 of 16 names are missing"):
         gpt2_params({name: x for name, x in state.items() if name != "transformer.ln_f.bias"}, config)
-    with pytest.raises(SpecError, match=r"'h.1.ln_1.weight', which a GPT-2 of 1 blocks has not"):
+    with pytest.raises(SpecError, match=r"'h.1.ln_1.weight', which a GPT-2 of 1 blocks does not have"):
         gpt2_params({**state, "h.1.ln_1.weight": np.ones(24)}, config)
     with pytest.raises(ValueError, match=r"lm_head.weight is not wte.weight"):
         gpt2_params({**state, "lm_head.weight": state["lm_head.weight"] + 1}, config)
-    with pytest.raises(ShapeError, match=r"positions.weight would be \[16, 24\], and GPTConfig makes it \[8, 24\]"):
+    with pytest.raises(ShapeError, match=r"positions.weight would be \[16, 24\], but GPTConfig makes it \[8, 24\]"):
         gpt2_params(state, GPTConfig(VOCABULARY, 24, 1, 12, 8))
     with pytest.raises(SpecError, match="2 entries, and the parameter has 1 dims"):
         shard_params({"bias": jnp.ones(4)}, {"bias": P(None, "tp")}, Mesh(tp=2))

@@ -213,5 +213,5 @@ def test_what_is_wrong_is_said(fw, tmp_path):
     with pytest.raises(ValueError, match="no axis 'pp'"):
         lab.split_state({"w": w}, {"w": P("pp")}, mesh)
     lab.save_shards([{"w": w}] * 2, mesh, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"has not the files of 4 ranks \(rank-0-of-4.* but rank-0-of-2"):
+    with pytest.raises(FileNotFoundError, match=r"has no files of 4 ranks \(rank-0-of-4.* but rank-0-of-2"):
         lab.load_shards(tmp_path, specs, Mesh(tp=4), mesh)

@@ -173,5 +173,5 @@ def test_specs():
     assert ties([TiedSpec("a", nn.ReLU), spec, TiedSpec("a", nn.ReLU)]) == {"a": [0, 2]}
     with pytest.raises(TypeError, match="cannot be called"):
         LayerSpec(nn.Linear(2, 2).weight)  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="is for 2 ranks, and axis 'pp' has 3"):
+    with pytest.raises(ScheduleError, match="is for 2 ranks, but axis 'pp' has 3"):
         run(lambda: stages_of([spec] * 4, gpipe(2, 1)), Mesh(pp=3))

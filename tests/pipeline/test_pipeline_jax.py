@@ -579,8 +579,8 @@ class Linear:
 
 def test_what_does_not_fit_is_told_in_words():
     x, w = jnp.ones((2, 4)), jnp.ones((4, 4))
-    refused("for 3 ranks, and axis 'pp' has 2; make the schedule with ranks=2", schedule=one_f_one_b(3, 2))
-    refused("the schedule has 2 microbatches, and 1 were given", batch=[(x, x)])
+    refused("for 3 ranks, but axis 'pp' has 2; make the schedule with ranks=2", schedule=one_f_one_b(3, 2))
+    refused("the schedule has 2 microbatches, but 1 were given", batch=[(x, x)])
     refused("must be a pair", batch=[x, x])
     refused(r"microbatch 1 is float64 \[3, 4\], and microbatch 0 float64 \[2, 4\]; one compiled", ShapeError,
             batch=[(x, x), (jnp.ones((3, 4)), x)])  # fmt: skip

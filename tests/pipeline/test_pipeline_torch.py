@@ -453,7 +453,7 @@ def test_measured_times_are_fed_back():
     assert "predicted" in str(beside) and len(str(beside).splitlines()) == 4
     first, last = (compare(schedule, trace, batch=number) for number in (0, 2))
     assert first.makespan != last.makespan
-    with pytest.raises(ScheduleError, match="3 batches of this schedule on rank 0, so there is no number 3"):
+    with pytest.raises(ScheduleError, match="3 batches of this schedule on rank 0, so there is no batch 3"):
         compare(schedule, trace, batch=3)
     with pytest.raises(ScheduleError, match="must be of this schedule"):
         compare(gpipe(2, 4), trace)
@@ -592,8 +592,8 @@ def no_tensor(*_):
 
 def test_what_does_not_fit_is_told_in_words():
     x, halves = torch.ones(2, 4), Returns(torch.ones(2, 4).long())
-    refused("for 3 ranks, and axis 'pp' has 2; make the schedule with ranks=2", one_f_one_b(3, 2))
-    refused("the schedule has 2 microbatches, and 1 were given", batch=[(x, x)])
+    refused("for 3 ranks, but axis 'pp' has 2; make the schedule with ranks=2", one_f_one_b(3, 2))
+    refused("the schedule has 2 microbatches, but 1 were given", batch=[(x, x)])
     refused("microbatch 0 is a Tensor; it must be a pair", batch=[x, x])
     refused("holds stage 0, but was given stage 1: stage 0 is missing", stages=lambda i: {1 - i: linear()})
     refused("holds stages 0, 3, but was given 1; give a module for each", zb_v(2, 2), stages=lambda i: linear())

@@ -266,7 +266,7 @@ def test_wrong_use_is_told_in_words():
     ):  # fmt: skip
         with pytest.raises(ScheduleError, match=message):
             timeline(trace, wrong)
-    with pytest.raises(ScheduleError, match="2 batches of this schedule on rank 0, so there is no number 2"):
+    with pytest.raises(ScheduleError, match="2 batches of this schedule on rank 0, so there is no batch 2"):
         timeline(trace, PREDICTED, batch=2)
     with pytest.raises(MeshError, match="'stages'"):
         timeline(trace, PREDICTED, axis="stages")
@@ -277,7 +277,7 @@ def test_wrong_use_is_told_in_words():
         timeline(trace, compare(SCHEDULE, other, COSTS))
     with pytest.raises(ScheduleError, match="give predicted= as well"):
         timeline(trace, batch=0)
-    with pytest.raises(ScheduleError, match="a run has been predicted with costs of its own"):
+    with pytest.raises(ScheduleError, match="this run was simulated with costs of its own"):
         compare(PREDICTED, trace, COSTS)
 
 

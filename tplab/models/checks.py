@@ -149,7 +149,7 @@ def check_words(num_columns: int, accepted: Sequence[int], vocab_size: int, whos
         way_out = "each rank computes those of its own words, as VocabParallelEmbedding.logits does"
     padded = f" (or {accepted[-1]}, padded)" if accepted[-1] != accepted[0] else ""
     raise ShapeError(
-        f"logits have {num_columns} columns, where of {vocab_size} words {whose} {accepted[0]}{padded}; {way_out}"
+        f"logits have {num_columns} columns, but of {vocab_size} words {whose} {accepted[0]}{padded}; {way_out}"
     )
 
 

@@ -30,7 +30,7 @@ def gpt2_config(config: Any) -> GPTConfig:
     fields = config if isinstance(config, Mapping) else config.to_dict()
     for name, value in _MUST_BE.items():
         if fields.get(name, value) != value:
-            raise ValueError(f"{name} is {fields[name]!r}; tplab's GPT has {value!r}, so it would be another model")
+            raise ValueError(f"{name} is {fields[name]!r}; tplab's GPT has {value!r}, so it would be a different model")
     activation = fields.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation_function is {activation!r}; it must be one of {', '.join(_ACTIVATIONS)}")
@@ -67,11 +67,11 @@ def gpt2_state(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Any]:
     left_over = [name for name in state if name not in names and not name.endswith(_MASKS)]
     if missing := [name for name in names if name not in state]:
         raise SpecError(
-            f"the state has no {missing[0]!r}, and {len(missing)} of {len(names)} names are missing: it is that of a "
-            f"GPT-2 with other parts than {config} says"
+            f"the state has no {missing[0]!r}, and {len(missing)} of {len(names)} names are missing: it is not "
+            f"the state of a GPT-2 with {config}"
         )
     if left_over:
-        raise SpecError(f"the state has {left_over[0]!r}, which a GPT-2 of {config.num_layers} blocks has not")
+        raise SpecError(f"the state has {left_over[0]!r}, which a GPT-2 of {config.num_layers} blocks does not have")
     found: dict[str, Any] = {}
     for name, ours in names.items():
         whole = _array(state[name])
@@ -81,7 +81,7 @@ def gpt2_state(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Any]:
     for name, parameter in gpt_parameters(config).items():
         have, expected = list(found[name].shape), list(parameter.shape)
         if have != expected:
-            raise ShapeError(f"{name} would be {have}, and GPTConfig makes it {expected}; gpt2_config gives its sizes")
+            raise ShapeError(f"{name} would be {have}, but GPTConfig makes it {expected}; gpt2_config gives its sizes")
     return found
 
 

@@ -56,7 +56,8 @@ def shard_paths(folder: str | Path, num_ranks: int, must_exist: bool = False) ->
     paths = [Path(folder) / f"rank-{rank}-of-{num_ranks}.safetensors" for rank in range(num_ranks)]
     if must_exist and not all(path.exists() for path in paths):
         there = ", ".join(sorted(path.name for path in Path(folder).glob("rank-*.safetensors"))) or "no such file"
-        raise FileNotFoundError(f"{folder} has not the files of {num_ranks} ranks ({paths[0].name}, ...), but {there}")
+        has = f"has no files of {num_ranks} ranks ({paths[0].name}, ...)"
+        raise FileNotFoundError(f"{folder} {has}, but {there}")
     return paths
 
 

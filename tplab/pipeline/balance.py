@@ -48,7 +48,7 @@ class Balance:
             if most >= total:
                 raise ShapeError(
                     f"no partition into {len(self.arms) * len(self.placement)} stages keeps every rank within its "
-                    f"memory of {', '.join(f'{limit:,}' for limit in self.limits)}; take more ranks, or allow more"
+                    f"memory of {', '.join(f'{limit:,}' for limit in self.limits)}; take more ranks or allow more"
                 )
             low, most, step = most, min(most + step, total), 2 * step
         best = self._largest(found)

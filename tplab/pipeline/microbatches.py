@@ -41,7 +41,7 @@ def check_microbatches(microbatches: Sequence[Any], expected: int) -> Sequence[t
     """Raise ScheduleError where they are not as many pairs as the schedule has microbatches; return them."""
     if len(microbatches) != expected:
         raise ScheduleError(
-            f"the schedule has {expected} microbatches, and {len(microbatches)} were given; "
+            f"the schedule has {expected} microbatches, but {len(microbatches)} were given; "
             f"split_batch(x, y, {expected}) makes as many of a batch"
         )
     for number, pair in enumerate(microbatches):

@@ -133,8 +133,8 @@ def cut_layers(
     rises = all(a <= b for a, b in pairwise(given))
     if len(given) != parts + 1 or given[0] != 0 or given[-1] != len(sizes) or not rises:
         raise ScheduleError(
-            f"bounds {list(given)} do not cut {len(sizes)} layers into {parts} stages; they begin with 0, rise, end "
-            f"with {len(sizes)}, and are {parts + 1}"
+            f"bounds {list(given)} do not cut {len(sizes)} layers into {parts} stages; give {parts + 1} rising "
+            f"numbers, the first 0 and the last {len(sizes)}"
         )
     return Partition(given, tuple(sizes), tuple(sizes), placement or linear(parts), "parameters", tuple(names))
 

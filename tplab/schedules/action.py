@@ -80,7 +80,7 @@ class Action:
         """Read "2F0", "3SEND_F1", "0REDUCE_GRAD" or "STEP". Raises ScheduleError."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text!r} is no action; write stage, kind, microbatch, for example 2F0 or 3SEND_F1")
+            raise ScheduleError(f"{text!r} is not an action; write stage, kind, microbatch, such as 2F0 or 3SEND_F1")
         stage, kind, microbatch = match.groups()
         return cls(kind, int(stage) if stage else -1, int(microbatch) if microbatch else -1)
 

@@ -18,7 +18,7 @@ def require_ranks(schedule: Schedule, num_ranks: int, label: str) -> None:
         raise TypeError(f"train_batch takes a tplab.schedules.Schedule, as gpipe(4, 8), not {schedule!r}")
     if schedule.num_ranks != num_ranks:
         raise ScheduleError(
-            f"{schedule!r} is for {schedule.num_ranks} ranks, and axis {label!r} has {num_ranks}; make the schedule "
+            f"{schedule!r} is for {schedule.num_ranks} ranks, but axis {label!r} has {num_ranks}; make the schedule "
             f"with ranks={num_ranks}, or the mesh with {label}={schedule.num_ranks}"
         )
 

@@ -66,7 +66,7 @@ def compare(
     """
     if isinstance(schedule, Simulation):
         if costs is not None:
-            raise ScheduleError("a run has been predicted with costs of its own; give the schedule with other ones")
+            raise ScheduleError("this run was simulated with costs of its own; for other costs, give the schedule")
         return _beside(_actions_only(schedule), trace, _times(schedule.schedule, trace, axis, batch), axis)
     costs = measured_costs(schedule, trace, axis=axis, batch=batch) if costs is None else costs
     took = _times(schedule, trace, axis, batch)
@@ -198,7 +198,7 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
             continue
         if not -len(runs) <= batch < len(runs):
             raise ScheduleError(
-                f"the trace has {len(runs)} batches of this schedule on rank {group[rank]}, so there is no number "
+                f"the trace has {len(runs)} batches of this schedule on rank {group[rank]}, so there is no batch "
                 f"{batch}; it must be the trace of a run of train_batch with it"
             )
         first = int(schedule.offsets[rank])

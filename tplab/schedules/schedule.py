@@ -54,7 +54,7 @@ class Schedule:
         if len(self.placement) != self.num_ranks:
             raise ScheduleError(f"the placement names {len(self.placement)} ranks, but there are {self.num_ranks} rows")
         if bool(np.any(self.joined[self.offsets[:-1][np.diff(self.offsets) > 0]])):
-            raise ScheduleError("the first action of a row is joined to the one before it, and there is none")
+            raise ScheduleError("the first action of a row is joined to the one before it, but there is none")
         self.given_ticks = None if ticks is None else np.asarray(ticks, np.intp)
         if self.given_ticks is not None and self.given_ticks.shape != self.kind.shape:
             raise ScheduleError(f"{len(self.given_ticks)} ticks for {len(self)} actions; each action needs one")

@@ -126,8 +126,8 @@ def _check_ids(ids: Tensor, vocab_size: int, is_counted: Tensor | None = None) -
     lowest, highest = (int(extreme) for extreme in torch.aminmax(ids))
     if lowest < 0 or highest >= vocab_size:
         raise IndexError(
-            f"ids run from {lowest} to {highest}, and a vocabulary of {vocab_size} has 0 to {vocab_size - 1}; "
-            "make vocab_size larger, or mark what is not to count with ignore_index in the loss"
+            f"ids run from {lowest} to {highest}, but a vocabulary of {vocab_size} has 0 to {vocab_size - 1}; "
+            "make vocab_size larger, or give the loss an ignore_index for tokens that do not count"
         )
 
 

@@ -163,7 +163,7 @@ class Row(nn.Module):
         taken = self.weight.shape[0 if self.is_transposed else 1]
         if x.shape[-1] != taken:
             raise PlanError(
-                f"{self.name} is planned as a row, which takes this rank's {taken} of {self.in_features} features, and "
+                f"{self.name} is planned as a row, which takes this rank's {taken} of {self.in_features} features, but "
                 f"was given {x.shape[-1]}; a row takes what columns give: plan the layers before it as 'column'"
             )
         y = all_reduce(F.linear(x, self.weight.T if self.is_transposed else self.weight), self.axis)
@@ -310,12 +310,12 @@ def _replace(parent: nn.Module, child: str, module: nn.Module) -> None:
 def _check_one_loss(model: nn.Module, heads: list[str]) -> None:
     if len(heads) > 1:
         raise PlanError(
-            f"gather_logits=False leaves the logits of one head sharded, and {', '.join(heads)} are {len(heads)}; "
-            "leave gather_logits=True"
+            f"gather_logits=False leaves the logits of one head sharded, but there are {len(heads)}: "
+            f"{', '.join(heads)}; leave gather_logits=True"
         )
     if heads and not hasattr(model, "loss_function"):
         raise PlanError(
-            f"gather_logits=False replaces the model's loss, and {type(model).__name__} has no loss_function; leave "
+            f"gather_logits=False replaces the model's loss, but {type(model).__name__} has no loss_function; leave "
             "gather_logits=True"
         )
 
