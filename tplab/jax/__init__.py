@@ -38,6 +38,7 @@ from tplab.jax.data.shard_gradients import shard_gradients
 from tplab.jax.data.shard_optimizer import shard_optimizer
 from tplab.jax.data.shard_parameters import shard_parameters
 from tplab.jax.data.tokens import share_of_tokens, tokens_per_rank
+from tplab.jax.data.zero_plus_plus import zero_plus_plus
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
@@ -154,4 +155,5 @@ __all__ = [
     "train",
     "train_batch",
     "vocab_parallel_cross_entropy",
+    "zero_plus_plus",
 ]

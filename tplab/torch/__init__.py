@@ -42,6 +42,7 @@ from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.shard_optimizer import shard_optimizer
 from tplab.torch.data.shard_parameters import shard_parameters
 from tplab.torch.data.tokens import share_of_tokens, tokens_per_rank
+from tplab.torch.data.zero_plus_plus import zero_plus_plus
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
@@ -156,6 +157,7 @@ __all__ = [
     "train_batch",
     "vocab_parallel_cross_entropy",
     "whole_state",
+    "zero_plus_plus",
 ]
 
 
