@@ -28,9 +28,11 @@ def as_html(docstring: str) -> str:
 
 
 def first_sentence(docstring: str) -> str:
-    """As HTML in one line."""
+    """As Markdown in one line: code stays code, and no other sign has a meaning."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
-    return inline(re.split(r"(?<=[.!?])\s(?=[A-Z`])", paragraph)[0])
+    sentence = re.split(r"(?<=[.!?])\s(?=[A-Z`])", paragraph)[0]
+    parts = re.split(r"(`[^`]+`)", sentence)
+    return "".join(part if part.startswith("`") else re.sub(r"([\\*_\[\]<>#|~$&])", r"\\\1", part) for part in parts)
 
 
 def inline(text: str) -> str:
@@ -47,7 +49,7 @@ def _paragraph(lines: list[str]) -> Iterator[str]:
         if kind == "row":
             yield _table(part, column)
         elif kind == "form":
-            yield f"<pre>{html.escape(_dedent(part), quote=False)}</pre>"
+            yield f'<pre class="form">{html.escape(_dedent(part), quote=False)}</pre>'
         else:
             yield f"<p>{inline(' '.join(map(str.strip, part)))}</p>"
 

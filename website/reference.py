@@ -142,7 +142,7 @@ def _list(page: str, things: Mapping[str, Any]) -> str:
     rows = []
     for name in sorted(things, key=str.lower):
         said = first_sentence(inspect.getdoc(things[name]) or "") if _has_own_doc(things[name]) else ""
-        rows.append(f"- [`{name}`](#{_label(page, name)})" + (f" <span>{said}</span>" if said else ""))
+        rows.append(f"- [`{name}`](#{_label(page, name)})" + (f" {said}" if said else ""))
     return "\n".join(rows)
 
 

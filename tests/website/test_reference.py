@@ -97,12 +97,13 @@ def test_equations_and_drawings_keep_their_columns():
     shapes = "x [B, F/R]   w [F/R, D]   ->   y [B, D]"
     drawing = "    F0 F1 ..\n    .. F0 F1"
     assert as_html(f"{shapes}\n\n{drawing}") == (
-        "<pre>x [B, F/R]   w [F/R, D]   -&gt;   y [B, D]</pre>\n<pre>F0 F1 ..\n.. F0 F1</pre>"
+        '<pre class="form">x [B, F/R]   w [F/R, D]   -&gt;   y [B, D]</pre>\n<pre class="form">F0 F1 ..\n.. F0 F1</pre>'
     )
 
 
 def test_the_first_sentence():
-    assert first_sentence("Add `x` up: e.g. 2.5 times. Then stop.") == "Add <code>x</code> up: e.g. 2.5 times."
+    assert first_sentence("Add `x` up: e.g. 2.5 times. Then stop.") == "Add `x` up: e.g. 2.5 times."
+    assert first_sentence("x_i * [B] of `f(*a, **b)`") == r"x\_i \* \[B\] of `f(*a, **b)`"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
