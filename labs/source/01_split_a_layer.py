@@ -74,7 +74,7 @@ shards(Mesh(tp=4), x=((8, 16), P(None, "tp")), a=((16, 12), P("tp", None)))
 # ## Two layers, one sum
 #
 # **Predict.** After the product comes an activation, say `relu`. If `A` is split by rows, rank 0 has the term 3 of the
-# upper right entry, and rank 1 has the term −4. Can each rank apply `relu` to its own term, and the terms be added later?
+# upper right entry, and rank 1 has the term −4. Can each rank apply `relu` to its own term, before the terms are added?
 #
 # <details><summary>Answer</summary>
 #
@@ -364,8 +364,9 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # <details><summary>What there is to discover</summary>
 #
 # A wider hidden layer makes only the products longer, so eight ranks gain more. With few tokens they gain little, because
-# latencies and launches take most of the time. With many tokens only $F$ and the hardware count. An H100 does 2,198 operations in the time that it needs to send one byte. Divide the formulas above, at 2 bytes
-# per element: sum and products take equally long at $F = (R - 1) \cdot 2198$. On eight ranks that is about 15,000.
+# latencies and launches take most of the time. With many tokens only $F$ and the hardware count. An H100 does 2,198
+# operations in the time that it needs to send one byte. Divide the formulas above, at 2 bytes per element: sum and
+# products take equally long at $F = (R - 1) \cdot 2198$. On eight ranks that is about 15,000.
 #
 # </details>
 
@@ -415,7 +416,7 @@ from tplab.exercises.split_a_layer import check_row_linear
 check_row_linear(row_linear)
 
 # %% [markdown]
-# **A gated layer.** Many language models have a third matrix, $G$, in their two layers ([Shazeer
+# **A gated layer.** Many language models add a third matrix, $G$, to these two layers ([Shazeer
 # 2020](https://arxiv.org/abs/2002.05202)):
 #
 # $$Z = (\mathrm{silu}(X A) \circ X G)\, B$$

@@ -287,8 +287,8 @@ for event in out.trace.select(rank=0, kind="send").events:
 animate(out.trace)
 
 # %% [markdown]
-# **Predict.** Three hops with the whole tensor, or fourteen hops with an eighth of it: which is faster for a hundred
-# numbers, and which for a hundred million? What decides where the two are equal?
+# **Predict.** Which is faster for a hundred numbers, three hops with the whole tensor or fourteen hops with an eighth of
+# it? And which is faster for a hundred million? What decides where the two are equal?
 #
 # <details><summary>Answer</summary>
 #

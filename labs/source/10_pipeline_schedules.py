@@ -73,7 +73,7 @@ gantt(all_f_then_all_b)
 #
 # $$\frac{p-1}{m+p-1} \text{ of the makespan} \qquad\qquad \frac{p-1}{m} \text{ of the ideal time (Megatron's papers)}$$
 #
-# **Predict.** 16 ranks. How many microbatches does it take until less than a tenth of the makespan is bubble?
+# **Predict.** With 16 ranks, how many microbatches does it take until less than a tenth of the makespan is bubble?
 #
 # <details><summary>Answer</summary>
 #
@@ -92,7 +92,7 @@ for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
 # The last rank could run its first backward at once, and then free that microbatch. In **1F1B** (or PipeDream-Flush),
 # rank $r$ runs $p - 1 - r$ forwards ahead, and then one forward and one backward in turn.
 #
-# **Predict.** With the same $m$: how much smaller is the bubble of 1F1B than that of GPipe?
+# **Predict.** With the same $m$, how much smaller is the bubble of 1F1B than that of GPipe?
 #
 # <details><summary>Answer</summary>
 #
@@ -295,7 +295,7 @@ for rule in (one_f_one_b, zb_h1, zb_h2):
 #
 # ## A bug to repair
 #
-# Here is 1F1B again, written from memory. Run the check, read what it says, and repair `my_row`.
+# Here is 1F1B again, with a mistake. Run the check, read what it says, and repair `my_row`.
 
 # %%
 def my_row(rank, ranks, microbatches):

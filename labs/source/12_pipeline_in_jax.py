@@ -76,8 +76,8 @@ for rank in range(3):
 # A tick is over when its slowest rank is done. That is **lock-step**. With F = 1 and B = 2, a tick that has only forwards
 # takes 1 step, and a tick in which some rank has a backward takes 2.
 #
-# **Predict.** Four ranks, eight microbatches. In lab 10, where no rank waits for a tick to end, GPipe and 1F1B take 33
-# steps, and ZB-H1 takes 27. What do they take in lock-step?
+# **Predict.** With four ranks and eight microbatches, GPipe and 1F1B took 33 steps in lab 10, and ZB-H1 took 27. There, no
+# rank waited for a tick to end. How many steps do they take in lock-step?
 #
 # <details><summary>Answer</summary>
 #

@@ -133,8 +133,8 @@ print("50 random models: as good as the best of 56 cuts")
 # of 3,000 words has as many parameters as four of the small blocks below, and takes almost no time, because it only looks
 # words up. The head has just as many, and is a large product.
 #
-# **Predict.** Four ranks, an embedding, 12 blocks, a norm and a head. Balanced by parameters, how many blocks does the
-# first rank get? And balanced by time?
+# **Predict.** Four ranks share an embedding, 12 blocks, a norm and a head. If they are balanced by parameters, how many
+# blocks does the first rank get? And if they are balanced by time?
 #
 # <details><summary>Answer</summary>
 #

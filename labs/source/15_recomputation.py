@@ -78,7 +78,7 @@ levels(
 #
 # $$\frac{L}{k} \text{ checkpoints} \;+\; k a \text{ tensors of one piece}$$
 #
-# **Predict.** $L = 16$ and $a = 1$. Which $k$ takes the least? And how much more does a step have to compute?
+# **Predict.** With $L = 16$ and $a = 1$, which $k$ takes the least memory? And how much more does a step have to compute?
 #
 # <details><summary>Answer</summary>
 #
