@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.frameworks import FRAMEWORKS, Framework, in_both
 from tests.sharded import TOLERANCE, close, double, numbers
@@ -202,6 +203,51 @@ def test_what_was_not_used_is_named():
 
     with pytest.raises(RankError, match=r"'never.weight', parameter 'never.bias': no gradient .*find_unused"):
         run(program, Mesh(dp=2), Switch())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers(reentrant):
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+
+        def forward(self, x):
+            for layer in (self.a, self.b, self.a):
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    def program(model, xs):
+        data_parallel(model, "dp", bucket_bytes=100)
+        model(xs[0].requires_grad_()).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    model, xs = Recomputed(), torch.randn(2, 3, 5, dtype=torch.float64)
+    if reentrant:
+        with pytest.raises(RankError, match="needs use_reentrant=False"):
+            run(program, Mesh(dp=2), model, xs, in_specs=(P(), P("dp")))
+        return
+    for grads in run(program, Mesh(dp=2), model, xs, in_specs=(P(), P("dp"))).per_rank:
+        for name, want in grads_of(model, xs).items():
+            torch.testing.assert_close(grads[name], want, rtol=1e-12, atol=1e-15)
+
+
+def test_a_large_model_hides_its_gradients():
+    """1.07 billion parameters on a modelled H100 node: all but the first layer's, which nothing is left to hide."""
+
+    def step(model, x):
+        data_parallel(model, "dp", broadcast=False)
+        model(x).mean().backward()
+
+    def share(num_ranks, tokens):
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(16)])
+            x = torch.empty(tokens, 8192, dtype=torch.bfloat16)
+        return overlap(run(step, Mesh(dp=num_ranks), model, x, cluster="h100").trace).share
+
+    assert share(8, 4096) == pytest.approx(15 / 16, rel=1e-3)
+    assert share(16, 32768) > 0.9
+    assert share(16, 4096) < 0.25  # between nodes, where the arithmetic does not allow more
 
 
 def test_replicas_begin_as_the_first_and_end_with_remove():

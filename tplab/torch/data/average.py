@@ -66,11 +66,11 @@ def keep_mean(bucket: Bucket, named: Named, mean: Tensor, used: set[Key]) -> Non
                 parameter.grad = mean.reshape(-1)[begin : begin + size].view(parameter.shape)
 
 
-def check_all_used(named: Named) -> set[Key]:
-    """All of them. Raises ValueError where one has no gradient on this rank."""
+def check_all_used(named: Named, more: str = "") -> set[Key]:
+    """All of them. Raises ValueError where one has no gradient on this rank, and says `more` of what may be wrong."""
     missing = [text(key) for key, parameter in named if parameter.grad is None]
     if missing:
-        raise ValueError(no_gradient(missing, len(named)))
+        raise ValueError(no_gradient(missing, len(named)) + more)
     return {key for key, _ in named}
 
 

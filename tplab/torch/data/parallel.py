@@ -38,10 +38,17 @@ def data_parallel(
     A hook on each parameter notes that its gradient is complete. A bucket whose gradients all are leaves in an
     all_reduce, in the same order on every rank. When the backward pass ends, all are waited for, and `.grad` is
     written. So the first layers' backward pass hides what the last layers send.
+    Recomputation needs torch.utils.checkpoint's use_reentrant=False.
     cost   as `average_gradients`. This is torch's DistributedDataParallel, without a module around the model.
     Raises ValueError for a parameter without a gradient at the end of a backward pass, unless find_unused.
     """
     return DataParallel(parameters, axis, bucket_bytes, find_unused, broadcast)
+
+
+_REENTRANT = (
+    ". Where it is recomputed, torch.utils.checkpoint needs use_reentrant=False: a reentrant one runs a backward pass "
+    "of its own"
+)
 
 
 class DataParallel:
@@ -74,7 +81,7 @@ class DataParallel:
         """
         if not self._missing:
             return
-        used = used_anywhere(self._named, self._axis) if self._find_unused else check_all_used(self._named)
+        used = used_anywhere(self._named, self._axis) if self._find_unused else check_all_used(self._named, _REENTRANT)
         self._missing = [0] * len(self.buckets)
         self._send_ready()
         for bucket, flight in zip(self.buckets, self._flights):
