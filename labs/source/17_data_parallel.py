@@ -347,7 +347,7 @@ check_replicas(my_replicas)
 # 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
 # 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens.
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [18 ZeRO](18_zero.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

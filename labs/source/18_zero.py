@@ -1,0 +1,386 @@
+# %% [markdown]
+# # 18 ZeRO
+#
+# **Training takes sixteen bytes per parameter. Which of them does every rank need?**
+#
+# Prerequisites: the collectives of [lab 02](02_collectives.ipynb) and the replicas of
+# [lab 17](17_data_parallel.ipynb). Time: 50 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/18_zero.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/18_zero.ipynb)
+#
+# ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3. Each has a part for parameters, one for gradients and one for the optimizer.](images/18_zero.png)
+#
+# *Ranks train one model with Adam, each on its part of the batch. The bars are the bytes that a rank keeps from step to
+# step, per parameter of the model, counted in real tensors. Each stage of ZeRO divides one part more.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+from functools import partial
+import torch
+from torch import nn
+import tplab.torch as tt
+from tplab import Mesh, P
+from tplab.data.pieces import Pieces
+from tplab.data.zero import bytes_per_parameter
+from tplab.widgets import Bars, Row, knob, levels, timeline
+
+torch.set_num_threads(1)  # several threads do not pay for tensors this small
+AdamW = partial(torch.optim.AdamW, lr=0.01)
+
+# %% [markdown]
+# In mixed precision a parameter and its gradient are bfloat16, and take 2 bytes each. Adam keeps three numbers more in
+# float32: an exact copy of the parameter, its momentum and its variance. That makes $2 + 2 + 12 = 16$ bytes.
+#
+# In data parallelism every rank keeps all of them, though all ranks keep the same. The *Zero Redundancy Optimizer* keeps
+# each number once:
+#
+# - **Stage 1** divides the optimizer's states over the ranks,
+# - **stage 2** the gradients as well,
+# - **stage 3** the parameters as well. This is also called *fully sharded* data parallelism, FSDP.
+
+# %% tags=["opening-picture"]
+def net(layers=4, width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+def kept(stage):
+    """The bytes that this rank keeps after a step and one more backward pass."""
+    model = net() if stage == 3 else net().bfloat16()
+    if stage == 3:  # pieces in float32, from which bfloat16 is gathered
+        tt.shard_parameters(model, "dp", compute_dtype=torch.bfloat16)
+        optimizer = AdamW(model.parameters())
+    else:
+        shard = tt.shard_gradients if stage == 2 else tt.shard_optimizer
+        optimizer = shard(AdamW, model.parameters(), "dp", master_dtype=torch.float32)
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(8, 64, dtype=torch.bfloat16)).sum().backward()
+    if stage < 3:
+        return optimizer.num_bytes()
+    averages = [x for s in optimizer.state.values() for x in s.values() if x.dim()]
+    weights = list(model.parameters())
+    kinds = weights, [w.grad for w in weights], averages
+    return [sum(x.nbytes for x in kind) for kind in kinds]
+
+names = {"data parallel": 0, "ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3}
+
+def bars(ranks):
+    rows = []
+    for name, stage in names.items():  # stage 0: a copy is what one rank alone keeps
+        sizes = tt.run(kept, Mesh(dp=ranks if stage else 1), stage).per_rank[0]
+        kinds = "parameters", "gradients", "optimizer"
+        rows.append(Row(name, {k: n / (4 * 64 * 64) for k, n in zip(kinds, sizes)}))
+    totals = ", ".join(f"{row.total:g}" for row in rows)
+    return Bars(rows, f"On {ranks} ranks, each keeps {totals} bytes per parameter.")
+
+knob("Bytes per parameter", "ranks", {n: bars(n) for n in (2, 4, 8)}, start=4,
+     about="counted in real tensors of a rank", unit="B")
+
+# %% [markdown]
+# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does. There the bfloat16 parameter is made when
+# it is needed, so the 16 bytes are distributed differently: 4 for the piece, 4 for its gradient, 8 for Adam's averages.
+#
+# ## By hand: who holds what
+#
+# Read a parameter as a row of numbers, and cut the row. Here are a weight of 10 numbers and a bias of 3, on four ranks.
+# A dot is padding.
+
+# %%
+print(Pieces(((2, 5), (3,)), 4))
+
+# %% [markdown]
+# Adam looks at one number at a time, so a rank can step its piece without the others. It needs its piece of the
+# *averaged* gradient first, which a `reduce_scatter` gives. Afterwards an `all_gather` gives every rank all new
+# parameters.
+#
+# **Predict.** Data parallelism averages gradients by an `all_reduce`, in which each rank sends $2 \frac{R-1}{R}$ times
+# the gradients. How much more does stage 1 send? And what does stage 3 add?
+#
+# <details><summary>Answer</summary>
+#
+# Stage 1 sends nothing more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`. ZeRO only moves the
+# optimizer's step in between. Stage 2 sends the same again, at other times. In stage 3 no rank has whole parameters,
+# so they are gathered for the forward pass and again for the backward pass: three times $\frac{R-1}{R}$ instead of two.
+#
+# </details>
+
+# %%
+def step(stage, x):
+    model = net().double()
+    if stage == 3:
+        tt.shard_parameters(model, "dp")
+    shard = {1: tt.shard_optimizer, 2: tt.shard_gradients}.get(stage)
+    weights = model.parameters()
+    optimizer = shard(AdamW, weights, "dp") if shard else AdamW(weights)
+    model(x).square().mean().backward()
+    if stage == 0:
+        tt.average_gradients(model, "dp")
+    optimizer.step()
+    return model(x)
+
+x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).double()
+alone = tt.run(step, Mesh(dp=1), 0, x).per_rank[0]
+one_pass = 3 / 4 * 4 * 64 * 64 * 8  # (R-1)/R of all parameters, in bytes
+for name, stage in names.items():
+    out = tt.run(step, Mesh(dp=4), stage, x, in_specs=(P(), P("dp")), out_specs=P("dp"))
+    sent = out.trace.bytes_sent(rank=0)
+    print(f"{name:13} sends {sent / one_pass:.2f} times (R-1)/R of the parameters")
+    assert torch.allclose(out.value, alone, rtol=0, atol=1e-12)
+
+# %% [markdown]
+# Every stage gives the numbers of one device. Stage 3 shows 3.75: the last line of `step` is a second forward pass,
+# which gathers once more, and one quarter is missing. Nothing needs the weights of the first of the four layers a
+# second time, since no gradient flows to its input.
+#
+# ## Build it: a stage-3 layer
+#
+# A rank holds some rows of a weight. The layer gathers all rows, uses them, and lets them go. It does not save them
+# for the backward pass, but gathers them again there.
+
+# %%
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, piece):  # x [B, D]   piece [F/R, D]
+        w = tt.all_gather(piece, "dp")  # [F, D]
+        ctx.save_for_backward(x, piece)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, piece = ctx.saved_tensors
+        w = tt.all_gather(piece, "dp")  # once more
+        return dy @ w, tt.reduce_scatter(dy.T @ x, "dp", op="mean")
+
+def by_hand(x):
+    layers = [tt.scatter_to(layer.weight, "dp", 0).detach() for layer in net().double()]
+    for piece in layers:
+        x = Gathered.apply(x, piece.requires_grad_())
+    x.square().mean().backward()
+    return [piece.grad.flatten() for piece in layers]
+
+def by_tplab(x):
+    model = tt.shard_parameters(net().double(), "dp")
+    model(x).square().mean().backward()
+    return [piece.grad for piece in model.parameters()]
+
+ours, theirs = (tt.run(fn, Mesh(dp=4), x, in_specs=P("dp")) for fn in (by_hand, by_tplab))
+for ranks in zip(ours.per_rank, theirs.per_rank):
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*ranks))
+print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
+
+# %% [markdown]
+# tplab's finds out by itself that the first layer's second gather is not needed. It also works for any module: it
+# looks for layers in `nn.Sequential` and `nn.ModuleList`, and gathers the parameters of a layer in one message.
+#
+# <details><summary>The twin in JAX</summary>
+#
+# In JAX parameters are a value, so a sharded layer takes pieces where the layer takes parameters. The gradient with
+# respect to pieces comes in pieces, and any optimizer of optax steps them. `jax.grad` needs no hooks: the gather has a
+# rule for its backward pass, as above.
+#
+# ```python
+# layer = tplab.jax.shard_parameters(lambda w, x: x @ w, "dp")
+# pieces = layer.shard(w)                              # in a rank's program
+# grads = jax.grad(lambda p: loss(layer(p, x)))(pieces)
+# ```
+#
+# People who write JAX for GPUs often leave even this to the compiler: they give the parameters a `NamedSharding`, and
+# XLA puts the gathers in. [Lab 16](16_your_own_program.ipynb) shows how to see what it has put in.
+#
+# </details>
+#
+# ## See it run: memory over time
+#
+# How much of the model is whole at once? We count the bytes of all live tensors after each layer, forward and backward,
+# in a model of eight layers.
+
+# %%
+def memory(keep):
+    model = tt.shard_parameters(net(8), "dp", reshard_after_forward=not keep)
+    points = []
+    with tt.LiveBytes() as live:
+        def look(*_):
+            points.append(live.lap)
+            live.lap = live.now()
+        for layer in model:
+            layer.register_forward_hook(look)
+            layer.register_full_backward_hook(look)
+        model(torch.ones(1, 64, requires_grad=True)).sum().backward()
+        look()
+    return points
+
+LAYER = 64 * 64 * 4  # bytes
+panels = {title: tt.run(memory, Mesh(dp=4), keep).per_rank[0]
+          for title, keep in [("kept after forward", True), ("let go", False)]}
+levels({title: {"rank 0": (list(range(len(y))), y)} for title, y in panels.items()},
+       title="Parameters and gradients on the way",
+       about="bytes of live tensors, beside this rank's pieces",
+       sentence="Kept whole, parameters pile up until the backward pass. "
+                "Let go, only a few layers are whole at any time.",
+       along="layers, forward and then backward", stairs=True)
+
+# %%
+for title, points in panels.items():
+    print(f"{title:18} at most {max(points) / LAYER:.1f} layers of {8}")
+
+# %% [markdown]
+# What rises slowly in the second half is this rank's gradients, a quarter of a layer each. The parameter of this choice
+# is `reshard_after_forward` here and in PyTorch. Keeping them makes it two passes instead of three.
+#
+# ## See it run: time
+#
+# Messages need not cost time if they travel while a layer computes. Below are eight H100s on the modelled clock, and
+# layers of 8,192 by 8,192 on 16,384 tokens per rank. Nothing is computed: the tensors have shapes only.
+
+# %%
+def big(prefetch):
+    with torch.device("meta"):
+        model = net(4, 8192).bfloat16()
+        tt.shard_parameters(model, "dp", prefetch=prefetch)
+        x = torch.empty(16384, 8192, dtype=torch.bfloat16, requires_grad=True)
+        model(x).sum().backward()
+
+from tplab.trace.overlap import overlap
+
+traces = {prefetch: tt.run(big, Mesh(dp=8), prefetch, cluster="h100").trace
+          for prefetch in (False, True)}
+for prefetch, trace in traces.items():
+    hidden = overlap(trace).share
+    print(f"prefetch={prefetch!s:5}  {1e3 * trace.makespan:5.1f} ms, {hidden:.0%} hidden")
+timeline(traces[True])
+
+# %% [markdown]
+# With prefetch a layer's parameters leave one layer ahead, and gradients travel while the layer before computes. The
+# price is one more whole layer in memory. The model assumes that messages do not slow down the chip's computing.
+#
+# ## Turn the knob: how many ranks?
+#
+# A model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Before you turn it: from how many ranks on does each
+# stage fit?
+
+# %%
+def sizes(ranks):
+    rows = []
+    for name, stage in names.items():
+        each = bytes_per_parameter(stage, ranks)._asdict()
+        row = {kind: 30e9 * size for kind, size in each.items()}
+        fits = "fits into 80 GB" if sum(row.values()) < 80e9 else ""
+        rows.append(Row(name, row, fits))
+    fitting = ", ".join(row.label for row in rows if row.note) or "none"
+    return Bars(rows, f"On {ranks} ranks, these fit: {fitting}.")
+
+knob("States of 30 billion parameters", "ranks",
+     {ranks: sizes(ranks) for ranks in (1, 2, 4, 8, 16, 32, 64)}, start=4,
+     about="by formula, without activations", unit="B")
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# Stage 3 fits from 8 ranks on, and stage 2 from 32. Stage 1 never does: it keeps 4 bytes per parameter however many
+# ranks there are, and these alone are 120 GB (112 GiB). Only stage 3 goes on falling, so the model can grow with the
+# number of ranks.
+#
+# </details>
+#
+# ## What it costs
+#
+# $M$ parameters, $R$ ranks, mixed precision with Adam. Each rank keeps and sends:
+#
+# | | bytes per parameter | elements sent per step | when |
+# |---|---|---|---|
+# | data parallel | $16$ | $2M\frac{R-1}{R}$ | during backward |
+# | ZeRO 1 | $4 + 12/R$ | $2M\frac{R-1}{R}$ | after backward, after the step |
+# | ZeRO 2 | $2 + 14/R$ | $2M\frac{R-1}{R}$; with $k$ microbatches $(k + 1) M\frac{R-1}{R}$ | during backward, after the step |
+# | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ | in every layer, twice |
+#
+# *Decide*: when does the third pass cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its
+# gather 2 bytes per parameter. A GPU that does 400 TFLOP/s needs 400 GB/s or 50 GB/s of bandwidth:
+
+# %%
+for where, bandwidth in [("inside a node, 400 GB/s", 400e9), ("between nodes, 50 GB/s", 50e9)]:
+    tokens = 2 / bandwidth * 400e12 / 2  # seconds of the gather x FLOP/s / FLOPs per token
+    print(f"{where}: hidden from {tokens:,.0f} tokens per rank on")
+
+# %% [markdown]
+# So inside a node stage 3 is nearly free. Between nodes, small batches wait for parameters. Then people take stage 1, or
+# share parameters inside the node and keep copies across nodes (`replicate_axis`), or send numbers of fewer bits
+# (ZeRO++).
+#
+# ## A bug to repair
+#
+# Here is stage 1 for one matrix and plain gradient descent. The program runs, and the loss even falls for a while. Run
+# the check, then repair `my_step`.
+
+# %%
+def my_step(w, dw):  # w [D, F], on every rank; dw [D, F], this rank's own gradient
+    size = len(w) // tt.axis_size("dp")
+    begin = size * tt.axis_index("dp")
+    mine = tt.reduce_scatter(dw, "dp", op="mean")
+    w = w.clone()
+    w[begin : begin + size] -= 0.5 * mine
+    return w
+
+# %%
+from tplab.exercises.zero import check_layer, check_step
+
+check_step(my_step)
+
+# %% [markdown]
+# ## Your turn: two matrices, one message
+#
+# A unit gathers all its parameters at once. Write `relu(x @ a) @ b` for a rank that has `piece`, its part of one row of
+# numbers: first all of `a` [D, D], then all of `b` [D, D]. The gradient of `piece` must be that of all ranks' rows,
+# added up. Do you need a class as above?
+
+# %%
+def my_layer(x, piece):  # x [B/dp, D]   piece [2 D D / dp]   ->   y [B/dp, D]
+    ...
+
+check_layer(my_layer)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The backward pass of `tt.all_gather` is a `reduce_scatter`. A class is needed only to gather a second time.
+#
+# </details>
+#
+# ## On Monday
+#
+# | here | PyTorch | DeepSpeed, Megatron | JAX |
+# |---|---|---|---|
+# | `shard_optimizer` | `ZeroRedundancyOptimizer` | `"stage": 1`; `--use-distributed-optimizer` | optimizer states with a `NamedSharding` over the data axis |
+# | `shard_gradients` | FSDP2 with `reshard_after_forward=False` comes close | `"stage": 2` | gradients constrained to that sharding |
+# | `shard_parameters` | `fully_shard(layer)`, then `fully_shard(model)` | `"stage": 3`; `--use-megatron-fsdp` | parameters with that sharding |
+# | `replicate_axis` | a two-dimensional mesh (HSDP) | MiCS | two mesh axes |
+#
+# `ZeroRedundancyOptimizer` beside DDP sends three passes: DDP's `all_reduce`, and then the new parameters.
+#
+# ## To take away
+#
+# - An `all_reduce` is a `reduce_scatter` and an `all_gather`. Put the optimizer's step in between, and its states need
+#   no copies.
+# - Stages 1 and 2 send what data parallelism sends. Stage 3 sends half as much again, and its memory falls as $1/R$.
+# - Who gathers late waits: a stage-3 layer should leave one layer ahead.
+
+# %% [markdown]
+# **Sources.** Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054). Zhao et al. 2023,
+# [PyTorch FSDP](https://arxiv.org/abs/2304.11277). PyTorch's
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) and
+# [ZeroRedundancyOptimizer](https://docs.pytorch.org/docs/stable/distributed.optim.html). DeepSpeed's
+# [ZeRO tutorial](https://www.deepspeed.ai/tutorials/zero/).
+#
+# Back to the [list of labs](../README.md#labs).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -1,0 +1,159 @@
+"""The exercises of lab 18: mend a step after which ranks have different weights, and gather two matrices at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Tensors, Verdict, grade, own_part, weight
+from tplab.mesh import Mesh
+from tplab.sharding import P, cut
+
+RATE = 0.5
+MESHES = (Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=2, tp=2), Mesh(dp=1))
+
+
+def _to_each(mesh: Mesh, array: np.ndarray, times: int) -> int:
+    """The bytes that all ranks together send to gather an array, or to reduce it to pieces, so many times."""
+    num_ranks = mesh.axis_size("dp")
+    return times * (num_ranks - 1) * array.nbytes * (mesh.size // num_ranks)
+
+
+# --- the bug to repair ---------------------------------------------------------------------------------------------
+
+
+def _step_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    num_ranks = mesh.axis_size("dp")
+    return {"w": rng.normal(size=(2 * num_ranks, 3)), "dw": rng.normal(size=(num_ranks * 2 * num_ranks, 3))}
+
+
+def _gradients(tensors: Tensors) -> np.ndarray:
+    """Every rank's gradient: [ranks, D, F]."""
+    return tensors["dw"].reshape(-1, *tensors["w"].shape)
+
+
+def _stepped(tensors: Tensors) -> Tensors:
+    return {"w": tensors["w"] - RATE * _gradients(tensors).mean(0)}
+
+
+def _stale(seen: Seen) -> np.ndarray:
+    """This rank's rows are new, and all others are old."""
+    w, num_ranks = seen.tensors["w"].copy(), seen.mesh.axis_size("dp")
+    own = cut(len(w), num_ranks, "equal")[seen.mesh.index(seen.rank, "dp")]
+    w[own] = seen.want[own]
+    return w
+
+
+STEP = Exercise(
+    name="my_step",
+    tensors=_step_tensors,
+    specs={"w": P(), "dw": P("dp")},
+    plain=_stepped,
+    results={"w": P()},
+    mistakes=(
+        Mistake(
+            "w",
+            "This rank's own rows are new, and all others are as they were before the step. From now on every rank "
+            "has another model.\nWhich collective gives each rank the rows of all others?",
+            _stale,
+        ),
+        own_part(
+            _stepped, "w", "This is a step with this rank's own gradient. The other ranks' gradients are missing."
+        ),
+        Mistake(
+            "w",
+            "The gradients of all ranks were added up, so the step is R times too long: take their mean.",
+            lambda seen: seen.tensors["w"] - RATE * _gradients(seen.tensors).sum(0),
+        ),
+    ),
+    fewest=lambda mesh, tensors: _to_each(mesh, tensors["w"], 2),
+    meshes=MESHES,
+)
+
+
+def check_step(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` is a step of gradient descent (rate 0.5) in which each rank steps its own rows.
+
+    w [D, F], the same on every rank   dw [D, F], this rank's own gradient   ->   the new w [D, F] on every rank
+    """
+    return grade(fn, STEP, framework)
+
+
+# --- two matrices in one message -----------------------------------------------------------------------------------
+
+
+def _layer_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    num_ranks = mesh.axis_size("dp")
+    width = max(2, num_ranks)
+    return {"x": rng.normal(size=(2 * num_ranks, width)), "piece": rng.normal(size=2 * width * width)}
+
+
+def _layer(tensors: Tensors) -> Tensors:
+    x = tensors["x"]
+    a, b = tensors["piece"].reshape(2, x.shape[1], x.shape[1])
+    h = x @ a
+    y = np.maximum(h, 0) @ b
+    dy = weight(y)
+    return {"y": y, **_layer_gradients(x, a, b, h, dy)}
+
+
+def _layer_gradients(x: np.ndarray, a: np.ndarray, b: np.ndarray, h: np.ndarray, dy: np.ndarray) -> Tensors:
+    dh = (dy @ b.T) * (h > 0)
+    db = np.maximum(h, 0).T @ dy
+    return {"dx": dh @ a.T, "dpiece": np.concatenate([(x.T @ dh).ravel(), db.ravel()])}
+
+
+def _own_rows_only(seen: Seen) -> np.ndarray:
+    """This rank's piece of the gradient that its own rows of the batch make."""
+    x = seen.tensors["x"]
+    a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
+    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
+    rows = cut(len(x), num_ranks, "equal")[index]
+    dy = weight(np.empty((len(x), x.shape[1])))[rows]
+    whole = _layer_gradients(x[rows], a, b, x[rows] @ a, dy)["dpiece"]
+    return whole[cut(whole.size, num_ranks, "equal")[index]]
+
+
+def _exchanged(seen: Seen) -> np.ndarray:
+    """What the layer gives if the second matrix comes first."""
+    x = seen.tensors["x"]
+    a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
+    return np.maximum(seen.own["x"] @ b, 0) @ a
+
+
+LAYER = Exercise(
+    name="my_layer",
+    tensors=_layer_tensors,
+    specs={"x": P("dp"), "piece": P("dp")},
+    plain=_layer,
+    results={"y": P("dp")},
+    gradients=("x", "piece"),
+    mistakes=(
+        Mistake("y", "The two matrices are exchanged: a comes first in the row of numbers, and b second.", _exchanged),
+        Mistake(
+            "dpiece",
+            "y and dx are right, but dpiece comes from this rank's own rows of the batch only.\n"
+            "gather_from is for ranks that all go on alike. Here each rank goes on with its own rows: which gather has "
+            "a reduce_scatter as its backward pass?",
+            _own_rows_only,
+        ),
+        Mistake(
+            "dpiece",
+            "This is the mean of the ranks' gradients. Here the loss is the sum over all rows, so gradients are added.",
+            lambda seen: seen.want / seen.mesh.axis_size("dp"),
+        ),
+    ),
+    fewest=lambda mesh, tensors: _to_each(mesh, tensors["piece"], 3),
+    meshes=MESHES,
+)
+
+
+def check_layer(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` is relu(x @ a) @ b, whose two matrices are one row of numbers that the ranks share.
+
+    x [B/dp, D], this rank's rows of the batch   piece [2 D D / dp]   ->   y [B/dp, D]
+    The whole row has a [D, D], and behind it b [D, D]. The gradient of `piece` is that of all rows of the batch.
+    """
+    return grade(fn, LAYER, framework)
