@@ -43,7 +43,7 @@ def gathered_then_f(x, axis, dim):
 
 def test_the_lab_shows_the_bug():
     verdict = check_sequence_mlp(in_the_lab("def sequence_mlp(")["sequence_mlp"])
-    expect(verdict, False, "dx is not right yet", "The other ranks' part is missing")
+    expect(verdict, False, "dx is not right yet", "The other ranks' parts are missing")
     assert verdict.panels
 
 
@@ -57,7 +57,7 @@ def test_its_repairs_pass():
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (sequence_mlp(gather_from), "The other ranks' part is missing"),
+        (sequence_mlp(gather_from), "The other ranks' parts are missing"),
         (sequence_mlp(all_gather, shared=plainly), "Megatron-LM #1446"),
         (sequence_mlp(all_gather, residual=False), "x itself is missing"),
         (sequence_mlp(all_gather, shared=lambda scale: f(f(scale))), "entries are off"),
