@@ -17,8 +17,11 @@ function countDownloads(sizes, text) {
     const counter = new TransformStream({
       transform(part, out) {
         come += part.byteLength;
-        const share = Math.min(come / total, 1);
-        if (share - told >= 0.02) tell({ progress: { text, share: (told = share) } });
+        const share = come / total;
+        if (share === 1 || share - told >= 0.02) {
+          told = share;
+          tell({ progress: { text: share < 1 ? text : "Python is starting.", share } });
+        }
         out.enqueue(part);
       },
     });
