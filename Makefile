@@ -47,8 +47,8 @@ browser: .venv/test ## the widgets in a real JupyterLab in a real browser
 	$(BIN)/python -m pytest tests/browser
 
 test-oldest: .venv-oldest/test ## unit tests and labs on the oldest versions supported, which are Colab's
-	$(OLDEST)/python -m pytest tests --ignore tests/browser --ignore tests/test_project.py -W default \
-	  --numprocesses auto --dist worksteal
+	$(OLDEST)/python -m pytest tests --ignore tests/browser --ignore tests/website --ignore tests/test_project.py \
+	  -W default --numprocesses auto --dist worksteal
 	$(OLDEST)/python -m pytest labs --nbval-lax --nbval-cell-timeout 120 -W default \
 	  --numprocesses auto --dist loadfile
 
@@ -76,7 +76,7 @@ define lock_file
 endef
 
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build dist test-results
+	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build dist test-results website/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment is made once. A PYTHON that is named later must be the one it was made with.
