@@ -379,7 +379,7 @@ check_layer(my_layer)
 # [ZeroRedundancyOptimizer](https://docs.pytorch.org/docs/stable/distributed.optim.html). DeepSpeed's
 # [ZeRO tutorial](https://www.deepspeed.ai/tutorials/zero/).
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [19 Quantised communication](19_quantised_communication.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

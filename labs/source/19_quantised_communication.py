@@ -1,0 +1,437 @@
+# %% [markdown]
+# # 19 Quantised communication
+#
+# **How can a training step send a quarter of the bytes, and still learn the same?**
+#
+# Prerequisites: ZeRO's stage 3 ([lab 18](18_zero.ipynb)), and the two levels of [lab 03](03_hierarchies.ipynb).
+# Time: 50 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/19_quantised_communication.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/19_quantised_communication.ipynb)
+#
+# ![Five bars of bytes. ZeRO-3 sends the most. Each of three savings removes a part, and all three together leave a quarter.](images/19_quantised_communication.png)
+#
+# *Four transformer blocks train on two nodes of four GPUs. The bars are the bytes that one GPU sends to the other node in
+# a step, counted in the trace.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+import torch
+from torch import nn
+import tplab.torch as tt
+from tplab import Mesh, P, cost
+from tplab.data.zero_plus_plus import ZeroPlusPlus, secondary_bytes, step_bytes
+from tplab.torch.models.plain import PlainBlock
+from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
+
+torch.set_num_threads(1)  # several threads do not pay for tensors this small
+
+# %% [markdown]
+# In ZeRO's stage 3 each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
+# gradients: for $M$ parameters, $3M$ numbers of 2 bytes. ZeRO++ makes each of these passes smaller. In this lab you find out how.
+
+# %% tags=["opening-picture"]
+NODES = Mesh(node=2, gpu=4)
+ALL = ("node", "gpu")  # a rank is a GPU of a node
+SAVINGS = {
+    "ZeRO-3": {"weight_bits": None, "secondary": False, "gradient_bits": None},
+    "qwZ": {"weight_bits": 8, "secondary": False, "gradient_bits": None},
+    "hpZ": {"weight_bits": None, "secondary": True, "gradient_bits": None},
+    "qgZ": {"weight_bits": None, "secondary": False, "gradient_bits": 4},
+    "ZeRO++": {"weight_bits": 8, "secondary": True, "gradient_bits": 4},
+}
+CONFIG = tt.GPTConfig(32, 64, 4, num_heads=4, context=16)
+
+def one_step(x, options):  # x [batch / ranks, tokens, width]
+    blocks = nn.Sequential(*[PlainBlock(CONFIG) for _ in range(4)])
+    how = tt.zero_plus_plus("gpu", **options)
+    tt.shard_parameters(blocks, ALL, compute_dtype=torch.bfloat16, **how)
+    blocks(x).square().mean().backward()
+
+def to_other_nodes(trace):
+    passes = ["forward gather", "backward gather", "gradients", "scales"]
+    sent = dict.fromkeys(passes, 0)
+    for event in trace.select(kind="collective", rank=0, axis="node").events:
+        name = f"{event.phase} gather" if event.op == "all_gather" else "gradients"
+        sent["scales" if event.dtype == "float32" else name] += event.bytes
+    return sent
+
+def counted(block):
+    x = torch.randn(8, 16, 64, dtype=torch.bfloat16)
+    return {name: to_other_nodes(tt.run(one_step, NODES, x, dict(options, block=block),
+                                        in_specs=(P(ALL), None)).trace)
+            for name, options in SAVINGS.items()}
+
+counts = {block: counted(block) for block in (32, 256)}
+shown = {}
+for block, sent in counts.items():
+    rest = f"a quarter, and {bytes_text(sent['ZeRO++']['scales'])} of scales"
+    shown[block] = Bars([Row(name, parts) for name, parts in sent.items()],
+                        f"All three together leave {rest}.")
+knob("What a GPU sends to the other node", "elements per scale", shown, start=256,
+     about="one step · bytes counted", unit="B")
+
+# %% [markdown]
+# ## By hand: codes and a scale
+#
+# To **quantise** numbers to 4 bits, divide them by a **scale**, and round. The scale is chosen so that the largest number
+# becomes 7. What travels is one small **code** per number, and the scale. The receiver multiplies:
+#
+# $$s = \frac{\max |x|}{7} \qquad c = \mathrm{round}(x / s) \qquad x' = c \, s$$
+#
+# So no number is off by more than half a step, $s / 2$. Take these eight weights. The largest one is 3.5, so the step is
+# 0.5.
+#
+# **Predict.** Which of the eight come back as 0? And what changes if each half has a scale of its own?
+
+# %%
+x = torch.tensor([0.5, -1.0, 3.5, 2.2, 0.1, -0.2, 0.04, 0.7])
+
+def and_back(x, bits, block):
+    return tt.dequantize(tt.quantize(x, bits, block))
+
+matrices({"x": x, "one scale: 0.5": and_back(x, 4, None),
+          "a scale per block of 4: 0.5 and 0.1": and_back(x, 4, 4)})
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# With one scale, 0.1, -0.2 and 0.04 are smaller than half a step, 0.25, so they come back as 0. With two scales, the second half
+# has steps of 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
+#
+# </details>
+#
+# ## Build it: gather codes
+#
+# Stage 3 gathers weights before a layer runs. Let codes travel in their place, and the scales beside them. On two ranks,
+# each one has one of the halves.
+
+# %%
+def gather_codes(x):  # x [n]   ->   [R n], the numbers of every rank, rounded
+    scale = x.abs().max() / 7
+    codes = (x / scale).round().to(torch.int8)
+    codes = tt.all_gather(codes.reshape(1, -1), "dp")  # [R, n]
+    scales = tt.all_gather(scale.reshape(1, 1), "dp")  # [R, 1]
+    return (codes * scales).flatten()
+
+def in_full_size(x):
+    return tt.all_gather(x, "dp")
+
+def quantised(x):
+    return tt.quantized_all_gather(x, "dp", bits=4, block=4)
+
+for gather in (in_full_size, gather_codes, quantised):
+    out = tt.run(gather, Mesh(dp=2), x, in_specs=P("dp"), out_specs=P())
+    numbers = [round(number, 2) for number in out.value.tolist()]
+    print(f"{gather.__name__:13} {out.trace.bytes_sent(rank=0):2} bytes  {numbers}")
+
+# %% [markdown]
+# Our codes take a byte each. tplab puts two into a byte, so four weights travel as 2 + 4 bytes. For four weights the
+# scale is a heavy load. For a block of 256 it is 4 bytes beside 128.
+#
+# See it run on four ranks. First the codes (a) are gathered, then the scales (b).
+
+# %%
+animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).trace)
+
+# %% [markdown]
+# ## Turn the knob: who pays for an outlier
+#
+# Here are 4,096 weights in 8 bits. All are small but one, which is fifty times as large as a typical one. The bars show the
+# largest error in each eighth of them. Before you turn the knob, guess: whose error falls?
+
+# %%
+generator = torch.Generator().manual_seed(0)
+weights = 0.02 * torch.randn(4096, generator=generator)
+weights[700] = 1.0  # the outlier
+
+def errors(block):
+    off = (and_back(weights, 8, block) - weights).abs().reshape(8, -1).amax(1) * 1e6
+    rows = [Row(f"weights {512 * i} to {512 * i + 511}", {"largest error": float(e)},
+                "with the outlier" if i == 1 else "") for i, e in enumerate(off)]
+    scales = tt.quantize(weights, 8, block).num_bytes.scales
+    return Bars(rows, f"The scales add {scales:,} bytes to 4,096 bytes of codes.")
+
+by_block = {block: errors(block) for block in (4096, 512, 128, 32)}
+knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=512,
+     about="millionths", unit="")
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# With a single scale all weights pay for the outlier: the error is half a step of 1/127, a fifth of a typical weight. With
+# blocks of 512, only the outlier's own block pays. Smaller blocks help the others a little more, but at 32 the scales
+# already add an eighth to the bytes.
+#
+# </details>
+#
+# ## Why gradients cannot take the ring
+#
+# A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop ([lab
+# 02](02_collectives.ipynb)). Codes do not survive this. Two codes with different scales cannot be added, and $7 + 7$ does
+# not fit into 4 bits. So each hop would have to turn codes into numbers, add, and round again.
+#
+# **Predict.** Sixteen ranks, instead of two, add up their gradients around such a ring. Does the error, compared with the
+# sum, grow?
+
+# %%
+def around_a_ring(pieces):  # pieces [R, n], one from each rank
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = and_back(total, 4, 256) + piece  # the sum so far is rounded at each hop
+    return total
+
+def straight_to_the_owner(pieces):
+    return sum(and_back(piece, 4, 256) for piece in pieces)  # each is rounded once
+
+for ranks in (2, 4, 16, 64):
+    pieces = torch.randn(ranks, 4096, generator=generator)
+    right = pieces.sum(0)
+    ring, straight = (((add(pieces) - right).norm() / right.norm()).item()
+                      for add in (around_a_ring, straight_to_the_owner))
+    print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Yes. The sum grows with every hop, its steps grow with it, and each hop adds an error of that size. If every rank
+# sends its codes straight to the rank that owns the piece, each number is rounded only once, and the owner adds in full
+# precision. Sending every rank its own piece is an **all_to_all**. It sends as many bytes as the ring.
+#
+# </details>
+#
+# An all_to_all over all ranks has a weakness. Of eight ranks on two nodes, each sends four of its seven pieces to the other
+# node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only the *sums* cross,
+# in codes again, so each number is rounded twice.
+
+# %%
+def one_level(x):  # x [R, n], a row for each rank   ->   [1, n]
+    return tt.quantized_reduce_scatter(x, ALL, bits=4)
+
+def two_levels(x):
+    return tt.quantized_reduce_scatter(x, ALL, bits=4, inside="gpu")
+
+gradients = torch.randn(8 * 8, 1024, generator=generator)
+in_full = gradients.reshape(8, 8, 1024).sum(0)
+for reduce in (one_level, two_levels):
+    out = tt.run(reduce, NODES, gradients, in_specs=P(ALL), out_specs=P(ALL))
+    off = (out.value - in_full).norm() / in_full.norm()
+    sent = [out.trace.bytes_sent(rank=0, axis=axis) for axis in (ALL, "gpu", "node")]
+    print(f"{reduce.__name__:10} over all {sent[0]:,}, inside {sent[1]:,},",
+          f"across {sent[2]:,} bytes, {off:.0%} off")
+
+# %% [markdown]
+# Of the 3,696 bytes on one level, four sevenths leave the node: 2,112. On two levels 528 do, fewer by the number of GPUs in
+# a node. The price is a second rounding. The rows must also be sorted, so that every sum ends on the right rank. You will
+# do that below.
+#
+# ## The whole step
+#
+# ZeRO++ makes three savings, each of which can be switched on alone:
+#
+# - **qwZ**: weights travel as codes of 8 bits. Both gathers are halved.
+# - **hpZ**: every GPU keeps a second piece of what it has gathered, cut as if its node were alone. So the second gather
+#   stays inside the node.
+# - **qgZ**: gradients travel as codes of 4 bits, on two levels.
+#
+# Counted in numbers of 2 bytes, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. Here is the formula beside the
+# trace:
+
+# %%
+n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share
+for name, options in SAVINGS.items():
+    how = ZeroPlusPlus("gpu", **options)
+    across = step_bytes(n, 2, 4, how).across  # of one block
+    assert 4 * across.total == sum(counts[256][name].values())
+    kept = 4 * secondary_bytes(n, 2, how)
+    print(f"{name:7} {4 * across.codes:,} bytes + {4 * across.scales:,} of scales,",
+          f"keeps {kept:,} bytes more")
+
+# %% [markdown]
+# ## Does it still learn?
+#
+# A small GPT learns the Zen of Python by heart, on two nodes of two GPUs. Seed and batches are the same, and only what
+# travels differs. The third line is what you have seen to be a bad idea: a single scale for each message.
+
+# %%
+import codecs
+import contextlib
+import io
+
+with contextlib.redirect_stdout(io.StringIO()):
+    import this  # it prints itself
+
+text = codecs.decode(this.s, "rot13")
+letters = sorted(set(text))
+ids = torch.tensor([letters.index(letter) for letter in text])
+STEPS, LENGTH = 40, 32
+starts = torch.randint(len(ids) - LENGTH, (STEPS, 16), generator=generator)
+batches = ids[starts[..., None] + torch.arange(LENGTH + 1)]
+
+def train(batches, options):  # batches [steps, batch / ranks, length + 1]
+    torch.manual_seed(0)
+    config = tt.GPTConfig(len(letters), 64, 2, num_heads=4, context=LENGTH)
+    first, last = nn.Embedding(len(letters), 64), nn.Linear(64, len(letters))
+    blocks = [PlainBlock(config) for _ in range(2)]
+    model = nn.Sequential(first, *blocks, nn.LayerNorm(64), last)
+    tt.shard_parameters(model, ALL, **tt.zero_plus_plus("gpu", **options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for batch in batches:
+        logits = model(batch[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(tt.all_reduce(loss.detach(), ALL, "mean"))
+    return torch.stack(losses)
+
+runs = {"ZeRO-3": SAVINGS["ZeRO-3"], "ZeRO++": SAVINGS["ZeRO++"],
+        "ZeRO++, one scale per message": dict(SAVINGS["ZeRO++"], block=None)}
+lines = {}
+for name, options in runs.items():
+    out = tt.run(train, Mesh(node=2, gpu=2), batches, options,
+                 in_specs=(P(None, ALL), None), out_specs=P())
+    lines[name] = range(1, STEPS + 1), out.value.tolist()
+levels({"loss of each step": lines}, title="The Zen of Python, letter by letter",
+       about="the same seed and batches", unit="", along="steps",
+       sentence="With blocks, the loss follows that of ZeRO-3.")
+
+# %% [markdown]
+# The lines of ZeRO-3 and ZeRO++ coincide, although every weight was rounded to 8 bits, and every gradient twice to 4.
+# The owner of a piece keeps it in full precision and adds every small step to it, so what is lost in a message is not
+# lost for good. With one scale per message, the outliers of a whole layer set the step, and the loss stays a little behind.
+#
+# In JAX the program is the same, and gives the same bits. XLA keeps both collectives: codes and scales.
+
+# %%
+import tplab.jax as tj
+
+def quantised_in_jax(x):
+    return tj.quantized_all_gather(x, "dp", bits=8, block=4)
+
+in_jax = tj.run(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp")).per_rank[0]
+print(in_jax.tolist() == and_back(x, 8, 4).tolist())
+tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
+
+# %% [markdown]
+# ## Where it pays
+#
+# Bytes matter only where they are waited for. Take 13 billion parameters on eight nodes of eight GPUs, and suppose that a
+# step computes at half the chip's peak and overlaps with all that it sends. It lasts as long as the slower of the two. The
+# links are InfiniBand as in the named clusters, or Ethernet at 400 Gb/s per node. More **tokens per GPU** mean more
+# computing, but not one byte more. Turn the knob: when does ZeRO++ stop paying?
+
+# %%
+from dataclasses import replace
+
+M, O, I = 13e9, 8, 8  # parameters, nodes, GPUs of a node
+ETHERNET = cost.Link("400 Gb/s for 8 GPUs", 20e-6, 50e9 / 8)  # latency, B/s per GPU
+a100, h100 = cost.find("a100"), cost.find("h100")
+CLUSTERS = {"A100, InfiniBand": a100, "H100, InfiniBand": h100,
+            "H100, Ethernet": replace(h100, outer_link=ETHERNET)}
+
+def seconds(cluster, tokens, name):
+    how = ZeroPlusPlus("gpu", **SAVINGS[name])
+    sent = step_bytes(int(M / O / I), O, I, how)
+    links = (sent.across.total / cluster.outer_link.bandwidth
+             + sent.inside.total / cluster.inner_link.bandwidth)
+    return 6 * M * tokens / (cluster.chip.peak("bfloat16") / 2), links
+
+def times(tokens):
+    rows, gains = [], []
+    for where, cluster in CLUSTERS.items():
+        both = {name: seconds(cluster, tokens, name) for name in ("ZeRO-3", "ZeRO++")}
+        longest = [max(pair) for pair in both.values()]
+        gains.append(f"{longest[0] / longest[1]:.1f} x as fast ({where})")
+        for name, (computing, links) in both.items():
+            parts = {"computing": computing, "waiting": max(0.0, links - computing)}
+            rows.append(Row(f"{where}: {name}", parts))
+    return Bars(rows, f"With ZeRO++ a step is {', '.join(gains)}.")
+
+TOKENS = 256, 512, 1024, 2048, 4096, 8192, 16384
+by_tokens = {tokens: times(tokens) for tokens in TOKENS}
+knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
+     about="64 GPUs, modelled", unit="s")
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# On InfiniBand, ZeRO++ pays while the batch per GPU is small. From about 2,048 tokens on, computing covers both. On
+# Ethernet it still pays at 8,192 tokens. It never gains a factor of four on InfiniBand, because the bytes *inside* the
+# node shrink less than those across. The model leaves out the time that quantising takes and the limits of overlap. And
+# hpZ needs room: $2M / I$, which is 3.25 GB here on every GPU.
+#
+# </details>
+#
+# ## A bug to repair
+#
+# A colleague wants gradients to travel as codes, and reduce-scatters them. The result has the right shape, and with
+# equal scales even the right values. Run the check, then repair `add_up`. (You may let each code take a byte.)
+
+# %%
+def add_up(x):  # x [R, n], row i for rank i   ->   [1, n], the sum of this rank's rows
+    scale = x.abs().max() / 7
+    codes = (x / scale).round().to(torch.int8)
+    return tt.reduce_scatter(codes, "dp") * scale
+
+# %%
+from tplab.exercises.quantised_communication import check_add_up
+
+check_add_up(add_up)
+
+# %% [markdown]
+# ## Your turn: reduce on two levels
+#
+# Write `reduce_twice`, in full precision. Row $r$ of `x` is for rank $r$, and rank = node × (GPUs per node) + gpu. Only sums of
+# a whole node may cross to other nodes: $N - 1$ rows from each GPU, on $N$ nodes. `tt.reduce_scatter(x, axis)` gives the first
+# rows to index 0 of the axis, the next ones to index 1, and so on.
+#
+# <details><summary>A hint</summary>
+#
+# Inside the node, gpu $g$ must get the rows for gpu $g$ of *every* node. Bring these rows together first: `reshape`,
+# `transpose`, `flatten`.
+#
+# </details>
+
+# %%
+def reduce_twice(x):  # x [R, n]   ->   [1, n], the sum of all ranks' rows for this one
+    ...
+
+# %%
+from tplab.exercises.quantised_communication import check_reduce_twice
+
+check_reduce_twice(reduce_twice)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | DeepSpeed, in `zero_optimization` | torch | JAX |
+# |---|---|---|---|
+# | `weight_bits=8` (qwZ) | `"zero_quantized_weights": true` | torchao's `enable_fsdp_float8_all_gather=True` | quantise, then `lax.all_gather` |
+# | `secondary=True` (hpZ) | `"zero_hpz_partition_size": 8`, the GPUs of a node | `fully_shard(..., reshard_after_forward=8)` | `jax.checkpoint` with a policy |
+# | `gradient_bits=4` (qgZ) | `"zero_quantized_gradients": true` | DDP's `quantization_perchannel_hook`, in 8 bits | quantise, then `lax.all_to_all` |
+#
+# ## To take away
+#
+# - A block of numbers shares a scale: half a step is the largest error, and an outlier spoils only its own block.
+# - Codes can be gathered, but not added. Send them straight to the owner, who adds in full precision.
+# - Across nodes, $3M$ becomes $0.75M$. It pays where links between nodes are slow or the batch per GPU is small.
+#
+# **Sources.** Wang et al. 2023, [ZeRO++](https://arxiv.org/abs/2306.10209). DeepSpeed's
+# [ZeRO++ tutorial](https://www.deepspeed.ai/tutorials/zeropp/). Bruno Magalhães,
+# [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io). PyTorch's
+# [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+#
+# Back to the [list of labs](../README.md#labs).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -1,0 +1,120 @@
+"""The checks of lab 19: solutions pass in both frameworks, and each known mistake is told by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from jax import numpy as jnp
+
+import tplab.jax as tj
+import tplab.torch as tt
+from labs.source import build
+from tests.exercises.test_exercises import expect
+from tplab.exercises.quantised_communication import check_add_up, check_reduce_twice
+
+BOTH = ("node", "gpu")
+
+
+def in_the_lab(start: str) -> dict[str, Any]:
+    """The names that the cell which begins so defines."""
+    cells = [cell.source for cell in build.read_source("19_quantised_communication").cells if cell.cell_type == "code"]
+    names: dict[str, Any] = {"tt": tt, "torch": torch}
+    exec(next(source for source in cells if source.startswith(start)), names)
+    return names
+
+
+# -------------------------------------------------------------------------------------------------------------- add_up
+
+
+def codes_of(x, scale):
+    return (x / scale).round().to(torch.int8)
+
+
+def repaired(x):
+    scale = x.abs().max() / 7
+    codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes * scales[:, None]).sum(0, keepdim=True)
+
+
+def a_scale_for_each_row(x):
+    scales = x.abs().amax(1, keepdim=True) / 7
+    return (tt.all_to_all(codes_of(x, scales), "dp") * tt.all_to_all(scales, "dp")).sum(0, keepdim=True)
+
+
+def in_jax(x):
+    scale = jnp.abs(x).max() / 7
+    codes = tj.all_to_all(jnp.round(x / scale).astype(jnp.int8), "dp")
+    return (codes * tj.all_gather(scale.reshape(1), "dp")[:, None]).sum(0, keepdims=True)
+
+
+def test_the_labs_bug_is_told():
+    expect(check_add_up(in_the_lab("def add_up")["add_up"]), False, "times this rank's scale", "dp=2")
+
+
+@pytest.mark.parametrize("fn", [repaired, a_scale_for_each_row])
+def test_repairs_pass(fn: Callable):
+    expect(check_add_up(fn), True, "total equal the plain answer", "of codes and scales")
+
+
+def test_a_repair_in_jax_passes():
+    expect(check_add_up(in_jax, "jax"), True)
+
+
+def mean_scale(x):
+    scale = x.abs().max() / 7
+    return tt.reduce_scatter(codes_of(x, scale), "dp") * tt.all_reduce(scale, "dp", "mean")
+
+
+def largest_scale(x):
+    scale = x.abs().max() / 7
+    return tt.reduce_scatter(codes_of(x, scale), "dp") * tt.all_reduce(scale, "dp", "max")
+
+
+def only_codes(x):
+    return tt.reduce_scatter(codes_of(x, x.abs().max() / 7), "dp").to(x.dtype)
+
+
+@pytest.mark.parametrize("fn, hint", [
+    (mean_scale, "times the mean of all scales"),
+    (largest_scale, "times the largest scale"),
+    (only_codes, "These are sums of codes. A code times"),
+    (lambda x: x[:1], "entries are off"),
+    (lambda x: tt.reduce_scatter(x, "dp"), "Let the codes travel"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_sum_is_told(fn: Callable, hint: str):
+    expect(check_add_up(fn), False, hint)
+
+
+# -------------------------------------------------------------------------------------------------------- reduce_twice
+
+
+def solution(x):
+    nodes, gpus = tt.axis_size("node"), tt.axis_size("gpu")
+    rows = x.reshape(nodes, gpus, -1).transpose(0, 1).flatten(0, 1)
+    return tt.reduce_scatter(tt.reduce_scatter(rows, "gpu"), "node")
+
+
+def solution_in_jax(x):
+    nodes, gpus = tj.axis_size("node"), tj.axis_size("gpu")
+    rows = x.reshape(nodes, gpus, -1).swapaxes(0, 1).reshape(x.shape)
+    return tj.reduce_scatter(tj.reduce_scatter(rows, "gpu"), "node")
+
+
+def test_an_untouched_stub_is_not_started():
+    assert check_reduce_twice(in_the_lab("def reduce_twice")["reduce_twice"]).passed is None
+
+
+def test_solutions_pass():
+    expect(check_reduce_twice(solution), True, "Only sums of a node cross")
+    expect(check_reduce_twice(solution_in_jax, "jax"), True)
+
+
+@pytest.mark.parametrize("fn, hint", [
+    (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"), "it is another rank's"),
+    (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
+    (lambda x: tt.reduce_scatter(x, BOTH), "Which of the two levels should come first"),
+    (lambda x: x[tt.axis_index(BOTH)][None], "nothing is added"),
+])  # fmt: skip
+def test_what_is_wrong_on_two_levels_is_told(fn: Callable, hint: str):
+    expect(check_reduce_twice(fn), False, hint)

@@ -1,0 +1,166 @@
+"""The exercises of lab 19: add up codes of different scales, and reduce on two levels with few bytes across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Tensors, Verdict, grade, run_of
+from tplab.mesh import Mesh
+from tplab.sharding import P
+from tplab.widgets.matrices import Panel
+
+# --- the bug to repair: codes of different scales ------------------------------------------------------------------
+
+
+def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    """Whole multiples of each rank's own step, the largest 7 steps: 4 bits hold them without an error."""
+    num_ranks = mesh.axis_size("dp")
+    codes = rng.integers(-6, 7, (num_ranks, num_ranks, 24))
+    codes[..., 0] = 7
+    steps = 2.0 ** rng.permutation(np.arange(num_ranks))
+    return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24)}
+
+
+def _by_rank(x: np.ndarray, num_ranks: int) -> np.ndarray:
+    """[sender, receiver, n]"""
+    return x.reshape(num_ranks, num_ranks, -1)
+
+
+def _sum_for_each(tensors: Tensors) -> Tensors:
+    x = tensors["x"]
+    num_ranks = round(len(x) ** 0.5)
+    return {"total": _by_rank(x, num_ranks).sum(0)}
+
+
+def _one_scale_for_all(seen: Seen, scale: Callable[[np.ndarray, int], float]) -> np.ndarray:
+    """The sum of codes, times one scale."""
+    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
+    x = _by_rank(seen.tensors["x"], num_ranks)
+    scales = np.abs(x).max((1, 2)) / 7
+    return (x[:, index] / scales[:, None]).sum(0)[None] * scale(scales, index)
+
+
+ADD_UP = Exercise(
+    name="add_up",
+    tensors=_of_different_scales,
+    specs={"x": P("dp")},
+    plain=_sum_for_each,
+    results={"total": P("dp")},
+    meshes=(Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=1)),
+    mistakes=(
+        Mistake(
+            "total",
+            "These are sums of codes, times this rank's scale. The other ranks' codes have scales of their own: a code "
+            "of 7 is 7 steps of the rank that sent it.\nTurn codes into numbers before you add them up.",
+            lambda seen: _one_scale_for_all(seen, lambda scales, index: scales[index]),
+        ),
+        Mistake(
+            "total",
+            "These are sums of codes, times the mean of all scales. Each rank's codes need the scale of that rank.",
+            lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.mean()),
+        ),
+        Mistake(
+            "total",
+            "These are sums of codes, times the largest scale. Each rank's codes need the scale of that rank.",
+            lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.max()),
+        ),
+        Mistake(
+            "total",
+            "These are sums of codes. A code times the scale of its rank is a number.",
+            lambda seen: _one_scale_for_all(seen, lambda scales, index: 1.0),
+        ),
+    ),
+)
+
+
+def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` adds up what ranks send as codes, and sends no number in full.
+
+    x [R, n], row i for the rank at index i of "dp"   ->   total [1, n], the sum of the rows for this rank
+    The numbers are whole multiples of each rank's own step: 4 bits hold them without an error.
+    """
+    verdict = grade(fn, ADD_UP, framework)
+    if not verdict.passed:
+        return verdict
+    mesh = ADD_UP.meshes[2]
+    x = ADD_UP.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
+    sent = run_of(framework)(fn, mesh, x, in_specs=ADD_UP.specs["x"]).trace.bytes_sent(rank=0)
+    in_full = 3 * 24 * 4  # rows for three other ranks, in float32
+    if sent > in_full // 2:
+        text = f"add_up is right, but on {mesh} a rank sends {sent} bytes, and numbers in full would be {in_full}."
+        return Verdict(False, f"{text}\nLet the codes travel, which take a byte each here, and the scales beside them.")
+    remark = f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would be {in_full}."
+    return Verdict(True, f"{verdict.text}\n{remark}", verdict.panels)
+
+
+# --- reduce on two levels ------------------------------------------------------------------------------------------
+
+
+def _piece_of(order: Callable[[int, int, int, int], int]) -> Callable[[Seen], np.ndarray]:
+    """The sum for the rank at position `order(node, gpu, nodes, gpus)`, on the rank of this node and gpu."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        nodes, gpus = seen.mesh.axis_size("node"), seen.mesh.axis_size("gpu")
+        place = order(seen.mesh.index(seen.rank, "node"), seen.mesh.index(seen.rank, "gpu"), nodes, gpus)
+        return _by_rank(seen.tensors["x"], seen.mesh.size).sum(0)[place][None]
+
+    return wrong
+
+
+REDUCE_TWICE = Exercise(
+    name="reduce_twice",
+    tensors=lambda rng, mesh: {"x": rng.integers(-9, 10, (mesh.size**2, 3)).astype(float)},
+    specs={"x": P(("node", "gpu"))},
+    plain=_sum_for_each,
+    results={"total": P(("node", "gpu"))},
+    meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=4), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
+    mistakes=(
+        Mistake(
+            "total",
+            "Every sum is right, but it is another rank's. Inside the node, the first rows go to gpu 0; and the first "
+            "rows of x are for the ranks of node 0.\nPut the rows in another order before you reduce.",
+            _piece_of(lambda node, gpu, nodes, gpus: gpu * nodes + node),
+        ),
+        Mistake(
+            "total",
+            "This is a row of this rank's own x: nothing is added to it.",
+            lambda seen: seen.own["x"][seen.rank][None],
+        ),
+    ),
+)
+
+
+def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` reduces on two levels, and sends only sums of a node to other nodes.
+
+    x [R, n], row r for rank r   ->   total [1, n], the sum of all ranks' rows for this one
+    """
+    verdict = grade(fn, REDUCE_TWICE, framework)
+    if not verdict.passed:
+        return verdict
+    for mesh in REDUCE_TWICE.meshes:
+        if fault := _too_much_across(fn, mesh, framework):
+            return fault
+    return Verdict(True, f"{verdict.text}\nOnly sums of a node cross to other nodes.", verdict.panels)
+
+
+def _too_much_across(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Verdict | None:
+    """What is wrong with a sum that is right, and sends more than it must from node to node."""
+    nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
+    x = REDUCE_TWICE.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
+    trace = run_of(framework)(fn, mesh, x, in_specs=REDUCE_TWICE.specs["x"]).trace
+    row = 3 * 4  # bytes of three float32
+    across = [(trace.bytes_sent(rank=rank) - trace.bytes_sent(rank=rank, axis="gpu")) / row for rank in mesh.ranks]
+    enough = nodes - 1
+    if nodes == 1 or max(across) <= enough:
+        return None
+    sent = np.array(across).reshape(nodes, gpus)
+    text = (
+        f"reduce_twice is right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than gpu, and "
+        f"{enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
+        "Which of the two levels should come first?"
+    )
+    return Verdict(False, text, [Panel("yours", sent, sent > enough), Panel("enough", np.full((nodes, gpus), enough))])
