@@ -8,10 +8,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/17_data_parallel.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/17_data_parallel.ipynb)
 #
-# ![A timeline of eight ranks. During the backward pass, an all_reduce runs beside almost every product.](images/17_data_parallel.png)
+# ![A timeline of eight ranks. During the backward pass, an all_reduce runs beside every second product.](images/17_data_parallel.png)
 #
 # *One training step on a modelled node of eight H100s. Every rank holds the whole model and has its own batch. The gradient
-# of each layer is averaged over the ranks while the layers before it are still computing theirs.*
+# of each layer is averaged over the ranks while the layers before it are still computing theirs. Only the last message has
+# nothing to hide behind.*
 
 # %%
 import subprocess
@@ -35,7 +36,8 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 # %% [markdown]
-# The times in this lab are **modelled**, and for that sizes are enough: meta tensors have a shape but no numbers.
+# The times in this lab are **modelled**, and for that sizes are enough: meta tensors have a shape but no numbers, and
+# `skip_init` makes layers without any.
 
 # %% tags=["opening-picture"]
 SIZES = {"dtype": torch.bfloat16, "device": "meta"}
@@ -177,7 +179,7 @@ def row(ranks, tokens, where):
     return Row(where, parts, f"{found.share:.0%} hidden")
 
 def bars(tokens):
-    rows = [row(8, tokens, "8 ranks, one node"), row(16, tokens, "16 ranks, two nodes")]
+    rows = [row(8, tokens, "8 ranks, a node"), row(16, tokens, "16 ranks, two nodes")]
     one, two = (f"{r.parts['waiting'] / r.total:.0%}" for r in rows)
     return Bars(rows, f"Waiting takes {one} of the step in one node, {two} in two.")
 
@@ -188,8 +190,8 @@ knob("One step of a large model", "tokens per rank", options, start=2048, about=
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# Inside a node about 2,000 tokens per rank are enough. Across two nodes, where the ring passes through InfiniBand, it takes
-# ten times as many.
+# Inside a node, about 2,000 tokens per rank are enough. A ring over two nodes needs ten times as many, because in every round
+# it waits for the hop over InfiniBand, which is nine times slower than NVLink.
 #
 # </details>
 #
@@ -206,15 +208,29 @@ knob("One step of a large model", "tokens per rank", options, start=2048, about=
 # %%
 from tplab.cost import find
 
-for name, R in [("h100", 8), ("h100", 16), ("a100", 8), ("a100", 16), ("tpu_v5e", 16)]:
-    cluster = find(name)
-    F_, B = cluster.chip.peak("bfloat16"), cluster.group_link(range(R)).bandwidth
-    print(f"{name:8} {R:2} ranks: from {(R - 1) / R * F_ / B:6,.0f} tokens per rank on")
+for name, nodes in [("h100", 1), ("h100", 2), ("h100", 64), ("a100", 64)]:
+    cluster, R = find(name), 8 * nodes
+    flops, slowest = cluster.chip.peak("bfloat16"), cluster.group_link(range(R))
+    one_ring = (R - 1) / R * flops / slowest.bandwidth
+    inside = 7 / 8 / cluster.inner_link.bandwidth  # of the gradients, seconds per byte
+    between = (nodes - 1) / nodes / 8 / cluster.outer_link.bandwidth
+    two_levels = flops * (inside + between)
+    print(f"{name}, {R:3} ranks: {one_ring:6,.0f} tokens per rank with one ring,",
+          f"{two_levels:5,.0f} with two levels")
 
 # %% [markdown]
-# This is a bound for a chip at its peak. Real products reach perhaps half of it, so that half as many tokens are enough. If
-# you cannot reach it, there are three ways out: accumulate gradients over several batches, send fewer bytes, or shard the
-# model, so that each rank has fewer gradients.
+# "Two levels" is the `all_reduce` of [lab 03](03_hierarchies.ipynb): reduce inside the node first, and send an eighth between
+# nodes. NCCL reaches about the same with several rings, one for each network card.
+#
+# **Decide.** Your batch has 4 million tokens. On how many H100s can you spread it before the gradients no longer hide?
+#
+# <details><summary>Answer</summary>
+#
+# A rank needs about 4,400 tokens, so on about 900 GPUs. That is for chips at their peak: if products reach half of it, the
+# backward pass takes twice as long, and 1,800 GPUs are possible. Beyond that you can send fewer bytes, or let several ranks
+# share a replica, as in tensor parallelism: the tokens are needed per replica.
+#
+# </details>
 #
 # ## Send once per step
 #
@@ -222,19 +238,20 @@ for name, R in [("h100", 8), ("h100", 16), ("a100", 8), ("a100", 16), ("tpu_v5e"
 # send:
 
 # %%
-def accumulated(model, x, parts=4, wise=True):
+def accumulated(model, x, parts=4, once=True):
     replicas = tt.data_parallel(model, "dp", bucket_bytes=25e6, broadcast=False)
     for number, part in enumerate(x.chunk(parts)):
-        if wise and number < parts - 1:
+        if once and number < parts - 1:
             with replicas.no_sync():
                 (model(part).mean() / parts).backward()
         else:
             (model(part).mean() / parts).backward()
 
-for wise in (False, True):
-    trace = on_h100(accumulated, big, 8192, ranks=16, wise=wise)
+for once in (False, True):
+    trace = on_h100(accumulated, big, 8192, ranks=16, once=once)
     sent, seconds = trace.bytes_sent(rank=0), trace.makespan
-    print(f"rank 0 sends {sent / 1e9:.1f} GB, the step takes {seconds * 1e3:.0f} ms")
+    label = "once" if once else "each time"
+    print(f"{label:9}  {sent / 1e9:4.1f} GB from rank 0, {seconds * 1e3:.0f} ms")
 
 # %% [markdown]
 # ## The same in JAX: the types do it
