@@ -330,7 +330,8 @@ check_loss(my_loss)
 # ## Your turn: gradients that leave early
 #
 # Write the overlap yourself. `my_replicas(model)` is called once, before the first step. It registers a hook on every
-# parameter, and returns a function that is called after every backward pass. No buckets are needed.
+# parameter, and returns a function that is called after every backward pass and leaves the means in `p.grad`. No buckets are
+# needed.
 
 # %%
 def my_replicas(model):
@@ -364,7 +365,7 @@ check_replicas(my_replicas)
 # 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
 # 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens.
 #
-# Next: [18 ZeRO](18_zero.ipynb).
+# Next: [18 ZeRO](18_zero.ipynb). Eight replicas hold the same thing eight times. Do they have to?
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -329,3 +329,25 @@ def test_what_jax_does_by_its_types():
     assert sizes == [7, 21, 35, 49, 112, 112]
     sent = sum(bytes_sent("all_reduce", int(size), 8, 3, 0) for size in sizes)
     assert out.trace.bytes_sent(rank=0) == sent
+
+
+@pytest.mark.parametrize("per_layer", [True, False])
+def test_where_jax_buckets_leave(per_layer):
+    """On the modelled clock, shapes alone. Called on a layer's parameters, all but the last bucket is hidden."""
+    fw = FRAMEWORKS["jax"]()
+    import jax
+
+    def loss(params, x):
+        params = params if per_layer else fw.lab.data_parallel(params, "dp", bucket_bytes=8 << 20)
+        for w in params:
+            x = x @ (fw.lab.data_parallel(w, "dp") if per_layer else w)
+        return x.sum()
+
+    sizes = [jax.ShapeDtypeStruct((1024, 1024), "float32")] * 8, jax.ShapeDtypeStruct((8 * 2048, 1024), "float32")
+    trace = fw.lab.run(jax.grad(loss), Mesh(dp=8), *sizes, in_specs=(P(), P("dp")), cluster="h100").trace
+    sent = trace.select(rank=0, kind="collective").events
+    assert len(sent) == (8 if per_layer else 4)
+    if per_layer:
+        assert overlap(trace).share == pytest.approx(7 / 8, rel=1e-6)
+    else:  # packing comes last in the program's order
+        assert min(event.start for event in sent) > max(e.end for e in trace.select(rank=0, op="dot_general").events)

@@ -31,6 +31,8 @@ def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKE
     forward   nothing is sent
     backward  an all_reduce per bucket, which needs its gradients alone: XLA may run it beside the rest of the backward
               pass. 2(R-1)/R of the gradients' bytes are sent by each rank
+    The trace keeps the program's order where several operations could run, and packing comes last in it: called on each
+    layer's parameters where the layer uses them, buckets leave during the backward pass there too.
     Without it, JAX adds the gradients up by itself, one psum per array, as the parameters are the same on every rank
     by their types and the data is not. To accumulate, call it on what is differentiated over all microbatches: then
     gradients are sent once.
