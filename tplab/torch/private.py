@@ -156,6 +156,11 @@ def backend_of(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def premul_factor(op: Any) -> Any:
+    """What this ReduceOp.PREMUL_SUM multiplies by: a number, or a tensor. It says so only to be pickled."""
+    return op.__getstate__()[1]
+
+
 def group_tables() -> dict[Any, dict[int, int]]:
     """Of each process group, rank in the world -> rank in the group."""
     from torch.distributed import distributed_c10d

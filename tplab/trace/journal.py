@@ -46,6 +46,14 @@ class Sent(NamedTuple):
     phase: str
 
 
+class Taken(NamedTuple):
+    """A message from another rank, noted by its receiver: when it was there, and the line that asked for it."""
+
+    time: float
+    where: str
+    phase: str
+
+
 class Met(NamedTuple):
     """A collective of the whole group, noted by each of its ranks: when it came, and when it had what it gets."""
 
@@ -97,7 +105,7 @@ class Journal:
         self.computed: list[Computed] = []
         self.added: list[Added] = []
         self.sent: list[Sent] = []
-        self.received: dict[tuple[int, Group, int], float] = {}
+        self.received: dict[tuple[int, Group, int], Taken] = {}
         self.met: list[Met] = []
         self.waited: list[tuple[str, float, float, str, str]] = []
 
@@ -108,7 +116,7 @@ class Journal:
         other.computed = [one._replace(start=one.start + seconds, end=one.end + seconds) for one in self.computed]
         other.added = [added._replace(time=added.time + seconds) for added in self.added]
         other.sent = [sent._replace(start=sent.start + seconds) for sent in self.sent]
-        other.received = {key: arrival + seconds for key, arrival in self.received.items()}
+        other.received = {key: taken._replace(time=taken.time + seconds) for key, taken in self.received.items()}
         other.met = [met._replace(begun=met.begun + seconds, end=met.end + seconds) for met in self.met]
         other.waited = [
             (op, start + seconds, end + seconds, axis, where) for op, start, end, axis, where in self.waited
@@ -140,12 +148,15 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
             recorder.add_wait(journal.rank, op, start - origin, end - origin, axis, where)
     for sent, source in sorted(((sent, j.rank) for j in journals for sent in j.sent), key=_start_and_source):
         receiver = journals[sent.target]
-        arrival = receiver.received.get((source, sent.group, sent.number), receiver.end)  # nobody took it: the end
+        taken = receiver.received.get((source, sent.group, sent.number))
+        arrival = receiver.end if taken is None else taken.time
         span = sent.start - origin, max(sent.start, arrival) - origin
-        recorder.add_message(
+        message = recorder.add_message(
             source, sent.target, sent.op, span, sent.axis, sent.group, sent.num_bytes, sent.shape, sent.dtype,
             sent.step, chunk_of(sent.label), sent.label.contributors, sent.values, sent.where, sent.phase,
         )  # fmt: skip
+        if taken is not None and (taken.where, taken.phase) != (sent.where, sent.phase):
+            recorder.taken(message, taken.where, taken.phase)
     for journal in journals:
         for added in journal.added:  # after the messages, which number the chunks
             time = added.time - origin

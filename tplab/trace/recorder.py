@@ -37,6 +37,7 @@ class Recorder:
         self._blocks: list[dict[str, np.ndarray]] = []
         self._contributors = Codes()
         self._values: dict[int, np.ndarray] = {}  # by note
+        self._takings: dict[int, tuple[str, str]] = {}  # message -> where and in which phase it was received
         self._chunks: dict[int, int] = {}
         self._chunk_names: dict[int, str] = {}
         self._num_packed = 0
@@ -109,8 +110,8 @@ class Recorder:
     def note_message(
         self, form: int, start: float, end: float, num_bytes: int, step: int, chunk: int, contributors: tuple[int, ...],
         values: np.ndarray | None,
-    ) -> None:  # fmt: skip
-        """Take down a message of this form, with a number of its own."""
+    ) -> int:  # fmt: skip
+        """Take down a message of this form, with a number of its own, which it returns."""
         notes, message = self._notes, self._num_messages
         self._num_messages = message + 1
         if values is not None:
@@ -118,6 +119,11 @@ class Recorder:
         notes += (form, start, end, num_bytes, message, step, chunk, contributors)
         if len(notes) >= _FULL:
             self._pack()
+        return message
+
+    def taken(self, message: int, where: str, phase: str) -> None:
+        """Take down from which line, and in which phase, a message was received, where that is not the sender's."""
+        self._takings[message] = where, phase
 
     # --- one by one ----------------------------------------------------------------------------------------------
 
@@ -136,10 +142,10 @@ class Recorder:
         self, source: int, target: int, op: str, span: tuple[float, float], axis: str, group: tuple[int, ...],
         num_bytes: int, shape: tuple[int, ...], dtype: str, step: int, chunk: int, contributors: tuple[int, ...],
         values: np.ndarray | None, where: str, phase: str = "",
-    ) -> None:  # fmt: skip
-        """Take down a message: its send on `source` and its receive on `target`."""
+    ) -> int:  # fmt: skip
+        """Take down a message: its send on `source` and its receive on `target`. Returns its number."""
         form = self.message_form(source, target, op, axis, group, shape, dtype, where, phase)
-        self.note_message(form, *span, num_bytes, step, chunk, contributors, values)
+        return self.note_message(form, *span, num_bytes, step, chunk, contributors, values)
 
     def add_wait(
         self, rank: int, op: str, start: float, end: float, axis: str, where: str, phase: str = ""
@@ -167,6 +173,10 @@ class Recorder:
             else:
                 table = Codes()
                 codes = table.of(name, given)[form]
+                if self._takings and name in ("where", "phase"):
+                    rows = np.flatnonzero(is_receive & np.isin(columns["message"], list(self._takings)))
+                    taken = [self._takings[number][name == "phase"] for number in columns["message"][rows].tolist()]
+                    codes[rows] = table.of(name, taken)
                 columns[name] = list(table), codes
         first = np.flatnonzero(~is_receive)  # of each note, its first event
         values = {}

@@ -125,6 +125,32 @@ def test_reductions(op: str, dtype: torch.dtype, num_ranks: int):
         close(listed, want.chunk(num_ranks)[rank])
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_sums_of_what_each_rank_multiplies_first(as_tensor: bool, num_ranks: int):
+    """ReduceOp.PREMUL_SUM, which only NCCL has otherwise; every rank with a factor of its own."""
+
+    def program() -> list[Tensor]:
+        rank = dist.get_rank()
+        factor = torch.tensor([rank + 0.5]) if as_tensor else rank + 0.5
+        kind = torch._C._distributed_c10d._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+        x = torch.arange(2.0 * num_ranks) + rank
+        everywhere, part = x.clone(), torch.empty(2)
+        dist.all_reduce(everywhere, kind)
+        dist.reduce_scatter_tensor(part, x, kind)
+        several = [x.clone(), x + 1]
+        dist.all_reduce_coalesced(several, kind)
+        return [x, everywhere, part, *several]
+
+    out = on(num_ranks, program)
+    whole: Any = sum((torch.arange(2.0 * num_ranks) + rank) * (rank + 0.5) for rank in range(num_ranks))
+    more: Any = sum((torch.arange(2.0 * num_ranks) + rank + 1) * (rank + 0.5) for rank in range(num_ranks))
+    for rank, (x, everywhere, part, first, second) in enumerate(out.per_rank):
+        torch.testing.assert_close(x, torch.arange(2.0 * num_ranks) + rank, rtol=0, atol=0)
+        for got, want in ((everywhere, whole), (part, whole[2 * rank : 2 * rank + 2]), (first, whole), (second, more)):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)  # small multiples of a half: exact
+
+
 @each_size
 @each_way
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -396,6 +396,16 @@ def test_other_errors_are_what_they_were(script):
         launch(script("x = 1 / 0\n"), ranks=2)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["x = torch.ones(2) @ torch.ones(3)  # on cuda", "assert 1 == 2, 'cuda'[9:]", "n = {'cuda': 0}; 1 // n['cuda']"],
+)
+def test_a_mistake_in_a_line_that_mentions_cuda_is_not_for_want_of_a_gpu(script, line):
+    with pytest.raises(RankError) as error:
+        launch(script(f"import torch\n{line}\n"), ranks=2)
+    assert "--device" not in str(error.value)
+
+
 def test_a_device_that_a_node_does_not_have():
     def program() -> None:
         torch.cuda.set_device(2)

@@ -188,3 +188,17 @@ def test_any_messages(num_ranks: int, drawn: list[tuple[int, int, int, int]]):
     assert sent(out, "send") == [
         sum(8 * size for source, target, size, _ in messages if source == rank != target) for rank in range(num_ranks)
     ]
+
+
+def test_a_receive_has_the_line_that_asked_for_it():
+    def program() -> None:
+        x = torch.ones(2)
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+
+    trace = on(2, program).trace
+    (send,), (receive,) = trace.select(kind="send").events, trace.select(kind="receive").events
+    assert int(receive.where.rpartition(":")[2]) == int(send.where.rpartition(":")[2]) + 2
+    assert send.message == receive.message and trace.from_json(trace.to_json()) == trace

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from tplab.errors import ShapeError
-from tplab.torch.private import no_dispatch, num_modes
+from tplab.torch.private import no_dispatch, num_modes, premul_factor
 from tplab.torch.ranks.rank import Apart, Call, Place
 
 Put = Tensor | Sequence[Tensor]
@@ -33,7 +33,7 @@ class Asked:
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._messages: dict[tuple[Any, ...], Call] = {}
 
-    def _run(self, call: Call, x: Put, opts: Any, take: Callable[[Tensor], None]) -> Any:
+    def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> Any:
         """What to do with a collective; where `opts.asyncOp` is true, the program waits for it itself."""
         raise NotImplementedError  # and no ABC: torch's own class of process groups has another metaclass
 
@@ -241,8 +241,8 @@ class _Finished:
 
 
 _REDUCTIONS = {
-    "SUM": "sum", "AVG": "mean", "PRODUCT": "product", "MIN": "min", "MAX": "max", "BAND": "and", "BOR": "or",
-    "BXOR": "xor",
+    "SUM": "sum", "PREMUL_SUM": "sum", "AVG": "mean", "PRODUCT": "product", "MIN": "min", "MAX": "max",
+    "BAND": "and", "BOR": "or", "BXOR": "xor",
 }  # fmt: skip
 
 
@@ -250,17 +250,18 @@ def _reduction(opts: Any, x: Tensor, given: dict[str, Any]) -> tuple[str]:
     """What to reduce with, by tplab's name for it."""
     op = given.get("op", ReduceOp.SUM) if opts is None else getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op).name  # torch hands on an object with the kind, or the kind
-    name = _REDUCTIONS.get(kind)
-    if name is None:
-        raise NotImplementedError(
-            f"ReduceOp.{kind} is not supported on simulated ranks; multiply by the factor first and reduce with "
-            "ReduceOp.SUM"
-        )
+    name = _REDUCTIONS[kind]
     if name in ("and", "or", "xor") and (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"a bitwise {name} needs whole numbers or booleans, not {x.dtype}")
     if name == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"ReduceOp.AVG of {x.dtype} would not be whole numbers; convert to a floating-point type first")
     return (name,)
+
+
+def factor_of(opts: Any) -> Any:
+    """What `ReduceOp.PREMUL_SUM` multiplies by before it adds up; None for other reductions."""
+    op = getattr(opts, "reduceOp", None)
+    return premul_factor(op) if getattr(op, "op", None) == ReduceOp.PREMUL_SUM else None
 
 
 def several(tensors: Any) -> Sequence[Tensor]:

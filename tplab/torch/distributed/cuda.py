@@ -8,12 +8,14 @@ that keeps its best weights by `.cpu()` keeps them.
 from __future__ import annotations
 
 import inspect
-import linecache
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -287,14 +289,8 @@ class _Generator(metaclass=_IsGenerator):
 
 
 def advice(error: BaseException, is_mapped: bool) -> str | None:
-    """What helps a program that has failed, it seems, because there is no GPU; None for others."""
-    if torch.cuda.is_available():
-        return None
-    step, text = error.__traceback__, f"{type(error).__name__} {error}"
-    while step is not None:
-        text += linecache.getline(step.tb_frame.f_code.co_filename, step.tb_lineno) if step.tb_next is None else ""
-        step = step.tb_next
-    if not any(word in text.lower() for word in ("cuda", "nvidia", "gpu")):
+    """What helps a program that has failed because there is no GPU; None for others."""
+    if torch.cuda.is_available() or not _is_for_want_of_a_gpu(error):
         return None
     if is_mapped:
         return 'device="cpu" maps cuda to the CPU, and this use of it has no counterpart there'
@@ -302,3 +298,21 @@ def advice(error: BaseException, is_mapped: bool) -> str | None:
         'this machine has no GPU; device="cpu" (on the command line, --device cpu) runs the program on the CPU, with '
         "every mention of cuda mapped to it"
     )
+
+
+_ASKS = re.compile(r"\b(is_available|is_nccl_available|device_count)\(")
+
+
+def _is_for_want_of_a_gpu(error: BaseException) -> bool:
+    """Whether the error speaks of GPUs, comes from torch.cuda, or from a line that asks which GPUs there are.
+
+    That a line with another mistake mentions cuda says nothing.
+    """
+    if any(word in f"{type(error).__name__} {error}".lower() for word in ("cuda", "nvidia", "gpu", "accelerator")):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return False
+    if Path(frames[-1].filename).parent == Path(torch.cuda.__file__).parent:
+        return not isinstance(error, LookupError)
+    return isinstance(error, AssertionError | ZeroDivisionError) and bool(_ASKS.search(frames[-1].line or ""))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tplab.torch.distributed.asked import Asked, Put, flat, several
+from tplab.torch.distributed.asked import Asked, Put, factor_of, flat, several
 from tplab.torch.distributed.work import Several, Started, Taken, Work
 from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.outcomes import own
@@ -119,9 +119,12 @@ class Group(Asked, dist.ProcessGroup):
 
     # --- how ----------------------------------------------------------------------------------------------------
 
-    def _run(self, call: Call, x: Put, opts: Any, take: Callable[[Tensor], None]) -> Work:
+    def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> Work:
         """Run the collective; or start it, where the program will wait for it itself. `take` gets the result."""
-        x = _dense(x) if isinstance(x, Tensor) else _joined(x)
+        x = _dense(put) if isinstance(put, Tensor) else _joined(put)
+        if call.reduction == "sum" and (factor := factor_of(opts)) is not None:
+            with no_dispatch():
+                x = (x * factor).to(x.dtype)
         if opts is None or opts.asyncOp:
             return Started(self.member, self.member.begin(call, x), x, take, queue=self.unfinished)
         result = self.member.do(call, x)

@@ -19,7 +19,7 @@ from tplab.torch.processes.waits import mismatch
 from tplab.torch.ranks import outcomes as collectives
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
-from tplab.trace.journal import Group, Met, Sent
+from tplab.trace.journal import Group, Met, Sent, Taken
 from tplab.trace.label import UNKNOWN
 
 
@@ -182,7 +182,8 @@ class Message(ProcessPending):
         if self.source is None:
             return
         rank = self.rank
-        rank.journal.received[self.source, self.group, self.number] = arrival
+        taken = Taken(arrival, self.side.where, self.phase)
+        rank.journal.received[self.source, self.group, self.number] = taken
         rank.hops = max(rank.hops, self.header.hops + 1)
         rank.received(result, self.header.label)
 

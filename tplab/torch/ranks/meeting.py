@@ -40,13 +40,13 @@ class Site:
     num_sent    of the others: the bytes that the ring algorithm sends from here, where that is the same in each meeting
     """
 
-    __slots__ = ("call", "code", "dtype", "form", "group", "index", "is_small", "num_bytes", "num_sent", "shape",
-                 "signature", "source", "target", "wait_form", "where")  # fmt: skip
+    __slots__ = ("call", "code", "dtype", "form", "group", "index", "is_small", "num_bytes", "num_sent", "phase",
+                 "shape", "signature", "source", "target", "wait_form", "where")  # fmt: skip
 
     def __init__(
         self, call: Call, x: Tensor, rank: int, group: Group, where: str, phase: str, code: CodeType, recorder: Recorder
     ):  # fmt: skip
-        self.call, self.group, self.where = call, group, where
+        self.call, self.group, self.where, self.phase = call, group, where, phase
         self.code = code  # kept alive: sites are found by its identity
         self.index, axis = call.place.index, call.place.label
         brought = signature(call, x)
@@ -76,7 +76,8 @@ class Meeting:
     number       how many the group had before it
     sites        position in the group -> from where that member came; the first of them says what it is
     waiting      the ranks that wait in it
-    messages     of a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label
+    messages     of a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label, its
+                 number in the trace, and from where it was sent
     inputs       of the others: what each position has put in; `ready`, `hops`: when the last of them came
     outputs      what each position gets, once all are there, until it takes it; `end`, `hops_end`: when
     """
@@ -88,7 +89,7 @@ class Meeting:
         self.number, self.signature = number, signature
         self.sites: dict[int, Site] = {}
         self.waiting: list[int] = []
-        self.messages: dict[int, tuple[Tensor, float, float, Label]] = {}
+        self.messages: dict[int, tuple[Tensor, float, float, Label, int, Site]] = {}
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] | None = None
         self.ready = self.hops = self.end = self.hops_end = 0.0

@@ -224,7 +224,7 @@ class SimulatedRank(Rank):
         world, rank, payload, num_bytes = self.world, self.rank, own(x), site.num_bytes
         target: int = site.target  # type: ignore
         if target == rank:
-            meeting.messages[target] = payload, self.clock, self.hops, self.labels.get(x) or UNKNOWN
+            meeting.messages[target] = payload, self.clock, self.hops, self.labels.get(x) or UNKNOWN, -1, site
             return self.clock, self.hops
         start, end = world.links.message(rank, target, num_bytes, self.clock)
         hop, hop_end = start, end
@@ -237,8 +237,10 @@ class SimulatedRank(Rank):
             values = values_of(payload) if site.is_small else None
         elif not self._provenance.has_lost_track:
             self._provenance.stop()
-        meeting.messages[target] = payload, end, hop_end, label
-        world.recorder.note_message(site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values)
+        number = world.recorder.note_message(
+            site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values
+        )
+        meeting.messages[target] = payload, end, hop_end, label, number, site
         waiting = meeting.waiting
         if waiting and target in waiting:
             waiting.remove(target)
@@ -304,7 +306,9 @@ class SimulatedRank(Rank):
         if message is None:
             self._wait(site, meeting)
             message = meeting.messages.pop(self.rank)
-        result, end, hops, label = message
+        result, end, hops, label, number, sent = message
+        if (site.where, site.phase) != (sent.where, sent.phase):
+            self.world.recorder.taken(number, site.where, site.phase)
         if label is not UNKNOWN or not self._provenance.has_lost_track:
             self._provenance.received(result, label)
         self._stand_still(site, end, hops)

@@ -67,10 +67,10 @@ class Listener(Asked):
         (x,) = several(tensors)
         self._heard.append(Heard(op, x.nbytes, tuple(x.shape), dtype_name(x.dtype), "", peer, tag, True, x.is_cuda))
 
-    def _run(self, call: Call, x: Put, opts: Any, take: Callable[[Tensor], None]) -> None:
-        pieces = [x] if isinstance(x, Tensor) else x
+    def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> None:
+        pieces = [put] if isinstance(put, Tensor) else put
         numel = sum(piece.numel() for piece in pieces)
-        shape = tuple(x.shape) if isinstance(x, Tensor) else (numel,)
+        shape = tuple(put.shape) if isinstance(put, Tensor) else (numel,)
         numels = call.takes if call.op == "all_gather" and call.takes else (numel,) * len(self.place.group)
         num_bytes = bytes_sent(call, shape, pieces[0].element_size(), numels, self.place.index)
         dtype, is_async = dtype_name(pieces[0].dtype), opts is None or opts.asyncOp

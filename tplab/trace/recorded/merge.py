@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tplab.errors import TraceError
 from tplab.mesh import Mesh, label_of
-from tplab.trace.journal import Computed, Journal, Met, Sent, trace_of
+from tplab.trace.journal import Computed, Journal, Met, Sent, Taken, trace_of
 from tplab.trace.label import UNKNOWN
 from tplab.trace.recorded.clocks import advances
 from tplab.trace.recorded.meetings import Meeting, meetings_of
@@ -182,7 +182,7 @@ def _journals(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh
                          side.dtype, meeting.step, UNKNOWN, None, side.where, side.phase)
                 )  # fmt: skip
             else:
-                journal.received[ranks[0], ranks, meeting.number] = end
+                journal.received[ranks[0], ranks, meeting.number] = Taken(end, side.where, side.phase)
     return journals
 
 
