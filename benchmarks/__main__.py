@@ -25,6 +25,7 @@ ORDER = [
     "mlp_jax",
     "gpt_torch",
     "gpt_jax",
+    "zero_torch",
     "classifier_jax",
     "schedules",
     "pipeline_jax",
