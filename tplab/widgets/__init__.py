@@ -12,6 +12,7 @@ and for labs, of numbers that a cell has:
     matrices({...})               small matrices side by side
     curves(...)                   how something grows
     levels(...)                   how much memory is held, over time or over anything that grows
+    LossCurve(steps)              the loss of a model, while it trains
     knob(...)                     one control, and bars that change with it
     bytes_text(...)               "1.5 MB": sizes as the widgets write them
 
@@ -31,6 +32,7 @@ from tplab.widgets.curves import curves
 from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.knob import Bars, Row, knob
 from tplab.widgets.levels import levels
+from tplab.widgets.loss_curve import LossCurve
 from tplab.widgets.matrices import matrices
 from tplab.widgets.page import to_html
 from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
@@ -41,6 +43,7 @@ __all__ = [
     "Animation",
     "Bars",
     "Gantt",
+    "LossCurve",
     "PipelineLab",
     "Row",
     "Shards",

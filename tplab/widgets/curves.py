@@ -38,8 +38,16 @@ class Curves(Card):
 
     def __init__(self, title: str, about: str, sentence: str, figure: Any, x_text: Callable[[float], str]):
         self.title, self.about, self.sentence, self.figure = title, about, sentence, figure
-        content = {"title": title, "about": about, "sentence": sentence, "drawing": _as_svg(figure)}
-        super().__init__(content=content | {"panels": readings(figure, x_text)})
+        self._x_text = x_text
+        super().__init__(content=self._drawn())
+
+    def redraw(self) -> None:
+        """Show what `about` and `figure` have become."""
+        self.content = self._drawn()
+
+    def _drawn(self) -> dict[str, Any]:
+        words = {"title": self.title, "about": self.about, "sentence": self.sentence}
+        return {**words, "drawing": _as_svg(self.figure), "panels": readings(self.figure, self._x_text)}
 
     def picture(self) -> bytes:
         """The card as PNG, a dot a pixel."""

@@ -1,0 +1,189 @@
+"""The exercises of lab 20: clipping that one device would do, and the layout that a cluster is fastest with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from tplab.cost import H100_NODE, Cluster
+from tplab.cost.cluster import ETHERNET_10G
+from tplab.exercises.check import Verdict, not_started, untouched
+from tplab.mesh import Mesh
+from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
+from tplab.schedules import one_f_one_b
+from tplab.sharding import P
+from tplab.units import time_text
+
+SMALL = GPTConfig(32, 16, 2, 4, 8)
+LARGE = GPTConfig(32768, 4096, 2, 32, 2048, bias=False)
+"""Two blocks as they are in models of about 7 billion parameters."""
+
+CLUSTERS: Mapping[str, Cluster] = {
+    "one node of 8": replace(H100_NODE, name="one node of 8"),
+    "2 nodes of 4": replace(H100_NODE, name="2 nodes of 4", node_size=4),
+    "8 machines": replace(H100_NODE, name="8 machines", node_size=1, outer_link=ETHERNET_10G),
+}
+"""H100 GPUs: all on NVLink; two nodes with InfiniBand between them; one per machine, with 10 Gb Ethernet."""
+
+LAYOUTS = {
+    "8 tp": Mesh(tp=8),
+    "4 dp x 2 tp": Mesh(dp=4, tp=2),
+    "2 dp x 4 tp": Mesh(dp=2, tp=4),
+    "2 pp x 4 tp": Mesh(pp=2, tp=4),
+    "8 dp": Mesh(dp=8),
+    "4 dp x 2 pp": Mesh(dp=4, pp=2),
+}
+"""What can be chosen. The last axis is the one whose ranks are neighbours."""
+
+
+# --- the step, on shapes alone ---------------------------------------------------------------------------------------
+
+
+def modelled(mesh: Mesh, cluster: Cluster, config: GPTConfig = LARGE, batch_size: int = 16) -> Any:
+    """The trace of one training step on the modelled clock: forward, backward and all gradients averaged, with tensors
+    that have shapes and no numbers, in bfloat16. Two microbatches per pipeline."""
+    import torch
+
+    from tplab.torch import gpt_layers, run, split_batch, stages_of, train_batch, vocab_parallel_cross_entropy
+    from tplab.training.recipe import with_all_axes
+
+    whole = with_all_axes(mesh)
+    schedule = one_f_one_b(whole.shape["pp"], 2)
+
+    def step() -> None:
+        torch.set_default_dtype(torch.bfloat16)
+        ids = torch.zeros(batch_size // whole.shape["dp"], config.context, dtype=torch.long, device="meta")
+        with torch.device("meta"):
+            stages = stages_of(gpt_layers(config), schedule)
+        train_batch(schedule, stages, split_batch(ids, ids, 2), loss, data_axis="dp")
+
+    def loss(logits: Any, targets: Any) -> Any:
+        return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size)
+
+    return run(step, whole, cluster=cluster, device="meta").trace
+
+
+@cache
+def _seconds(layout: str, cluster: str) -> float:
+    return modelled(LAYOUTS[layout], CLUSTERS[cluster]).makespan
+
+
+def check_layouts(chosen: Mapping[str, str]) -> Verdict:
+    """Whether `chosen`, cluster -> layout, has the fastest layout of LAYOUTS for each of CLUSTERS."""
+    if not any(chosen.values()):
+        return untouched("layouts")
+    lines, right = [], True
+    for cluster in CLUSTERS:
+        layout = chosen.get(cluster) or ""
+        if not layout:
+            right = False
+            lines.append(f"{cluster}: not chosen yet")
+            continue
+        if layout not in LAYOUTS:
+            right = False
+            lines.append(f"{cluster}: {layout!r} is not among the layouts; choose one of {', '.join(LAYOUTS)}")
+            continue
+        best = min(LAYOUTS, key=lambda other: _seconds(other, cluster))
+        took, least = _seconds(layout, cluster), _seconds(best, cluster)
+        if took <= 1.001 * least:
+            lines.append(f"{cluster}: {layout} is the fastest, {time_text(took, 's')} per step")
+        else:
+            right = False
+            slower = f"takes {took / least:.1f} times as long as the fastest"
+            lines.append(f"{cluster}: {layout} {slower}. {_hint(layout, cluster)}")
+    return Verdict(right, "\n".join(lines))
+
+
+def _hint(layout: str, cluster: str) -> str:
+    mesh, node = LAYOUTS[layout], CLUSTERS[cluster].node_size or 8
+    tp = mesh.shape.get("tp", 1)
+    if tp > node:
+        return "Its tensor-parallel groups send activations over the slow links, several times per block."
+    if cluster == "8 machines":
+        return "Here every message is slow: count which layout sends the fewest bytes in total."
+    return "Compare what crosses the slow links, and what each block sends inside."
+
+
+# --- clipping --------------------------------------------------------------------------------------------------------
+
+Clip = Callable[[Any, float, Any], Any]
+
+
+def stage_specs(config: GPTConfig, bounds: Any) -> dict[int, dict[str, P]]:
+    """How the parameters of every stage lie on the mesh, as `clip_gradients` takes it: {stage: {name: P}}."""
+    specs, found = gpt_specs(config), {}
+    for stage, (begin, end) in enumerate(pairwise(bounds)):
+        found[stage] = {
+            f"{layer - begin}.{name}": specs[gpt_layer_name(config, layer, name)]
+            for layer in range(begin, end)
+            for name in _names(config, layer)
+        }
+    return found
+
+
+def _names(config: GPTConfig, layer: int) -> list[str]:
+    if layer == 0:
+        return ["embedding.weight", "positions.weight"]
+    if layer == config.num_layers + 1:
+        return ["embedding.weight", *[name for name in gpt_specs(config) if name.startswith("norm.")]]
+    prefix = "blocks.0."
+    return [name.removeprefix(prefix) for name in gpt_specs(config) if name.startswith(prefix)]
+
+
+def check_clipping(clip: Clip) -> Verdict:
+    """Whether `clip(stages, max_norm, specs)` scales the gradients of a GPT's stages as one device would, in place."""
+    if not_started(clip):
+        return untouched("my_clip")
+    whole = _scales(Mesh(dp=1, pp=1, tp=1), None)[0]
+    for mesh in (Mesh(dp=2, pp=2, tp=2), Mesh(dp=1, pp=1, tp=4), Mesh(dp=1, pp=4, tp=1)):
+        try:
+            scales = _scales(mesh, clip)
+        except Exception as error:
+            return Verdict(False, f"my_clip: {type(error).__name__}: {error}")
+        wrong = {rank: scale for rank, scale in enumerate(scales) if abs(scale / whole - 1) > 1e-9}
+        if wrong:
+            rank, scale = next(iter(wrong.items()))
+            said = f"On {mesh} rank {rank} scales its gradients by {scale:.4f}, and one device by {whole:.4f}."
+            return Verdict(False, f"my_clip: {said}\n{_why(scales, scale / whole)}")
+    return Verdict(True, "my_clip is right: every rank scales by the same factor, that of one device, on three meshes.")
+
+
+def _why(scales: list[float], times: float) -> str:
+    if max(scales) / min(scales) > 1 + 1e-9:
+        return (
+            "The ranks do not agree, so copies of a parameter drift apart: each rank has the norm of what it holds, "
+            "and the norm of the model is a sum over ranks."
+        )
+    if times < 1:
+        return "All ranks agree, but the norm is too large: what several ranks hold is counted more than once."
+    return "All ranks agree, but the norm is too small: what other ranks hold is missing."
+
+
+def _scales(mesh: Mesh, clip: Clip | None) -> list[float]:
+    """By what each rank scales its gradients, of a small GPT's first batch."""
+    import torch
+
+    from tplab.torch import axis_index, clip_gradients, gpt_layers, gpt_state, run, split_batch, stages_of, train_batch
+    from tplab.torch import vocab_parallel_cross_entropy as cross_entropy
+    from tplab.torch.training.gpt_stages import load_whole
+
+    ids = torch.arange(8 * 9).view(8, 9) % SMALL.vocab_size
+    schedule = one_f_one_b(mesh.shape["pp"], 2)
+
+    def program() -> float:
+        torch.set_default_dtype(torch.float64)
+        stages = stages_of(gpt_layers(SMALL), schedule)
+        load_whole(stages, SMALL, gpt_state(SMALL))
+        own = ids.chunk(mesh.shape["dp"])[axis_index("dp")]
+        pairs = split_batch(own[:, :-1], own[:, 1:], 2)
+        train_batch(schedule, stages, pairs, lambda y, t: cross_entropy(y, t, "tp", 32), data_axis="dp")
+        before = [parameter.grad.clone() for parameter in stages.parameters() if parameter.grad is not None]
+        (clip or clip_gradients)(stages, 0.1, stage_specs(SMALL, stages.partition.bounds))
+        after = [parameter.grad for parameter in stages.parameters() if parameter.grad is not None]
+        norms = [torch.stack([grad.norm() for grad in grads]).norm() for grads in (before, after)]
+        return float(norms[1] / norms[0])
+
+    return run(program, mesh).per_rank

@@ -1,0 +1,97 @@
+"""`LossCurve(steps)`: the loss of a model while it trains, drawn as it comes; beside it a run from before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import traitlets
+
+from tplab.widgets.curves import Curves, explain, figure_of
+from tplab.widgets.paper.card import script, style
+from tplab.widgets.paper.palette import DIM, HUES, INK, LINE
+
+SECONDS_BETWEEN = 0.5
+"""At least. Drawing takes time that training does not get: no more than a tenth of it."""
+
+
+class Progress(Protocol):
+    """What is shown after a step: see `tplab.training.progress`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def held_out(self) -> float | None: ...
+    @property
+    def seconds_left(self) -> float | None: ...
+
+
+class LossCurve(Curves):
+    """A card that draws while a model trains: show it, then give it to `train`.
+
+        curve = LossCurve(steps=100)
+        display(curve)
+        train(config, text, mesh, Recipe(100), show=curve)
+
+    steps      how many there will be: the width of the picture
+    beside     the losses of a run from before, drawn dotted, and what they are of
+    sentence   what is to be seen, where no picture is shown
+    """
+
+    _esm = script("shell", "loss_curve")
+    _css = style()
+    content = traitlets.Dict().tag(sync=True)
+
+    def __init__(
+        self, steps: int, *, title: str = "Loss", about: str = "", sentence: str = "The loss while a model trains.",
+        beside: tuple[str, Sequence[float]] | None = None,
+    ):  # fmt: skip
+        self.steps, self.beside = steps, beside
+        self.losses: dict[int, float] = {}
+        self.held_out: dict[int, float] = {}
+        self._left: float | None = None
+        self._next = 0.0
+        self._of_what = about
+        super().__init__(title, about, sentence, self._figure(), lambda step: f"step {step:.0f}")
+
+    def __call__(self, progress: Progress) -> None:
+        """Take a step into the picture. It is drawn again at most twice a second, and after the last step."""
+        self.losses[progress.step] = progress.loss
+        if progress.held_out is not None:
+            self.held_out[progress.step] = progress.held_out
+        self._left = progress.seconds_left
+        began = time.monotonic()
+        if progress.step >= self.steps or began >= self._next:
+            self.draw()
+            now = time.monotonic()
+            self._next = now + max(SECONDS_BETWEEN, 9 * (now - began))
+
+    def draw(self) -> None:
+        """Draw all steps until now."""
+        about = self._of_what
+        self.figure = self._figure()
+        vars(self).pop("_picture", None)  # of the last time
+        done = max(self.losses, default=0)
+        told = f"step {done} of {self.steps}"
+        if self._left:
+            told += f", about {self._left:.0f} s left"
+        self.about = f"{about} · {told}" if about else told
+        self.redraw()
+
+    def _figure(self) -> Any:
+        figure, (ax,) = figure_of([""], "steps")
+        if self.beside is not None:
+            name, losses = self.beside
+            ax.plot(range(1, len(losses) + 1), losses, color=INK, lw=1.2, ls=(0, (1, 2)), zorder=4, label=name)
+        ax.plot(list(self.losses), list(self.losses.values()), color=HUES[0], lw=2, zorder=3, label="loss")
+        if self.held_out:
+            ax.plot(*zip(*self.held_out.items()), "o", color=HUES[1], ms=6, zorder=5, label="on held-out text")
+        ax.set_xlim(0, max(self.steps, 1))
+        ax.set_ylabel("nats per byte", color=DIM, fontsize=9)
+        ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
+        ax.spines["bottom"].set(visible=True, color=LINE)
+        explain(figure, ax)
+        return figure
