@@ -61,7 +61,7 @@ def train(
     live = None if on == "processes" else show
     with Stop() if not (is_launched or on == "processes") else nullcontext() as stop:
         program = partial(_train, config, text, recipe, first, folder, seed, live, stop)
-        results = run(lambda: program(), mesh, on=on, seed=seed).per_rank
+        results = run(lambda: program(), mesh, on=on, seed=seed, keep_values=0).per_rank
     steps: list[Progress] = results[0][0]
     for progress in steps if live is None else ():
         show(progress)
