@@ -139,6 +139,52 @@ def test_a_second_piece_is_a_share_of_a_nodes_ranks():
     assert secondary_bytes(100, 4, ZeroPlusPlus("gpu", secondary=False)) == 0
 
 
+def test_second_pieces_take_in_memory_what_the_formula_says(fw):
+    """After the forward pass, between what is held with them and without: tensors that live, or that JAX will keep."""
+
+    def held_by(options: dict[str, Any]) -> Any:
+        how = fw.lab.zero_plus_plus("gpu", **options)
+        return _torch_held(how) if fw.name == "torch" else _jax_held(how)
+
+    x, ws = fw.array(batch()[0]), [fw.array(w) for w in weights()]
+    held = {}
+    for name in ("none", "hpZ", "qwZ", "all"):
+        held[name] = fw.lab.run(held_by(SAVINGS[name]), MESH, x, *ws, in_specs=(P(AXIS), *[P()] * LAYERS)).per_rank
+    expected = LAYERS * secondary_bytes(ROW, 2, ZeroPlusPlus("gpu"), itemsize=4)
+    for without, with_pieces in (("none", "hpZ"), ("qwZ", "all")):
+        assert {int(b) - int(a) for a, b in zip(held[without], held[with_pieces])} == {expected}
+
+
+def _torch_held(how: dict[str, Any]) -> Any:
+    import torch
+    from torch import nn
+
+    import tplab.torch as tt
+
+    def program(x: torch.Tensor, *whole: torch.Tensor) -> int:
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in whole]
+        model = tt.shard_parameters(nn.Sequential(*layers), AXIS, prefetch=False, **how)
+        with tt.LiveBytes() as live:
+            y = model(x.requires_grad_())
+            held = live.now()
+        y.sum().backward()
+        return held
+
+    return program
+
+
+def _jax_held(how: dict[str, Any]) -> Any:
+    import jax.numpy as jnp
+
+    import tplab.jax as tj
+
+    def program(x: Any, *whole: Any) -> Any:
+        model = tj.shard_parameters([lambda w, x: x @ w] * LAYERS, AXIS, **how)
+        return jnp.array(tj.saved_tensors(model, model.shard(list(whole)), x).bytes)
+
+    return program
+
+
 # -------------------------------------------------------------------------------------------------------- training
 
 
