@@ -270,3 +270,30 @@ def test_jax_adds_up_gradients_by_itself():
     assert out.trace.bytes_sent(0, op="all_reduce") > 0
     assert out.trace.bytes_sent(0, op="all_gather") == 8 * 2 * Pieces(ALL, 3).width
     assert out.trace.bytes_sent(0, op="reduce_scatter") == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_whole_gradients_are_let_go_in_stage_2(stage):
+    """Of 8 layers, a bucket each: stage 1 has all whole gradients at the end of the backward pass; stage 2 has two at
+    most, one that fills and one on its way (its gradient, its message, the message begun), and pieces of the others."""
+    import tplab.torch as lab
+
+    width, depth, num_ranks = 64, 8, 4
+    layer_bytes = 4 * width * width
+    shard = {1: lab.shard_optimizer, 2: lab.shard_gradients}[stage]
+
+    def program():
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))
+        shard(torch_adamw, model.parameters(), "dp", bucket_bytes=layer_bytes)
+        loss = model(torch.ones(1, width)).sum()
+        with lab.LiveBytes() as live:
+            loss.backward()
+        return live.peak, live.now()
+
+    peak, after = lab.run(program, Mesh(dp=num_ranks)).per_rank[0]
+    whole, pieces = depth * layer_bytes, depth * layer_bytes // num_ranks
+    if stage == 1:
+        assert whole <= after <= peak < whole + layer_bytes
+    else:
+        assert after == pieces
+        assert peak < pieces + 4 * layer_bytes
