@@ -29,6 +29,7 @@ ORDER = [
     "classifier_jax",
     "schedules",
     "pipeline_jax",
+    "train",
     "jax_in_flight",
     "hidden_communication",
     "import_time",

@@ -430,7 +430,7 @@ check_reduce_twice(reduce_twice)
 # [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io). PyTorch's
 # [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [20 Three dimensions](20_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

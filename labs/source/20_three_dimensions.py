@@ -1,0 +1,295 @@
+# %% [markdown]
+# # 20 Three dimensions
+#
+# **Which axis of the mesh belongs inside a node?**
+#
+# Prerequisites: [lab 11](11_run_a_pipeline.ipynb) for pipelines, [lab 17](17_data_parallel.ipynb) for data parallelism, and
+# [lab 18](18_zero.ipynb) for ZeRO. Time: 50 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/20_three_dimensions.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/20_three_dimensions.ipynb)
+#
+# ![A training step on two nodes of four GPUs. It is fastest with the pipeline across the nodes, and slowest with tensor parallelism across them.](images/20_three_dimensions.png)
+#
+# *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2. Only the order
+# of its axes differs, and with it the axis whose messages cross from node to node. Waiting includes the time of messages.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+
+# %%
+from dataclasses import replace
+
+import torch
+from tplab import Mesh, P
+from tplab.cost.cluster import ETHERNET_10G
+from tplab.data.text import Text, python_source
+from tplab.exercises.three_dimensions import (
+    CLUSTERS, LAYOUTS, LARGE, modelled, stage_specs,
+)
+from tplab.schedules import one_f_one_b
+from tplab.torch import (
+    GPTConfig, axis_index, clip_gradients, gpt_layers, run, split_batch, stages_of,
+    train, train_batch, vocab_parallel_cross_entropy,
+)
+from tplab.training.recipe import Recipe
+from tplab.widgets import Bars, LossCurve, Row, animate, bytes_text, knob, shards
+
+torch.set_num_threads(1)  # several threads do not pay for tensors this small
+
+# %% [markdown]
+# `modelled` runs one step on simulated ranks. Its tensors have shapes and no numbers, so a large model takes no memory. Every
+# message and every operation advances the clock of its rank by what a cluster would need. In a `Mesh` the last axis is the
+# fastest: with nodes of four ranks, it is the first axis that crosses from node to node.
+
+# %% tags=["opening-picture"]
+orders = {"pp": ("pp", "dp", "tp"), "dp": ("dp", "pp", "tp"), "tp": ("tp", "dp", "pp")}
+names = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
+ethernet = replace(CLUSTERS["2 nodes of 4"], outer_link=ETHERNET_10G)
+
+def steps_on(cluster):
+    return {first: modelled(Mesh(**dict.fromkeys(order, 2)), cluster)
+            for first, order in orders.items()}
+
+def bar(first, trace):
+    computes = trace.select(kind="compute", rank=0).events
+    busy = sum(event.duration for event in computes)
+    parts = {"computing": busy, "waiting": trace.makespan - busy}
+    return Row(f"{names[first]} across nodes", parts)
+
+networks = {"InfiniBand": steps_on(CLUSTERS["2 nodes of 4"]),
+            "10 Gb Ethernet": steps_on(ethernet)}
+knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes",
+     {name: Bars([bar(*step) for step in steps.items()],
+      "Tensor parallelism across nodes is slowest, a pipeline across them fastest.")
+      for name, steps in networks.items()},
+     start="InfiniBand", about="modelled, rank 0", unit="s")
+
+# %% [markdown]
+# ## By hand: eight workers
+#
+# Eight workers can be divided over one pipeline of eight stages, two of four stages, or four of two. In three dimensions each
+# rank is in one group per axis. Rank 5 of `Mesh(pp=2, dp=2, tp=2)` has the coordinates `pp=1, dp=0, tp=1`.
+#
+# **Predict.** With which rank does rank 5 share its stage and its batch? Which rank has the same weights? From which rank does
+# it receive activations?
+#
+# <details><summary>Answer</summary>
+#
+# Rank 4 has the other half of its tensors, because `tp` is the fastest axis. Rank 7 has the same weights and another part of the
+# batch. Rank 1 is the stage before. The next cell prints all groups.
+#
+# </details>
+
+# %%
+mesh = Mesh(pp=2, dp=2, tp=2)
+for axis in ("tp", "dp", "pp"):
+    print(axis, mesh.groups(axis), "rank 5:", mesh.group(5, axis))
+
+# %% [markdown]
+# This is the order of Megatron-LM: tensor-parallel ranks are neighbours, then data parallelism, and the pipeline is slowest.
+# The widget shows which rank holds which part of the weight of an MLP, of a stage whose ranks are 4 data-parallel by 2
+# tensor-parallel.
+
+# %%
+shards(Mesh(dp=4, tp=2), (16, 8), P("tp"))
+
+# %% [markdown]
+# ## What each axis sends
+#
+# Take $L$ blocks of width $D$, a vocabulary of $V$, $m$ microbatches of $b$ sequences of length $S$ per pipeline, and 2 ranks
+# along each axis. A tensor of activations has $A = bSD$ numbers. Counted per rank, with the ring's $2(R-1)/R = 1$ for $R = 2$:
+#
+# | axis | what | numbers sent by a rank in the first stage |
+# |---|---|---|
+# | tp | 4 all_reduces per block and microbatch, 1 for the embedding | $m (4 \cdot L/2 + 1) A$ |
+# | pp | the output of the stage, per microbatch; the gradient of the tied embedding | $m A + VD/2$ |
+# | dp | the average of all its gradients | $N$ parameters |
+#
+# **Predict.** The model at the top has 2 blocks of width 4,096, sequences of 2,048 tokens and 2 microbatches of 4 sequences.
+# Which axis sends most?
+
+# %%
+A, m, here = 4 * 2048 * 4096, 2, LARGE.num_layers // 2
+blocks = here * 12 * 4096**2 / 2  # parameters on a rank: half of each block
+words, positions = 32768 / 2 * 4096, 2048 * 4096
+by_hand = {"tp": m * (4 * here + 1) * A, "pp": m * A + words,
+           "dp": blocks + words + positions}
+trace = networks["InfiniBand"]["pp"]
+events = [event for event in trace.events if event.rank == 0]
+for axis, numbers in by_hand.items():
+    counted = sum(event.bytes for event in events if event.axis == axis
+                  and event.kind in ("collective", "send"))
+    print(f"{axis}: by hand {bytes_text(2 * numbers)}, counted {bytes_text(counted)}")
+
+# %% [markdown]
+# The formula leaves out the norms, which are too small to be seen. Tensor parallelism sends most, and the next operation waits
+# for each of its messages. So it belongs on the fastest links. A pipeline sends least, so it may cross the slowest.
+#
+# ## Build it
+#
+# A step in three dimensions is made of what you know. The layers of a GPT are cut into stages; inside a stage they are
+# tensor-parallel; each data-parallel rank takes its own rows of the batch.
+
+# %%
+config = GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
+text = Text(python_source())
+
+def loss_of(logits, targets):
+    return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size)
+
+def step(mesh, clip=clip_gradients):
+    schedule = one_f_one_b(mesh.shape["pp"], 2)
+    stages = stages_of(gpt_layers(config), schedule)
+    ids, targets = map(torch.tensor, text.batch(0, size=8, length=32))
+    rows = slice(axis_index("dp"), None, mesh.shape["dp"])  # any share of the rows
+    pairs = split_batch(ids[rows], targets[rows], 2)
+    loss = train_batch(schedule, stages, pairs, loss_of, data_axis="dp")
+    norm = clip(stages, 1.0, stage_specs(config, stages.partition.bounds))
+    return loss, norm
+
+one = run(step, Mesh(dp=1, pp=1, tp=1), Mesh(dp=1, pp=1, tp=1)).per_rank[0]
+out = run(step, mesh, mesh)
+for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
+    apart = max(abs(x - want) for x in got).item()
+    print(f"{name}: all 8 ranks have that of one device to 1e-5: {apart < 1e-5}")
+
+# %% [markdown]
+# ## See it run
+#
+# The widget shows who sends what along which axis. Step through the first microbatch: activations are summed between neighbours
+# inside a stage, then go on to the next stage. The gradients of copies are averaged at the end.
+
+# %%
+animate(out.trace)
+
+# %% [markdown]
+# ## Train it
+#
+# `train` is the step above in a loop, with AdamW whose states are divided over the data-parallel ranks (ZeRO-1), warm-up and a
+# cosine, and the loss on held-out text. The text is the source of Python's standard library, so nothing is downloaded, and a
+# token is a byte. The dotted line is the same training on one device.
+
+# %%
+def quiet(progress):
+    pass
+
+recipe = Recipe(steps=30, batch_size=8, evaluate_every=10)
+alone = train(config, text, Mesh(tp=1), recipe, show=quiet)
+curve = LossCurve(30, title="Loss of a GPT on Python's source",
+                  beside=("one device", alone.losses),
+                  sentence="The loss on 2 x 2 x 2 ranks is that of one device.")
+both = train(config, text, mesh, recipe, show=curve)
+curve
+
+# %%
+apart = max(abs(a - b) for a, b in zip(alone.losses, both.losses))
+print(f"30 steps on 8 ranks, the losses of one device to 1e-4: {apart < 1e-4}")
+
+# %% [markdown]
+# In float32 the sums over ranks round differently, and 30 steps carry that on. In float64 the two agree to 1e-12, which the
+# tests of tplab check. With `folder=` the loop writes checkpoints, which any other mesh can load, and `resume=True` goes on from
+# the newest. Ctrl-C ends it after the step that runs, and keeps what was trained. `on="processes"` gives each rank a process of
+# its own, and a script with the same call runs under `torchrun`.
+#
+# ## The twin
+#
+# `tplab.jax.train` has the same parameters, begins with the same weights, and reads the same checkpoints. A step is one compiled
+# program for all ranks. On two data-parallel ranks:
+
+# %%
+import tplab.jax as tj
+
+short = Recipe(steps=3, batch_size=8)
+twin = tj.train(config, text, Mesh(dp=2), short, show=quiet)
+torchs = train(config, text, Mesh(dp=2), short, show=quiet)
+apart = max(abs(a - b) for a, b in zip(twin.losses, torchs.losses))
+print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
+
+# %% [markdown]
+# ## Turn the knob
+#
+# The nodes of the picture at the top are joined by InfiniBand, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25
+# GB/s? Guess how much longer a step takes in each order. Then go back to the picture and turn its knob.
+
+# %%
+for first, trace in networks["10 Gb Ethernet"].items():
+    slower = trace.makespan / networks["InfiniBand"][first].makespan
+    print(f"{names[first]:8} across: {slower:4.1f} times as long as on InfiniBand")
+
+# %% [markdown]
+# <details><summary>What there is to find</summary>
+#
+# The order stays the same, and tensor parallelism across the nodes loses most by far: what crosses a slow link decides the time
+# of the step. The modelled clock has no contention between groups that share a network card, and nothing here overlaps the average of the gradients with the backward
+# pass (lab 17 does). With overlap, data parallelism across the nodes costs less than it does here.
+#
+# </details>
+#
+# ## A bug to repair
+#
+# Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as one would on one
+# device. It runs, and the loss falls. Run the check, read what it says, and repair it. Each rank holds a part of the model, some
+# of what it holds is also on other ranks, and the embedding is tied. (`specs` says how each parameter is spread over "tp".)
+
+# %%
+def my_clip(stages, max_norm, specs):
+    torch.nn.utils.clip_grad_norm_(stages.parameters(), max_norm)
+
+# %%
+from tplab.exercises.three_dimensions import check_clipping
+
+check_clipping(my_clip)
+
+# %% [markdown]
+# ## Your turn: three clusters
+#
+# You have eight H100 GPUs and the model of the top with a batch of 16 sequences. They may be in one node, in two nodes of four
+# with InfiniBand, or in eight machines with 10 Gb Ethernet. Choose the fastest layout for each. The last axis of a name is the one whose
+# ranks are neighbours. The check models a step of every layout, which takes a while.
+
+# %%
+print(", ".join(LAYOUTS))
+
+my_layouts = {
+    "one node of 8": "",
+    "2 nodes of 4": "",
+    "8 machines": "",
+}
+
+# %%
+from tplab.exercises.three_dimensions import check_layouts
+
+check_layouts(my_layouts)
+
+# %% [markdown]
+# ## On Monday
+#
+# | | |
+# |---|---|
+# | Megatron-LM | `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer`; the rest of the ranks is data-parallel, and the order of ranks is tp, then dp, then pp |
+# | torchtitan | `tensor_parallel_degree`, `pipeline_parallel_degree`, `data_parallel_shard_degree` |
+# | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))` |
+# | JAX | `jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"))`, and shardings by the names of its axes |
+#
+# ## To take away
+#
+# - Tensor parallelism sends most, and every message is waited for. It belongs inside the node.
+# - A pipeline sends least, so it may cross the slowest links; its price is the bubble.
+# - The mesh must not change the model. The norm of the gradients is a sum over axes in which copies count once.
+
+# %% [markdown]
+# **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU clusters](https://arxiv.org/abs/2104.04473), for three
+# dimensions and who goes where. Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), whose appendix has the
+# groups. Rajbhandari et al. 2019, [ZeRO](https://arxiv.org/abs/1910.02054).
+#
+# Back to the [list of labs](../README.md#labs).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.
