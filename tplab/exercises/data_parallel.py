@@ -137,8 +137,8 @@ def check_replicas(my_replicas: Replicas) -> Verdict:
     hidden = overlap(trace).share
     if hidden < ENOUGH:
         text = (
-            f"{name}: the gradients are right, but only {hidden:.0%} of the communication is hidden. Below is one step "
-            "on a modelled\nH100 node. When is the gradient of the last layer complete, and when does it leave?"
+            f"{name}: the gradients are right, but {hidden:.0%} of the communication is hidden.\nBelow is one step on "
+            "a modelled H100 node. When is the gradient of the last layer complete, and when does it leave?"
         )
         return Timed(False, text, trace)
     text = (
