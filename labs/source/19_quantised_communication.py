@@ -40,13 +40,14 @@ torch.set_num_threads(1)  # several threads do not pay for tensors this small
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
 ALL = ("node", "gpu")  # a rank is a GPU of a node
-SAVINGS = {
-    "ZeRO-3": {"weight_bits": None, "secondary": False, "gradient_bits": None},
-    "qwZ": {"weight_bits": 8, "secondary": False, "gradient_bits": None},
-    "hpZ": {"weight_bits": None, "secondary": True, "gradient_bits": None},
-    "qgZ": {"weight_bits": None, "secondary": False, "gradient_bits": 4},
-    "ZeRO++": {"weight_bits": 8, "secondary": True, "gradient_bits": 4},
-}
+OPTIONS = "weight_bits", "secondary", "gradient_bits"
+SAVINGS = {name: dict(zip(OPTIONS, chosen)) for name, chosen in {
+    "ZeRO-3": (None, False, None),
+    "qwZ: 8-bit weights": (8, False, None),
+    "hpZ: second pieces": (None, True, None),
+    "qgZ: 4-bit gradients": (None, False, 4),
+    "ZeRO++": (8, True, 4),
+}.items()}
 CONFIG = tt.GPTConfig(32, 64, 4, num_heads=4, context=16)
 
 def one_step(x, options):  # x [batch / ranks, tokens, width]
@@ -251,8 +252,8 @@ for name, options in SAVINGS.items():
     across = step_bytes(n, 2, 4, how).across  # of one block
     assert 4 * across.total == sum(counts[256][name].values())
     kept = 4 * secondary_bytes(n, 2, how)
-    print(f"{name:7} {4 * across.codes:,} bytes + {4 * across.scales:,} of scales,",
-          f"keeps {kept:,} bytes more")
+    print(f"{name:20} {4 * across.codes:,} bytes + {4 * across.scales:,} of scales,",
+          f"second pieces {kept:,}")
 
 # %% [markdown]
 # ## Does it still learn?
@@ -309,7 +310,8 @@ levels({"loss of each step": lines}, title="The Zen of Python, letter by letter"
 # The owner of a piece keeps it in full precision and adds every small step to it, so what is lost in a message is not
 # lost for good. With one scale per message, the outliers of a whole layer set the step, and the loss stays a little behind.
 #
-# In JAX the program is the same, and gives the same bits. XLA keeps both collectives: codes and scales.
+# In JAX, `tj.shard_parameters` takes `tj.zero_plus_plus` in the same way. Codes and scales have the same bits, and XLA keeps
+# a collective for each:
 
 # %%
 import tplab.jax as tj
