@@ -49,7 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent / "browser" in item.path.parents:
             item.add_marker("browser")
-            item.add_marker(pytest.mark.timeout(180))
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(180))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -180,25 +180,41 @@ def test_scripts_can_be_run(script: str):
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
 
 
-WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf8"))
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf8")) for path in (ROOT / ".github/workflows").glob("*.yml")
+}
 
 
 def test_ci_runs_make_test():
     assert (ROOT / ".ci" / "run").read_text(encoding="utf8").rstrip().endswith("\nexec make test")
-    jobs = WORKFLOW["jobs"]
+    jobs = WORKFLOWS["ci"]["jobs"]
     assert [job["steps"][-1]["run"] for job in jobs.values()] == [".ci/run", "make test-oldest"]
     oldest = PROJECT["requires-python"].removeprefix(">=")
     assert jobs["test"]["strategy"]["matrix"]["python"][0] == oldest == "3.11"
 
 
-def test_ci_runs_fixed_actions_that_can_only_read():
-    assert WORKFLOW["permissions"] == {"contents": "read"}
-    steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"] if "uses" in step]
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_ci_runs_fixed_actions_that_can_only_read(name: str):
+    assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
+    jobs = WORKFLOWS[name]["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"] if "uses" in step]
     assert all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step["uses"]) for step in steps)
     checkouts = [step for step in steps if step["uses"].startswith("actions/checkout@")]
-    assert len(checkouts) == len(WORKFLOW["jobs"])
+    may_write = [job for job in jobs.values() if "permissions" in job]
+    assert len(checkouts) == len(jobs) - len(may_write)
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
-    assert all("permissions" not in job and job["timeout-minutes"] <= 30 for job in WORKFLOW["jobs"].values())
+    assert all(job["timeout-minutes"] <= 30 for job in jobs.values())
+    # What may write publishes what another job has made, and does nothing else.
+    assert [list(job["permissions"].items()) for job in may_write] == (
+        [[("pages", "write"), ("id-token", "write")]] if name == "site" else []
+    )
+    assert all([step["uses"].split("@")[0] for step in job["steps"]] == ["actions/deploy-pages"] for job in may_write)
+
+
+def test_the_site_is_published_from_make_site():
+    steps = WORKFLOWS["site"]["jobs"]["make"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == ["make site"]
+    assert steps[-1]["with"] == {"path": "build/site"}
 
 
 def test_make_does_not_ignore_another_python(tmp_path: Path):
@@ -272,6 +288,15 @@ def test_the_repository_has_one_address():
     ours = build.repository().removeprefix("https://github.com/")
     assert found
     assert {pair for pair in found if pair[1] != ours} == set()
+
+
+def test_the_site_has_one_address():
+    owner, _, name = build.repository().removeprefix("https://github.com/").partition("/")
+    site = f"https://{owner}.github.io/{name}/"
+    assert PROJECT["urls"]["Documentation"] == site
+    found = re.findall(r"https://[\w.-]+\.github\.io/[^)\s]*", README)
+    pages = {site, *(f"{site}labs/{name}.html" for name in build.names())}
+    assert len(found) >= 3 and set(found) <= pages
 
 
 def _text(file: Path) -> str:

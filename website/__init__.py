@@ -3,6 +3,7 @@
     states    runs each lab once, and keeps what its widgets show
     cards     a widget of a page: a still picture, and beside it the data from which it is drawn
     pages     the pages that Sphinx reads, made from the notebooks, the README and docs/
+    reference, docstrings, monday   the pages of reference, and what things are called elsewhere
     conf      Sphinx's configuration
     mathml    formulas as MathML, which browsers draw themselves
     pyodide   Python for the pipeline lab of a page: Pyodide's core, tplab's sources; worker.js runs it

@@ -9,12 +9,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from nbclient.exceptions import CellExecutionError
 from sphinx.cmd.build import build_main
 
 from labs.source import build
 from website import pyodide
 from website.cards import Cards
-from website.pages import Pages
+from website.pages import Pages, StaleLabError
 from website.states import OPENING, states
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,11 @@ def main() -> int:
     chosen = parser.parse_args().labs
     if unknown := sorted(set(chosen) - set(build.names())):
         parser.error(f"no lab {', '.join(unknown)}; there are {', '.join(build.names())}")
-    failed = make(sorted(chosen) or build.names())
+    try:
+        failed = make(sorted(chosen) or build.names())
+    except (CellExecutionError, StaleLabError) as error:
+        print(error, file=sys.stderr)
+        return 1
     if not failed:
         print("the site is in build/site; to see it: python -m http.server --directory build/site")
     return failed

@@ -48,9 +48,10 @@ class Cards:
         """The first frame of a picture, small; its path in the site."""
         with Image.open(picture) as moving:
             frame = moving.convert("RGB")
+        frame.info.clear()  # of the moving picture
         frame.thumbnail((THUMBNAIL_WIDTH, THUMBNAIL_WIDTH))
         stream = io.BytesIO()
-        frame.save(stream, "png", optimize=True)
+        frame.quantize(256).save(stream, "png", optimize=True)
         return self._shared(stream.getvalue(), "thumbnail", ".png")
 
     def _shared(self, data: bytes, name: str, suffix: str) -> str:

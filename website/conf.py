@@ -3,6 +3,9 @@
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for website.mathml
@@ -18,6 +21,7 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 nb_execution_mode = "off"
 nb_merge_streams = True
 nb_code_prompt_show = nb_code_prompt_hide = "Set-up"  # the one cell that is folded
+smartquotes = False  # pages have the characters that the labs have
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_math_renderer = "mathml"
@@ -29,7 +33,7 @@ html_static_path = ["static", *(f"../tplab/widgets/static/{name}" for name in ("
 templates_path = ["templates"]
 html_favicon = "static/ring.svg"
 html_css_files = ["tplab.css", "site.css", "reference.css"]
-html_js_files = [("play.js", {"type": "module"})]
+html_js_files = [("play.js", {"type": "module"}), ("reach.js", {"type": "module"})]
 html_show_sourcelink = False
 html_copy_source = False
 html_permalinks_icon = "#"
@@ -56,3 +60,13 @@ html_theme_options = {
     },
 }
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def _level_of_captions(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Captions in the sidebar are headings, and a screen reader asks of which level. Sphinx does not say."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("html-page-context", _level_of_captions, priority=900)  # after furo has made the tree

@@ -17,7 +17,7 @@ def inline(self: HTML5Translator, node: nodes.math) -> None:
 
 def display(self: HTML5Translator, node: nodes.math_block) -> None:
     formula = convert(node.astext(), display="block")
-    self.body.append(f'<div class="math" tabindex="0" role="group" aria-label="formula">{formula}</div>\n')
+    self.body.append(f'<div class="math">{formula}</div>\n')
     raise nodes.SkipNode
 
 

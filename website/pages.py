@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import nbformat
 
 from labs.source import build
+from website import monday, reference
 from website.cards import Cards
 from website.states import Output
 
@@ -19,6 +21,10 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 ROW = re.compile(r"^\| \[([^\]]+)\]\(labs/(\w+)\.ipynb\) \| ([^|]+) \| .* \|$", re.MULTILINE)
 DOCS = ("torch_distributed", "twins", "design", "figures")
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
+
+
+class StaleLabError(Exception):
+    """A notebook shows something else than its cells do now."""
 
 
 class Pages:
@@ -36,8 +42,10 @@ class Pages:
         texts = {f"labs/{name}.ipynb": self.lab(name) for name in self.shown}
         texts |= {f"docs/{name}.md": self.text(f"docs/{name}.md") for name in DOCS}
         texts |= {f"{name}.md": self.text(f"{name}.md") for name in ABOUT}
+        texts |= reference.pages()
+        texts[monday.PATH] = self.linked(monday.page(self.shown), monday.PATH)
         texts["index.md"] = self.landing()
-        pictures = ["docs/ring.png", *(f"labs/images/{name}.png" for name in self.shown)]
+        pictures = ["docs/ring.png", *(f"labs/images/{name}.png" for name in build.names())]
         for old in self.folder.rglob("*.*"):
             if old.is_file() and old.relative_to(self.folder).as_posix() not in {*texts, *pictures}:
                 old.unlink()
@@ -66,9 +74,11 @@ class Pages:
         committed = [output for output in cell.outputs if "data" in output]
         found = self.shown[name][cell.id]
         machine_dependent = "nbval-ignore-output" in cell.metadata.get("tags", [])
-        differ = [one.data["text/plain"] for one in found] != [one.data["text/plain"] for one in committed]
-        if len(found) != len(committed) or (differ and not machine_dependent):
-            raise ValueError(f"cell {cell.id} of labs/{name}.ipynb does not show what was committed: run `make labs`")
+        here, there = ([one.data["text/plain"] for one in outputs] for outputs in (found, committed))
+        if len(here) != len(there) or (here != there and not machine_dependent):
+            raise StaleLabError(
+                f"labs/{name}.ipynb says {there}, and now its cell {cell.id} says {here}: run `make labs`"
+            )
         for output, one in zip(committed, found):
             if one.state:
                 # A picture and its widget show the same: where the machine decides what, both are of this run.
@@ -91,13 +101,18 @@ class Pages:
     def landing(self) -> str:
         """The README, with a gallery in the place of its table of labs, and what Sphinx needs to find all pages."""
         text = (ROOT / "README.md").read_text(encoding="utf8")
+        to_site = rf"\]\({re.escape(address())}[^)]*\)"
+        text = re.sub(rf"\[(!\[[^\]]*\]\([^)]*\)){to_site}", r"\1", text)  # a picture that leads here
+        text = re.sub(
+            rf"^[^\n]*{to_site}(.+\n)+\n", "", text, flags=re.MULTILINE
+        )  # a paragraph that sends the reader here
         rows = list(ROW.finditer(text))
         head = text.rindex("\n\n", 0, rows[0].start())
         gallery = "\n".join(self._tile(row[2], row[1], row[3]) for row in rows if row[2] in self.shown)
         text = f'{text[:head]}\n\n<div class="gallery">\n{gallery}\n</div>{text[rows[-1].end() :]}'
         trees = [
             ("Labs", [f"labs/{name}" for name in self.shown]),
-            ("Reference", [f"docs/{name}" for name in DOCS]),
+            ("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]),
             ("Project", ABOUT),
         ]
         return self.linked(text, "README.md") + "".join(_toctree(caption, pages) for caption, pages in trees)
@@ -143,6 +158,12 @@ class Pages:
         if suffix == ".ipynb":
             return stem.removeprefix("labs/") in self.shown
         return stem in ABOUT or stem.removeprefix("docs/") in DOCS or suffix == ".png"
+
+
+def address() -> str:
+    """Where the site is published."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    return project["urls"]["Documentation"]
 
 
 def launch(name: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,13 @@ def states(names: Sequence[str]) -> dict[str, dict[str, list[Output]]]:
 
     Besides labs, there is OPENING: one cell, which shows what the README begins with.
     """
-    missing = [name for name in names if not _file(name).is_file()]
+    files = {name: file_of(name) for name in names}
+    missing = [name for name in names if not files[name].is_file()]
     if missing:
         with ProcessPoolExecutor(min(WORKERS, len(missing)), get_context("spawn")) as pool:
             for name, found in zip(missing, pool.map(_run, missing)):
-                _keep(name, found)
-    return {name: _read(name) for name in names}
+                keep(files[name], found)
+    return {name: _read(file) for name, file in files.items()}
 
 
 def _book(name: str) -> nbformat.NotebookNode:
@@ -80,8 +82,11 @@ def _run(name: str) -> dict[str, list[Output]]:
     found: dict[str, list[Output]] = {}
 
     def note(client: NotebookClient, cell: nbformat.NotebookNode) -> None:
-        shown = [output for output in cell.get("outputs", []) if "data" in output]
-        found[cell.id] = [_output(client, output) for output in shown]
+        buffers = {
+            model: {one["path"][0]: one["data"] for one in paths.values()}
+            for model, paths in client.widget_buffers.items()
+        }
+        found[cell.id] = outputs_of(cell.get("outputs", []), client.widget_state, buffers)
 
     for cell in book.cells:
         if cell.cell_type == "code":
@@ -90,49 +95,59 @@ def _run(name: str) -> dict[str, list[Output]]:
     return found
 
 
-def _output(client: NotebookClient, output: nbformat.NotebookNode) -> Output:
-    data, metadata = dict(output.data), dict(output.metadata)
-    metadata.pop(build.WIDGET_VIEW, None)
-    view = data.pop(build.WIDGET_VIEW, None)
-    return Output(data, metadata, _state(client, view["model_id"]) if view else None)
+def outputs_of(
+    shown: Iterable[Mapping[str, Any]], traits: Mapping[str, Mapping[str, Any]], packed: Mapping[str, Mapping[str, str]]
+) -> list[Output]:
+    """What a cell showed: its outputs in a notebook; widgets by the traits of their models in the kernel."""
+    found = []
+    for output in shown:
+        if "data" not in output:
+            continue
+        data, metadata = dict(output["data"]), dict(output["metadata"])
+        metadata.pop(build.WIDGET_VIEW, None)
+        view = data.pop(build.WIDGET_VIEW, None)
+        model = view["model_id"] if view else ""
+        found.append(Output(data, metadata, _state(traits[model], packed.get(model, {})) if view else None))
+    return found
 
 
-def _state(client: NotebookClient, model: str) -> State:
-    traits = client.widget_state[model]
-    buffers = client.widget_buffers.get(model, {}).values()
+def _state(traits: Mapping[str, Any], packed: Mapping[str, str]) -> State:
     spare = {"layout", "tabbable", "tooltip"}  # every widget of ipywidgets has these, and no card of tplab reads them
     return State(
         kind=traits["_anywidget_id"].rpartition(".")[2],
         module=traits["_esm"],
         values={key: value for key, value in traits.items() if not key.startswith("_") and key not in spare},
-        packed={buffer["path"][0]: buffer["data"] for buffer in buffers},
+        packed=dict(packed),
     )
 
 
 # ------------------------------------------------------------------------------------------------------------- cache
 
 
-def _file(name: str) -> Path:
-    """The file for this lab and this tplab, each as it is now."""
+def file_of(name: str) -> Path:
+    """The file that keeps them, for this lab, this tplab and what they run on, each as it is now."""
     parts = [cell.source.encode() for cell in _book(name).cells if cell.cell_type == "code"]
     package = sorted(path for path in (ROOT / "tplab").rglob("*") if path.suffix in (".py", ".js", ".css"))
-    parts += [path.read_bytes() for path in [*package, ROOT / "docs" / "ring.py", Path(__file__)]]
+    parts += [path.read_bytes() for path in [*package, ROOT / "docs" / "ring.py"]]
+    parts += [f"{name} {version(name)}".encode() for name in ("torch", "jax", "numpy", "anywidget")]
+    parts.append(repr([field.name for kind in (State, Output) for field in fields(kind)]).encode())
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
     return CACHE / f"{name}-{digest.hexdigest()[:16]}.json"
 
 
-def _keep(name: str, found: dict[str, list[Output]]) -> None:
-    CACHE.mkdir(parents=True, exist_ok=True)
-    for old in CACHE.glob(f"{name}-*.json"):
+def keep(file: Path, found: Mapping[str, list[Output]]) -> None:
+    """Keep what the cells of a lab showed, for the next `make site`. What was kept of it before is out of date."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for old in file.parent.glob(f"{file.stem.rpartition('-')[0]}-*.json"):
         old.unlink()
     text = json.dumps({cell: [asdict(output) for output in outputs] for cell, outputs in found.items()})
-    _file(name).write_text(text, encoding="utf8")
+    file.write_text(text, encoding="utf8")
 
 
-def _read(name: str) -> dict[str, list[Output]]:
-    found = json.loads(_file(name).read_text(encoding="utf8"))
+def _read(file: Path) -> dict[str, list[Output]]:
+    found = json.loads(file.read_text(encoding="utf8"))
     return {cell: [_output_of(one) for one in outputs] for cell, outputs in found.items()}
 
 

@@ -65,7 +65,7 @@ print(totals)
 #
 # <details><summary>Answer</summary>
 #
-# 28. Rank 0 sends once in each of the seven steps, and what it sends is one float32, which takes four bytes. The
+# 28 bytes. Rank 0 sends once in each of the seven steps, and what it sends is one float32, which takes four bytes. The
 # result is also 28, but that is a coincidence.
 #
 # </details>

@@ -13,7 +13,7 @@ from PIL import Image
 
 from labs.source import build
 from website.cards import Cards
-from website.pages import Pages, launch
+from website.pages import Pages, StaleLabError, address, launch
 from website.states import Output, State
 
 NASTY = '</script><script>window.stolen = 1</script>"\n\n# not a heading'
@@ -68,8 +68,8 @@ def test_a_lab_has_buttons_for_badges_and_widgets_for_pictures(pages: Pages):
     book = nbformat.reads(pages.lab(LAB), as_version=4)
     first, setup, *rest = book.cells
     assert "badge" not in first.source and launch(LAB) in first.source
-    for address in re.findall(r'href="([^"]+)"', launch(LAB))[:2]:
-        assert f"]({address})" in build.badges(LAB)
+    for target in re.findall(r'href="([^"]+)"', launch(LAB))[:2]:
+        assert f"]({target})" in build.badges(LAB)
     assert '<figure class="card" data-module="../widgets/widget-' in first.source
     assert setup.metadata.tags == ["hide-input"]
     assert build.closing_line() not in {cell.source for cell in rest}
@@ -80,7 +80,7 @@ def test_a_lab_has_buttons_for_badges_and_widgets_for_pictures(pages: Pages):
 def test_what_is_on_the_page_is_what_was_committed(pages: Pages):
     cell = next(cell for cell, outputs in pages.shown[LAB].items() if outputs)
     pages.shown[LAB][cell][0].data["text/plain"] = "Something else"  # pyright: ignore
-    with pytest.raises(ValueError, match=f"cell {cell} of labs/{LAB}.ipynb does not show what was committed"):
+    with pytest.raises(StaleLabError, match=rf"labs/{LAB}.ipynb says .* its cell {cell} says \['Something else'\]"):
         pages.lab(LAB)
 
 
@@ -90,6 +90,7 @@ def test_the_landing_page_has_a_gallery_and_a_live_widget(pages: Pages):
     assert "What travels when eight ranks add up their numbers?" in text
     assert "| lab | question |" not in text and "badge.svg" not in text
     assert text.index('data-module="./widgets/') < text.index("## Ten lines")
+    assert address() not in text, "the site sends its readers to itself"
     assert f":caption: Labs\n\nlabs/{LAB}\n" in text
 
 

@@ -1,0 +1,278 @@
+"""The site as a reader gets it: made anew, served by a plain static server, opened in Chromium.
+
+On every page all links lead somewhere, nothing is asked of another host, and axe finds no serious fault in light or
+dark.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from labs.source import build
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build" / "site"
+LAB = "labs/00_first_look.html"
+MEGABYTES = 3  # of the largest lab's page, with all that it loads
+
+pytestmark = pytest.mark.timeout(900)  # the first test makes the site
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """The address of the site, which is made first. Sphinx takes a warning for an error."""
+    done = subprocess.run([sys.executable, "-m", "website"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(SITE)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@dataclass
+class Html(HTMLParser):
+    """What a page refers to, and the ids that can be referred to."""
+
+    path: Path
+    links: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.path.read_text(encoding="utf8"))
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value for name, value in attrs if value}
+        self.ids += [named["id"]] if "id" in named else []
+        self.loads += [named[name] for name in ("src", "data-module") if name in named]
+        if "href" in named:
+            is_loaded = tag == "link" and named.get("rel") not in (
+                "canonical",
+                "index",
+                "search",
+                "next",
+                "prev",
+                "author",
+            )
+            (self.loads if is_loaded else self.links).append(named["href"])
+
+
+@cache
+def page_of(path: Path) -> Html:
+    return Html(path)
+
+
+def pages() -> list[Path]:
+    return sorted(path for path in SITE.rglob("*.html") if "_static" not in path.parts)
+
+
+def target(page: Html, link: str) -> Path:
+    return (page.path.parent / unquote(urlsplit(link).path)).resolve() if urlsplit(link).path else page.path
+
+
+def test_every_lab_has_a_page(site: str):
+    assert {path.stem for path in (SITE / "labs").glob("[0-9]*.html")} == set(build.names())
+    assert "index.html" in {path.name for path in SITE.iterdir()}
+
+
+def test_all_links_and_anchors_lead_somewhere(site: str):
+    dead = []
+    for page in map(page_of, pages()):
+        for link in page.links:
+            if urlsplit(link).scheme:
+                assert link.startswith(("https://", "http://", "mailto:")), link
+                continue
+            where, anchor = target(page, link), unquote(urlsplit(link).fragment)
+            if not where.is_file() or (anchor and where.suffix == ".html" and anchor not in page_of(where).ids):
+                dead.append((page.path.name, link))
+    assert dead == []
+
+
+def test_everything_that_is_loaded_is_in_the_site(site: str):
+    for page in map(page_of, pages()):
+        assert [one for one in page.loads if not target(page, one).is_file()] == []
+
+
+def test_no_page_is_large(site: str):
+    for page in map(page_of, pages()):
+        files = {page.path, *(target(page, one) for one in page.loads)}
+        assert sum(file.stat().st_size for file in files) < MEGABYTES * 1e6, page.path.name
+
+
+# ---------------------------------------------------------------------------------------------------- in the browser
+
+
+@pytest.fixture
+def said(page: Page, site: str) -> Iterator[list[str]]:
+    """What the console said and who else was asked: nothing and nobody."""
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith((site, "blob:", "data:")) else said.append(request.url),
+    )
+    yield said
+    assert said == []
+
+
+def faults(page: Page, thorough: bool) -> list[str]:
+    """Serious faults of accessibility on the page as it is now; colours, and what all pages share, if thorough."""
+    rules = {} if thorough else {"color-contrast": {"enabled": False}}
+    context = {"exclude": [[".sidebar-drawer"], [".toc-drawer"], [".highlight span"]]}
+    options = {"resultTypes": ["violations"], "rules": rules}
+    found = Axe().run(page, None if thorough else context, options).response["violations"]
+    return [
+        f"{page.url}: {fault['help']}: {node['html'][:160]}"
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+        for node in fault["nodes"][:3]
+    ]
+
+
+def switch(page: Page, theme: str) -> None:
+    """Switch the theme as a reader does: the button goes from one to the next."""
+    for _ in range(3):
+        if page.evaluate("document.body.dataset.theme") == theme:
+            return
+        page.locator(".theme-toggle:visible").first.click()
+    raise AssertionError(f"the button never comes to {theme}")
+
+
+def plays(card: Locator) -> bool:
+    """Whether the widget does what it is for; False if this kind of widget only stands there."""
+    expect(card.locator(".tplab")).to_be_visible()
+    play = card.get_by_label("play (space)")
+    if play.count():
+        before = card.locator(".tpl-slider").last.input_value()
+        play.click()
+        expect(card.locator(".tpl-slider").last).not_to_have_value(before)
+        return True
+    return False
+
+
+def test_every_page_is_quiet_fits_on_a_phone_and_has_no_serious_fault(page: Page, site: str, said: list[str]):
+    played, found = 0, []
+    for path in pages():
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.goto(f"{site}/{path.relative_to(SITE)}")
+        card = page.locator("figure.card").first
+        if card.count():
+            played += plays(card)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, path.name
+        found += faults(page, thorough=False)
+    assert found == []
+    assert played >= 10
+
+
+@pytest.mark.parametrize(
+    "path", ["index.html", LAB, "labs/10_pipeline_schedules.html", "docs/twins.html", "search.html"]
+)
+def test_no_page_has_a_serious_fault_in_light_or_dark(page: Page, site: str, said: list[str], path: str):
+    page.goto(f"{site}/{path}")
+    for theme in ("light", "dark"):
+        switch(page, theme)
+        card = page.locator("figure.card .tplab").first
+        if page.locator("figure.card").count():
+            expect(card).to_have_attribute("data-theme", theme)
+        assert faults(page, thorough=True) == []
+
+
+def test_the_first_widget_plays_by_itself_and_by_keyboard(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/{LAB}")
+    card = page.locator("figure.card").first
+    root = card.locator(".tplab")
+    expect(card.locator("img")).to_have_count(0)
+    root.focus()
+    page.keyboard.press("ArrowRight")
+    expect(card.locator(".tpl-say")).to_contain_text("step 1 of 7")
+    page.keyboard.press("End")
+    expect(card.locator(".tpl-say")).to_contain_text("step 7 of 7")
+
+
+def test_widgets_are_drawn_when_they_come_near(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/{LAB}")
+    expect(page.locator("figure.card .tplab").first).to_be_visible()
+    cards = page.locator("figure.card")
+    assert page.locator("figure.card.alive").count() < cards.count()
+    cards.last.scroll_into_view_if_needed()
+    expect(cards.last.locator(".tplab")).to_be_visible()
+    assert cards.last.locator("img").count() == 0
+
+
+def test_it_follows_the_readers_system(page: Page, site: str, said: list[str]):
+    page.emulate_media(color_scheme="dark")
+    page.goto(f"{site}/{LAB}")
+    root = page.locator("figure.card .tplab").first
+    expect(root).to_have_attribute("data-theme", "dark")
+    page.emulate_media(color_scheme="light")
+    expect(root).to_have_attribute("data-theme", "light")
+
+
+def test_a_search_finds_a_lab(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/index.html")
+    page.get_by_placeholder("Search").fill("microbatches")
+    page.keyboard.press("Enter")
+    expect(page.locator("#search-results li a").first).to_be_visible()
+    expect(page.get_by_role("link", name="10 Pipeline schedules").last).to_be_visible()
+
+
+def test_answers_are_folded(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/{LAB}")
+    answer = page.get_by_text("Rank 0 sends once in each of the seven steps")
+    expect(answer).to_be_hidden()
+    page.get_by_text("Answer", exact=True).first.click()
+    expect(answer).to_be_visible()
+
+
+def test_headings_have_permanent_links(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/{LAB}")
+    heading = page.get_by_role("heading", name=re.compile("One rank.s program"))
+    link = heading.locator("a.headerlink")
+    link.click(force=True)
+    expect(heading).to_be_in_viewport()
+    assert urlsplit(page.url).fragment == "one-rank-s-program"
+
+
+def test_on_paper_there_is_only_the_lab(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/{LAB}")
+    expect(page.locator("figure.card .tplab").first).to_be_visible()
+    switch(page, "dark")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    expect(page.locator("figure.card .tplab").first).to_have_attribute("data-theme", "light")
+    for furniture in (".launch", ".sidebar-drawer", ".toc-drawer", ".related-pages"):
+        expect(page.locator(furniture).first).to_be_hidden()
+
+
+def test_without_scripts_there_are_stills(browser: Browser, site: str):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{site}/{LAB}")
+    still = page.locator("figure.card img").first
+    expect(still).to_be_visible()
+    assert still.get_attribute("alt")
+    assert still.evaluate("image => image.naturalWidth") > 400
+    context.close()
