@@ -428,7 +428,8 @@ def made_by_torch():
 order = run(made_by_torch, Mesh(pp=p), distributed=True).per_rank[0]
 theirs = simulate(Schedule.from_torch(order, "ScheduleInterleavedZeroBubble"))
 ours = simulate(interleaved_1f1b(p, m))
-print(f"torch's zero bubble {theirs.makespan:g} steps, interleaved 1F1B {ours.makespan:g}")
+print(f"torch's zero bubble {theirs.makespan:g} steps,", end=" ")
+print(f"interleaved 1F1B {ours.makespan:g}")
 
 # %% [markdown]
 # ## To take away
