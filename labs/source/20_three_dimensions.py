@@ -26,6 +26,7 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 from dataclasses import replace
 
 import torch
+from IPython.display import display
 from tplab import Mesh, P
 from tplab.cost.cluster import ETHERNET_10G
 from tplab.data.text import Text, python_source
@@ -73,8 +74,16 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes",
 # %% [markdown]
 # ## By hand: eight workers
 #
-# Eight workers can be divided over one pipeline of eight stages, two of four stages, or four of two. In three dimensions each
-# rank is in one group per axis. Rank 5 of `Mesh(pp=2, dp=2, tp=2)` has the coordinates `pp=1, dp=0, tp=1`.
+# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. Here the rows of the tensor
+# are the eight layers of a model, and pipelines beside each other hold copies of their stages.
+
+# %%
+for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
+    display(shards(Mesh(dp=pipelines, pp=stages), (8, 4), P("pp"), name="layers"))
+
+# %% [markdown]
+# With tensor parallelism inside each stage there are three dimensions, and each rank is in one group per axis. Rank 5 of
+# `Mesh(pp=2, dp=2, tp=2)` has the coordinates `pp=1, dp=0, tp=1`.
 #
 # **Predict.** With which rank does rank 5 share its stage and its batch? Which rank has the same weights? From which rank does
 # it receive activations?
@@ -93,13 +102,7 @@ for axis in ("tp", "dp", "pp"):
 
 # %% [markdown]
 # This is the order of Megatron-LM: tensor-parallel ranks are neighbours, then data parallelism, and the pipeline is slowest.
-# The widget shows which rank holds which part of the weight of an MLP, of a stage whose ranks are 4 data-parallel by 2
-# tensor-parallel.
-
-# %%
-shards(Mesh(dp=4, tp=2), (16, 8), P("tp"))
-
-# %% [markdown]
+#
 # ## What each axis sends
 #
 # Take $L$ blocks of width $D$, a vocabulary of $V$, $m$ microbatches of $b$ sequences of length $S$ per pipeline, and 2 ranks
@@ -184,8 +187,9 @@ alone = train(config, text, Mesh(tp=1), recipe, show=quiet)
 curve = LossCurve(30, title="Loss of a GPT on Python's source",
                   beside=("one device", alone.losses),
                   sentence="The loss on 2 x 2 x 2 ranks is that of one device.")
+shown = display(curve, display_id=True)  # it draws while the model trains
 both = train(config, text, mesh, recipe, show=curve)
-curve
+shown.update(curve)  # and this is its picture for readers without a kernel
 
 # %%
 apart = max(abs(a - b) for a, b in zip(alone.losses, both.losses))
