@@ -141,7 +141,7 @@ class Use:
         group, about = self.group, self.group.about
         message = message_of(group.pieces, grads, group.shards[0], about.reduce_dtype or group.dtype)
         self._leaving = about.reduce(message, about.axis, about.op)
-        self.wholes = None
+        self.wholes = self._secondary = None  # this backward pass needs them no more
 
     def reduced(self) -> list[Tensor]:
         """This rank's piece of each gradient."""
