@@ -147,3 +147,10 @@ def test_a_recording_has_to_begin_before_torch_distributed_does(tmp_path: Path, 
     with pytest.raises(RuntimeError, match="above init_process_group"):
         start(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_simulated_ranks_need_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(KILLED.replace("os.kill", "print"))
+    assert {event.op for event in launch("train.py", ranks=2).trace.events} >= {"all_reduce", "broadcast"}
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

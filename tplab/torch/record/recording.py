@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.record.group import RecordedGroup
 from tplab.torch.record.notes import Notes
 
@@ -20,8 +21,11 @@ def start(folder: str | Path = FOLDER) -> Recording:
     Call it before `init_process_group`, on every rank. What the program computes is the same, to the bit, and so are
     its errors. The files are written while the program runs, so a crash leaves what was until then.
     `python -m tplab.merge FOLDER` makes one trace of them; where there are several machines, copy them into one folder
-    first. Raises RuntimeError where process groups exist already, or a recording does.
+    first. On simulated ranks it does nothing: they are recorded anyway. Raises RuntimeError where process groups exist
+    already, or a recording does.
     """
+    if current_rank_or_none() is not None:
+        return Recording(None)
     if issubclass(type(c10d.ProcessGroup), type(RecordedGroup)):
         raise RuntimeError("this process is being recorded already; start once, at the top of the script")
     if dist.is_initialized():
@@ -36,15 +40,18 @@ def start(folder: str | Path = FOLDER) -> Recording:
 class Recording:
     """What `start` began. It ends with the process, or by `stop`."""
 
-    def __init__(self, folder: Path):
-        self._notes = Notes(folder)
+    def __init__(self, folder: Path | None):
+        self._notes = None if folder is None else Notes(folder)
         self._real = c10d.ProcessGroup
+        if self._notes is None:
+            return
         # of this name, torch makes its groups
         c10d.ProcessGroup = type("ProcessGroup", (RecordedGroup,), {"notes": self._notes})  # type: ignore[misc]
         atexit.register(self.stop)
 
     def stop(self) -> None:
         """Write what is left. Groups that were made until now go on, and nothing more is noted."""
-        atexit.unregister(self.stop)
-        c10d.ProcessGroup = self._real  # type: ignore[misc]
-        self._notes.close()
+        if self._notes is not None:
+            atexit.unregister(self.stop)
+            c10d.ProcessGroup = self._real  # type: ignore[misc]
+            self._notes.close()
