@@ -1,4 +1,4 @@
-"""Training on 2 x 2 x 2 ranks beside one device, on the same cores, in both frameworks."""
+"""Training in float64 on 2 x 2 x 2 ranks beside one device, on the same cores, in both frameworks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
+import torch
+
 import tplab.jax  # before JAX is used
 import tplab.torch
 from benchmarks.table import Row
 from tplab import Mesh
 from tplab.data.text import Text, python_source
+from tplab.jax.private import in_float64
 from tplab.models.gpt import GPTConfig
 from tplab.training.progress import Progress, Trained
 from tplab.training.recipe import Recipe
@@ -34,13 +37,19 @@ def seconds_per_step(train: Callable[..., Trained], text: Text, mesh: Mesh) -> t
 
 
 def measure() -> list[Row]:
-    text, rows = Text(python_source()), []
+    torch.set_default_dtype(torch.float64)
+    with in_float64():
+        return both(Text(python_source()))
+
+
+def both(text: Text) -> list[Row]:
+    rows = []
     for name, train, most in (("torch", tplab.torch.train, 3.0), ("JAX", tplab.jax.train, 2.0)):
         theirs, expected = seconds_per_step(train, text, Mesh(tp=1))
         ours, losses = seconds_per_step(train, text, MESH)
         for got, want in zip(losses, expected):  # a fast wrong answer is no figure
-            assert abs(got - want) < 1e-3 * want, (got, want)  # float32, after up to 50 steps
-        what = f"50 steps of train (width 128, 4 layers, 16 x 128 bytes), 2 x 2 x 2 ranks / one device, {name}"
+            assert abs(got - want) < 1e-6, (got, want)
+        what = f"50 steps of train (width 128, 4 layers, 16 x 128 bytes), 2 x 2 x 2 ranks / one device, float64, {name}"
         measured = f"{ours / theirs:.2f} ({ours * 1e3:.0f} ms / {theirs * 1e3:.0f} ms per step)"
         rows.append(Row(what, f"<= {most:g}", measured, ours / theirs <= most))
     return rows
