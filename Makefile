@@ -35,6 +35,7 @@ test: lint unit labs-test browser ## everything: ruff, types, unit and property 
 
 lint: .venv/test ## ruff and pyright
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 unit: .venv/test ## unit and property tests

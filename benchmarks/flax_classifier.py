@@ -51,9 +51,11 @@ class AsyncDense(nn.Module):
         size = lax.axis_size(self.axis)
         first = nn.initializers.lecun_normal()
         dense = partial(
-            nn.Dense, self.features, dtype=self.dtype,
+            nn.Dense,
+            self.features,
+            dtype=self.dtype,
             kernel_init=lambda *args: first(*args) * size**-0.5,
-        )  # fmt: skip
+        )
         if self.mode == "gather":
             pieces = ring_gather(x, self.axis)
             return sum(dense(use_bias=k == 0, name=f"shard_{k}")(piece) for k, piece in enumerate(pieces))  # type: ignore

@@ -77,13 +77,38 @@ def megatron_mlp(mesh: Mesh, axis: str, cluster: str = "h100") -> Trace:
     shape, groups = (8, 16), mesh.groups(axis)
     for rank in mesh.ranks:
         for op, start, end, flops in (("matmul", 0, 8, 1 << 20), ("tanh", 8, 10, 2048), ("matmul", 10, 18, 1 << 20)):
-            recorder.add(rank, "compute", op, start * 1e-6, end * 1e-6, flops=flops, bytes=4096, shape=shape,
-                         dtype="float32", where="cell 5, line 2")  # fmt: skip
+            recorder.add(
+                rank,
+                "compute",
+                op,
+                start * 1e-6,
+                end * 1e-6,
+                flops=flops,
+                bytes=4096,
+                shape=shape,
+                dtype="float32",
+                where="cell 5, line 2",
+            )
         group = mesh.group(rank, axis)
         total = np.full((1, 4), float(sum(group)))
-        recorder.add(rank, "collective", "all_reduce", 18e-6, 26e-6, axis=axis, group=group, bytes=768, shape=shape,
-                     dtype="float32", reduction="sum", message=groups.index(group), step=0, contributors=group,
-                     values=total, where="cell 5, line 3")  # fmt: skip
+        recorder.add(
+            rank,
+            "collective",
+            "all_reduce",
+            18e-6,
+            26e-6,
+            axis=axis,
+            group=group,
+            bytes=768,
+            shape=shape,
+            dtype="float32",
+            reduction="sum",
+            message=groups.index(group),
+            step=0,
+            contributors=group,
+            values=total,
+            where="cell 5, line 3",
+        )
     return recorder.trace(cluster=cluster)
 
 
@@ -99,8 +124,18 @@ def overlapped_matmul(ranks: int, cluster: str = "tpu_v5e") -> Trace:
         begin = step * 12e-6
         for rank in mesh.ranks:
             origin = (rank - step) % ranks
-            recorder.add(rank, "compute", "dot_general", begin, begin + 9e-6, flops=1 << 22, shape=(64, 64),
-                         bytes=1 << 15, dtype="bfloat16", where="gather.py:12")  # fmt: skip
+            recorder.add(
+                rank,
+                "compute",
+                "dot_general",
+                begin,
+                begin + 9e-6,
+                flops=1 << 22,
+                shape=(64, 64),
+                bytes=1 << 15,
+                dtype="bfloat16",
+                where="gather.py:12",
+            )
             if step == ranks - 1:
                 continue
             message, peer = step * ranks + rank, (rank + 1) % ranks
@@ -124,8 +159,22 @@ def send_over_wait() -> Trace:
     recorder = Recorder(Mesh(tp=2), "exchange", "torch")
     mine, other = recorder.chunk(0, 0), recorder.chunk(1, 0)
     for source, target, start, chunk in ((0, 1, 0.0, mine), (1, 0, 2.0, other)):
-        recorder.add_message(source, target, "ring_shift", (start, start + 1), "tp", (0, 1), 16, (4,), "float32",
-                             int(start), chunk, (source,), None, "cell 2, line 3")  # fmt: skip
+        recorder.add_message(
+            source,
+            target,
+            "ring_shift",
+            (start, start + 1),
+            "tp",
+            (0, 1),
+            16,
+            (4,),
+            "float32",
+            int(start),
+            chunk,
+            (source,),
+            None,
+            "cell 2, line 3",
+        )
     recorder.add_wait(0, "ring_shift", 0.0, 3.0, "tp", "cell 2, line 3")
     recorder.add_wait(1, "ring_shift", 0.0, 1.0, "tp", "cell 2, line 3")
     return recorder.trace(unit="steps")

@@ -60,9 +60,12 @@ def plain(num_stages: int, microbatches: Batch) -> tuple[float, list[State]]:
 
 
 def run_torch(
-    schedule: Schedule, microbatches: Batch | Callable[[int], Batch], mesh: Mesh | None = None, on: str = "simulated",
+    schedule: Schedule,
+    microbatches: Batch | Callable[[int], Batch],
+    mesh: Mesh | None = None,
+    on: str = "simulated",
     **options: Any,
-) -> tuple[list[Any], Any]:  # fmt: skip
+) -> tuple[list[Any], Any]:
     """What each rank returned: the loss, and the gradients of its stages. And the result of the run.
 
     microbatches   of all ranks; or position along "dp" -> those of the ranks there

@@ -59,9 +59,16 @@ def whole(oracle: Oracle, state: State, x: np.ndarray, c: np.ndarray) -> tuple[A
 
 
 def sharded(
-    fw: Framework, mesh: Mesh, make: Callable[[Any], Any], state: State, specs: Mapping[str, P], x: np.ndarray,
-    c: np.ndarray, x_spec: P = WHOLE, y_spec: P = WHOLE,
-) -> tuple[tuple[Any, Any, dict[str, Any]], Any]:  # fmt: skip
+    fw: Framework,
+    mesh: Mesh,
+    make: Callable[[Any], Any],
+    state: State,
+    specs: Mapping[str, P],
+    x: np.ndarray,
+    c: np.ndarray,
+    x_spec: P = WHOLE,
+    y_spec: P = WHOLE,
+) -> tuple[tuple[Any, Any, dict[str, Any]], Any]:
     """The same by the layer that `make` makes of the framework's names, and the trace. What ranks are said to hold
     copies of must agree: run checks it."""
     has_dx = x.dtype.kind == "f"
@@ -104,9 +111,16 @@ def _jax_program(fw: Framework, make: Callable[[Any], Any], has_dx: bool) -> Cal
 
 
 def check(
-    fw: Framework, mesh: Mesh, make: Callable[[Any], Any], oracle: Oracle, state: State, specs: Mapping[str, P],
-    x: np.ndarray, x_spec: P = WHOLE, y_spec: P = WHOLE,
-) -> Any:  # fmt: skip
+    fw: Framework,
+    mesh: Mesh,
+    make: Callable[[Any], Any],
+    oracle: Oracle,
+    state: State,
+    specs: Mapping[str, P],
+    x: np.ndarray,
+    x_spec: P = WHOLE,
+    y_spec: P = WHOLE,
+) -> Any:
     """Raise AssertionError where the sharded layer and the whole one differ. Returns the trace."""
     with double(fw):
         with torch.no_grad():

@@ -112,9 +112,12 @@ def layouts_for(shape: Sequence[int], local_shapes: Sequence[Sequence[int]], mes
 
 
 def layout_of(
-    whole: np.ndarray, pieces: Sequence[np.ndarray | None], shapes: Sequence[Sequence[int] | None], mesh: Mesh,
+    whole: np.ndarray,
+    pieces: Sequence[np.ndarray | None],
+    shapes: Sequence[Sequence[int] | None],
+    mesh: Mesh,
     tolerance: float,
-) -> Layout | None:  # fmt: skip
+) -> Layout | None:
     """How pieces of these shapes and values lie on the mesh, one per rank: the layout that fits their values, or the
     plainest one that fits their shapes; None where none does. tolerance: relative to the largest value."""
     import numpy as np

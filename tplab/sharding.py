@@ -83,7 +83,7 @@ def cut(size: int, parts: int, rule: Rule) -> tuple[range, ...]:
 
 def share(
     size: int, parts: int, what: str, *, axis: Axis | None = None, sharers: str = "ranks", least: int = 0, why: str = ""
-) -> int:  # fmt: skip
+) -> int:
     """How many of `size` elements each of `parts` holds, where all hold equally many.
 
     what      how the sentence begins: "dim 1 has size", "num_heads is"

@@ -17,10 +17,31 @@ from tplab.errors import RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.trace import summary
 
-_ONLY_REAL = ("node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port",
-              "max-restarts", "monitor-interval", "start-method", "role", "log-dir", "tee", "redirects",
-              "local-addr", "local-ranks-filter", "event-log-handler", "logs-specs", "duplicate-stdout-filters",
-              "duplicate-stderr-filters", "numa-binding", "signals-to-handle", "shutdown-timeout")  # fmt: skip
+_ONLY_REAL = (
+    "node-rank",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "master-addr",
+    "master-port",
+    "max-restarts",
+    "monitor-interval",
+    "start-method",
+    "role",
+    "log-dir",
+    "tee",
+    "redirects",
+    "local-addr",
+    "local-ranks-filter",
+    "event-log-handler",
+    "logs-specs",
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "numa-binding",
+    "signals-to-handle",
+    "shutdown-timeout",
+)
 _SIMULATED = " (simulated ranks need no GPUs to count)"
 _SHORT = {"redirects": "-r", "tee": "-t"}
 
@@ -39,9 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         out = launch(
-            given.script, given.args, mesh=mesh, module=given.module, num_nodes=num_nodes, cluster=given.cluster,
-            clock=given.clock, seed=given.seed, device=given.device, count_memory=True,
-        )  # fmt: skip
+            given.script,
+            given.args,
+            mesh=mesh,
+            module=given.module,
+            num_nodes=num_nodes,
+            cluster=given.cluster,
+            clock=given.clock,
+            seed=given.seed,
+            device=given.device,
+            count_memory=True,
+        )
     except KeyboardInterrupt:
         print("tplab.torchrun: interrupted", file=sys.stderr)
         return 130

@@ -112,9 +112,9 @@ def _ours(x: np.ndarray, labels: np.ndarray, flax_params: Any) -> tuple[Callable
             return optax.apply_updates(params, changes), memory, loss, accuracy
 
         in_specs, out_specs = (*specs, P("data"), P("data")), (*specs, P(), P())
-        return lambda params, memory: run(
-            update, MESH, params, memory, *batch, in_specs=in_specs, out_specs=out_specs
-        ).value
+        return lambda params, memory: (
+            run(update, MESH, params, memory, *batch, in_specs=in_specs, out_specs=out_specs).value
+        )
 
     return make, jax.block_until_ready(state)
 

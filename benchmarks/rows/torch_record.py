@@ -82,9 +82,13 @@ def _under_torchrun(num_ranks: int, what: str, folder: str) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     root = str(Path(__file__).parents[2])
     ran = subprocess.run(
-        [*command, __file__, what, folder], cwd=root, env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [*command, __file__, what, folder],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [float(figure) for figure in ran.stdout.split()]
 
 

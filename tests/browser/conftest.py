@@ -1,8 +1,8 @@
 """A real JupyterLab for the browser tests: started once, with nothing of the user's own settings.
 
-    def test_something(page, open_notebook):
-        book = open_notebook(["from tplab import Mesh", "Mesh(tp=4)"], theme="dark")
-        expect(book.output(1)).to_contain_text("Mesh(tp=4)")
+def test_something(page, open_notebook):
+    book = open_notebook(["from tplab import Mesh", "Mesh(tp=4)"], theme="dark")
+    expect(book.output(1)).to_contain_text("Mesh(tp=4)")
 """
 
 import json

@@ -105,9 +105,14 @@ def test_actions_are_chosen_and_moved_with_the_keyboard(page: Page):
     draw(page, pipeline_lab("one_f_one_b"))
     root = page.locator(".tplab")
     root.get_by_role("button", name="move actions by hand").click()
-    for key, chosen in (("ArrowRight", "F0 of stage 0, rank 0"), ("ArrowRight", "F1 of stage 0, rank 0"),
-                        ("ArrowDown", "F0 of stage 1, rank 1"), ("ArrowLeft", "F0 of stage 1, rank 1"),
-                        ("ArrowRight", "F1 of stage 1, rank 1"), ("ArrowUp", "F2 of stage 0, rank 0")):  # fmt: skip
+    for key, chosen in (
+        ("ArrowRight", "F0 of stage 0, rank 0"),
+        ("ArrowRight", "F1 of stage 0, rank 0"),
+        ("ArrowDown", "F0 of stage 1, rank 1"),
+        ("ArrowLeft", "F0 of stage 1, rank 1"),
+        ("ArrowRight", "F1 of stage 1, rank 1"),
+        ("ArrowUp", "F2 of stage 0, rank 0"),
+    ):
         page.keyboard.press(key)
         expect(root.locator(".tpl-notice")).to_have_text(f"chosen: {chosen}")
     page.keyboard.press("Shift+ArrowRight")

@@ -89,9 +89,7 @@ def test_the_frame_is_the_same_in_python_and_in_javascript(page: Page, name: str
             assert [row for row, _ in theirs[kind]] == [row for row, _ in getattr(ours, kind)]
             assert [u for _, u in theirs[kind]] == pytest.approx([u for _, u in getattr(ours, kind)], abs=1e-12)
         assert theirs["arriving"] == sorted(f"{rank},{item}" for rank, item in ours.arriving)
-        cells = {
-            f"{rank},{item}": [hold, *cell_text(piece, item, hold)] for (rank, item), hold in ours.cells.items()
-        }
+        cells = {f"{rank},{item}": [hold, *cell_text(piece, item, hold)] for (rank, item), hold in ours.cells.items()}
         assert theirs["cells"] == cells
         assert theirs["sent"] == ours.sent
         begin, end = piece.times[int(min(position, piece.num_steps - 1))], ours.time

@@ -234,11 +234,13 @@ def test_our_own_gpt_passes(num_ranks, sequence_parallel):
 
     report = check_parallel(
         lambda whole: sharded_gpt(whole, config, sequence_parallel=sequence_parallel),
-        lambda: lab.GPT(config, "tp").double(), inputs=(ids,), mesh=Mesh(tp=num_ranks),
+        lambda: lab.GPT(config, "tp").double(),
+        inputs=(ids,),
+        mesh=Mesh(tp=num_ranks),
         loss=lambda z: lab.vocab_parallel_cross_entropy(z, targets, "tp", VOCABULARY),
         reference_loss=lambda z: F.cross_entropy(z.flatten(0, 1), targets.flatten()),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
-    )  # fmt: skip
+    )
     assert report.ok, report
     assert sum(row.kind == "dropout" for row in report.rows) == 5
 
@@ -555,9 +557,13 @@ def test_data_parallel_gradients(what):
     torch.manual_seed(0)
     x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     report = check_parallel(
-        lambda whole: whole, Linear().double(), inputs=(x,), mesh=Mesh(dp=2, tp=2), in_specs=P("dp"),
+        lambda whole: whole,
+        Linear().double(),
+        inputs=(x,),
+        mesh=Mesh(dp=2, tp=2),
+        in_specs=P("dp"),
         after_backward=finish,
-    )  # fmt: skip
+    )
     for name in ("layer.weight", "layer.bias"):
         row = report.of(name, "gradient")
         assert row.ok == (not words) and words in row.words, row.words
@@ -707,9 +713,12 @@ def test_right_pieces_are_right_and_others_are_not(case):
 @given(cases())
 def test_a_layout_is_found_from_shapes(case):
     mesh, layout, whole, pieces = case
-    assert layout in layouts_for(whole.shape, [p.shape for p in pieces], mesh) or mesh.axis_size("tp") == 1 or (
-        layout.parts and len(set(layout.parts)) > 1
-    ) or (whole.shape[0] < mesh.axis_size("tp"))  # fmt: skip
+    assert (
+        layout in layouts_for(whole.shape, [p.shape for p in pieces], mesh)
+        or mesh.axis_size("tp") == 1
+        or (layout.parts and len(set(layout.parts)) > 1)
+        or (whole.shape[0] < mesh.axis_size("tp"))
+    )
 
 
 def test_what_the_numbers_say():

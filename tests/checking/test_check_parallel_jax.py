@@ -165,8 +165,10 @@ def test_a_loss_that_jax_adds_up_once_a_rank():
     assert "the loss may differ along 'tp' as far as JAX's types know" in str(report)
     mended = checked(
         lambda params, x: all_reduce(gathered(params, x), "tp", "mean"),
-        lambda params, x: (jnp.tanh(x @ params["up"]) ** 2).sum(), params=params, specs=specs,
-    )  # fmt: skip
+        lambda params, x: (jnp.tanh(x @ params["up"]) ** 2).sum(),
+        params=params,
+        specs=specs,
+    )
     assert mended.ok, str(mended)
     assert not mended.notes
 
@@ -203,9 +205,12 @@ def test_two_halves_that_were_not_cut_together():
 
     params = {"gate_up": jnp.asarray(numbers(4, 24, seed=3)), "down": mlp_params()["down"]}
     report = checked(
-        lambda params, x: all_reduce(gated(params, x), "tp"), gated, params=params,
-        specs={"gate_up": P(None, "tp"), "down": P("tp")}, num_ranks=2,
-    )  # fmt: skip
+        lambda params, x: all_reduce(gated(params, x), "tp"),
+        gated,
+        params=params,
+        specs={"gate_up": P(None, "tp"), "down": P("tp")},
+        num_ranks=2,
+    )
     assert not report.of("output").ok
 
 

@@ -27,12 +27,15 @@ def follows(*rows: Row) -> dict[str, str]:
     return {one.title: one.follows for one in folded(rows) if not one.ok}
 
 
-@pytest.mark.parametrize(("error", "ok", "words"), [
-    (0.0, True, "the loss gap is 0"),
-    (1e-9, True, "the loss gap is 1e-09, rounding"),
-    (1e-3, False, "the loss gap is 0.001, not rounding"),
-    (0.5, True, "each rank has its part of the loss"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "ok", "words"),
+    [
+        (0.0, True, "the loss gap is 0"),
+        (1e-9, True, "the loss gap is 1e-09, rounding"),
+        (1e-3, False, "the loss gap is 0.001, not rounding"),
+        (0.5, True, "each rank has its part of the loss"),
+    ],
+)
 def test_a_loss_gap_in_words(error, ok, words):
     loss = Row("loss", "loss", (), "copies", ok, error, 1e-6, "")
     assert ParallelReport([loss]).summary().endswith(f"; {words}")
@@ -46,9 +49,14 @@ def test_gradients_are_in_backward_order_and_all_else_stays():
 
 def test_what_is_behind_a_wrong_gradient_follows_from_it():
     found = follows(
-        row("gradient", "head"), row("gradient", "down"), row("gradient", "norm", *PART), row("gradient", "qkv", "off"),
-        row("gradient", "embedding", "off"), row("parameter", "norm", "off"), row("parameter", "embedding", "off"),
-    )  # fmt: skip
+        row("gradient", "head"),
+        row("gradient", "down"),
+        row("gradient", "norm", *PART),
+        row("gradient", "qkv", "off"),
+        row("gradient", "embedding", "off"),
+        row("parameter", "norm", "off"),
+        row("parameter", "embedding", "off"),
+    )
     first = "gradient of norm"
     assert found == {
         first: "", "gradient of qkv": first, "gradient of embedding": first, "after the step: norm": first,
@@ -59,10 +67,15 @@ def test_what_is_behind_a_wrong_gradient_follows_from_it():
 def test_a_gradient_before_which_all_is_right_again_begins_anew():
     zero = Row("gradient", "key.bias", (2,), "copies", True, 0.0, 1e-6, "zero up to rounding, as in the reference")
     found = follows(
-        row("gradient", "a", "off"), zero, row("gradient", "b", "off"), row("gradient", "c"),
-        row("gradient", "d", "off"), row("gradient", "tied.weight", "one weight", "tied"), row("parameter", "e", "off"),
+        row("gradient", "a", "off"),
+        zero,
+        row("gradient", "b", "off"),
+        row("gradient", "c"),
+        row("gradient", "d", "off"),
+        row("gradient", "tied.weight", "one weight", "tied"),
+        row("parameter", "e", "off"),
         row("dropout", "f", "off"),
-    )  # fmt: skip
+    )
     assert found == {
         "gradient of a": "", "gradient of b": "gradient of a", "gradient of d": "", "gradient of tied.weight": "",
         "after the step: e": "", "dropout: f": "",

@@ -199,8 +199,12 @@ def test_booleans_are_any_and_all(fw, op):
     want = np.all(xs, 0) if op == "min" else np.any(xs, 0)
 
     def program(x):
-        return (fw.lab.all_reduce(x, "tp", op), fw.lab.reduce_scatter(x, "tp", 1, op), fw.lab.broadcast(x, "tp", 1),
-                fw.lab.ring_shift(x, "tp"))  # fmt: skip
+        return (
+            fw.lab.all_reduce(x, "tp", op),
+            fw.lab.reduce_scatter(x, "tp", 1, op),
+            fw.lab.broadcast(x, "tp", 1),
+            fw.lab.ring_shift(x, "tp"),
+        )
 
     for rank, results in enumerate(on_each_rank(fw, program, mesh, xs)):
         for got, right in zip(results, (want, want[:, [rank]], xs[1], xs[rank - 1]), strict=True):
@@ -259,9 +263,13 @@ def test_gradient(fw, mesh, name):
     forward, back = LINEAR[name]
     num_ranks = mesh.axis_size("tp")
     xs = whole_numbers(mesh, (2 * num_ranks, 3 * num_ranks))
-    shape = {"all_gather": (2 * num_ranks**2, 3 * num_ranks), "all_gather 1": (2 * num_ranks, 3 * num_ranks**2),
-             "reduce_scatter": (2, 3 * num_ranks), "scattered mean": (2, 3 * num_ranks),
-             "all_to_all": (2, 3 * num_ranks**2)}.get(name, xs[0].shape)  # fmt: skip
+    shape = {
+        "all_gather": (2 * num_ranks**2, 3 * num_ranks),
+        "all_gather 1": (2 * num_ranks, 3 * num_ranks**2),
+        "reduce_scatter": (2, 3 * num_ranks),
+        "scattered mean": (2, 3 * num_ranks),
+        "all_to_all": (2, 3 * num_ranks**2),
+    }.get(name, xs[0].shape)
     weights = whole_numbers(mesh, shape, seed=1)
     if name in REPLICATED:
         weights = [weights[mesh.group(rank, "tp")[0]] for rank in mesh.ranks]
@@ -372,15 +380,18 @@ def test_what_is_wrong_is_said(fw, name):
         fw.lab.run(lambda x: wrong(fw.lab, x), MESH, fw.array(np.zeros((4, 10), np.float32)))
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda lab, x: lab.all_reduce(x, "tp", "product"), r"op is 'product'; it must be one of sum, mean, max, min"),
-    (lambda lab, x: lab.reduce_scatter(x, "tp", 0, "product"), r"op is 'product'"),
-    (lambda lab, x: lab.ring_all_gather(x, "tp", "left"), r"direction is 'left'; it must be one of up, down,"),
-    (lambda lab, x: lab.ring_reduce_scatter([x] * 4, "tp", "left"), r"direction is 'left'"),
-    (lambda lab, x: lab.ring_all_reduce(x, "tp", "left"), r"direction is 'left'"),
-    (lambda lab, x: lab.start(abs, x, "tp"), r"start needs a collective, as in start\(ring_shift, x, 'tp'\)"),
-    (lambda lab, x: lab.all_reduce("x", "tp"), r"all_reduce sends .*, not str"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda lab, x: lab.all_reduce(x, "tp", "product"), r"op is 'product'; it must be one of sum, mean, max, min"),
+        (lambda lab, x: lab.reduce_scatter(x, "tp", 0, "product"), r"op is 'product'"),
+        (lambda lab, x: lab.ring_all_gather(x, "tp", "left"), r"direction is 'left'; it must be one of up, down,"),
+        (lambda lab, x: lab.ring_reduce_scatter([x] * 4, "tp", "left"), r"direction is 'left'"),
+        (lambda lab, x: lab.ring_all_reduce(x, "tp", "left"), r"direction is 'left'"),
+        (lambda lab, x: lab.start(abs, x, "tp"), r"start needs a collective, as in start\(ring_shift, x, 'tp'\)"),
+        (lambda lab, x: lab.all_reduce("x", "tp"), r"all_reduce sends .*, not str"),
+    ],
+)
 def test_values_that_make_no_sense(fw, wrong, message):
     """torch's ranks each run the program, and so say which of them raised; JAX traces it once for all."""
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
@@ -409,11 +420,18 @@ def test_numbers_that_are_none_and_types_that_do_not_have_it(fw, name):
     assert isinstance(info.value.__cause__ if fw.name == "torch" else info.value, TypeError)
 
 
-@pytest.mark.parametrize("call", [
-    lambda lab, x: lab.all_reduce(x, "tp"), lambda lab, x: lab.ring_shift(x, "tp"), lambda lab, x: lab.axis_index("tp"),
-    lambda lab, x: lab.axis_size("tp"), lambda lab, x: lab.barrier(), lambda lab, x: lab.copy_to(x, "tp"),
-    lambda lab, x: lab.ring_all_gather(x, "tp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda lab, x: lab.all_reduce(x, "tp"),
+        lambda lab, x: lab.ring_shift(x, "tp"),
+        lambda lab, x: lab.axis_index("tp"),
+        lambda lab, x: lab.axis_size("tp"),
+        lambda lab, x: lab.barrier(),
+        lambda lab, x: lab.copy_to(x, "tp"),
+        lambda lab, x: lab.ring_all_gather(x, "tp"),
+    ],
+)
 def test_outside_of_run(fw, call):
     with pytest.raises(OutsideRunError, match=rf"tplab\.{fw.name}\.run runs on a mesh; call run\(function, Mesh\("):
         call(fw.lab, fw.array(np.zeros(3, np.float32)))

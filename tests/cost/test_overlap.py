@@ -65,9 +65,12 @@ def test_where_overlap_stops_paying():
 
 
 @given(
-    st.integers(1, 1 << 14), st.integers(1, 512), st.integers(1, 512), st.integers(1, 16),
+    st.integers(1, 1 << 14),
+    st.integers(1, 512),
+    st.integers(1, 512),
+    st.integers(1, 16),
     st.sampled_from(["h100", "ethernet", "tpu_v5e"]),
-)  # fmt: skip
+)
 def test_overlap_is_no_quicker_than_its_products_and_its_hops(tokens, inputs, outputs, num_ranks, cluster):
     for seconds in (gather_seconds, scatter_seconds):
         blocking, overlapped = seconds(tokens, inputs * num_ranks, outputs * num_ranks, num_ranks, cluster)

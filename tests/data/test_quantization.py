@@ -121,11 +121,14 @@ def test_other_floats_are_computed_in_float32(fw, dtype):
     np.testing.assert_array_equal(fw.numpy(got.scales), want.scales)
 
 
-@pytest.mark.parametrize("bits, block, error, message", [
-    (3, 4, ValueError, r"bits is 3; it must be 8 or 4"),
-    (8, 0, ValueError, r"block is 0; a scale needs 1 element at least, or None"),
-    (8, 2.0, TypeError, r"block must be a whole number, not 2\.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bits, block, error, message",
+    [
+        (3, 4, ValueError, r"bits is 3; it must be 8 or 4"),
+        (8, 0, ValueError, r"block is 0; a scale needs 1 element at least, or None"),
+        (8, 2.0, TypeError, r"block must be a whole number, not 2\.0"),
+    ],
+)
 def test_what_is_wrong_is_said(fw, bits, block, error, message):
     with pytest.raises(error, match=message):
         fw.lab.quantize(fw.array(np.ones(4, np.float32)), bits, block)

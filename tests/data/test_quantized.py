@@ -166,13 +166,20 @@ def test_gradients_are_those_of_the_plain_ones(fw, inside):
 # --------------------------------------------------------------------------------------------------- what is wrong
 
 
-@pytest.mark.parametrize("wrong, error, message", [
-    (lambda lab, x: lab.quantized_all_gather(x, AXIS, inside=AXIS), MeshError, r"inside must name some of the axes"),
-    (lambda lab, x: lab.quantized_all_gather(x, "node", inside="gpu"), MeshError, r"inside is 'gpu', and axis"),
-    (lambda lab, x: lab.quantized_reduce_scatter(x, "gpu"), ShapeError, r"dim 0 has size 4, which the 3 ranks"),
-    (lambda lab, x: lab.quantized_reduce_scatter(x, "node", 0, "max"), ValueError, r"op is 'max'; .* sum, mean"),
-    (lambda lab, x: lab.quantized_all_gather(x, "node", bits=3), ValueError, r"bits is 3; it must be 8 or 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        (
+            lambda lab, x: lab.quantized_all_gather(x, AXIS, inside=AXIS),
+            MeshError,
+            r"inside must name some of the axes",
+        ),
+        (lambda lab, x: lab.quantized_all_gather(x, "node", inside="gpu"), MeshError, r"inside is 'gpu', and axis"),
+        (lambda lab, x: lab.quantized_reduce_scatter(x, "gpu"), ShapeError, r"dim 0 has size 4, which the 3 ranks"),
+        (lambda lab, x: lab.quantized_reduce_scatter(x, "node", 0, "max"), ValueError, r"op is 'max'; .* sum, mean"),
+        (lambda lab, x: lab.quantized_all_gather(x, "node", bits=3), ValueError, r"bits is 3; it must be 8 or 4"),
+    ],
+)
 def test_what_is_wrong_is_said(fw, wrong, error, message):
     with pytest.raises((error, RuntimeError), match=message) as info:
         fw.lab.run(lambda x: wrong(fw.lab, x), MESH, fw.array(np.zeros((4, 10), np.float32)))

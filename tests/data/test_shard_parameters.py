@@ -107,9 +107,14 @@ def train(fw: Framework, mesh: Mesh, steps: int, **options: Any) -> tuple[list[n
     spec = P(axis)
     params = [{name: fw.array(value) for name, value in state.items()} for state in start()]
     out = on_jax.run(
-        lambda p, x, y: jax_steps(net, net.shard(p), x, y, steps), mesh, params, fw.array(X), fw.array(Y),
-        in_specs=(P(), P(names), P(names)), out_specs=spec,
-    )  # fmt: skip
+        lambda p, x, y: jax_steps(net, net.shard(p), x, y, steps),
+        mesh,
+        params,
+        fw.array(X),
+        fw.array(Y),
+        in_specs=(P(), P(names), P(names)),
+        out_specs=spec,
+    )
     wholes = on_jax.run(net.gather, mesh, out.value, in_specs=spec).per_rank[-1]
     return [np.asarray(state[name]) for state in wholes for name in ("weight", "bias")], lambda: out.trace
 

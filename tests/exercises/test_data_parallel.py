@@ -113,15 +113,18 @@ def test_right_replicas(fn):
     assert "hidden" in verdict.text
 
 
-@pytest.mark.parametrize("fn, hint", [
-    (lambda model: by_hooks(model, op="sum"), "They must be averaged"),
-    (lambda model: by_hooks(model, writes=False), "every rank keeps its own gradients"),
-    (keeps_the_first, "step 1 was right"),
-    (late, "0% of the communication is hidden"),
-    (lambda model: by_hooks(model, at_once=True), "of the communication is hidden"),
-    (lambda model: print(end=""), "return the function that is called after the backward pass"),
-    (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "are not the means over the ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn, hint",
+    [
+        (lambda model: by_hooks(model, op="sum"), "They must be averaged"),
+        (lambda model: by_hooks(model, writes=False), "every rank keeps its own gradients"),
+        (keeps_the_first, "step 1 was right"),
+        (late, "0% of the communication is hidden"),
+        (lambda model: by_hooks(model, at_once=True), "of the communication is hidden"),
+        (lambda model: print(end=""), "return the function that is called after the backward pass"),
+        (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "are not the means over the ranks"),
+    ],
+)
 def test_wrong_replicas(fn, hint):
     verdict = check_replicas(fn)
     assert verdict.passed is False

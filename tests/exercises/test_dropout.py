@@ -35,9 +35,13 @@ def code_of(name: str) -> str:
 
 
 def block(
-    inside: Any = "tp", outside: Any = None, p_inside: float = 0.5, p_outside: float = 0.5, sums: bool = True,
+    inside: Any = "tp",
+    outside: Any = None,
+    p_inside: float = 0.5,
+    p_outside: float = 0.5,
+    sums: bool = True,
     early: bool = False,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """The lab's block: the axis along which masks differ, and the share that is dropped, in both places."""
 
     def solution(x, a, b):

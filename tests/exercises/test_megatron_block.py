@@ -210,7 +210,7 @@ def terms(x, scale, q, k, v, o, a, b):
         (block_of(residual=lambda x: -x), "entries are off"),
     ],
     ids=["no sum", "x summed", "no x", "sequential", "no f", "f of x", "f half", "f other half", "f early", "- x"],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_block_is_told(fn: Callable[..., Any], hint: str):
     expect(check_parallel_block(fn), False, hint, "Mesh(tp=2)")
 

@@ -75,13 +75,16 @@ def only_codes(x):
     return tt.reduce_scatter(codes_of(x, x.abs().max() / 7), "dp").to(x.dtype)
 
 
-@pytest.mark.parametrize("fn, hint", [
-    (mean_scale, "times the mean of all scales"),
-    (largest_scale, "times the largest scale"),
-    (only_codes, "These are sums of codes. A code times"),
-    (lambda x: x[:1], "entries are off"),
-    (lambda x: tt.reduce_scatter(x, "dp"), "Let the codes travel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn, hint",
+    [
+        (mean_scale, "times the mean of all scales"),
+        (largest_scale, "times the largest scale"),
+        (only_codes, "These are sums of codes. A code times"),
+        (lambda x: x[:1], "entries are off"),
+        (lambda x: tt.reduce_scatter(x, "dp"), "Let the codes travel"),
+    ],
+)
 def test_what_is_wrong_with_a_sum_is_told(fn: Callable, hint: str):
     expect(check_add_up(fn), False, hint)
 
@@ -110,11 +113,14 @@ def test_solutions_pass():
     expect(check_reduce_twice(solution_in_jax, "jax"), True)
 
 
-@pytest.mark.parametrize("fn, hint", [
-    (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"), "it is another rank's"),
-    (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
-    (lambda x: tt.reduce_scatter(x, BOTH), "Which of the two levels should come first"),
-    (lambda x: x[tt.axis_index(BOTH)][None], "nothing is added"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fn, hint",
+    [
+        (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"), "it is another rank's"),
+        (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
+        (lambda x: tt.reduce_scatter(x, BOTH), "Which of the two levels should come first"),
+        (lambda x: x[tt.axis_index(BOTH)][None], "nothing is added"),
+    ],
+)
 def test_what_is_wrong_on_two_levels_is_told(fn: Callable, hint: str):
     expect(check_reduce_twice(fn), False, hint)

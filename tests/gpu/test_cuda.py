@@ -1,6 +1,5 @@
 """Simulated ranks that share one GPU: `run(..., device="cuda")`."""
 
-
 import pytest
 import torch
 from torch import Tensor, nn

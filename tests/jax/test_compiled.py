@@ -163,10 +163,18 @@ def test_the_text_of_other_compilers():
     ]
 
 
-@pytest.mark.parametrize("name, dtype", [
-    ("f32", "float32"), ("bf16", "bfloat16"), ("s8", "int8"), ("u64", "uint64"), ("c64", "complex64"), ("pred", "bool"),
-    ("f8e5m2", "float8_e5m2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("f32", "float32"),
+        ("bf16", "bfloat16"),
+        ("s8", "int8"),
+        ("u64", "uint64"),
+        ("c64", "complex64"),
+        ("pred", "bool"),
+        ("f8e5m2", "float8_e5m2"),
+    ],
+)
 def test_names_of_types(name, dtype):
     line = f"  %x = {name}[3]{{0}} all-reduce(%p), replica_groups={{{{0,1}}}}"
     (found,) = collectives_in_text(f"ENTRY %m (p: f32[]) -> f32[] {{\n{line}\n}}")

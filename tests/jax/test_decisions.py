@@ -345,8 +345,12 @@ def test_along_other_axes_ranks_may_decide_differently():
     """But XLA's ppermute joins all devices, whatever the axis."""
 
     def program(collective, x):
-        return lax.cond(axis_index("dp") == 0, lambda x: lab.copy_to(collective(x, "tp"), GRID.axis_names),
-                        lambda x: lab.copy_to(x, GRID.axis_names), x)  # fmt: skip
+        return lax.cond(
+            axis_index("dp") == 0,
+            lambda x: lab.copy_to(collective(x, "tp"), GRID.axis_names),
+            lambda x: lab.copy_to(x, GRID.axis_names),
+            x,
+        )
 
     out = run(lambda x: program(all_reduce, x), GRID, np.ones(2, np.float32))
     assert [x.tolist() for x in out.per_rank] == [[2, 2], [2, 2], [1, 1], [1, 1]]

@@ -75,8 +75,9 @@ def test_a_training_step_with_a_scan():
         (down, False): (3, 384), (up, True): (3, 384),
     }  # fmt: skip
     assert of_tp[down, False].causes[0].operands == (
-        f"the result of tanh ({up})", "weights[1] float32[3, 32, 16] P(None, 'tp')",
-    )  # fmt: skip
+        f"the result of tanh ({up})",
+        "weights[1] float32[3, 32, 16] P(None, 'tp')",
+    )
     assert of_tp[up, True].causes[0].operands[1] == "weights[0] float32[3, 16, 32] P(None, None, 'tp')"
     gradients = [cause for one in found if one.axis == "dp" and one.is_backward for cause in one.causes]
     assert sorted(cause.where for cause in gradients) == [up, down]
@@ -103,10 +104,13 @@ def test_weights_that_are_sharded_over_data():
     assert total.causes[0].why.endswith("; each rank keeps 1/4 of the result: a reduce_scatter on GPUs and TPUs")
 
 
-@pytest.mark.parametrize("result, op, why", [
-    ((), "all_gather", "the function returns all of the result of sin, which is sharded over dp"),
-    ((None, "dp"), "all_to_all", "sin needs x float32[8, 16] P('dp') cut along another dim than it is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "result, op, why",
+    [
+        ((), "all_gather", "the function returns all of the result of sin, which is sharded over dp"),
+        ((None, "dp"), "all_to_all", "sin needs x float32[8, 16] P('dp') cut along another dim than it is"),
+    ],
+)
 def test_how_the_results_are_to_lie(result, op, why):
     fn = jax.jit(jnp.sin if op == "all_gather" else lambda x: jnp.sin(x), out_shardings=on(*result, mesh=DP))
     (one,) = explain(fn, placed((8, 16), "dp", mesh=DP))

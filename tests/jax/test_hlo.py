@@ -21,23 +21,26 @@ def one_collective(groups, op="all-reduce"):
     return f"HloModule m, num_partitions=8\n\nENTRY %m (p: f32[8]) -> f32[8] {{\n{line}\n}}"
 
 
-@pytest.mark.parametrize("written, groups", [
-    ("replica_groups={{0,2},{1,3},{4,6},{5,7}}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ("replica_groups={}", (tuple(range(8)),)),
-    ("replica_groups=[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-    ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ("replica_groups=mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
-    ("replica_groups=mesh['a'=2,'b'=4] {'b','a'}", ((0, 4, 1, 5, 2, 6, 3, 7),)),
-    ("replica_groups=mesh['a'=2,'one'=1,'b'=4] {'one'}", tuple((rank,) for rank in range(8))),
-    ("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ("replica_groups=mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ("replica_groups=mesh['a'=8] {'a':(4)2,'a':(1)2}", ((0, 4, 1, 5), (2, 6, 3, 7))),
-    ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,2,2]T(0,2,1)) {'a':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
-    ("replica_groups=mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'b'}", ((7, 6, 5, 4), (3, 2, 1, 0))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "written, groups",
+    [
+        ("replica_groups={{0,2},{1,3},{4,6},{5,7}}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("replica_groups={}", (tuple(range(8)),)),
+        ("replica_groups=[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b','a'}", ((0, 4, 1, 5, 2, 6, 3, 7),)),
+        ("replica_groups=mesh['a'=2,'one'=1,'b'=4] {'one'}", tuple((rank,) for rank in range(8))),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("replica_groups=mesh['a'=8] {'a':(4)2,'a':(1)2}", ((0, 4, 1, 5), (2, 6, 3, 7))),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,2,2]T(0,2,1)) {'a':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'b'}", ((7, 6, 5, 4), (3, 2, 1, 0))),
+    ],
+)
 def test_groups(written, groups):
     module = Module(one_collective(written))
     assert module.groups(module.computations["m"][0]) == groups
@@ -60,15 +63,18 @@ def test_other_groups_are_refused():
         collectives_in_text(one_collective("replica_groups=torus<2,4>"))
 
 
-@pytest.mark.parametrize("groups, axis, first", [
-    (((0, 1, 2, 3), (4, 5, 6, 7)), "tp", (0, 1, 2, 3)),
-    (((3, 2, 1, 0), (7, 6, 5, 4)), "tp", (0, 1, 2, 3)),  # in the mesh's order
-    (((0, 4), (1, 5), (2, 6), (3, 7)), "dp", (0, 4)),
-    ((tuple(range(8)),), "dp,tp", tuple(range(8))),
-    (((0, 2), (1, 3), (4, 6), (5, 7)), "tp", (0, 2)),  # half of the ranks along it
-    (((0, 5), (1, 4), (2, 7), (3, 6)), "dp,tp", (0, 5)),
-    (tuple((rank,) for rank in range(8)), "", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "groups, axis, first",
+    [
+        (((0, 1, 2, 3), (4, 5, 6, 7)), "tp", (0, 1, 2, 3)),
+        (((3, 2, 1, 0), (7, 6, 5, 4)), "tp", (0, 1, 2, 3)),  # in the mesh's order
+        (((0, 4), (1, 5), (2, 6), (3, 7)), "dp", (0, 4)),
+        ((tuple(range(8)),), "dp,tp", tuple(range(8))),
+        (((0, 2), (1, 3), (4, 6), (5, 7)), "tp", (0, 2)),  # half of the ranks along it
+        (((0, 5), (1, 4), (2, 7), (3, 6)), "dp,tp", (0, 5)),
+        (tuple((rank,) for rank in range(8)), "", None),
+    ],
+)
 def test_the_axes_of_groups(groups, axis, first):
     found, along = axes_along(Mesh(dp=2, tp=4), groups)
     assert found == axis
@@ -154,17 +160,34 @@ def test_half_a_message_is_refused():
 
 def test_lines_are_the_users():
     """Of the frames the innermost that is in no installed package."""
-    head = "\n".join([
-        "HloModule m, num_partitions=2", "",
-        "FileNames", '1 "/somewhere/train.py"', '2 "/venv/lib/python3.12/site-packages/flax/linear.py"', "",
-        "FileLocations", "1 {file_name_id=1 function_name_id=1 line=3 column=1}",
-        "2 {file_name_id=1 function_name_id=1 line=9 column=1}", "3 {file_name_id=2 function_name_id=1 line=400}", "",
-        "StackFrames", "1 {file_location_id=1 parent_frame_id=1}", "2 {file_location_id=2 parent_frame_id=2}",
-        "3 {file_location_id=3 parent_frame_id=3}", "", "",
-    ])  # fmt: skip
+    head = "\n".join(
+        [
+            "HloModule m, num_partitions=2",
+            "",
+            "FileNames",
+            '1 "/somewhere/train.py"',
+            '2 "/venv/lib/python3.12/site-packages/flax/linear.py"',
+            "",
+            "FileLocations",
+            "1 {file_name_id=1 function_name_id=1 line=3 column=1}",
+            "2 {file_name_id=1 function_name_id=1 line=9 column=1}",
+            "3 {file_name_id=2 function_name_id=1 line=400}",
+            "",
+            "StackFrames",
+            "1 {file_location_id=1 parent_frame_id=1}",
+            "2 {file_location_id=2 parent_frame_id=2}",
+            "3 {file_location_id=3 parent_frame_id=3}",
+            "",
+            "",
+        ]
+    )
     line = '  %x = f32[8]{0} all-reduce(%p), replica_groups={}, metadata={op_name="a" stack_frame_id=3}'
-    for shift in (head, head.replace("parent_frame_id=1", "parent_frame_id=0").replace(
-        "parent_frame_id=2", "parent_frame_id=1").replace("parent_frame_id=3", "parent_frame_id=2")):  # fmt: skip
+    for shift in (
+        head,
+        head.replace("parent_frame_id=1", "parent_frame_id=0")
+        .replace("parent_frame_id=2", "parent_frame_id=1")
+        .replace("parent_frame_id=3", "parent_frame_id=2"),
+    ):
         module = Module(f"{shift}ENTRY %m (p: f32[8]) -> f32[8] {{\n{line}\n}}")
         assert module.where(module.computations["m"][0]) == "train.py:9"
 

@@ -315,13 +315,42 @@ def test_what_became_none_is_noticed():
     assert float(run(program, ONE, 1.0).per_rank[0]) == 1
 
 
-@pytest.mark.parametrize("value", [
-    jnp.tanh, jax.nn.relu, jax.nn.gelu, jnp.add, np.tanh, np.dot, jax.vmap(scaled), jax.grad(by_global), JITTED,
-    Config(), Frozen(Config()), Slots(), Settings, Colour.RED, Own(a=1), Pair(1, [2]), P("tp"), ONE, np.ones(3),
-    jnp.ones(3), jnp.float32, np.float32, jax.random.key(0), types.SimpleNamespace(a={1: [2]}), range(3), slice(2),
-    {1, 2}, functools.partial(scaled, by=2), one_f_one_b(2, 4), lab.GPTConfig(8, 4, 1, 1, 4),
-    lab.ParallelMLP(4, 8, "tp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        jnp.tanh,
+        jax.nn.relu,
+        jax.nn.gelu,
+        jnp.add,
+        np.tanh,
+        np.dot,
+        jax.vmap(scaled),
+        jax.grad(by_global),
+        JITTED,
+        Config(),
+        Frozen(Config()),
+        Slots(),
+        Settings,
+        Colour.RED,
+        Own(a=1),
+        Pair(1, [2]),
+        P("tp"),
+        ONE,
+        np.ones(3),
+        jnp.ones(3),
+        jnp.float32,
+        np.float32,
+        jax.random.key(0),
+        types.SimpleNamespace(a={1: [2]}),
+        range(3),
+        slice(2),
+        {1, 2},
+        functools.partial(scaled, by=2),
+        one_f_one_b(2, 4),
+        lab.GPTConfig(8, 4, 1, 1, 4),
+        lab.ParallelMLP(4, 8, "tp"),
+    ],
+)
 def test_what_programs_read_every_day_can_be_compared(value):
     """Only what cannot be is traced at every call."""
     program = lambda: value  # noqa: E731
@@ -329,8 +358,19 @@ def test_what_programs_read_every_day_can_be_compared(value):
     assert Outside([program]).same_as(Outside([program]))
 
 
-@pytest.mark.parametrize("value", [
-    iter([1]), np.random.default_rng(0), np.random.rand, random.random, time.time, datetime, open, np, Shy(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        iter([1]),
+        np.random.default_rng(0),
+        np.random.rand,
+        random.random,
+        time.time,
+        datetime,
+        open,
+        np,
+        Shy(),
+    ],
+)
 def test_what_cannot_be_compared(value):
     assert not Outside([lambda: value]).is_known

@@ -105,9 +105,17 @@ def test_specs_over_structures():
 WEIGHTS = {"w": P("tp"), "b": P("tp")}
 
 
-@pytest.mark.parametrize("in_specs", [
-    None, P(), P("tp"), (P("tp"), None), (WEIGHTS, P("tp")), ({"w": P(), "b": None}, P()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "in_specs",
+    [
+        None,
+        P(),
+        P("tp"),
+        (P("tp"), None),
+        (WEIGHTS, P("tp")),
+        ({"w": P(), "b": None}, P()),
+    ],
+)
 def test_none_as_an_argument_and_in_one(in_specs):
     def program(params, mask):
         return params["w"] * (2 if mask is None and params["b"] is None else 3)
@@ -418,27 +426,49 @@ def test_a_key_needs_a_run():
 # --------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("specs, error, message", [
-    (P("pp"), SpecError, r"P\('pp'\) names axis 'pp', which Mesh\(dp=2, tp=4\) does not have; its axes are 'dp', 'tp'"),
-    (P(None, None, "tp"), SpecError, r"3 entries, and the .*\(4, 10\) has 2 dims"),
-    (P(None, "tp"), ShapeError, r"dim 1 has size 10, which the 4 ranks of axis 'tp' .*\npad it to 12, or use a mesh"),
-    ((P(), P()), SpecError, r"in_specs has 2 entries, but there are 1 arguments; give one for each"),
-    ({"x": P()}, SpecError, r"in_specs is \{'x': P\(\)\}; give a P, or a tuple with one P for each of the 1 arguments"),
-    ("tp", SpecError, r"in_specs has 'tp' where a P belongs"),
-    (("tp",), SpecError, r"in_specs has 'tp' where a P belongs"),
-    (({"a": P()},), SpecError, r"in_specs has \{'a': P\(\)\} where the value is PyTreeDef\(\*\); give a P, or"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "specs, error, message",
+    [
+        (
+            P("pp"),
+            SpecError,
+            r"P\('pp'\) names axis 'pp', which Mesh\(dp=2, tp=4\) does not have; its axes are 'dp', 'tp'",
+        ),
+        (P(None, None, "tp"), SpecError, r"3 entries, and the .*\(4, 10\) has 2 dims"),
+        (
+            P(None, "tp"),
+            ShapeError,
+            r"dim 1 has size 10, which the 4 ranks of axis 'tp' .*\npad it to 12, or use a mesh",
+        ),
+        ((P(), P()), SpecError, r"in_specs has 2 entries, but there are 1 arguments; give one for each"),
+        (
+            {"x": P()},
+            SpecError,
+            r"in_specs is \{'x': P\(\)\}; give a P, or a tuple with one P for each of the 1 arguments",
+        ),
+        ("tp", SpecError, r"in_specs has 'tp' where a P belongs"),
+        (("tp",), SpecError, r"in_specs has 'tp' where a P belongs"),
+        (({"a": P()},), SpecError, r"in_specs has \{'a': P\(\)\} where the value is PyTreeDef\(\*\); give a P, or"),
+    ],
+)
 def test_in_specs_that_do_not_fit(specs, error, message):
     with pytest.raises(error, match=message):
         run(lambda x: x, GRID, np.zeros((4, 10)), in_specs=specs)
 
 
-@pytest.mark.parametrize("specs, error, message", [
-    (P("pp"), SpecError, r"P\('pp'\) names axis 'pp', which Mesh\(dp=2, tp=4\) does not have"),
-    (P(None, None, "tp"), SpecError, r"out_specs gives result P\(None, None, 'tp'\), which has 3 entries, and each"),
-    ((P(), P()), SpecError, r"out_specs has \(P\(\), P\(\)\) where the value is PyTreeDef\(\*\)"),
-    ("tp", SpecError, r"out_specs has 'tp' where a P belongs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "specs, error, message",
+    [
+        (P("pp"), SpecError, r"P\('pp'\) names axis 'pp', which Mesh\(dp=2, tp=4\) does not have"),
+        (
+            P(None, None, "tp"),
+            SpecError,
+            r"out_specs gives result P\(None, None, 'tp'\), which has 3 entries, and each",
+        ),
+        ((P(), P()), SpecError, r"out_specs has \(P\(\), P\(\)\) where the value is PyTreeDef\(\*\)"),
+        ("tp", SpecError, r"out_specs has 'tp' where a P belongs"),
+    ],
+)
 def test_out_specs_that_do_not_fit(specs, error, message):
     with pytest.raises(error, match=message):
         run(lambda x: x, GRID, np.zeros((4, 10)), out_specs=specs)
@@ -470,14 +500,17 @@ def test_copies_for_work_that_is_divided_differ_as_far_as_types_know():
         run(lambda x: copy_to(x, "tp"), GRID, np.ones(2), out_specs=P())
 
 
-@pytest.mark.parametrize("program", [
-    lambda x: x if axis_index("tp") else -x,
-    lambda x: sum(x for _ in range(axis_index("tp"))),
-    lambda x: x[: int(axis_index("tp"))],
-    lambda x: x[: axis_index("tp")],
-    lambda x: jnp.zeros(axis_index("tp")),
-    lambda x: x[x > 0],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x if axis_index("tp") else -x,
+        lambda x: sum(x for _ in range(axis_index("tp"))),
+        lambda x: x[: int(axis_index("tp"))],
+        lambda x: x[: axis_index("tp")],
+        lambda x: jnp.zeros(axis_index("tp")),
+        lambda x: x[x > 0],
+    ],
+)
 def test_python_cannot_ask_what_a_rank_is(program):
     with pytest.raises((TypeError, IndexError)) as caught:
         run(program, TP2, np.ones(2))
@@ -495,16 +528,23 @@ def test_what_the_program_raises_comes_out_as_it_is():
     assert run(lambda x: x, TP2, np.ones(2)).per_rank[1].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("options, error, message", [
-    ({"clock": "measured"}, ValueError, r"clock='measured' is for tplab.torch: XLA compiles .*\n.*cluster='laptop'"),
-    ({"clock": "sundial"}, ValueError, r"clock is 'sundial'; it must be 'modelled'"),
-    ({"on": "processes"}, ValueError, r"on='processes' is for tplab.torch; .*jax.distributed.initialize"),
-    ({"on": "abacus"}, ValueError, r"on is 'abacus', and JAX knows no such devices here"),
-    ({"cluster": "abacus"}, ClusterError, r"no cluster is named 'abacus'"),
-    ({"seed": -1}, ValueError, "seed is -1; it must be a whole number, 0 or more"),
-    ({"seed": "a"}, ValueError, "seed is 'a'; it must be a whole number, 0 or more"),
-    ({"keep_values": -5}, ValueError, "keep_values is -5; it must be a whole number, 0 or more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (
+            {"clock": "measured"},
+            ValueError,
+            r"clock='measured' is for tplab.torch: XLA compiles .*\n.*cluster='laptop'",
+        ),
+        ({"clock": "sundial"}, ValueError, r"clock is 'sundial'; it must be 'modelled'"),
+        ({"on": "processes"}, ValueError, r"on='processes' is for tplab.torch; .*jax.distributed.initialize"),
+        ({"on": "abacus"}, ValueError, r"on is 'abacus', and JAX knows no such devices here"),
+        ({"cluster": "abacus"}, ClusterError, r"no cluster is named 'abacus'"),
+        ({"seed": -1}, ValueError, "seed is -1; it must be a whole number, 0 or more"),
+        ({"seed": "a"}, ValueError, "seed is 'a'; it must be a whole number, 0 or more"),
+        ({"keep_values": -5}, ValueError, "keep_values is -5; it must be a whole number, 0 or more"),
+    ],
+)
 def test_options_that_make_no_sense(options, error, message):
     with pytest.raises(error, match=message):
         run(lambda x: x, TP2, np.ones(2), **options)

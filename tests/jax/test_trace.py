@@ -159,9 +159,7 @@ def passed_on(x, times):
 LOOPS = {
     "scan": lambda x: jax.lax.scan(lambda c, _: (ring_shift(c * 2, "tp"), None), x, None, length=3)[0],
     "scan over rows": lambda x: jax.lax.scan(lambda c, w: (ring_shift(c * w, "tp"), c), x, jnp.full(3, 2.0))[0],
-    "reversed": lambda x: jax.lax.scan(
-        lambda c, w: (ring_shift(c * w, "tp"), c), x, jnp.full(3, 2.0), reverse=True
-    )[0],
+    "reversed": lambda x: jax.lax.scan(lambda c, w: (ring_shift(c * w, "tp"), c), x, jnp.full(3, 2.0), reverse=True)[0],
     "fori_loop": lambda x: jax.lax.fori_loop(0, 3, lambda _, c: ring_shift(c * 2, "tp"), x),
     "while_loop": lambda x: jax.lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, ring_shift(c[1] * 2, "tp")), (0, x)

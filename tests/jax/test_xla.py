@@ -73,11 +73,14 @@ def test_what_jit_put_in_for_its_shardings():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("op, given, result, formula", [
-    ("all_reduce", (None, "tp"), (), lambda R: 2 * (R - 1) * 16 * 4 // R),  # of the sums of 16 rows
-    ("all_gather", ("tp",), (None, None), lambda R: (R - 1) * 16 * 8 * 4 // R),
-    ("all_to_all", ("tp",), (None, "tp"), lambda R: (R - 1) * 16 * 8 * 4 // R // R),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "op, given, result, formula",
+    [
+        ("all_reduce", (None, "tp"), (), lambda R: 2 * (R - 1) * 16 * 4 // R),  # of the sums of 16 rows
+        ("all_gather", ("tp",), (None, None), lambda R: (R - 1) * 16 * 8 * 4 // R),
+        ("all_to_all", ("tp",), (None, "tp"), lambda R: (R - 1) * 16 * 8 * 4 // R // R),
+    ],
+)
 def test_the_bytes_are_those_of_the_ring_on_any_number_of_devices(op, given, result, formula, num_ranks):
     mesh = Mesh(tp=num_ranks)
     fn = (lambda x: x.sum(1)) if op == "all_reduce" else (lambda x: x * 2)

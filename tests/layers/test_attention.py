@@ -129,17 +129,24 @@ def called(fw, layer, x):
     return layer(layer.init(jax.random.key(0)), x)
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda lab: lab.ParallelSelfAttention(12, 6, "tp"), r"num_heads is 6, which .*\nuse .* divides 6, or 8 heads"),
-    (lambda lab: lab.ParallelSelfAttention(12, 5, "tp"), r"width of 12 does not divide into 5 heads; make it 15"),
-    (
-        lambda lab: lab.ParallelSelfAttention(12, 12, "tp", num_kv_heads=2),
-        r"num_kv_heads is 2, which the 4 ranks .* cannot share.*\n.*repeat the rows of each key and value head 6 times",
-    ),
-    (lambda lab: lab.ParallelSelfAttention(12, 12, "tp", num_kv_heads=5), r"num_kv_heads is 5, which does not divide"),
-    (lambda lab: lab.ParallelSelfAttention(12, 12, "tp", sequence_dim=0), r"sequence_dim is 0; of x"),
-    (lambda lab: lab.ParallelSelfAttention(12, 12, "tp"), r"takes x \[batch, sequence, 12\], but got \[3, 12\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda lab: lab.ParallelSelfAttention(12, 6, "tp"), r"num_heads is 6, which .*\nuse .* divides 6, or 8 heads"),
+        (lambda lab: lab.ParallelSelfAttention(12, 5, "tp"), r"width of 12 does not divide into 5 heads; make it 15"),
+        (
+            lambda lab: lab.ParallelSelfAttention(12, 12, "tp", num_kv_heads=2),
+            r"num_kv_heads is 2, which the 4 ranks .* cannot share.*\n"
+            r".*repeat the rows of each key and value head 6 times",
+        ),
+        (
+            lambda lab: lab.ParallelSelfAttention(12, 12, "tp", num_kv_heads=5),
+            r"num_kv_heads is 5, which does not divide",
+        ),
+        (lambda lab: lab.ParallelSelfAttention(12, 12, "tp", sequence_dim=0), r"sequence_dim is 0; of x"),
+        (lambda lab: lab.ParallelSelfAttention(12, 12, "tp"), r"takes x \[batch, sequence, 12\], but got \[3, 12\]"),
+    ],
+)
 def test_what_is_wrong_is_said(fw, make, message):
     with pytest.raises(ShapeError, match=message):
         fw.lab.run(lambda x: called(fw, make(fw.lab), x), Mesh(tp=4), fw.array(np.ones((3, 12), np.float32)))

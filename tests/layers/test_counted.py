@@ -191,9 +191,7 @@ def buffers(fw, config, num_ranks):
     specs = gpt_specs(config)
     whole = flat(model().init(jax.random.key(0)))
     arrays = fw.lab.run(lambda params: params, mesh, whole, in_specs=(specs,), out_specs=specs).value
-    return [
-        {name: array.addressable_shards[rank].data.nbytes for name, array in arrays.items()} for rank in mesh.ranks
-    ]
+    return [{name: array.addressable_shards[rank].data.nbytes for name, array in arrays.items()} for rank in mesh.ranks]
 
 
 # --------------------------------------------------------------------------------------------------- activations
@@ -238,9 +236,7 @@ def bytes_of(counter):
 
 
 def paper(num_ranks, sequence_parallel, **options):
-    return activation_bytes(
-        SEQUENCE, BATCH, WIDTH, HEADS, num_ranks, sequence_parallel=sequence_parallel, **options
-    )
+    return activation_bytes(SEQUENCE, BATCH, WIDTH, HEADS, num_ranks, sequence_parallel=sequence_parallel, **options)
 
 
 def plain_attention(q, k, v, is_causal):

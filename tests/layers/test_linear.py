@@ -121,9 +121,7 @@ def test_mlp_of_any_shape(name, num_ranks, sizes, activation, bias, sequence_dim
             width, hidden * num_ranks, "tp", activation=activation, bias=bias, sequence_dim=sequence_dim
         )
 
-    check(
-        FRAMEWORKS[name](), Mesh(tp=num_ranks), make, dense_mlp(activation), state, specs, x, outside, outside
-    )
+    check(FRAMEWORKS[name](), Mesh(tp=num_ranks), make, dense_mlp(activation), state, specs, x, outside, outside)
 
 
 @pytest.mark.parametrize("axis", [("a", "b"), ("b", "a"), "b"])
@@ -296,6 +294,7 @@ def test_a_bias_on_a_partial_sum_is_refused(fw):
 
 def test_two_partial_sums_take_one_sum(fw):
     """What reduce_output=False is for: two branches of a block, added up together."""
+
     def program(x):
         layer = fw.lab.RowParallelLinear(8, 3, "tp", bias=False, reduce_output=False)
         if fw.name == "torch":
@@ -391,10 +390,13 @@ def test_what_is_wrong_is_said(fw, name):
         fw.lab.run(lambda x: called(fw, make(fw.lab), x), Mesh(tp=4), x)
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda lab: lab.ParallelMLP(4, 8, "tp", activation="relu"), "activation is 'relu'; it must be one of gelu"),
-    (lambda lab: lab.RowParallelLinear(4, 8, "tp", sequence_dim=1, input_is_parallel=False), "it needs input_is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda lab: lab.ParallelMLP(4, 8, "tp", activation="relu"), "activation is 'relu'; it must be one of gelu"),
+        (lambda lab: lab.RowParallelLinear(4, 8, "tp", sequence_dim=1, input_is_parallel=False), "it needs input_is"),
+    ],
+)
 def test_modes_that_make_no_sense(fw, make, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         fw.lab.run(lambda: make(fw.lab) and None, Mesh(tp=2))

@@ -66,21 +66,34 @@ def test_statistics_of_a_piece_would_be_wrong():
     features = P(None, None, "tp")
     with pytest.raises(AssertionError, match="y is off by"):
         check(
-            fw, Mesh(tp=2), make, layer_norm, state_of("LayerNorm"), {"weight": P("tp"), "bias": P("tp")}, X, features,
+            fw,
+            Mesh(tp=2),
+            make,
+            layer_norm,
+            state_of("LayerNorm"),
+            {"weight": P("tp"), "bias": P("tp")},
+            X,
             features,
-        )  # fmt: skip
+            features,
+        )
 
 
 def called(fw, layer, x):
     return layer(x) if fw.name == "torch" else layer(layer.init(), x)
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda lab: lab.LayerNorm(16), r"LayerNorm takes x \[..., 16\], but got \[2, 4\]; ParallelLayerNorm and"),
-    (lambda lab: lab.RMSNorm(5), r"RMSNorm takes x \[..., 5\], but got \[2, 4\](\n|$)"),
-    (lambda lab: lab.ParallelLayerNorm(4, "tp"), r"takes x \[..., 1\], but got \[2, 4\] of 4 features over all ranks;"),
-    (lambda lab: lab.ParallelRMSNorm(6, "tp"), r"width is 6, which the 4 ranks of axis .*;\npad it to 8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda lab: lab.LayerNorm(16), r"LayerNorm takes x \[..., 16\], but got \[2, 4\]; ParallelLayerNorm and"),
+        (lambda lab: lab.RMSNorm(5), r"RMSNorm takes x \[..., 5\], but got \[2, 4\](\n|$)"),
+        (
+            lambda lab: lab.ParallelLayerNorm(4, "tp"),
+            r"takes x \[..., 1\], but got \[2, 4\] of 4 features over all ranks;",
+        ),
+        (lambda lab: lab.ParallelRMSNorm(6, "tp"), r"width is 6, which the 4 ranks of axis .*;\npad it to 8"),
+    ],
+)
 def test_what_is_wrong_is_said(fw, make, message):
     with pytest.raises(ShapeError, match=message):
         fw.lab.run(lambda x: called(fw, make(fw.lab), x), Mesh(tp=4), fw.array(numbers(2, 4).astype("float32")))

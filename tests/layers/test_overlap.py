@@ -113,9 +113,7 @@ def test_products_of_any_shape(num_ranks, sizes, op, dim, direction):
     held_against_whole(FRAMEWORKS["torch"](), op, x, weight, Mesh(tp=num_ranks), specs, dim=dim, direction=direction)
 
 
-@pytest.mark.parametrize(
-    "fw, axis", in_both([(("a", "b"),), (("b", "a"),), ("b",)], [(("b", "a"),)]), indirect=["fw"]
-)
+@pytest.mark.parametrize("fw, axis", in_both([(("a", "b"),), (("b", "a"),), ("b",)], [(("b", "a"),)]), indirect=["fw"])
 def test_any_axis_of_the_mesh(fw, axis):
     pieces, rows = P(None, axis), P(axis)
     x, weight = numbers(5, 12), numbers(6, 12, seed=1)
@@ -161,9 +159,7 @@ def test_the_layer_on_4_ranks(fw, mode, direction):
     held_layer(fw, mode, direction, 4, inputs=3, outputs=5)
 
 
-@pytest.mark.parametrize(
-    "fw, mode, num_ranks", in_both(every(MODES, [1, 2, 3, 8]), [("gather", 3)]), indirect=["fw"]
-)
+@pytest.mark.parametrize("fw, mode, num_ranks", in_both(every(MODES, [1, 2, 3, 8]), [("gather", 3)]), indirect=["fw"])
 def test_the_layer_on_any_number_of_ranks(fw, mode, num_ranks):
     held_layer(fw, mode, "both" if num_ranks % 2 else "up", num_ranks, inputs=2, outputs=1)
 
@@ -357,9 +353,11 @@ def test_the_backward_pass_overlaps_too(op, times):
 
     meta = lambda *shape: torch.empty(shape, device="meta")  # noqa: E731
     specs = (COLUMNS, ROWS if op == "all_gather_matmul" else COLUMNS)
-    trace = FRAMEWORKS["torch"]().lab.run(
-        program, Mesh(tp=4), meta(64, 2048), meta(2048, 2048), in_specs=specs, cluster="h100"
-    ).trace
+    trace = (
+        FRAMEWORKS["torch"]()
+        .lab.run(program, Mesh(tp=4), meta(64, 2048), meta(2048, 2048), in_specs=specs, cluster="h100")
+        .trace
+    )
     assert trace.bytes_sent() == (1 + times) * 4 * 3 * 64 * 512 * 4
     found = overlap(trace)
     assert found.exposed.max() <= 1.01 * trace.select(op="barrier").makespan
@@ -450,13 +448,31 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(fw):
     gather, scatter = lab.all_gather_matmul, lab.matmul_reduce_scatter
     fails(fw, ShapeError, r"\[5, 3\].*12", lambda x, w: gather(x, w, "tp"), x, weight(5, 3))
     fails(fw, ShapeError, r"\[5, 12\]", lambda x, w: gather(x, w, "tp", dim=1), x, weight(5, 12))
-    fails(fw, ShapeError, "6.* which the 4 ranks of axis 'tp' cannot share equally",
-          lambda x, w: scatter(x, w, "tp"), x, weight(6, 3))  # fmt: skip
-    fails(fw, ShapeError, "6.* which the 4 ranks of axis 'tp' cannot share equally",
-          lambda x, w: scatter(x, w, "tp", dim=1), x, weight(8, 3))  # fmt: skip
+    fails(
+        fw,
+        ShapeError,
+        "6.* which the 4 ranks of axis 'tp' cannot share equally",
+        lambda x, w: scatter(x, w, "tp"),
+        x,
+        weight(6, 3),
+    )
+    fails(
+        fw,
+        ShapeError,
+        "6.* which the 4 ranks of axis 'tp' cannot share equally",
+        lambda x, w: scatter(x, w, "tp", dim=1),
+        x,
+        weight(8, 3),
+    )
     fails(fw, ShapeError, "dim 3", lambda x, w: gather(x, w, "tp", dim=3), x, weight(5, 3))
-    fails(fw, (ValueError, RuntimeError), "direction is 'left'; it must be one of up, down, both, split",
-          lambda x, w: gather(x, w, "tp", direction="left"), x, weight(5, 12))  # fmt: skip
+    fails(
+        fw,
+        (ValueError, RuntimeError),
+        "direction is 'left'; it must be one of up, down, both, split",
+        lambda x, w: gather(x, w, "tp", direction="left"),
+        x,
+        weight(5, 12),
+    )
     fails(fw, MeshError, "'dp'", lambda x, w: gather(x, w, "dp"), x, weight(5, 12))
 
 
@@ -476,8 +492,13 @@ def test_a_layer_that_cannot_be_shared_is_refused(fw):
     fails(fw, ShapeError, "in_features is 6, which the 4 ranks of axis 'tp' cannot share equally", make(6, 8), x)
     fails(fw, ShapeError, "out_features is 6, which the 4 ranks of axis 'tp' cannot share equally", make(8, 6), x)
     fails(fw, ShapeError, r"takes x \[..., 2\].*got \[2, 8\].*scatter_to", make(8, 8), x)
-    fails(fw, (ValueError, RuntimeError), "mode is 'ring'; it must be one of gather, scatter, none",
-          make(8, 8, mode="ring"), x)  # fmt: skip
+    fails(
+        fw,
+        (ValueError, RuntimeError),
+        "mode is 'ring'; it must be one of gather, scatter, none",
+        make(8, 8, mode="ring"),
+        x,
+    )
 
 
 def test_in_torch_pieces_of_different_sizes_are_refused():

@@ -132,8 +132,9 @@ def test_the_formulas_are_what_the_modelled_clock_finds(num_ranks):
     for tokens, inputs, outputs in ((8192, 8184, 8184 * 3), (16, 96, 48)):
         x, weight = shape(tokens, inputs), shape(outputs, inputs)
         for op, formula, w_spec in (
-            ("all_gather_matmul", gather_seconds, P("tp")), ("matmul_reduce_scatter", scatter_seconds, COLUMNS)
-        ):  # fmt: skip
+            ("all_gather_matmul", gather_seconds, P("tp")),
+            ("matmul_reduce_scatter", scatter_seconds, COLUMNS),
+        ):
             program = lambda x, w: getattr(lab, op)(x, w, "tp")  # noqa: E731, B023
             trace = lab.run(program, Mesh(tp=num_ranks), x, weight, in_specs=(COLUMNS, w_spec), cluster="h100").trace
             want = formula(tokens, inputs, outputs, num_ranks, "h100").overlapped
@@ -172,10 +173,15 @@ def test_what_is_updated_in_place_is_not_copied():
 # ------------------------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("make", [
-    lambda: lab.ColumnParallelLinear(4, 8, "tp"), lambda: lab.RowParallelLinear(8, 4, "tp"),
-    lambda: lab.AsyncLinear(8, 8, "tp"), lambda: BlockingLinear(8, 8, "tp", mode="scatter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lab.ColumnParallelLinear(4, 8, "tp"),
+        lambda: lab.RowParallelLinear(8, 4, "tp"),
+        lambda: lab.AsyncLinear(8, 8, "tp"),
+        lambda: BlockingLinear(8, 8, "tp", mode="scatter"),
+    ],
+)
 def test_parameters_made_inside_the_program_have_the_gradients_of_those_given_to_it(make):
     """A bias begins as zeros, of which every rank has its own: JAX's types must know it, or it adds their gradients."""
     layer = make()

@@ -101,11 +101,19 @@ def test_ranks_without_any_word(fw):
     check(fw, 4, 5, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("options", [
-    {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1},
-    {"label_smoothing": 0.3, "reduction": "none"},
-    {"ignored": 5}, {"ignored": 5, "ignore_index": 2}, {"ignored": 5, "label_smoothing": 0.2, "reduction": "sum"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 0.3, "reduction": "none"},
+        {"ignored": 5},
+        {"ignored": 5, "ignore_index": 2},
+        {"ignored": 5, "label_smoothing": 0.2, "reduction": "sum"},
+    ],
+    ids=str,
+)
 def test_options_mean_what_they_mean_in_torch(fw, options):
     check(fw, 3, 13, **options)
 
@@ -195,8 +203,9 @@ def test_what_is_sent_does_not_grow_with_the_vocabulary(fw, label_smoothing, sum
             return fw.gradients(
                 lambda z: fw.lab.vocab_parallel_cross_entropy(
                     z, targets, "tp", vocab_size, label_smoothing=label_smoothing
-                ), logits,
-            )  # fmt: skip
+                ),
+                logits,
+            )
 
         args = fw.array(logits), fw.array(targets)
         trace = fw.lab.run(program, Mesh(tp=mesh_size), *args, in_specs=(P(None, "tp"), P())).trace
@@ -250,10 +259,12 @@ def test_ids_that_are_no_words(fw):
 
 WRONG = {
     "ids are numbers": (
-        lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, z[..., 0], "tp", 12), r"ids are whole numbers"
+        lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, z[..., 0], "tp", 12),
+        r"ids are whole numbers",
     ),
     "reduction": (
-        lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "tp", 12, "max"), r"must be one of mean, sum, none"
+        lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "tp", 12, "max"),
+        r"must be one of mean, sum, none",
     ),
     "smoothing": (
         lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "tp", 12, label_smoothing=2.0),

@@ -59,8 +59,10 @@ def dense_logits(config, state, ids):
         return F.linear(x, state[name + ".weight"], state.get(name + ".bias"))
 
     def attention(name, x):
-        q, k, v = (linear(f"{name}.{n}", x).unflatten(-1, (-1, config.width // config.num_heads)).transpose(1, 2)
-                   for n in ("query", "key", "value"))  # fmt: skip
+        q, k, v = (
+            linear(f"{name}.{n}", x).unflatten(-1, (-1, config.width // config.num_heads)).transpose(1, 2)
+            for n in ("query", "key", "value")
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return linear(name + ".output", y.transpose(1, 2).flatten(2))
 

@@ -66,20 +66,39 @@ def exact(model):
 def gpt2(heads=12, dropout=0.0, attention="sdpa", vocabulary=VOCABULARY, **options):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=2 * heads, n_head=heads, n_positions=16, vocab_size=vocabulary, attn_implementation=attention,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=options.pop("attn_pdrop", dropout), bos_token_id=0,
-        eos_token_id=None, **options,
-    )  # fmt: skip
+        n_layer=2,
+        n_embd=2 * heads,
+        n_head=heads,
+        n_positions=16,
+        vocab_size=vocabulary,
+        attn_implementation=attention,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=options.pop("attn_pdrop", dropout),
+        bos_token_id=0,
+        eos_token_id=None,
+        **options,
+    )
     return exact(transformers.GPT2LMHeadModel(config))
 
 
 def llama(family="Llama", heads=12, kv_heads=12, **options):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
-        hidden_size=2 * heads, intermediate_size=36, num_hidden_layers=2, num_attention_heads=heads, head_dim=2,
-        num_key_value_heads=kv_heads, vocab_size=VOCABULARY, max_position_embeddings=16, bos_token_id=0,
-        eos_token_id=None, pad_token_id=options.pop("pad_token_id", None), attn_implementation="sdpa", **options,
-    )  # fmt: skip
+        hidden_size=2 * heads,
+        intermediate_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        head_dim=2,
+        num_key_value_heads=kv_heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=options.pop("pad_token_id", None),
+        attn_implementation="sdpa",
+        **options,
+    )
     return exact(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
@@ -490,6 +509,7 @@ MLP, ATTENTION = "model.layers.*.mlp.", "model.layers.*.self_attn."
 @pytest.mark.parametrize("kv_heads", [12, 4])
 def test_layers_whose_outputs_meet_must_be_cut_alike(change, kv_heads):
     """Up in two halves and gate in one piece would multiply features of different numbers."""
+
     def program(model):
         parallelize(model, {**llama_plan(model), **change})
 
@@ -599,9 +619,7 @@ def test_what_is_left_out_or_does_not_divide_is_refused():
 
     with pytest.raises(PlanError, match=r"leaves out 2 modules that hold parameters: 'transformer\.h\.\*\.ln_1'"):
         run(program, Mesh(tp=2), gpt2(), gpt2_plan, {}, "transformer.h.*.ln_1")
-    with pytest.raises(
-        PlanError, match="c_attn has 6 heads of 2 features, which the 4 ranks"
-    ):
+    with pytest.raises(PlanError, match="c_attn has 6 heads of 2 features, which the 4 ranks"):
         run(program, Mesh(tp=4), gpt2(heads=6), gpt2_plan, {})
     with pytest.raises(PlanError, match="k_proj has 2 heads of 2 features, which the 4 ranks"):
         run(program, Mesh(tp=4), llama(heads=8, kv_heads=2), llama_plan, {})
@@ -633,9 +651,12 @@ def test_a_plan_applied_wrongly_is_found():
 
 def test_sharded_logits_can_be_checked_with_ones_own_loss():
     report = check_parallel(
-        lambda whole: parallelize(whole, gpt2_plan(whole), gather_logits=False), gpt2(), inputs=(IDS,),
-        mesh=Mesh(tp=3), loss=lambda out: vocab_parallel_cross_entropy(out.logits, IDS, "tp", VOCABULARY),
+        lambda whole: parallelize(whole, gpt2_plan(whole), gather_logits=False),
+        gpt2(),
+        inputs=(IDS,),
+        mesh=Mesh(tp=3),
+        loss=lambda out: vocab_parallel_cross_entropy(out.logits, IDS, "tp", VOCABULARY),
         reference_loss=lambda out: F.cross_entropy(out.logits.flatten(0, 1), IDS.flatten()),
         specs={"transformer.wte.weight": P("tp")},
-    )  # fmt: skip
+    )
     assert report.ok and report.of("logits").layout == "P(None, None, 'tp')"

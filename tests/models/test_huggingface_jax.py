@@ -70,9 +70,14 @@ def test_logits_are_those_of_transformers(num_ranks):
     close(logits_of(gpt, params, IDS, mesh), want, "logits")
 
 
-@pytest.mark.parametrize("options", [
-    {"vocab_size": 50257, "n_embd": 12, "n_layer": 1}, {"n_inner": 36, "activation_function": "gelu", "n_layer": 1},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocab_size": 50257, "n_embd": 12, "n_layer": 1},
+        {"n_inner": 36, "activation_function": "gelu", "n_layer": 1},
+    ],
+    ids=str,
+)
 def test_models_of_other_kinds(options):
     model, mesh = hf_model(**options), Mesh(tp=4)
     gpt, params = ours(model, mesh)
@@ -176,5 +181,3 @@ def test_what_cannot_be_is_said():
         shard_params({"bias": jnp.ones(4)}, {"bias": P(None, "tp")}, Mesh(tp=2))
     with pytest.raises(SpecError, match="names axis 'pp'"):
         shard_params({"bias": jnp.ones(4)}, P("pp"), Mesh(tp=2))
-
-

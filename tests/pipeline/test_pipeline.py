@@ -125,9 +125,10 @@ TIMED = [gpipe(4, 8), one_f_one_b(4, 8), zb_h1(4, 8), interleaved_1f1b(4, 8), zb
 
 
 @pytest.mark.parametrize(
-    "framework, schedule", [("torch", s) for s in TIMED] + [("jax", s) for s in [*TIMED[:3], zb_v(2, 8)]],
+    "framework, schedule",
+    [("torch", s) for s in TIMED] + [("jax", s) for s in [*TIMED[:3], zb_v(2, 8)]],
     ids=lambda case: getattr(case, "name", case),
-)  # fmt: skip
+)
 def test_the_executed_timeline_is_the_simulated_one(framework, schedule):
     """On the clock that counts steps, with F = I = W = 1 a rank, and messages that take their link for 1. In JAX a tick
     costs its slowest rank."""

@@ -552,8 +552,9 @@ def dot_flops(part):
 # ------------------------------------------------------------------------------------------------------- errors
 
 
-def refused(words, error: type[Exception] = ScheduleError, schedule=None, stages=None, batch=None, loss=mean_squares,
-            **options):  # fmt: skip
+def refused(
+    words, error: type[Exception] = ScheduleError, schedule=None, stages=None, batch=None, loss=mean_squares, **options
+):
     schedule = schedule or one_f_one_b(2, 2)
     x = jnp.ones((2, 4))
     stages = stages or [LayerSpec(Linear)] * 2
@@ -582,8 +583,11 @@ def test_what_does_not_fit_is_told_in_words():
     refused("for 3 ranks, but axis 'pp' has 2; make the schedule with ranks=2", schedule=one_f_one_b(3, 2))
     refused("the schedule has 2 microbatches, but 1 were given", batch=[(x, x)])
     refused("must be a pair", batch=[x, x])
-    refused(r"microbatch 1 is float64 \[3, 4\], and microbatch 0 float64 \[2, 4\]; one compiled", ShapeError,
-            batch=[(x, x), (jnp.ones((3, 4)), x)])  # fmt: skip
+    refused(
+        r"microbatch 1 is float64 \[3, 4\], and microbatch 0 float64 \[2, 4\]; one compiled",
+        ShapeError,
+        batch=[(x, x), (jnp.ones((3, 4)), x)],
+    )
     refused("holds 2 stages; with a function give a list", stages=(linear, w), schedule=zb_v(2, 2))
     refused("must have parameters of one structure", stages=(linear, [w, (w,)]), schedule=zb_v(2, 2))
     refused("takes stages_of", TypeError, stages=(w, w))
@@ -599,8 +603,11 @@ def test_what_does_not_fit_is_told_in_words():
     for wrong in ["weight"], "weight", [(0, "weight")], [[("weight", 0)]]:
         refused(r"where it must say \(stage, name\), a list of them for each parameter", tied=wrong)
     refused("layer 1 is 'relu', which cannot be called; a layer is a LayerSpec", TypeError, stages=[Linear(), "relu"])
-    refused("copies must have one shape", stages=[LayerSpec(Linear), LayerSpec(Linear, "float32")],
-            tied=[((0, "0.weight"), (1, "0.weight"))])  # fmt: skip
+    refused(
+        "copies must have one shape",
+        stages=[LayerSpec(Linear), LayerSpec(Linear, "float32")],
+        tied=[((0, "0.weight"), (1, "0.weight"))],
+    )
 
 
 def test_what_types_have_lost_is_noticed():

@@ -532,8 +532,14 @@ def test_post_accumulate_grad_hooks_are_called_once_with_the_whole_gradient(sche
             stage.bias.register_post_accumulate_grad_hook(lambda p: seen.append("frozen"))
             stage.bias.requires_grad_(False)
         x = torch.randn(2, 4) + axis_index("dp")
-        train_batch(schedule, stages, [(x, x + k) for k in range(4)], F.mse_loss, data_axis="dp",
-                    tied=[[(0, "weight"), (1, "weight")]])  # fmt: skip
+        train_batch(
+            schedule,
+            stages,
+            [(x, x + k) for k in range(4)],
+            F.mse_loss,
+            data_axis="dp",
+            tied=[[(0, "weight"), (1, "weight")]],
+        )
         assert sorted(n for n, _ in seen) == sorted(stages)
         return [(grad, stages[n].weight.grad) for n, grad in seen]
 
@@ -567,9 +573,15 @@ def test_statistics_move_once_also_where_activations_are_computed_again(schedule
 
 
 def refused(
-    words, schedule=None, stages=None, batch=None, loss=F.mse_loss, error: type[Exception] = ScheduleError, mesh=None,
+    words,
+    schedule=None,
+    stages=None,
+    batch=None,
+    loss=F.mse_loss,
+    error: type[Exception] = ScheduleError,
+    mesh=None,
     **options,
-):  # fmt: skip
+):
     schedule = schedule or one_f_one_b(2, 2)
     x = torch.ones(2, 4)
 
@@ -620,8 +632,13 @@ def test_a_loss_without_a_gradient_is_refused_as_by_backward(every):
 
     words = "the loss of microbatch 0 depends on nothing that has a gradient"
     refused(words, loss=detached, stages=lambda i: nn.Sequential(linear()), checkpoint_every=every)
-    refused(words, gpipe(1, 2), lambda i: nn.Sequential(linear()).requires_grad_(False), mesh=Mesh(pp=1),
-            checkpoint_every=every)  # fmt: skip
+    refused(
+        words,
+        gpipe(1, 2),
+        lambda i: nn.Sequential(linear()).requires_grad_(False),
+        mesh=Mesh(pp=1),
+        checkpoint_every=every,
+    )
 
 
 def test_ties_that_cannot_be_are_told_in_words():
@@ -687,6 +704,7 @@ def test_gradients_of_tied_parameters_have_memory_of_their_own():
         stages = stages_of([TiedSpec("w", nn.Linear, 4, 4, bias=False)] * 2, gpipe(1, 1))
         train_batch(gpipe(1, 1), stages, [(torch.ones(2, 4), torch.zeros(2, 4))], F.mse_loss)
         first, second = (parameter.grad for parameter in stages.parameters())
+        assert first is not None and second is not None
         before = second.clone()
         first.mul_(0.5)
         assert torch.equal(second, before)

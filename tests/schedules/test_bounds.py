@@ -71,8 +71,13 @@ def schedules(draw):
     return Schedule(rows, placement)
 
 
-@given(schedule=schedules(), times=st.lists(st.integers(0, 4), min_size=3, max_size=3), transfer=st.integers(0, 2),
-       overlap=st.sampled_from([0.5, 1]), links=st.sampled_from(["free", "queue"]))  # fmt: skip
+@given(
+    schedule=schedules(),
+    times=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    transfer=st.integers(0, 2),
+    overlap=st.sampled_from([0.5, 1]),
+    links=st.sampled_from(["free", "queue"]),
+)
 def test_no_schedule_with_pairs_of_any_kinds_is_faster(schedule, times, transfer, overlap, links):
     costs = Costs(*times, transfer=transfer, overlap=overlap, links=links, message_bytes=1, bandwidth=2)
     assert faults(schedule) == []

@@ -133,8 +133,12 @@ def test_many_faults_are_cut_short():
     assert len(faults(schedule, at_most=3)) == 3
 
 
-@given(data=st.data(), name=st.sampled_from(["one_f_one_b", "zb_h1", "zb_v", "v_half", "hanayo", "interleaved_1f1b"]),
-       p=st.integers(1, 4), m=st.integers(1, 5))  # fmt: skip
+@given(
+    data=st.data(),
+    name=st.sampled_from(["one_f_one_b", "zb_h1", "zb_v", "v_half", "hanayo", "interleaved_1f1b"]),
+    p=st.integers(1, 4),
+    m=st.integers(1, 5),
+)
 def test_a_shuffled_row_is_right_exactly_if_the_slow_oracle_can_run_it(data, name, p, m):
     schedule = RULES[name](p, m)
     rank = data.draw(st.integers(0, p - 1))

@@ -80,15 +80,17 @@ def test_lockstep():
 
 
 @given(
-    name=st.sampled_from(["naive", "gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v"]
-                         + ["interleaved_zb", "v_half", "v_min", "chimera", "hanayo"]),
+    name=st.sampled_from(
+        ["naive", "gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v"]
+        + ["interleaved_zb", "v_half", "v_min", "chimera", "hanayo"]
+    ),
     p=st.integers(1, 4),
     m=st.integers(1, 6),
     parts=st.lists(st.integers(0, 5), min_size=3, max_size=3),
     transfer=st.integers(0, 3),
     links=st.sampled_from(["free", "queue"]),
     size=st.integers(0, 4),
-)  # fmt: skip
+)
 def test_it_agrees_with_the_slow_oracle(name, p, m, parts, transfer, links, size):
     schedule = RULES[name](p + (name == "chimera" and p % 2), m)
     costs = Costs(*parts, transfer=transfer, links=links, message_bytes=size, bandwidth=2.0)
@@ -179,12 +181,18 @@ def test_idle_time_and_its_reasons():
     for rank in range(3):
         assert sum(idle.duration for idle in run.idles() if idle.rank == rank) == run.idle[rank]
     assert "waits longest" in run.table()
-    assert repr(run) == ("one_f_one_b: makespan 18, span 18, bubble 0.3333 of the makespan (0.5000 of the ideal time), "
-                         "peak 3 microbatches")  # fmt: skip
+    assert repr(run) == (
+        "one_f_one_b: makespan 18, span 18, bubble 0.3333 of the makespan (0.5000 of the ideal time), "
+        "peak 3 microbatches"
+    )
 
 
-@given(name=st.sampled_from(sorted(set(RULES) - {"dualpipe", "dualpipe_v", "chimera"})), p=st.integers(1, 5),
-       m=st.integers(1, 8), transfer=st.integers(0, 2))  # fmt: skip
+@given(
+    name=st.sampled_from(sorted(set(RULES) - {"dualpipe", "dualpipe_v", "chimera"})),
+    p=st.integers(1, 5),
+    m=st.integers(1, 8),
+    transfer=st.integers(0, 2),
+)
 def test_the_critical_path_and_the_idles_explain_the_makespan(name, p, m, transfer):
     run = simulate(RULES[name](p, m), Costs(1, 2, 1, transfer))
     indices = run.critical_indices()

@@ -105,8 +105,11 @@ def interrupted(*names: str, left_behind: bool = False) -> None:
     programs = "[" + ", ".join(f"({name}, {left_behind})" for name in names) + "]"
     out = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("PROGRAMS", programs)],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert out.returncode == 0, out.stderr
     assert out.stdout.split() == list(names)
     assert not out.stderr

@@ -68,10 +68,25 @@ def messages(trace):
     """Everything in a trace that does not depend on when it happened."""
     chunks = [*trace.chunks, None]
     return Counter(
-        (e.rank, e.kind, e.op, e.axis, e.group, e.peer, e.bytes, e.shape, e.dtype, e.step, chunks[e.chunk],
-         e.contributors, None if e.values is None else e.values.tobytes(), e.where)
-        for e in trace.events if e.kind in ("send", "receive", "collective") or e.chunk >= 0
-    )  # fmt: skip
+        (
+            e.rank,
+            e.kind,
+            e.op,
+            e.axis,
+            e.group,
+            e.peer,
+            e.bytes,
+            e.shape,
+            e.dtype,
+            e.step,
+            chunks[e.chunk],
+            e.contributors,
+            None if e.values is None else e.values.tobytes(),
+            e.where,
+        )
+        for e in trace.events
+        if e.kind in ("send", "receive", "collective") or e.chunk >= 0
+    )
 
 
 # --- the same as simulated -------------------------------------------------------------------------------------------

@@ -127,8 +127,10 @@ def test_a_module_runs_as_with_python_m(script, monkeypatch):
 
 
 def test_a_module_may_communicate_while_it_is_imported(script):
-    script("import torch, torch.distributed as dist\ndist.init_process_group()\nx = torch.ones(1)\n"
-           "dist.all_reduce(x)\n", "setup_ranks.py")  # fmt: skip
+    script(
+        "import torch, torch.distributed as dist\ndist.init_process_group()\nx = torch.ones(1)\ndist.all_reduce(x)\n",
+        "setup_ranks.py",
+    )
     out = launch(script("import setup_ranks\nimport setup_ranks as again\nx = again.x.item()\n"), ranks=3)
     assert [rank["x"] for rank in out.per_rank] == [3.0] * 3
 
@@ -142,24 +144,48 @@ def test_memory_is_counted_where_asked(script):
 @pytest.mark.parametrize(
     "text, error, said",
     [
-        ("if dist.get_rank() == 1: raise ValueError('bad data')\ndist.barrier()", RankError,
-         ["rank 1 raised ValueError at train.py:3: bad data"]),
-        ("import sys\nif dist.get_rank() == 1: sys.exit(3)\ndist.barrier()", RankError,
-         ["rank 1 raised SystemExit at train.py:4: exit code 3"]),
-        ("import sys\nif dist.get_rank() == 1: sys.exit('no data')", RankError,
-         ["rank 1 raised SystemExit at train.py:4: no data"]),
-        ("x = torch.ones(3)\nif dist.get_rank(): dist.all_reduce(x)\nelse: dist.broadcast(x, 0)",
-         CollectiveMismatchError, ["rank 0: broadcast", "train.py:5", "rank 1: all_reduce", "train.py:4"]),
+        (
+            "if dist.get_rank() == 1: raise ValueError('bad data')\ndist.barrier()",
+            RankError,
+            ["rank 1 raised ValueError at train.py:3: bad data"],
+        ),
+        (
+            "import sys\nif dist.get_rank() == 1: sys.exit(3)\ndist.barrier()",
+            RankError,
+            ["rank 1 raised SystemExit at train.py:4: exit code 3"],
+        ),
+        (
+            "import sys\nif dist.get_rank() == 1: sys.exit('no data')",
+            RankError,
+            ["rank 1 raised SystemExit at train.py:4: no data"],
+        ),
+        (
+            "x = torch.ones(3)\nif dist.get_rank(): dist.all_reduce(x)\nelse: dist.broadcast(x, 0)",
+            CollectiveMismatchError,
+            ["rank 0: broadcast", "train.py:5", "rank 1: all_reduce", "train.py:4"],
+        ),
         ("dist.all_reduce(torch.ones(3 + dist.get_rank()))", CollectiveMismatchError, ["[3] at train.py:3", "[4]"]),
-        ("x = torch.ones(3)\ndist.send(x, 1 - dist.get_rank())\ndist.recv(x, 1 - dist.get_rank())", DeadlockError,
-         ["rank 0 waits in send(x, 'world', 1) at train.py:4 for rank 1", "rank 1 waits in send",
-          "a send waits for its receive"]),
-        ("if dist.get_rank(): dist.barrier()", DeadlockError,
-         ["rank 0 has returned", "rank 1 waits in barrier('world')"]),
-        ("import torch.distributed.distributed_c10d as c\nc._get_default_store().get('key')", DeadlockError,
-         ["waits in the store, for", "train.py:4"]),
+        (
+            "x = torch.ones(3)\ndist.send(x, 1 - dist.get_rank())\ndist.recv(x, 1 - dist.get_rank())",
+            DeadlockError,
+            [
+                "rank 0 waits in send(x, 'world', 1) at train.py:4 for rank 1",
+                "rank 1 waits in send",
+                "a send waits for its receive",
+            ],
+        ),
+        (
+            "if dist.get_rank(): dist.barrier()",
+            DeadlockError,
+            ["rank 0 has returned", "rank 1 waits in barrier('world')"],
+        ),
+        (
+            "import torch.distributed.distributed_c10d as c\nc._get_default_store().get('key')",
+            DeadlockError,
+            ["waits in the store, for", "train.py:4"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_is_named_and_everything_put_back(script, text, error, said):
     path = script(f"import torch, torch.distributed as dist\ndist.init_process_group()\n{text}\n")
     launch(script("import torch.distributed as dist\ndist.init_process_group()\n", "first.py"), ranks=2)

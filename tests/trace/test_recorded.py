@@ -19,9 +19,13 @@ LATENCY = 1e-4
 
 
 def write(
-    folder: Path, ahead: tuple[float, ...] = (0.0, 0.0), machines: str = "one", world: int | None = None,
-    run: str = "a", seed: int = 0,
-) -> None:  # fmt: skip
+    folder: Path,
+    ahead: tuple[float, ...] = (0.0, 0.0),
+    machines: str = "one",
+    world: int | None = None,
+    run: str = "a",
+    seed: int = 0,
+) -> None:
     """The files of ranks that do all_reduces and then one message, whose clocks are `ahead` by so many seconds.
 
     machines   "one" for all ranks; "each" has one of its own

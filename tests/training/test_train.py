@@ -32,9 +32,17 @@ def float64():
 
 
 def trained(
-    mesh, folder=None, *, train=tplab.torch.train, resume=False, show=lambda progress: None, config=CONFIG, seed=0,
-    on=None, **recipe,
-):  # fmt: skip
+    mesh,
+    folder=None,
+    *,
+    train=tplab.torch.train,
+    resume=False,
+    show=lambda progress: None,
+    config=CONFIG,
+    seed=0,
+    on=None,
+    **recipe,
+):
     how = Recipe(**{"steps": STEPS, "batch_size": 4, "warmup": 2, "clip": 0.5, **recipe})
     return train(config, TEXT, mesh, how, folder=folder, resume=resume, show=show, seed=seed, on=on)
 

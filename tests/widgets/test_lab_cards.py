@@ -75,9 +75,21 @@ def test_a_knob_without_a_kernel_is_a_sentence_and_a_picture():
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (-3.0, "-3"), (1e-12, "0"), (0.5, "0.50"), (-12.345, "-12.35"), (123.4, "123"), (99999, "99999"),
-     (1e5, "1e5"), (-2.5e7, "-2e7"), (0.004, "4e-3"), (float("nan"), "nan"), (-float("inf"), "-inf")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (-3.0, "-3"),
+        (1e-12, "0"),
+        (0.5, "0.50"),
+        (-12.345, "-12.35"),
+        (123.4, "123"),
+        (99999, "99999"),
+        (1e5, "1e5"),
+        (-2.5e7, "-2e7"),
+        (0.004, "4e-3"),
+        (float("nan"), "nan"),
+        (-float("inf"), "-inf"),
+    ],
+)
 def test_numbers_take_six_characters(number: float, text: str):
     assert number_text(number) == text
     assert len(text) <= 6

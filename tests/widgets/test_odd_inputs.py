@@ -81,8 +81,10 @@ def test_titles_and_names_may_hold_anything(text: str):
 def test_what_is_missing_is_named():
     with pytest.raises(ScheduleError, match="the schedule has no actions"):
         timeline(NOTHING.trace, NOTHING)
-    for draw in (lambda panels: levels(panels, title="t", sentence="s", along="x"),
-                 lambda panels: curves([1, 2], panels, title="t", sentence="s")):  # fmt: skip
+    for draw in (
+        lambda panels: levels(panels, title="t", sentence="s", along="x"),
+        lambda panels: curves([1, 2], panels, title="t", sentence="s"),
+    ):
         with pytest.raises(ValueError, match="there are no panels to draw"):
             draw({})
     with pytest.raises(ValueError, match="there are no sizes to draw over"):

@@ -42,9 +42,12 @@ def test_what_is_drawn_is_what_was_simulated(rule: str):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    p=st.integers(2, 6), m=st.integers(1, 20), v=st.integers(1, 3),
-    rule=st.sampled_from(sorted(BUBBLE)), costs=st.tuples(*[st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])] * 3),
-)  # fmt: skip
+    p=st.integers(2, 6),
+    m=st.integers(1, 20),
+    v=st.integers(1, 3),
+    rule=st.sampled_from(sorted(BUBBLE)),
+    costs=st.tuples(*[st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])] * 3),
+)
 def test_formulas_hold_for_what_they_are_written_beside(
     p: int, m: int, v: int, rule: str, costs: tuple[float, float, float]
 ):

@@ -261,9 +261,12 @@ def test_wrong_use_is_told_in_words():
         (simulate(one_f_one_b(4, 2), COSTS), "the trace has 2 ranks along 'pp', and the schedule 4"),
         (simulate(one_f_one_b(2, 1), COSTS), "rank 0 ran F1 of stage 0 where the schedule has B0 of stage 0"),
         (simulate(zb_h1(2, 2), COSTS), "rank 0 ran B0 of stage 0 where the schedule has I0 of stage 0"),
-        (simulate(SCHEDULE, Costs(unit="s")), r"counts its time in seconds, and the trace in steps; predict with "
-         r"measured_costs\(schedule, trace\), or with Costs\(..., unit='steps'\)"),
-    ):  # fmt: skip
+        (
+            simulate(SCHEDULE, Costs(unit="s")),
+            r"counts its time in seconds, and the trace in steps; predict with "
+            r"measured_costs\(schedule, trace\), or with Costs\(..., unit='steps'\)",
+        ),
+    ):
         with pytest.raises(ScheduleError, match=message):
             timeline(trace, wrong)
     with pytest.raises(ScheduleError, match="2 batches of this schedule on rank 0, so there is no batch 2"):

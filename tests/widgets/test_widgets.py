@@ -47,9 +47,7 @@ def test_in_a_ring_all_gather_rank_i_holds_chunk_i_minus_k_after_k_steps(mesh: M
             rank = int(piece.bars["rank"][row])
             assert piece.bars["peer"][row] == mesh.neighbor(rank, axis)
             assert piece.bars["item"][row] == mesh.neighbor(rank, axis, -step)
-        assert now.arriving == {
-            (rank, mesh.neighbor(rank, axis, -step - 1)) for rank in mesh.ranks
-        }
+        assert now.arriving == {(rank, mesh.neighbor(rank, axis, -step - 1)) for rank in mesh.ranks}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
@@ -171,8 +169,16 @@ def test_what_is_passed_on_unchanged_is_no_sum_whatever_else_is_computed_from_it
         recorder.add(event.rank, event.kind, event.op, event.start, event.end, **about)
         if event.kind == "receive":  # y = y + x, where x has y's shape: a use of x, not a new version of it
             members = tuple(sorted({*event.contributors, event.rank}))
-            recorder.add(event.rank, "compute", "add", event.end, event.end, shape=event.shape, chunk=event.chunk,
-                         contributors=members)  # fmt: skip
+            recorder.add(
+                event.rank,
+                "compute",
+                "add",
+                event.end,
+                event.end,
+                shape=event.shape,
+                chunk=event.chunk,
+                contributors=members,
+            )
     piece = score(recorder.trace(unit="steps"))
     assert {state for rank in range(3) for _, state in held(piece, frame(piece, 2), rank).values()} == {OWN, HELD}
     assert all(len(members) == 1 for members in piece.sets)

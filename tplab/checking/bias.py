@@ -12,9 +12,14 @@ from tplab.mesh import Mesh
 
 
 def of_bias(
-    values: np.ndarray, pieces: Sequence[np.ndarray], whole: np.ndarray, layout: Layout, verdict: Verdict, mesh: Mesh,
+    values: np.ndarray,
+    pieces: Sequence[np.ndarray],
+    whole: np.ndarray,
+    layout: Layout,
+    verdict: Verdict,
+    mesh: Mesh,
     name: str = "its bias",
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Whether all that is wrong with an output is one bias; otherwise the verdict as it was.
 
     values    of the bias, which is the same on every rank

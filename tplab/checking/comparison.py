@@ -184,9 +184,15 @@ class Comparison:
         return layout, judge(pieces, whole, layout, self.mesh, self.rounding, what="output")
 
     def _add(
-        self, kind: str, name: str, whole: np.ndarray | None, pieces: list[np.ndarray | None], layout: Layout | None,
-        *, among: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        name: str,
+        whole: np.ndarray | None,
+        pieces: list[np.ndarray | None],
+        layout: Layout | None,
+        *,
+        among: str = "",
+    ) -> None:
         if layout is None:
             layout = (None if whole is None else self._layout_of(whole, pieces)) or Layout()
         own = self._own_rounding(whole, among or kind, name)

@@ -40,9 +40,17 @@ class Row:
     @classmethod
     def of(cls, kind: str, name: str, shape: Sequence[int], layout: Any, verdict: Verdict) -> Row:
         return cls(
-            kind, name, tuple(shape), str(layout), bool(verdict.ok), float(verdict.error), float(verdict.tolerance),
-            verdict.words, verdict.mistake, verdict.axes,
-        )  # fmt: skip
+            kind,
+            name,
+            tuple(shape),
+            str(layout),
+            bool(verdict.ok),
+            float(verdict.error),
+            float(verdict.tolerance),
+            verdict.words,
+            verdict.mistake,
+            verdict.axes,
+        )
 
     @property
     def title(self) -> str:

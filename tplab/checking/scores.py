@@ -14,9 +14,11 @@ MASKED = -3e4  # what is smaller is masked: -inf, the smallest float16, -1e9
 
 
 def wrong_scores(
-    want: Sequence[np.ndarray], told: Sequence[Sequence[np.ndarray]], mesh: Mesh,
+    want: Sequence[np.ndarray],
+    told: Sequence[Sequence[np.ndarray]],
+    mesh: Mesh,
     judge: Callable[[np.ndarray, Sequence[np.ndarray]], tuple[Layout, Verdict] | None],
-) -> tuple[str, str] | None:  # fmt: skip
+) -> tuple[str, str] | None:
     """A mistake and the words for it, where the first scores that are wrong show one.
 
     want    what each softmax of the reference takes, in order

@@ -91,9 +91,16 @@ class Rounding:
 
 
 def judge(
-    pieces: Sequence[np.ndarray | None], reference: np.ndarray | None, layout: Layout, mesh: Mesh, rounding: Rounding,
-    *, what: str = "gradient", largest: float = 0.0, own: float | None = None,
-) -> Verdict:  # fmt: skip
+    pieces: Sequence[np.ndarray | None],
+    reference: np.ndarray | None,
+    layout: Layout,
+    mesh: Mesh,
+    rounding: Rounding,
+    *,
+    what: str = "gradient",
+    largest: float = 0.0,
+    own: float | None = None,
+) -> Verdict:
     """Compare what each rank has with its piece of the unsharded answer.
 
     pieces      one per rank of the mesh; None where a rank has none
@@ -112,10 +119,12 @@ def judge(
     for rank, (g, w) in enumerate(zip(got, want)):
         if g.shape != w.shape:
             return Verdict(
-                False, np.inf, rounding.tolerance,
+                False,
+                np.inf,
+                rounding.tolerance,
                 f"rank {rank} holds {list(g.shape)}; {layout} of {list(reference.shape)} would be {list(w.shape)}",
                 "shape",
-            )  # fmt: skip
+            )
     if not all(np.isfinite(g).all() for g in got):
         ranks = [rank for rank, g in enumerate(got) if not np.isfinite(g).all()]
         if np.isfinite(reference).all():
@@ -162,9 +171,15 @@ class _Case:
     """A tensor that is wrong, and the questions that its numbers can answer."""
 
     def __init__(
-        self, got: list[np.ndarray], want: list[np.ndarray], reference: np.ndarray, layout: Layout, mesh: Mesh,
-        tolerance: float, what: str,
-    ):  # fmt: skip
+        self,
+        got: list[np.ndarray],
+        want: list[np.ndarray],
+        reference: np.ndarray,
+        layout: Layout,
+        mesh: Mesh,
+        tolerance: float,
+        what: str,
+    ):
         self.got, self.want, self.reference = got, want, reference
         self.layout, self.mesh, self.tolerance, self.what = layout, mesh, tolerance, what
         self.size = _largest(reference)

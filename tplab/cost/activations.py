@@ -43,9 +43,17 @@ class SavedTensors(tuple[SavedTensor, ...]):
 
 
 def activation_tensors(
-    sequence: int, batch: int, width: int, num_heads: int, num_ranks: int = 1, *, sequence_parallel: bool = False,
-    itemsize: int = 2, dropout: bool = True, scores: bool = True,
-) -> dict[str, float]:  # fmt: skip
+    sequence: int,
+    batch: int,
+    width: int,
+    num_heads: int,
+    num_ranks: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    itemsize: int = 2,
+    dropout: bool = True,
+    scores: bool = True,
+) -> dict[str, float]:
     """Bytes that each rank keeps of one transformer layer for its backward pass, by what they are.
 
     s, b, h, a: sequence, batch, width, heads; t: num_ranks; activations of `itemsize` bytes, masks of one. In 16 bit
@@ -93,16 +101,31 @@ def activation_tensors(
 
 
 def activation_bytes(
-    sequence: int, batch: int, width: int, num_heads: int, num_ranks: int = 1, *, sequence_parallel: bool = False,
-    itemsize: int = 2, dropout: bool = True, scores: bool = True,
-) -> float:  # fmt: skip
+    sequence: int,
+    batch: int,
+    width: int,
+    num_heads: int,
+    num_ranks: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    itemsize: int = 2,
+    dropout: bool = True,
+    scores: bool = True,
+) -> float:
     """The sum of `activation_tensors`: in 16 bit s b h (10 + 24/t + 5 a s / (h t)), or s b h (34 + 5 a s / h) / t."""
     return _sum(
         activation_tensors(
-            sequence, batch, width, num_heads, num_ranks, sequence_parallel=sequence_parallel, itemsize=itemsize,
-            dropout=dropout, scores=scores,
+            sequence,
+            batch,
+            width,
+            num_heads,
+            num_ranks,
+            sequence_parallel=sequence_parallel,
+            itemsize=itemsize,
+            dropout=dropout,
+            scores=scores,
         ).values()
-    )  # fmt: skip
+    )
 
 
 def _sum(values: Iterable[float]) -> float:

@@ -24,7 +24,7 @@ class Seconds(NamedTuple):
 
 def gather_seconds(
     tokens: int, in_features: int, out_features: int, num_ranks: int, cluster: str | Cluster, dtype: str = "bfloat16"
-) -> Seconds:  # fmt: skip
+) -> Seconds:
     """all_gather(x) @ W.T of x [tokens, D/R] and W [F/R, D] on each of R ranks, without a bias; R = num_ranks.
 
     blocking     all_gather + product
@@ -44,7 +44,7 @@ def gather_seconds(
 
 def scatter_seconds(
     tokens: int, in_features: int, out_features: int, num_ranks: int, cluster: str | Cluster, dtype: str = "bfloat16"
-) -> Seconds:  # fmt: skip
+) -> Seconds:
     """reduce_scatter(x @ W.T) of x [tokens, D/R] and W [F, D/R] on each of R ranks, without a bias.
 
     blocking     product + reduce_scatter
@@ -60,9 +60,14 @@ def scatter_seconds(
 
 
 def pays_from(
-    in_features: int, out_features: int, num_ranks: int, cluster: str | Cluster, dtype: str = "bfloat16",
-    mode: str = "gather", limit: int = 1 << 20,
-) -> int | None:  # fmt: skip
+    in_features: int,
+    out_features: int,
+    num_ranks: int,
+    cluster: str | Cluster,
+    dtype: str = "bfloat16",
+    mode: str = "gather",
+    limit: int = 1 << 20,
+) -> int | None:
     """The fewest tokens from which on the overlapped layer is quicker than the blocking one, or None if it is not even
     quicker with `limit` of them. Powers of two are tried first, and then the numbers between the last two."""
     if mode not in ("gather", "scatter"):

@@ -14,11 +14,39 @@ VOCABULARY = 256
 """A token is a byte."""
 
 MODULES = (
-    "argparse", "ast", "calendar", "collections/__init__", "configparser", "csv", "dataclasses", "datetime",
-    "difflib", "email/message", "enum", "functools", "heapq", "http/client", "inspect", "json/decoder",
-    "logging/__init__", "mailbox", "optparse", "pathlib", "pickle", "random", "shutil", "statistics", "string",
-    "subprocess", "tarfile", "textwrap", "threading", "tokenize", "typing", "zipfile",
-)  # fmt: skip
+    "argparse",
+    "ast",
+    "calendar",
+    "collections/__init__",
+    "configparser",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "difflib",
+    "email/message",
+    "enum",
+    "functools",
+    "heapq",
+    "http/client",
+    "inspect",
+    "json/decoder",
+    "logging/__init__",
+    "mailbox",
+    "optparse",
+    "pathlib",
+    "pickle",
+    "random",
+    "shutil",
+    "statistics",
+    "string",
+    "subprocess",
+    "tarfile",
+    "textwrap",
+    "threading",
+    "tokenize",
+    "typing",
+    "zipfile",
+)
 """Of Python's standard library: well-written code that every machine has. What one Python lacks is left out."""
 
 
@@ -32,8 +60,8 @@ def python_source() -> bytes:
 class Text:
     """Bytes to train on. The last tenth is held out: no batch to train on has any of it.
 
-        text = Text(python_source())
-        ids, targets = text.batch(step=0, size=8, length=64)      # [8, 64] each; targets are the next bytes
+    text = Text(python_source())
+    ids, targets = text.batch(step=0, size=8, length=64)      # [8, 64] each; targets are the next bytes
     """
 
     def __init__(self, data: bytes, held_out: float = 0.1):

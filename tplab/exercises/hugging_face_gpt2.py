@@ -24,10 +24,18 @@ def small_gpt2(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(
         GPT2Config(
-            n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=VOCABULARY, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=None,
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            n_positions=16,
+            vocab_size=VOCABULARY,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
     model.loss_type = "ForCausalLM"
     return model
 
@@ -40,10 +48,17 @@ def small_llama(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4,
-            vocab_size=VOCABULARY, max_position_embeddings=16, bos_token_id=0, eos_token_id=None,
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=16,
+            bos_token_id=0,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def _ids() -> Any:

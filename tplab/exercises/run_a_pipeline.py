@@ -151,12 +151,14 @@ def _compared(fn: Train, schedule: Schedule, mesh: Mesh) -> Verdict | None:
 
 def _hint(grad: np.ndarray, want: np.ndarray, last: np.ndarray) -> str:
     """What the wrong gradient looks like."""
-    known: Iterator[tuple[Any, str]] = iter([
-        (0 * want, "Nothing has been added to it: does each W do its work?"),
-        (2 * want, "It is twice what it should be: `backward` in I has added it already, before W does."),
-        (MICROBATCHES * want, "It is as many times too large as there are microbatches: the loss is their mean."),
-        (last, "It is that of the last microbatch alone: W must add to `.grad`."),
-    ])  # fmt: skip
+    known: Iterator[tuple[Any, str]] = iter(
+        [
+            (0 * want, "Nothing has been added to it: does each W do its work?"),
+            (2 * want, "It is twice what it should be: `backward` in I has added it already, before W does."),
+            (MICROBATCHES * want, "It is as many times too large as there are microbatches: the loss is their mean."),
+            (last, "It is that of the last microbatch alone: W must add to `.grad`."),
+        ]
+    )
     return next((hint for guess, hint in known if np.allclose(grad, guess, rtol=0, atol=1e-9)), "") or (
         f"It is off by up to {number_text(float(np.abs(grad - want).max()))}."
     )

@@ -35,9 +35,15 @@ class Result:
     """
 
     def __init__(
-        self, compiled: Compiled, outputs: Any, reports: jax.Array | None, arrays: Sequence[Any], seed: int,
-        cluster: Cluster | None, keep_values: int,
-    ):  # fmt: skip
+        self,
+        compiled: Compiled,
+        outputs: Any,
+        reports: jax.Array | None,
+        arrays: Sequence[Any],
+        seed: int,
+        cluster: Cluster | None,
+        keep_values: int,
+    ):
         self._compiled, self._outputs, self._reports = compiled, outputs, reports
         self._seed, self._cluster, self._keep_values = seed, cluster, keep_values
         # The trace shows values where they are small; what is large need not be kept alive for it.

@@ -38,10 +38,16 @@ def gpt2_config(config: Any) -> GPTConfig:
     if drops[0] != drops[1]:
         raise ValueError(f"resid_pdrop is {drops[0]} and embd_pdrop {drops[1]}; tplab's GPT has one dropout for both")
     return GPTConfig(
-        fields["vocab_size"], fields["n_embd"], fields["n_layer"], fields["n_head"], fields["n_positions"],
-        hidden=fields.get("n_inner"), activation=_ACTIVATIONS[activation], dropout=drops[0],
+        fields["vocab_size"],
+        fields["n_embd"],
+        fields["n_layer"],
+        fields["n_head"],
+        fields["n_positions"],
+        hidden=fields.get("n_inner"),
+        activation=_ACTIVATIONS[activation],
+        dropout=drops[0],
         deviation=fields.get("initializer_range", 0.02),
-    )  # fmt: skip
+    )
 
 
 def gpt2_state(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Any]:

@@ -136,6 +136,7 @@ def _check_names(state: State, specs: State) -> None:
             "state and specs must have the same names; "
             + "; ".join(
                 f"{what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-                for what, names in (("only in specs", missing), ("only in the state", spare)) if names
+                for what, names in (("only in specs", missing), ("only in the state", spare))
+                if names
             )
-        )  # fmt: skip
+        )

@@ -56,9 +56,14 @@ class TiedSpec(LayerSpec):
     """
 
     def __init__(
-        self, key: str, cls: Callable[..., Any], *args: Any, weight: str = "weight",
-        forward: Callable[..., Any] | None = None, **kwargs: Any,
-    ):  # fmt: skip
+        self,
+        key: str,
+        cls: Callable[..., Any],
+        *args: Any,
+        weight: str = "weight",
+        forward: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(cls, *args, **kwargs)
         self.key, self.weight, self.forward = key, weight, forward
 

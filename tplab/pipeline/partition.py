@@ -123,9 +123,14 @@ def partition(
 
 
 def cut_layers(
-    sizes: Sequence[Number], parts: int, method: str | Sequence[Number] = "parameters", *, names: Sequence[str] = (),
-    placement: Placement | None = None, bounds: Sequence[int] | None = None,
-) -> Partition:  # fmt: skip
+    sizes: Sequence[Number],
+    parts: int,
+    method: str | Sequence[Number] = "parameters",
+    *,
+    names: Sequence[str] = (),
+    placement: Placement | None = None,
+    bounds: Sequence[int] | None = None,
+) -> Partition:
     """The partition of layers that have these numbers of parameters: the best one, or with these `bounds`."""
     if bounds is None:
         return partition(sizes, parts, method, names=names, placement=placement)

@@ -55,8 +55,10 @@ def as_trace(
 
     nothing, no_message = np.full(len(computes), -1), np.full(len(waiters), -1)
     awaited = _message_of(number, message, waits_for[waiters], waiters)
-    kinds = np.repeat([EVENT_KINDS.index(kind) for kind in ("compute", "send", "receive", "wait")],
-                      [len(computes), len(makers), len(takers), len(waiters)])  # fmt: skip
+    kinds = np.repeat(
+        [EVENT_KINDS.index(kind) for kind in ("compute", "send", "receive", "wait")],
+        [len(computes), len(makers), len(takers), len(waiters)],
+    )
     sizes = costs.message_sizes(schedule)[makers].astype(np.int64)
     return Trace.from_columns(
         Mesh(pp=schedule.num_ranks),

@@ -100,8 +100,12 @@ def _miscounted(schedule: Schedule) -> Iterator[Fault]:
             ran = np.flatnonzero(named & (schedule.kind == kind) & (key == cell)).tolist()
             for index in ran[1:]:
                 first, at = schedule.rank[ran[0]], schedule.index_in_row(ran[0])
-                yield _fault_at(schedule, index, "twice", f"runs {letter}{k} of stage {stage} again: rank {first} has "
-                                f"run it at index {at}")  # fmt: skip
+                yield _fault_at(
+                    schedule,
+                    index,
+                    "twice",
+                    f"runs {letter}{k} of stage {stage} again: rank {first} has run it at index {at}",
+                )
         forward = int(schedule.needs.forward[stage, k])
         rank = int(schedule.rank[forward]) if forward >= 0 else holders.get(stage, -1)
         who = f"rank {rank}" if rank >= 0 else "no rank"
@@ -126,13 +130,22 @@ def _misplaced(schedule: Schedule) -> Iterator[Fault]:
     """Actions on a rank that does not hold their stage, and backwards away from their forward."""
     for index in np.flatnonzero((schedule.slot < 0) & (schedule.stage >= 0)).tolist():
         held = ", ".join(map(str, schedule.placement[schedule.rank[index]])) or "none"
-        yield _fault_at(schedule, index, "misplaced", f"runs {schedule.in_words(index)}, a stage that it does not "
-                        f"hold; it holds {held}")  # fmt: skip
+        yield _fault_at(
+            schedule,
+            index,
+            "misplaced",
+            f"runs {schedule.in_words(index)}, a stage that it does not hold; it holds {held}",
+        )
     own = schedule.needs.own[0]
     for index in np.flatnonzero((own >= 0) & (schedule.rank[np.maximum(own, 0)] != schedule.rank)).tolist():
         other = int(own[index])
-        yield _fault_at(schedule, index, "misplaced", f"runs {schedule.in_words(index)}, which needs what "
-                        f"{schedule.in_words(other)} has left on rank {schedule.rank[other]}")  # fmt: skip
+        yield _fault_at(
+            schedule,
+            index,
+            "misplaced",
+            f"runs {schedule.in_words(index)}, which needs what "
+            f"{schedule.in_words(other)} has left on rank {schedule.rank[other]}",
+        )
 
 
 def _own_order(schedule: Schedule) -> Iterator[Fault]:
@@ -142,13 +155,22 @@ def _own_order(schedule: Schedule) -> Iterator[Fault]:
         at_home = schedule.rank[np.maximum(own, 0)] == schedule.rank
         for index in np.flatnonzero((own > indices) & at_home).tolist():
             needed, later = schedule.in_words(own[index]), schedule.index_in_row(own[index])
-            yield _fault_at(schedule, index, "order", f"runs {schedule.in_words(index)} before {needed}, which it "
-                            f"needs and which comes at index {later}")  # fmt: skip
+            yield _fault_at(
+                schedule,
+                index,
+                "order",
+                f"runs {schedule.in_words(index)} before {needed}, which it needs and which comes at index {later}",
+            )
     for index in np.flatnonzero(schedule.needs.own[0] == MISSING).tolist():
         action = schedule.action(index)
         needed = {"B": "F", "I": "F", "W": "I", "SEND_F": "F", "SEND_B": "B"}[action.kind]
-        yield _fault_at(schedule, index, "order", f"runs {in_words(action)}, and no rank runs "
-                        f"{needed}{action.microbatch} of stage {action.stage}, which it needs")  # fmt: skip
+        yield _fault_at(
+            schedule,
+            index,
+            "order",
+            f"runs {in_words(action)}, and no rank runs "
+            f"{needed}{action.microbatch} of stage {action.stage}, which it needs",
+        )
     for index in np.flatnonzero(schedule.needs.own[1] == MISSING).tolist():
         yield _fault_at(schedule, index, "order", f"runs {schedule.in_words(index)} and never receives its input")
 
@@ -185,8 +207,9 @@ def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
             stage = schedule.stage[head] + (1 if back else -1)
             needed = f"{'B' if back else 'F'}{schedule.microbatch[head]} of stage {stage}"
             does = "sends" if schedule.has_communication else "runs"
-            yield _fault_at(schedule, head, "deadlock", f"waits with {schedule.in_words(head)} for {needed}, "
-                            f"which no rank {does}")  # fmt: skip
+            yield _fault_at(
+                schedule, head, "deadlock", f"waits with {schedule.in_words(head)} for {needed}, which no rank {does}"
+            )
 
     rank, seen = next((rank for rank in stuck if awaited[rank] >= 0), -1), []
     while rank >= 0 and rank not in seen:  # each stuck rank waits for one other
@@ -223,13 +246,23 @@ def _ticks(schedule: Schedule) -> Iterator[Fault]:
         return
     same_row = schedule.rank[1:] == schedule.rank[:-1]
     for index in (np.flatnonzero(same_row & (np.diff(ticks) <= 0)) + 1).tolist():
-        yield _fault_at(schedule, index, "tick", f"runs {schedule.in_words(index)} at tick {ticks[index]}, not after "
-                        f"{schedule.in_words(index - 1)} at tick {ticks[index - 1]}")  # fmt: skip
+        yield _fault_at(
+            schedule,
+            index,
+            "tick",
+            f"runs {schedule.in_words(index)} at tick {ticks[index]}, not after "
+            f"{schedule.in_words(index - 1)} at tick {ticks[index - 1]}",
+        )
     for index in np.flatnonzero((message >= 0) & (ticks <= ticks[np.maximum(message, 0)])).tolist():
         needed = int(message[index])
-        yield _fault_at(schedule, index, "tick", f"runs {schedule.in_words(index)} at tick {ticks[index]}, but "
-                        f"{schedule.in_words(needed)}, which it needs, is run by rank {schedule.rank[needed]} at tick "
-                        f"{ticks[needed]}; tick {ticks[needed] + 1} is the first possible")  # fmt: skip
+        yield _fault_at(
+            schedule,
+            index,
+            "tick",
+            f"runs {schedule.in_words(index)} at tick {ticks[index]}, but "
+            f"{schedule.in_words(needed)}, which it needs, is run by rank {schedule.rank[needed]} at tick "
+            f"{ticks[needed]}; tick {ticks[needed] + 1} is the first possible",
+        )
 
 
 def _transfers(schedule: Schedule) -> Iterator[Fault]:
@@ -244,8 +277,12 @@ def _transfers(schedule: Schedule) -> Iterator[Fault]:
                          for rank, end in ((a, mine), (b, theirs)) if rank >= 0]  # fmt: skip
                 index = next(end[1] for end in (mine, theirs) if end)
                 what = f"number {number} of what ranks {a} and {b} exchange: {' and '.join(texts)}"
-                yield _fault_at(schedule, index, "transfer", f"does not meet the other end as {what}; so they wait "
-                                "for each other forever")  # fmt: skip
+                yield _fault_at(
+                    schedule,
+                    index,
+                    "transfer",
+                    f"does not meet the other end as {what}; so they wait for each other forever",
+                )
                 break
 
 
@@ -258,8 +295,13 @@ def _last_things(schedule: Schedule) -> Iterator[Fault]:
         rest = np.arange(index + 1, int(schedule.offsets[schedule.rank[index] + 1]))
         late = rest[(schedule.stage[rest] == schedule.stage[index]) & np.isin(schedule.kind[rest], (B, W))]
         if late.size:
-            yield _fault_at(schedule, index, "order", f"sums the gradients of stage {schedule.stage[index]} before "
-                            f"{schedule.in_words(int(late[0]))}, which adds to them")  # fmt: skip
+            yield _fault_at(
+                schedule,
+                index,
+                "order",
+                f"sums the gradients of stage {schedule.stage[index]} before "
+                f"{schedule.in_words(int(late[0]))}, which adds to them",
+            )
 
 
 def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Fault]:
@@ -270,8 +312,13 @@ def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Faul
         rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
         held = np.cumsum(activation_changes(schedule)[rows]) / schedule.stages_per_rank
         index = int(schedule.offsets[rank] + np.argmax(held > limits[rank] + 1e-9))
-        yield _fault_at(schedule, index, "memory", f"holds more microbatches than its limit of {limits[rank]:g} from "
-                        f"{schedule.in_words(index)} on; its peak is {peaks[rank]:g}")  # fmt: skip
+        yield _fault_at(
+            schedule,
+            index,
+            "memory",
+            f"holds more microbatches than its limit of {limits[rank]:g} from "
+            f"{schedule.in_words(index)} on; its peak is {peaks[rank]:g}",
+        )
 
 
 def _fault_at(schedule: Schedule, index: int, kind: str, what: str) -> Fault:

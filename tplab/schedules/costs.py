@@ -109,8 +109,10 @@ class Costs:
             return np.full(len(schedule), float(sizes))
         cut = np.where(schedule.kind == F, schedule.stage, schedule.stage - 1)
         if len(sizes) < schedule.num_stages - 1:
-            raise ScheduleError(f"message_bytes has {len(sizes)} figures; {schedule.num_stages} stages have "
-                                f"{schedule.num_stages - 1} cuts between them")  # fmt: skip
+            raise ScheduleError(
+                f"message_bytes has {len(sizes)} figures; {schedule.num_stages} stages have "
+                f"{schedule.num_stages - 1} cuts between them"
+            )
         return sizes[np.clip(cut, 0, max(len(sizes) - 1, 0))]
 
     def kept(self, schedule: Schedule) -> np.ndarray:

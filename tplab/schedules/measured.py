@@ -103,9 +103,16 @@ def _beside(predicted: Simulation, trace: Trace, took: _Times, axis: Axis) -> Co
         )
     origin = float(took.start.min())
     return Comparison(
-        predicted, took.start - origin, took.end - origin, took.busy, origin, took.ranks, axis, took.batch,
+        predicted,
+        took.start - origin,
+        took.end - origin,
+        took.busy,
+        origin,
+        took.ranks,
+        axis,
+        took.batch,
         took.num_batches,
-    )  # fmt: skip
+    )
 
 
 _UNITS = {"s": "seconds", "steps": "steps"}

@@ -40,9 +40,14 @@ class Needs:
 
 
 def find_needs(
-    kind: np.ndarray, stage: np.ndarray, microbatch: np.ndarray, rank: np.ndarray, joined: np.ndarray,
-    num_stages: int, num_microbatches: int,
-) -> Needs:  # fmt: skip
+    kind: np.ndarray,
+    stage: np.ndarray,
+    microbatch: np.ndarray,
+    rank: np.ndarray,
+    joined: np.ndarray,
+    num_stages: int,
+    num_microbatches: int,
+) -> Needs:
     """The dependencies of every action, given by its columns, found in tables of every (stage, microbatch)."""
     indices = np.arange(len(kind), dtype=np.intp)
     rows_of = {code: np.flatnonzero(kind == code) for code in np.flatnonzero(np.bincount(kind)).tolist()}

@@ -148,8 +148,9 @@ class Schedule:
     @cached_property
     def needs(self) -> Needs:
         """What each action waits for, as indices into the columns."""
-        return find_needs(self.kind, self.stage, self.microbatch, self.rank, self.joined,
-                          self.num_stages, self.num_microbatches)  # fmt: skip
+        return find_needs(
+            self.kind, self.stage, self.microbatch, self.rank, self.joined, self.num_stages, self.num_microbatches
+        )
 
     @cached_property
     def earliest(self) -> np.ndarray:
@@ -180,8 +181,10 @@ class Schedule:
             index = int(self.needs.forward[stage, microbatch])
             if index >= 0:
                 return int(self.rank[index])
-        raise ScheduleError(f"no rank runs F{microbatch} of stage {stage}; there are {self.num_stages} stages "
-                            f"and {self.num_microbatches} microbatches")  # fmt: skip
+        raise ScheduleError(
+            f"no rank runs F{microbatch} of stage {stage}; there are {self.num_stages} stages "
+            f"and {self.num_microbatches} microbatches"
+        )
 
     # --- other forms ---------------------------------------------------------------------------------------------
 

@@ -222,8 +222,11 @@ class Simulation:
         for rank in range(self.schedule.num_ranks):
             why = str(longest[rank]).split(" ", 2)[2] if rank in longest else ""
             figures = (self.busy[rank], self.idle[rank], self.spans[rank])
-            lines.append(f"{rank:>4} " + " ".join(f"{x:>9.4g}" for x in figures)
-                         + f" {self.peak_activations[rank]:>6.4g}  {why}".rstrip())  # fmt: skip
+            lines.append(
+                f"{rank:>4} "
+                + " ".join(f"{x:>9.4g}" for x in figures)
+                + f" {self.peak_activations[rank]:>6.4g}  {why}".rstrip()
+            )
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -47,7 +47,6 @@ def not_compiled(function: FunctionType) -> None:
 # --- operations as they are dispatched --------------------------------------------------------------------------------
 
 
-
 class DispatchMode(TorchDispatchMode):
     """Sees every operation of a thread. torch documents it, from a module whose name is private."""
 
@@ -80,7 +79,7 @@ forward_level: Callable[[], int] = partial(getattr, torch.autograd.forward_ad, "
 
 
 def phase() -> str:
-    """"backward" where this thread is in a backward pass, else "forward"."""
+    """ "backward" where this thread is in a backward pass, else "forward"."""
     return "forward" if graph_task() == -1 else "backward"
 
 
@@ -111,6 +110,7 @@ parse_to: Callable[..., Any] = _C._nn._parse_to
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells a storage from all others that live, without an address that would be read."""
+
 
 def at_end_of_backward(function: Callable[[], Any]) -> None:
     """Call `function` at the end of the backward pass that this thread is in."""

@@ -124,9 +124,18 @@ def run(
         if more is not None and place is not None and place.type == "cpu":
             more.map_cuda()
         per_rank, make_trace = run_on_simulated_ranks(
-            fn, mesh, args, in_specs, cluster=known, clock=clock, seed=seed, keep_values=keep_values, device=place,
-            title=title, more=more,
-        )  # fmt: skip
+            fn,
+            mesh,
+            args,
+            in_specs,
+            cluster=known,
+            clock=clock,
+            seed=seed,
+            keep_values=keep_values,
+            device=place,
+            title=title,
+            more=more,
+        )
         return Result(per_rank, make_trace, mesh, out_specs, more.mapped if more is not None else None)
     from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
 

@@ -23,10 +23,20 @@ from tplab.torch.run import Result, run
 
 
 def launch(
-    script: str | Path, args: Sequence[str] = (), *, ranks: int | None = None, mesh: Mesh | None = None,
-    module: bool = False, num_nodes: int = 1, cluster: str | Cluster | None = None, clock: str | None = None,
-    seed: int = 0, keep_values: int = 1000, device: str | torch.device | None = None, count_memory: bool = False,
-) -> Result:  # fmt: skip
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    mesh: Mesh | None = None,
+    module: bool = False,
+    num_nodes: int = 1,
+    cluster: str | Cluster | None = None,
+    clock: str | None = None,
+    seed: int = 0,
+    keep_values: int = 1000,
+    device: str | torch.device | None = None,
+    count_memory: bool = False,
+) -> Result:
     """Run a script on simulated ranks as torchrun would on processes: `launch("train.py", ["--lr", "0.1"], ranks=8)`.
 
     script       a file of Python, unchanged. Each rank runs it as `__main__`, imports its own copy of the modules
@@ -50,15 +60,26 @@ def launch(
         path = Path(spec.origin) if spec is not None and spec.origin else Path(script)
         code = compile(path.read_bytes(), str(path.resolve()), "exec")
         processes = Processes(
-            mesh, seed, is_joined=False, argv=[str(path) if module else str(script), *args], is_fresh=True,
+            mesh,
+            seed,
+            is_joined=False,
+            argv=[str(path) if module else str(script), *args],
+            is_fresh=True,
             per_node=local,
-        )  # fmt: skip
+        )
         names = {"__file__": str(path), "__spec__": spec, "__package__": spec.parent if spec else None}
         program = _Program(path.stem, code, processes, lambda: names, count_memory)
         out = run(
-            program, mesh, on="simulated", cluster=cluster, clock=clock, seed=seed, keep_values=keep_values,
-            device=device, distributed=processes,
-        )  # fmt: skip
+            program,
+            mesh,
+            on="simulated",
+            cluster=cluster,
+            clock=clock,
+            seed=seed,
+            keep_values=keep_values,
+            device=device,
+            distributed=processes,
+        )
         out.peaks = program.peaks if count_memory else None
         return out
     finally:

@@ -17,9 +17,7 @@ from tplab.trace.columns import ABOUT, STORED, Column, Words
 _FORMAT = "tplab trace 1"
 
 
-def dump(
-    mesh: Mesh, columns: Mapping[str, Column], values: Mapping[int, np.ndarray], about: Mapping[str, Any]
-) -> str:  # fmt: skip
+def dump(mesh: Mesh, columns: Mapping[str, Column], values: Mapping[int, np.ndarray], about: Mapping[str, Any]) -> str:
     """The trace as text: of numbers one list per column; of words their table, and for each event its place there."""
     listed = {
         name: {"table": given.table, "codes": given.codes.tolist()} if isinstance(given, Words) else given.tolist()

@@ -141,9 +141,16 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         for start, end, doing, held in journal.computed:
             op, where, label, _ = doing or _ANYTHING
             recorder.add(
-                journal.rank, "compute", op, start - origin, end - origin, chunk=chunk_of(label),
-                contributors=label.contributors, where=where, held=held,
-            )  # fmt: skip
+                journal.rank,
+                "compute",
+                op,
+                start - origin,
+                end - origin,
+                chunk=chunk_of(label),
+                contributors=label.contributors,
+                where=where,
+                held=held,
+            )
         for op, start, end, axis, where in journal.waited:
             recorder.add_wait(journal.rank, op, start - origin, end - origin, axis, where)
     for sent, source in sorted(((sent, j.rank) for j in journals for sent in j.sent), key=_start_and_source):
@@ -152,18 +159,39 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         arrival = receiver.end if taken is None else taken.time
         span = sent.start - origin, max(sent.start, arrival) - origin
         message = recorder.add_message(
-            source, sent.target, sent.op, span, sent.axis, sent.group, sent.num_bytes, sent.shape, sent.dtype,
-            sent.step, chunk_of(sent.label), sent.label.contributors, sent.values, sent.where, sent.phase,
-        )  # fmt: skip
+            source,
+            sent.target,
+            sent.op,
+            span,
+            sent.axis,
+            sent.group,
+            sent.num_bytes,
+            sent.shape,
+            sent.dtype,
+            sent.step,
+            chunk_of(sent.label),
+            sent.label.contributors,
+            sent.values,
+            sent.where,
+            sent.phase,
+        )
         if taken is not None and (taken.where, taken.phase) != (sent.where, sent.phase):
             recorder.taken(message, taken.where, taken.phase)
     for journal in journals:
         for added in journal.added:  # after the messages, which number the chunks
             time = added.time - origin
             recorder.add(
-                journal.rank, "compute", added.op, time, time, shape=added.shape, dtype=added.dtype,
-                chunk=chunk_of(added.label), contributors=added.label.contributors, values=added.values,
-            )  # fmt: skip
+                journal.rank,
+                "compute",
+                added.op,
+                time,
+                time,
+                shape=added.shape,
+                dtype=added.dtype,
+                chunk=chunk_of(added.label),
+                contributors=added.label.contributors,
+                values=added.values,
+            )
     meetings: dict[tuple[Group, int], list[tuple[int, Met]]] = {}
     for journal in journals:
         for met in journal.met:
@@ -172,11 +200,24 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         start, message = max(met.begun for _, met in meeting), recorder.next_message()
         for rank, met in meeting:
             recorder.add(
-                rank, "collective", met.op, start - origin, max(start, met.end) - origin, axis=met.axis,
-                group=met.group, bytes=met.num_bytes, shape=met.shape, dtype=met.dtype, message=message, step=met.step,
-                contributors=met.group, values=met.values, where=met.where, phase=met.phase,
+                rank,
+                "collective",
+                met.op,
+                start - origin,
+                max(start, met.end) - origin,
+                axis=met.axis,
+                group=met.group,
+                bytes=met.num_bytes,
+                shape=met.shape,
+                dtype=met.dtype,
+                message=message,
+                step=met.step,
+                contributors=met.group,
+                values=met.values,
+                where=met.where,
+                phase=met.phase,
                 reduction=met.reduction,
-            )  # fmt: skip
+            )
     return recorder.trace(clock="measured", unit="s")
 
 

@@ -63,19 +63,38 @@ class Recorder:
     # --- by form -------------------------------------------------------------------------------------------------
 
     def form(
-        self, rank: int, kind: str, op: str, axis: str | None = None, group: tuple[int, ...] = (),
-        peer: int | None = None, flops: int = 0, shape: tuple[int, ...] = (), dtype: str = "", where: str = "",
-        held: int = -1, phase: str = "", reduction: str = "",
-    ) -> int:  # fmt: skip
+        self,
+        rank: int,
+        kind: str,
+        op: str,
+        axis: str | None = None,
+        group: tuple[int, ...] = (),
+        peer: int | None = None,
+        flops: int = 0,
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
+        where: str = "",
+        held: int = -1,
+        phase: str = "",
+        reduction: str = "",
+    ) -> int:
         """The form of events of which these fields are the same, for `note`."""
         peer = -1 if peer is None else peer
         row = rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction
         return self._form(row, row)
 
     def message_form(
-        self, source: int, target: int, op: str, axis: str, group: tuple[int, ...], shape: tuple[int, ...], dtype: str,
-        where: str, phase: str = "",
-    ) -> int:  # fmt: skip
+        self,
+        source: int,
+        target: int,
+        op: str,
+        axis: str,
+        group: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: str,
+        where: str,
+        phase: str = "",
+    ) -> int:
         """The form of messages: of two events each, the send on `source` and the receive on `target`."""
         rest = 0, shape, dtype, where, -1, phase, ""
         send = source, "send", op, axis, group, target, *rest
@@ -89,9 +108,17 @@ class Recorder:
         return number
 
     def note(
-        self, form: int, start: float, end: float, bytes: int = 0, message: int = -1, step: int = -1, chunk: int = -1,
-        contributors: tuple[int, ...] = (), values: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        form: int,
+        start: float,
+        end: float,
+        bytes: int = 0,
+        message: int = -1,
+        step: int = -1,
+        chunk: int = -1,
+        contributors: tuple[int, ...] = (),
+        values: np.ndarray | None = None,
+    ) -> None:
         """Take down an event, or a message, of this form. What is wrong with it, `trace` will say."""
         notes = self._notes
         if values is not None:
@@ -108,9 +135,16 @@ class Recorder:
             self._pack()
 
     def note_message(
-        self, form: int, start: float, end: float, num_bytes: int, step: int, chunk: int, contributors: tuple[int, ...],
+        self,
+        form: int,
+        start: float,
+        end: float,
+        num_bytes: int,
+        step: int,
+        chunk: int,
+        contributors: tuple[int, ...],
         values: np.ndarray | None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Take down a message of this form, with a number of its own, which it returns."""
         notes, message = self._notes, self._num_messages
         self._num_messages = message + 1
@@ -128,28 +162,57 @@ class Recorder:
     # --- one by one ----------------------------------------------------------------------------------------------
 
     def add(
-        self, rank: int, kind: str, op: str, start: float, end: float, *, axis: str | None = None,
-        group: tuple[int, ...] = (), peer: int | None = None, bytes: int = 0, flops: int = 0,
-        shape: tuple[int, ...] = (), dtype: str = "", message: int = -1, step: int = -1, chunk: int = -1,
-        contributors: tuple[int, ...] = (), values: np.ndarray | None = None, where: str = "", held: int = -1,
-        phase: str = "", reduction: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        kind: str,
+        op: str,
+        start: float,
+        end: float,
+        *,
+        axis: str | None = None,
+        group: tuple[int, ...] = (),
+        peer: int | None = None,
+        bytes: int = 0,
+        flops: int = 0,
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
+        message: int = -1,
+        step: int = -1,
+        chunk: int = -1,
+        contributors: tuple[int, ...] = (),
+        values: np.ndarray | None = None,
+        where: str = "",
+        held: int = -1,
+        phase: str = "",
+        reduction: str = "",
+    ) -> None:
         """Take down one event; the arguments are the fields of `Event`."""
         form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction)
         self.note(form, start, end, bytes, message, step, chunk, contributors, values)
 
     def add_message(
-        self, source: int, target: int, op: str, span: tuple[float, float], axis: str, group: tuple[int, ...],
-        num_bytes: int, shape: tuple[int, ...], dtype: str, step: int, chunk: int, contributors: tuple[int, ...],
-        values: np.ndarray | None, where: str, phase: str = "",
-    ) -> int:  # fmt: skip
+        self,
+        source: int,
+        target: int,
+        op: str,
+        span: tuple[float, float],
+        axis: str,
+        group: tuple[int, ...],
+        num_bytes: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        step: int,
+        chunk: int,
+        contributors: tuple[int, ...],
+        values: np.ndarray | None,
+        where: str,
+        phase: str = "",
+    ) -> int:
         """Take down a message: its send on `source` and its receive on `target`. Returns its number."""
         form = self.message_form(source, target, op, axis, group, shape, dtype, where, phase)
         return self.note_message(form, *span, num_bytes, step, chunk, contributors, values)
 
-    def add_wait(
-        self, rank: int, op: str, start: float, end: float, axis: str, where: str, phase: str = ""
-    ) -> None:  # fmt: skip
+    def add_wait(self, rank: int, op: str, start: float, end: float, axis: str, where: str, phase: str = "") -> None:
         """Take down that `rank` stood still from `start` to `end`."""
         self.note_wait(self.form(rank, "wait", op, axis, where=where, phase=phase), start, end)
 

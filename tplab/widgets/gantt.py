@@ -27,9 +27,7 @@ class Gantt(Card):
     colour = traitlets.Enum(("kind", "microbatch", "stage"), "kind").tag(sync=True)
     step = Step().tag(sync=True)
 
-    def __init__(
-        self, runs: Sequence[Simulation], limit: float | None = None, step: float = 0, colour: str = "kind"
-    ):  # fmt: skip
+    def __init__(self, runs: Sequence[Simulation], limit: float | None = None, step: float = 0, colour: str = "kind"):
         self.show(runs, limit)
         super().__init__(board=payload.board(self.runs, self.limit), step=step, colour=colour)
 
@@ -51,9 +49,13 @@ class Gantt(Card):
 
 
 def gantt(
-    run: Simulation | Schedule, beside: Simulation | Schedule | None = None, *, memory_limit: float | None = None,
-    step: float = 0, colour: str = "kind",
-) -> Gantt:  # fmt: skip
+    run: Simulation | Schedule,
+    beside: Simulation | Schedule | None = None,
+    *,
+    memory_limit: float | None = None,
+    step: float = 0,
+    colour: str = "kind",
+) -> Gantt:
     """Show a pipeline schedule: every action on its rank, idle time hatched, under each rank the activations it holds.
 
     run           a simulated run, or a schedule, which is simulated with F = I = W = 1

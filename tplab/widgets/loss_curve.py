@@ -46,9 +46,14 @@ class LossCurve(Curves):
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(
-        self, steps: int, *, title: str = "Loss", about: str = "", sentence: str = "The loss while a model trains.",
+        self,
+        steps: int,
+        *,
+        title: str = "Loss",
+        about: str = "",
+        sentence: str = "The loss while a model trains.",
         beside: tuple[str, Sequence[float]] | None = None,
-    ):  # fmt: skip
+    ):
         self.steps, self.beside = steps, beside
         self.losses: dict[int, float] = {}
         self.held_out: dict[int, float] = {}

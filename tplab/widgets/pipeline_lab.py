@@ -101,10 +101,18 @@ class PipelineLab(Gantt):
 
 
 def pipeline_lab(
-    rule: str = "one_f_one_b", *, compare: str | None = None, ranks: int = 4, microbatches: int = 8,
-    virtual_stages: int = 2, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0,
-    transfer: float = 0.0, memory_limit: float | None = None,
-) -> PipelineLab:  # fmt: skip
+    rule: str = "one_f_one_b",
+    *,
+    compare: str | None = None,
+    ranks: int = 4,
+    microbatches: int = 8,
+    virtual_stages: int = 2,
+    forward: float = 1.0,
+    input_grad: float = 1.0,
+    weight_grad: float = 1.0,
+    transfer: float = 0.0,
+    memory_limit: float | None = None,
+) -> PipelineLab:
     """Choose a schedule and its numbers, and see at once what they do.
 
     rule, compare   names in `tplab.schedules.RULES`, or "auto": the scheduler, which keeps to the memory limit;

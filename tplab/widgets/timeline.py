@@ -45,9 +45,13 @@ class Timeline(Card):
 
 
 def timeline(
-    trace: Trace, predicted: Simulation | Comparison | None = None, step: float = 0, *, axis: Axis | None = None,
+    trace: Trace,
+    predicted: Simulation | Comparison | None = None,
+    step: float = 0,
+    *,
+    axis: Axis | None = None,
     batch: int | None = None,
-) -> Timeline:  # fmt: skip
+) -> Timeline:
     """Show where the time of every rank goes: computing, messages beside it, and waiting; how busy each rank is; and
     the critical path, the chain of events that sets the makespan.
 

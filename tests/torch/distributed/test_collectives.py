@@ -289,8 +289,12 @@ def test_all_to_all_of_lists(is_async: bool, num_ranks: int):
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 4).flatmap(lambda num: st.lists(
-    st.lists(st.integers(0, 3), min_size=num, max_size=num), min_size=num, max_size=num)), st.booleans())  # fmt: skip
+@given(
+    st.integers(1, 4).flatmap(
+        lambda num: st.lists(st.lists(st.integers(0, 3), min_size=num, max_size=num), min_size=num, max_size=num)
+    ),
+    st.booleans(),
+)
 def test_all_to_all_single_of_any_sizes(sizes: list[list[int]], is_async: bool):
     """sizes[i][j]: how many rows rank i sends to rank j."""
     num_ranks = len(sizes)

@@ -231,16 +231,31 @@ def test_every_way_to_name_a_gpu():
         x = torch.ones(2, device="cuda")
         generator = torch.Generator(device="cuda").manual_seed(0)
         for y in (
-            x.cuda(), x.cuda(1), x.to("cuda"), x.to(0), x.to(device="cuda:1", dtype=torch.half), x.to(cuda, torch.half),
-            torch.zeros_like(x, device=cuda), x.new_zeros(3, device=0), torch.tensor([1], device="cuda"),
-            x.pin_memory(), torch.empty(3, pin_memory=True), torch.arange(3, device=torch.cuda.current_device()),
-            x.type("torch.cuda.DoubleTensor"), getattr(torch.cuda, "FloatTensor")([1.0]),  # noqa: B009  # for pyright
+            x.cuda(),
+            x.cuda(1),
+            x.to("cuda"),
+            x.to(0),
+            x.to(device="cuda:1", dtype=torch.half),
+            x.to(cuda, torch.half),
+            torch.zeros_like(x, device=cuda),
+            x.new_zeros(3, device=0),
+            torch.tensor([1], device="cuda"),
+            x.pin_memory(),
+            torch.empty(3, pin_memory=True),
+            torch.arange(3, device=torch.cuda.current_device()),
+            x.type("torch.cuda.DoubleTensor"),
+            getattr(torch.cuda, "FloatTensor")([1.0]),  # noqa: B009  # for pyright
             torch.randn(3, device="cuda", generator=generator),
-        ):  # fmt: skip
+        ):
             assert y.device.type == "cpu"
         assert isinstance(torch.default_generator, torch.Generator)
-        for module in (nn.Linear(2, 2).cuda(), nn.Linear(2, 2).to("cuda"), nn.Linear(2, 2).to(0, torch.half),
-                       nn.Linear(2, 2).to(device=cuda), nn.Linear(2, 2, device="cuda")):  # fmt: skip
+        for module in (
+            nn.Linear(2, 2).cuda(),
+            nn.Linear(2, 2).to("cuda"),
+            nn.Linear(2, 2).to(0, torch.half),
+            nn.Linear(2, 2).to(device=cuda),
+            nn.Linear(2, 2, device="cuda"),
+        ):
             assert module.weight.device.type == "cpu" and module.weight.is_leaf
         torch.set_default_device("cuda")
         assert torch.ones(1).device.type == "cpu" and torch.get_default_device().type == "cpu"
@@ -346,8 +361,18 @@ def test_modules_that_a_program_imports_first_keep_nothing(script):
 
 def state() -> list[object]:
     """What a notebook has of what is mapped."""
-    homes = (torch, torch.cuda, torch.accelerator, torch.amp, torch.autocast, torch.amp.GradScaler, Tensor, dist,
-             nn.parallel.DistributedDataParallel, torch.utils.data.DataLoader)  # fmt: skip
+    homes = (
+        torch,
+        torch.cuda,
+        torch.accelerator,
+        torch.amp,
+        torch.autocast,
+        torch.amp.GradScaler,
+        Tensor,
+        dist,
+        nn.parallel.DistributedDataParallel,
+        torch.utils.data.DataLoader,
+    )
     return [*(dict(vars(home)) for home in homes), torch.backends.cudnn.deterministic]
 
 
@@ -375,10 +400,16 @@ def test_the_notebooks_torch_is_as_it_was(fails):
 
 @pytest.mark.parametrize(
     "line",
-    ["x = torch.ones(2, device='cuda')", "model = torch.nn.Linear(2, 2).to('cuda')", "torch.cuda.set_device(0)",
-     "torch.cuda.set_device(rank % torch.cuda.device_count())", "assert torch.cuda.is_available()",
-     "import sys; sys.exit('this needs CUDA')", "x = torch.ones(2).cuda()"],
-)  # fmt: skip
+    [
+        "x = torch.ones(2, device='cuda')",
+        "model = torch.nn.Linear(2, 2).to('cuda')",
+        "torch.cuda.set_device(0)",
+        "torch.cuda.set_device(rank % torch.cuda.device_count())",
+        "assert torch.cuda.is_available()",
+        "import sys; sys.exit('this needs CUDA')",
+        "x = torch.ones(2).cuda()",
+    ],
+)
 def test_without_device_the_way_out_is_named(script, line):
     with pytest.raises(RankError, match=r'device="cpu".*--device cpu') as error:
         launch(script(f"import torch\nrank = 0\n{line}\n"), ranks=2)

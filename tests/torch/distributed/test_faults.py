@@ -70,9 +70,10 @@ def of_what_is_started() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [of_kind, of_shape, of_dtype, of_reduction, of_root, of_order, of_what_is_started],
+    "program",
+    [of_kind, of_shape, of_dtype, of_reduction, of_root, of_order, of_what_is_started],
     ids=lambda program: program.__name__,
-)  # fmt: skip
+)
 def test_a_mismatch_names_both_ranks_and_lines(program: Callable[[], None]):
     with unchanged(), pytest.raises(CollectiveMismatchError) as caught:
         run(program, Mesh(world=2), distributed=True)
@@ -99,12 +100,16 @@ def lists_that_do_not_match() -> None:
     dist.all_to_all([torch.ones(size) for size in sizes], [torch.ones(2), torch.ones(2)])
 
 
-@pytest.mark.parametrize(("program", "words"), [
-    (all_gather_into_less, r"rank 0 have sizes \[2, 1\].*send it \[2, 2\]"),
-    (gather_into_less, r"rank 0 have sizes \[3, 1\].*send it \[2, 2\]"),
-    (splits_that_do_not_match, r"rank 1 have sizes \[1, 3\].*send it \[2, 2\]"),
-    (lists_that_do_not_match, r"rank 1 have sizes \[1, 3\].*send it \[2, 2\]"),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (all_gather_into_less, r"rank 0 have sizes \[2, 1\].*send it \[2, 2\]"),
+        (gather_into_less, r"rank 0 have sizes \[3, 1\].*send it \[2, 2\]"),
+        (splits_that_do_not_match, r"rank 1 have sizes \[1, 3\].*send it \[2, 2\]"),
+        (lists_that_do_not_match, r"rank 1 have sizes \[1, 3\].*send it \[2, 2\]"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_outputs_of_other_sizes_than_what_is_sent(program: Callable[[], None], words: str):
     with unchanged(), pytest.raises(CollectiveMismatchError, match=f"(?s){words}.*{HERE}"):
         run(program, Mesh(world=2), distributed=True)
@@ -191,10 +196,20 @@ def barrier_of_some() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [receive_without_send, send_without_receive, both_send_first, both_receive_first, other_tag,
-     any_source_without_send, groups_in_another_order, wrong_key, wrong_key_with_a_timeout, barrier_of_some],
+    [
+        receive_without_send,
+        send_without_receive,
+        both_send_first,
+        both_receive_first,
+        other_tag,
+        any_source_without_send,
+        groups_in_another_order,
+        wrong_key,
+        wrong_key_with_a_timeout,
+        barrier_of_some,
+    ],
     ids=lambda program: program.__name__,
-)  # fmt: skip
+)
 def test_a_deadlock_is_named_at_once(program: Callable[[], None]):
     start = time.perf_counter()
     with unchanged(), pytest.raises(DeadlockError) as caught:
@@ -235,16 +250,19 @@ def test_a_rank_that_raises_in_a_gradient_hook():
         run(program, Mesh(world=2), distributed=True)
 
 
-@pytest.mark.parametrize(("start", "words"), [
-    (lambda: dist.all_gather([torch.ones(2)], torch.ones(2)), "all_gather.*has 1 tensors.*each of the 2 ranks"),
-    (lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)), r"output.*\[3\].*must have 4"),
-    (lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(3)), r"input.*\[3\].*must have 4"),
-    (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "3, which 2 ranks cannot share equally"),
-    (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [1, 2]), r"\[1, 2\] must be 2 numbers"),
-    (lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2), r"output.*\[3\].*must have 2"),
-    (lambda: dist.scatter(torch.ones(1), [torch.ones(2)] * 2 if not rank_() else None), "output.*must have 2"),
-    (lambda: receive_another_size(), "output.*must have 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (lambda: dist.all_gather([torch.ones(2)], torch.ones(2)), "all_gather.*has 1 tensors.*each of the 2 ranks"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)), r"output.*\[3\].*must have 4"),
+        (lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(3)), r"input.*\[3\].*must have 4"),
+        (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "3, which 2 ranks cannot share equally"),
+        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [1, 2]), r"\[1, 2\] must be 2 numbers"),
+        (lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2), r"output.*\[3\].*must have 2"),
+        (lambda: dist.scatter(torch.ones(1), [torch.ones(2)] * 2 if not rank_() else None), "output.*must have 2"),
+        (lambda: receive_another_size(), "output.*must have 3"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_sizes_that_do_not_fit(start: Callable[[], Any], words: str):
     with unchanged(), pytest.raises(ShapeError, match=f"(?s){words}"):
@@ -258,10 +276,13 @@ def receive_another_size() -> None:
         dist.recv(torch.ones(2), 1)
 
 
-@pytest.mark.parametrize(("op", "dtype", "error"), [
-    (dist.ReduceOp.BAND, torch.float32, "bitwise and needs whole numbers"),
-    (dist.ReduceOp.AVG, torch.int64, "would not be whole numbers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "dtype", "error"),
+    [
+        (dist.ReduceOp.BAND, torch.float32, "bitwise and needs whole numbers"),
+        (dist.ReduceOp.AVG, torch.int64, "would not be whole numbers"),
+    ],
+)
 def test_reductions_that_a_dtype_does_not_have(op: Any, dtype: torch.dtype, error: str):
     with unchanged(), pytest.raises(RankError, match=error):
         run(lambda: dist.all_reduce(torch.ones(2, dtype=dtype), op), Mesh(world=2), distributed=True)

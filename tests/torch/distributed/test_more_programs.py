@@ -173,12 +173,17 @@ def test_sequence_parallelism_and_a_parallel_loss(num_ranks: int):
         )
 
         model, x, targets = language_model()
-        parallelize_module(model, device_mesh(), {
-            "0": SequenceParallel(),
-            "1": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1)),
-            "3": SequenceParallel(),
-            "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-        })  # fmt: skip
+        parallelize_module(
+            model,
+            device_mesh(),
+            {
+                "0": SequenceParallel(),
+                "1": ColwiseParallel(input_layouts=Shard(1)),
+                "2": RowwiseParallel(output_layouts=Shard(1)),
+                "3": SequenceParallel(),
+                "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+            },
+        )
         with loss_parallel():
             loss: Any = nn.functional.cross_entropy(model(mine_of_the_sequence(x)).flatten(0, 1), targets)
             loss.backward()
@@ -267,10 +272,17 @@ def test_transformers_with_a_plan_of_its_own(tmp_path, monkeypatch):
     from transformers import modeling_utils
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, tie_word_embeddings=False,
-    ))  # fmt: skip
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        )
+    )
     model.save_pretrained(tmp_path)
     tokens = torch.arange(8)[None]
     want = model(tokens, labels=tokens)

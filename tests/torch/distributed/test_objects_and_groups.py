@@ -232,10 +232,19 @@ def test_many_keys_at_once_and_appending():
 # --- joining ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [
-    {}, {"backend": "gloo"}, {"backend": "nccl"}, {"backend": "cpu:gloo,cuda:nccl"}, {"init_method": "env://"},
-    {"rank": 0, "world_size": 1, "init_method": "tcp://127.0.0.1:29500"}, {"timeout": timedelta(seconds=5)},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"backend": "gloo"},
+        {"backend": "nccl"},
+        {"backend": "cpu:gloo,cuda:nccl"},
+        {"init_method": "env://"},
+        {"rank": 0, "world_size": 1, "init_method": "tcp://127.0.0.1:29500"},
+        {"timeout": timedelta(seconds=5)},
+    ],
+    ids=str,
+)
 def test_init_process_group_joins(given: dict[str, Any]):
     def program() -> tuple[bool, str]:
         dist.init_process_group(**given)

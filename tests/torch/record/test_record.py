@@ -30,9 +30,13 @@ def torchrun(num_ranks: int, *args: str, cwd: Path = ROOT, check: bool = True) -
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *args]
     ran = subprocess.run(
-        command, cwd=cwd, env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
-        capture_output=True, timeout=240,
-    )  # fmt: skip
+        command,
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=240,
+    )
     assert not check or ran.returncode == 0, ran.stdout + ran.stderr
     return ran
 

@@ -30,11 +30,21 @@ Arrays = dict[str, np.ndarray]
 
 
 def check_parallel(
-    model: Model, reference: Model, *, params: Any, mesh: Mesh, inputs: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None, loss: Loss | None = None, reference_loss: Loss | None = None,
-    specs: Any = None, in_specs: Sequence[P | None] | P | None = None, optimizer: Any = None,
-    after_backward: Callable[[Any], Any] | None = None, perturb: bool = True,
-) -> ParallelReport:  # fmt: skip
+    model: Model,
+    reference: Model,
+    *,
+    params: Any,
+    mesh: Mesh,
+    inputs: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    reference_loss: Loss | None = None,
+    specs: Any = None,
+    in_specs: Sequence[P | None] | P | None = None,
+    optimizer: Any = None,
+    after_backward: Callable[[Any], Any] | None = None,
+    perturb: bool = True,
+) -> ParallelReport:
     """Compare the outputs, the loss and every gradient of a parallel model with those of the unsharded `reference`.
 
     Called where `run` is called. It runs model(params, *inputs, **kwargs) on every rank of the mesh, each with its
@@ -104,9 +114,16 @@ class _Side:
     """
 
     def __init__(
-        self, model: Model, params: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
-        loss: Loss | None, specs: Any = None, in_specs: Sequence[P] | None = None,
-    ):  # fmt: skip
+        self,
+        model: Model,
+        params: Any,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        mesh: Mesh,
+        loss: Loss | None,
+        specs: Any = None,
+        in_specs: Sequence[P] | None = None,
+    ):
         self.model, self.params, self.inputs, self.kwargs = model, params, inputs, kwargs
         self.mesh, self.loss, self.specs = mesh, loss, P() if specs is None else specs
         self.in_specs = tuple(in_specs or [P()] * len(inputs))
@@ -130,9 +147,11 @@ class _Side:
         return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
 
     def answer(
-        self, weights: Mapping[str, Sequence[np.ndarray]], optimizer: Any = None,
+        self,
+        weights: Mapping[str, Sequence[np.ndarray]],
+        optimizer: Any = None,
         after_backward: Callable[[Any], Any] | None = None,
-    ) -> list[dict[str, Arrays]]:  # fmt: skip
+    ) -> list[dict[str, Arrays]]:
         """What each rank has: "output", "loss", "gradient", "input" (its gradient), "parameter" (after a step)."""
         indices = [index for index, x in enumerate(self.inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
 

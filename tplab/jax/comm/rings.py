@@ -133,6 +133,7 @@ def _plus(received: Any, part: Any) -> Any:
 
 def halved(x: Any, dim: int) -> tuple[Any, Any]:
     """Every array of x cut in two along `dim`; of an odd size the first half is the larger one."""
+
     def cut(leaf: Array) -> list[Array]:
         middle = leaf.shape[dim] - leaf.shape[dim] // 2
         return [lax.slice_in_dim(leaf, *ends, axis=dim) for ends in ((0, middle), (middle, None))]

@@ -50,9 +50,15 @@ def quantized_all_gather(
 
 
 def quantized_reduce_scatter(
-    x: Any, axis: Axis, dim: int = 0, op: str = "sum", *, bits: int | None = 4, block: int | None = 256,
+    x: Any,
+    axis: Axis,
+    dim: int = 0,
+    op: str = "sum",
+    *,
+    bits: int | None = 4,
+    block: int | None = 256,
     inside: Axis | None = None,
-) -> Array:  # fmt: skip
+) -> Array:
     """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, of x's dtype

@@ -10,9 +10,16 @@ from tplab.mesh import Axis
 
 
 def shard_gradients(
-    optimizer: Any, axis: Axis = "dp", *, op: str = "mean", replicate_axis: Axis | None = None,
-    master_dtype: Any = None, reduce_dtype: Any = None, gather: Gather | None = None, reduce: Reduce | None = None,
-) -> ShardedOptimizer:  # fmt: skip
+    optimizer: Any,
+    axis: Axis = "dp",
+    *,
+    op: str = "mean",
+    replicate_axis: Axis | None = None,
+    master_dtype: Any = None,
+    reduce_dtype: Any = None,
+    gather: Gather | None = None,
+    reduce: Reduce | None = None,
+) -> ShardedOptimizer:
     """Divide the states of an optimizer and the gradients over the R ranks of `axis` (ZeRO stage 2).
 
         optimizer = shard_gradients(optax.adamw(1e-3), "dp")
@@ -31,6 +38,13 @@ def shard_gradients(
     Other arguments as in `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
     return ShardedOptimizer(
-        optimizer, axis, op, replicate_axis, master_dtype, reduce_dtype, gather or gather_copies,
-        reduce or reduce_rows, during_backward=True,
-    )  # fmt: skip
+        optimizer,
+        axis,
+        op,
+        replicate_axis,
+        master_dtype,
+        reduce_dtype,
+        gather or gather_copies,
+        reduce or reduce_rows,
+        during_backward=True,
+    )

@@ -10,9 +10,16 @@ from tplab.mesh import Axis
 
 
 def shard_optimizer(
-    optimizer: Any, axis: Axis = "dp", *, op: str = "mean", replicate_axis: Axis | None = None,
-    master_dtype: Any = None, reduce_dtype: Any = None, gather: Gather | None = None, reduce: Reduce | None = None,
-) -> ShardedOptimizer:  # fmt: skip
+    optimizer: Any,
+    axis: Axis = "dp",
+    *,
+    op: str = "mean",
+    replicate_axis: Axis | None = None,
+    master_dtype: Any = None,
+    reduce_dtype: Any = None,
+    gather: Gather | None = None,
+    reduce: Reduce | None = None,
+) -> ShardedOptimizer:
     """Divide the states of an optimizer over the R ranks of `axis`, which hold copies of the model (ZeRO stage 1).
 
         optimizer = shard_optimizer(optax.adamw(1e-3), "dp")

@@ -14,10 +14,18 @@ from tplab.mesh import Axis
 
 
 def shard_parameters(
-    model: Any, axis: Axis = "dp", *, op: str = "mean", reshard_after_forward: bool | Axis = True,
-    prefetch: bool = True, replicate_axis: Axis | None = None, compute_dtype: Any = None, reduce_dtype: Any = None,
-    gather: Gather | None = None, reduce: Reduce | None = None,
-) -> ShardedLayer | ShardedLayers:  # fmt: skip
+    model: Any,
+    axis: Axis = "dp",
+    *,
+    op: str = "mean",
+    reshard_after_forward: bool | Axis = True,
+    prefetch: bool = True,
+    replicate_axis: Axis | None = None,
+    compute_dtype: Any = None,
+    reduce_dtype: Any = None,
+    gather: Gather | None = None,
+    reduce: Reduce | None = None,
+) -> ShardedLayer | ShardedLayers:
     """`model`, whose parameters are divided over the R ranks of `axis` (ZeRO stage 3, also called FSDP).
 
         layer = shard_parameters(layer, "dp")
@@ -52,9 +60,15 @@ def shard_parameters(
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
     about = About(
-        axis, op, reshard_after_forward, replicate_axis, compute_dtype, reduce_dtype, gather or gather_rows,
+        axis,
+        op,
+        reshard_after_forward,
+        replicate_axis,
+        compute_dtype,
+        reduce_dtype,
+        gather or gather_rows,
         reduce or reduce_rows,
-    )  # fmt: skip
+    )
     if isinstance(model, Sequence):
         return ShardedLayers(tuple(ShardedLayer(layer, about) for layer in model), prefetch)
     return ShardedLayer(model, about)

@@ -14,9 +14,13 @@ from tplab.mesh import Axis
 
 
 def zero_plus_plus(
-    inside: Axis, *, weight_bits: int | None = 8, secondary: bool = True, gradient_bits: int | None = 4,
+    inside: Axis,
+    *,
+    weight_bits: int | None = 8,
+    secondary: bool = True,
+    gradient_bits: int | None = 4,
     block: int | None = 256,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What `shard_parameters` is told for ZeRO++: its `gather`, `reduce` and `reshard_after_forward`.
 
         shard_parameters(model, ("node", "gpu"), **zero_plus_plus(inside="gpu"))

@@ -90,9 +90,7 @@ class ParallelSelfAttention:
 
     def _check_share(self) -> None:
         label = ",".join(this_mesh().names(self.axis))
-        check_heads(
-            self.width, self.num_heads, self._num_kv_heads, axis_size(self.axis), label, self.sequence_dim
-        )
+        check_heads(self.width, self.num_heads, self._num_kv_heads, axis_size(self.axis), label, self.sequence_dim)
 
 
 def _attended(q: Array, k: Array, v: Array, causal: bool) -> Array:

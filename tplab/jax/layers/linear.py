@@ -168,9 +168,7 @@ class ParallelMLP:
 
     @property
     def up(self) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            self.width, self.hidden, self.axis, bias=self.bias, sequence_dim=self.sequence_dim
-        )
+        return ColumnParallelLinear(self.width, self.hidden, self.axis, bias=self.bias, sequence_dim=self.sequence_dim)
 
     @property
     def down(self) -> RowParallelLinear:

@@ -39,7 +39,6 @@ class Ring(NamedTuple):
         lanes = self.lanes()
         return [lanes.own, *lanes.up, *lanes.down]
 
-
     def place(self, piece: RingPiece) -> int:
         """Where a stacked weight has what belongs to a piece: of a scatter, the own part leaves last."""
         return piece.distance if self.mode == "gather" else (piece.distance - 1) % axis_size(self.axis)

@@ -74,9 +74,14 @@ class VocabParallelEmbedding:
 
 
 def vocab_parallel_cross_entropy(
-    logits: Array, ids: Array, axis: Axis, vocab_size: int, reduction: str = "mean", ignore_index: int = -100,
+    logits: Array,
+    ids: Array,
+    axis: Axis,
+    vocab_size: int,
+    reduction: str = "mean",
+    ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Array:  # fmt: skip
+) -> Array:
     """The loss of torch.nn.functional.cross_entropy, of logits whose words are spread over `axis` (R ranks).
 
     logits [..., n], this rank's words, n = ceil(V/R)   ids [...], the same on every rank

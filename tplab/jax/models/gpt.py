@@ -61,17 +61,25 @@ class Parts:
     def _attention(self) -> ParallelSelfAttention:
         config = self.config
         return ParallelSelfAttention(
-            config.width, config.num_heads, self.axis, num_kv_heads=config.num_kv_heads, bias=config.bias,
+            config.width,
+            config.num_heads,
+            self.axis,
+            num_kv_heads=config.num_kv_heads,
+            bias=config.bias,
             sequence_dim=self._sequence_dim,
-        )  # fmt: skip
+        )
 
     @property
     def _mlp(self) -> ParallelMLP:
         config = self.config
         return ParallelMLP(
-            config.width, config.hidden_width, self.axis, activation=config.activation, bias=config.bias,
+            config.width,
+            config.hidden_width,
+            self.axis,
+            activation=config.activation,
+            bias=config.bias,
             sequence_dim=self._sequence_dim,
-        )  # fmt: skip
+        )
 
     @property
     def _norm(self) -> LayerNorm | RMSNorm:

@@ -1,9 +1,9 @@
 """A GPT-2 of `transformers` as tplab's GPT, and its weights where a mesh wants them.
 
-    config = gpt2_config(model.config)
-    params = gpt2_params(model.state_dict(), config)
-    params = shard_params(params, GPT(config).specs, Mesh(tp=4))
-    run(program, Mesh(tp=4), params, ids, in_specs=(GPT(config).specs, P()), ...)
+config = gpt2_config(model.config)
+params = gpt2_params(model.state_dict(), config)
+params = shard_params(params, GPT(config).specs, Mesh(tp=4))
+run(program, Mesh(tp=4), params, ids, in_specs=(GPT(config).specs, P()), ...)
 """
 
 from __future__ import annotations

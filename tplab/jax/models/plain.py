@@ -1,8 +1,8 @@
 """The GPT in plain jax.numpy, unsharded: what the sharded one is compared with, and what `jax.jit` can shard by itself.
 
-    params = shard_params(params, GPT(config).specs, Mesh(tp=4))
-    step = jax.jit(jax.grad(partial(plain_loss, config=config)))
-    collectives_in(step, params, ids, targets)                        # what XLA puts in
+params = shard_params(params, GPT(config).specs, Mesh(tp=4))
+step = jax.jit(jax.grad(partial(plain_loss, config=config)))
+collectives_in(step, params, ids, targets)                        # what XLA puts in
 """
 
 from __future__ import annotations

@@ -138,9 +138,7 @@ def _traced(
 
     saved, left = tuple(map(buffer, passes.saved)), tuple(map(buffer, passes.left))
     leaves = Layout(()) if is_last else _layout(made.outputs)
-    return Program(
-        blueprint, stage, passes, enters, leaves, _layout(made.ends), _layout(made.input_grads), saved, left
-    )
+    return Program(blueprint, stage, passes, enters, leaves, _layout(made.ends), _layout(made.input_grads), saved, left)
 
 
 def _layout(variables: Sequence[Any]) -> Layout:

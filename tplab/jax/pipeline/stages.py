@@ -143,9 +143,13 @@ class Stages:
 
 
 def stages_of(
-    layers: Sequence[Any], schedule: Schedule, method: str | Sequence[float] = "parameters", *, axis: Axis = "pp",
+    layers: Sequence[Any],
+    schedule: Schedule,
+    method: str | Sequence[float] = "parameters",
+    *,
+    axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
-) -> Stages:  # fmt: skip
+) -> Stages:
     """Cut a model into the stages of `schedule`, and make those of this rank. Called inside a rank's program.
 
     layers    LayerSpecs, layers that are there already, and functions (which have no parameters). A layer is an object
@@ -175,17 +179,25 @@ def stages_of(
 
 
 def blueprints_of(
-    layers: Sequence[Any], schedule: Schedule, method: str | Sequence[float] = "parameters", *, axis: Axis = "pp",
+    layers: Sequence[Any],
+    schedule: Schedule,
+    method: str | Sequence[float] = "parameters",
+    *,
+    axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
-) -> Blueprints:  # fmt: skip
+) -> Blueprints:
     """What `stages_of` would make, without numbers: for parameters that are there already. Called inside a rank's
     program."""
     label = ",".join(this_mesh().names(axis))
     require_ranks(schedule, axis_size(axis), label)
     made = cut_layers(
-        num_parameters(layers), schedule.num_stages, method, names=layer_names(layers),
-        placement=one_way(schedule.placement, schedule.num_stages), bounds=bounds,
-    )  # fmt: skip
+        num_parameters(layers),
+        schedule.num_stages,
+        method,
+        names=layer_names(layers),
+        placement=one_way(schedule.placement, schedule.num_stages),
+        bounds=bounds,
+    )
     built = [_layer(layer) for layer in layers]
     stages = []
     for places in made.stages:

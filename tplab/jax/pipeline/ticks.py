@@ -35,9 +35,16 @@ class Ticks:
     """All ticks of a batch, on one rank."""
 
     def __init__(
-        self, schedule: Schedule, plan: Plan, programs: Sequence[Program], blueprints: Blueprints, params: Flat,
-        batch: Batch, axis: Axis, costs: Costs | None,
-    ):  # fmt: skip
+        self,
+        schedule: Schedule,
+        plan: Plan,
+        programs: Sequence[Program],
+        blueprints: Blueprints,
+        params: Flat,
+        batch: Batch,
+        axis: Axis,
+        costs: Costs | None,
+    ):
         self.plan, self.programs, self.blueprints = plan, programs, blueprints
         self.params, self.batch, self.axis = params, batch, axis
         self.share = 1 / schedule.num_microbatches

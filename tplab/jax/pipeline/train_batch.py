@@ -25,10 +25,19 @@ from tplab.schedules.execute import require_ranks
 
 
 def train_batch(
-    schedule: Schedule, stages: Stages | tuple[Callable[..., Any], Any], microbatches: Sequence[tuple[Any, Any]],
-    loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None, average: bool = True, tied: Tied | None = None,
-    checkpoint_every: int | None = None, costs: Costs | None = None, key: Any = None,
-) -> tuple[Array, Any]:  # fmt: skip
+    schedule: Schedule,
+    stages: Stages | tuple[Callable[..., Any], Any],
+    microbatches: Sequence[tuple[Any, Any]],
+    loss: Loss,
+    *,
+    axis: Axis = "pp",
+    data_axis: Axis | None = None,
+    average: bool = True,
+    tied: Tied | None = None,
+    checkpoint_every: int | None = None,
+    costs: Costs | None = None,
+    key: Any = None,
+) -> tuple[Array, Any]:
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a
     rank's program; the rank at position r of `axis` runs row r.
 

@@ -67,10 +67,24 @@ _OF_C = (GetSetDescriptorType, WrapperDescriptorType, MethodDescriptorType, Clas
 """What a class that is written in C has for members."""
 
 _UNCHANGING = (
-    CodeType, GenericAlias, UnionType, MemberDescriptorType, *_OF_C, MethodWrapperType,
-    type(NamedTuple("_", [("field", int)]).__dict__["field"]), re.Pattern, np.ufunc, type(np.dot), np.dtype, jax.Array,
-    jax.Device, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.tree_util.PyTreeDef,
-)  # fmt: skip
+    CodeType,
+    GenericAlias,
+    UnionType,
+    MemberDescriptorType,
+    *_OF_C,
+    MethodWrapperType,
+    type(NamedTuple("_", [("field", int)]).__dict__["field"]),
+    re.Pattern,
+    np.ufunc,
+    type(np.dot),
+    np.dtype,
+    jax.Array,
+    jax.Device,
+    jax.sharding.Sharding,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.tree_util.PyTreeDef,
+)
 """Types whose objects never change: the same object is the same value."""
 
 _WRAPPERS = (type(functools.lru_cache(lambda: None)), type(jax.jit(lambda: None)))

@@ -65,9 +65,13 @@ class Actions:
         self._after: list[int] = []  # and those after them
 
     def follow(
-        self, kind: str, inputs: list[Held], decided_by: tuple[int, ...], ranks: tuple[int, ...],
+        self,
+        kind: str,
+        inputs: list[Held],
+        decided_by: tuple[int, ...],
+        ranks: tuple[int, ...],
         run: Callable[[], list[Held]],
-    ) -> list[Held]:  # fmt: skip
+    ) -> list[Held]:
         """An action of a kind, "F.1024", which `run` walks through: one task per rank. What it computes is not looked
         into.
 
@@ -136,6 +140,16 @@ def _one(parts: list[Task], rank: int, about: _Doing, needs: tuple[int, ...], se
     main = max(parts, key=lambda part: part.flops, default=None)
     shape, dtype = ((), "") if main is None else (main.shape, main.dtype)
     return Task(
-        "compute", about.op, (rank,), needs, shape, dtype, sum(part.num_bytes for part in parts), about.where,
-        sum(part.flops for part in parts), labels={rank: Label(about.chunk, ())}, seconds=seconds, held=about.held,
-    )  # fmt: skip
+        "compute",
+        about.op,
+        (rank,),
+        needs,
+        shape,
+        dtype,
+        sum(part.num_bytes for part in parts),
+        about.where,
+        sum(part.flops for part in parts),
+        labels={rank: Label(about.chunk, ())},
+        seconds=seconds,
+        held=about.held,
+    )

@@ -290,9 +290,13 @@ class _Reporter:
             return (outputs[:num_carry], report), outputs[num_carry:]
 
         (carry, report), rows = lax.scan(
-            body, (values[first:second], report), values[second:],
-            length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
-        )  # fmt: skip
+            body,
+            (values[first:second], report),
+            values[second:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
         return [*carry, *rows], report
 
 

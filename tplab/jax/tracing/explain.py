@@ -79,9 +79,13 @@ class Explained:
         ]
         for text, number in Counter(texts).items():
             lines += textwrap.wrap(
-                f"{number} x {text}" if number > 1 else text, _WIDTH, initial_indent=_MARGIN,
-                subsequent_indent=_MARGIN, break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
+                f"{number} x {text}" if number > 1 else text,
+                _WIDTH,
+                initial_indent=_MARGIN,
+                subsequent_indent=_MARGIN,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         return "\n".join(lines)
 
 
@@ -168,9 +172,7 @@ class _Why:
             return [self._of_move(place, operands[0], pieces, axis)]
         return [self._of_move(place, given, each, axis) for given, each in zip(operands, sent, strict=False)]
 
-    def _of_sum(
-        self, place: Place, given: Place, sent: Sent, axis: str, num_ranks: int, index: int | None
-    ) -> Cause:  # fmt: skip
+    def _of_sum(self, place: Place, given: Place, sent: Sent, axis: str, num_ranks: int, index: int | None) -> Cause:
         """A sum over ranks: of what was computed from arrays that are sharded. `index` is its place among several."""
         made = self.flow.source(given)
         operation = _operation(made.one) or place.one.primitive or made.one.op

@@ -142,9 +142,11 @@ class Flow:
         place = self.operands(root)[index] if root.one.op == "tuple" else root
         while place.one.op in ("copy", "bitcast"):
             (place,) = self.operands(place)
-        return place.one.op == "get-tuple-element" and place.one.index == index and (
-            self.operands(place)[0].one.op == "parameter"
-        )  # fmt: skip
+        return (
+            place.one.op == "get-tuple-element"
+            and place.one.index == index
+            and (self.operands(place)[0].one.op == "parameter")
+        )
 
     def _root(self, computation: str) -> Place:
         ones = self.module.computations[computation]

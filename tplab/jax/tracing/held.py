@@ -49,8 +49,19 @@ class Held:
     moved          the equation and what it read, where that only picks or reorders elements
     """
 
-    __slots__ = ("_node", "_place", "_values", "dtype", "is_scalar", "labels", "moved", "name", "needs", "sent",
-                 "shape")  # fmt: skip
+    __slots__ = (
+        "_node",
+        "_place",
+        "_values",
+        "dtype",
+        "is_scalar",
+        "labels",
+        "moved",
+        "name",
+        "needs",
+        "sent",
+        "shape",
+    )
 
     def __init__(self, aval: Any, needs: Iterable[int] = (), labels: Sequence[Label | None] | None = None):
         self.shape, self.dtype = tuple(aval.shape), aval.dtype

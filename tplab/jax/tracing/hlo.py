@@ -90,7 +90,7 @@ class Instruction:
 
     @property
     def phase(self) -> str:
-        """"backward" where it was made by a transposition, else "forward"; "" where XLA does not know what made it."""
+        """ "backward" where it was made by a transposition, else "forward"; "" where XLA does not know what made it."""
         return "" if not self.origin else "backward" if "transpose(" in self.origin else "forward"
 
     @property

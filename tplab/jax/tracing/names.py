@@ -15,7 +15,7 @@ MOVES = {"copy", "dynamic_slice", "expand_dims", "gather", "pvary", "reshape", "
 
 
 def name_in_program(x: Held, rank: int) -> str:
-    """"x" where it is the parameter x on `rank`; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
+    """ "x" where it is the parameter x on `rank`; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
 
     To find out which elements it has, what made it is done again with the elements' places in x. "" where that is not
     known.

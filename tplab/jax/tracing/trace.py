@@ -53,9 +53,7 @@ def trace_of(
         return recorded(recorder, walk.tasks, _alive(walk, results), cluster, record)
 
 
-def recorded(
-    recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster: Cluster | None, record: int
-) -> Trace:  # fmt: skip
+def recorded(recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster: Cluster | None, record: int) -> Trace:
     """The trace of those tasks that are `alive`, on the clock of `cluster`, with the values of `record` of them."""
     num_ranks = recorder.mesh.size
     hops = Timing(tasks, alive, num_ranks, None)
@@ -133,9 +131,17 @@ class _Taking:
             if timed:
                 about |= {"bytes": task.num_bytes, "flops": task.flops}
             self.recorder.add(
-                rank, "compute", task.op, *span, shape=task.shape, dtype=task.dtype, where=task.where, held=task.held,
-                phase=task.phase, **about,
-            )  # fmt: skip
+                rank,
+                "compute",
+                task.op,
+                *span,
+                shape=task.shape,
+                dtype=task.dtype,
+                where=task.where,
+                held=task.held,
+                phase=task.phase,
+                **about,
+            )
 
     def _message(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         group_of = {rank: group for group in task.groups for rank in group}
@@ -143,10 +149,22 @@ class _Taking:
             if source in spans:
                 label = task.labels[source]
                 self.recorder.add_message(
-                    source, target, task.op, spans[source], task.axis, group_of[source], task.num_bytes, task.shape,
-                    task.dtype, int(rounds[source].start), label.chunk, label.contributors, self._values(task, source),
-                    task.where, task.phase,
-                )  # fmt: skip
+                    source,
+                    target,
+                    task.op,
+                    spans[source],
+                    task.axis,
+                    group_of[source],
+                    task.num_bytes,
+                    task.shape,
+                    task.dtype,
+                    int(rounds[source].start),
+                    label.chunk,
+                    label.contributors,
+                    self._values(task, source),
+                    task.where,
+                    task.phase,
+                )
 
     def _collective(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         elements, itemsize = int(np.prod(task.shape, dtype=np.int64)), 0
@@ -157,12 +175,23 @@ class _Taking:
             itemsize = task.num_bytes // elements if elements else 0
             for index, rank in enumerate(group):
                 self.recorder.add(
-                    rank, "collective", task.op, *spans[rank], axis=task.axis, group=group,
-                    bytes=cost.bytes_sent(task.costs, elements, itemsize, len(group), index), shape=task.shape,
-                    dtype=task.dtype, message=message, step=int(rounds[rank].start), contributors=group,
-                    values=self._values(task, rank), where=task.where, phase=task.phase,
+                    rank,
+                    "collective",
+                    task.op,
+                    *spans[rank],
+                    axis=task.axis,
+                    group=group,
+                    bytes=cost.bytes_sent(task.costs, elements, itemsize, len(group), index),
+                    shape=task.shape,
+                    dtype=task.dtype,
+                    message=message,
+                    step=int(rounds[rank].start),
+                    contributors=group,
+                    values=self._values(task, rank),
+                    where=task.where,
+                    phase=task.phase,
                     reduction=task.reduction,
-                )  # fmt: skip
+                )
 
     def _values(self, task: Task, rank: int) -> np.ndarray | None:
         """What the task carries, if it is small and not too many were kept already."""

@@ -126,9 +126,20 @@ class Unroll:
         numbers: list[int] = []
         for op, array in merged(sent_by(self._flow, place, self._options.accelerator)):
             task = Task(
-                "message" if is_message else "collective", op, ranks, needs, array.shape, array.dtype, array.num_bytes,
-                where, axis=axis, groups=along, costs=op, phase=one.phase, reduction=self._module.reduction(one),
-            )  # fmt: skip
+                "message" if is_message else "collective",
+                op,
+                ranks,
+                needs,
+                array.shape,
+                array.dtype,
+                array.num_bytes,
+                where,
+                axis=axis,
+                groups=along,
+                costs=op,
+                phase=one.phase,
+                reduction=self._module.reduction(one),
+            )
             if is_message:
                 task.pairs = [(source, target) for source, target in groups]
                 task.labels = {s: Label(self._chunk(s, self._num_messages), (s,)) for s, _ in groups}

@@ -104,11 +104,21 @@ class Walk:
         has_effect = "callback" in name or "debug" in name
         if not is_free(name, inputs, outputs):
             first = outputs[0] if outputs else inputs[0]
-            number = self._add(Task(
-                "compute", name, ranks, tuple(sorted(needs)), first.shape, str(first.dtype),
-                bytes_of(name, inputs, outputs), where, flops_of(name, eqn.params, inputs, outputs),
-                carried=first, **_about(labels, inputs),
-            ))  # fmt: skip
+            number = self._add(
+                Task(
+                    "compute",
+                    name,
+                    ranks,
+                    tuple(sorted(needs)),
+                    first.shape,
+                    str(first.dtype),
+                    bytes_of(name, inputs, outputs),
+                    where,
+                    flops_of(name, eqn.params, inputs, outputs),
+                    carried=first,
+                    **_about(labels, inputs),
+                )
+            )
             for held in outputs:
                 held.needs = (number,)
         elif inputs and all(held.is_scalar for held in inputs):

@@ -21,9 +21,14 @@ from tplab.trace.trace import Trace
 
 
 def trace(
-    fn: Callable[..., Any], *args: Any, cluster: str | Cluster | None = None, branch: int | None = None,
-    trips: int | None = None, accelerator: bool = False, **kwargs: Any,
-) -> Trace:  # fmt: skip
+    fn: Callable[..., Any],
+    *args: Any,
+    cluster: str | Cluster | None = None,
+    branch: int | None = None,
+    trips: int | None = None,
+    accelerator: bool = False,
+    **kwargs: Any,
+) -> Trace:
     """What every rank would do in `fn(*args, **kwargs)`, as XLA compiled it. Nothing is run.
 
         trace(jax.jit(train_step), params, batch, cluster="h100")

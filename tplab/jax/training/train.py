@@ -29,9 +29,17 @@ from tplab.training.stop import Stop
 
 
 def train(
-    config: GPTConfig, text: Text, mesh: Mesh, recipe: Recipe | None = None, *, folder: str | Path | None = None,
-    resume: bool = False, show: Show | None = None, on: str | None = None, seed: int = 0,
-) -> Trained:  # fmt: skip
+    config: GPTConfig,
+    text: Text,
+    mesh: Mesh,
+    recipe: Recipe | None = None,
+    *,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    show: Show | None = None,
+    on: str | None = None,
+    seed: int = 0,
+) -> Trained:
     """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp" and tensor parallelism "tp".
 
         train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
@@ -121,6 +129,12 @@ class _Loop:
         recipe, vocab_size = self._recipe, self._config.vocab_size
         pairs = split_batch(ids, targets, recipe.microbatches)
         return train_batch(
-            self._schedule, stages, pairs, lambda y, t: vocab_parallel_cross_entropy(y, t, "tp", vocab_size),
-            data_axis="dp", average=not recipe.zero, checkpoint_every=recipe.checkpoint_every, key=key,
-        )  # fmt: skip
+            self._schedule,
+            stages,
+            pairs,
+            lambda y, t: vocab_parallel_cross_entropy(y, t, "tp", vocab_size),
+            data_axis="dp",
+            average=not recipe.zero,
+            checkpoint_every=recipe.checkpoint_every,
+            key=key,
+        )

@@ -36,8 +36,11 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
 
     run = simulate(start, costs)
     durations, message = costs.durations(start), start.needs.message
-    travel = np.where((message >= 0) & (start.rank[np.maximum(message, 0)] != start.rank),
-                      costs.transfer + costs.carrying(start)[np.maximum(message, 0)], 0.0)  # fmt: skip
+    travel = np.where(
+        (message >= 0) & (start.rank[np.maximum(message, 0)] != start.rank),
+        costs.transfer + costs.carrying(start)[np.maximum(message, 0)],
+        0.0,
+    )
     scale = _scale(np.concatenate([durations, travel]))
     lasts, lags = (durations * scale).round().astype(int), (travel * scale).round().astype(int)
     horizon = int(lasts.sum() + lags.sum())

@@ -29,13 +29,22 @@ from tplab.torch.run import run
 
 
 def check_parallel(
-    model: Callable[[Any], nn.Module], reference: nn.Module | Callable[[], nn.Module], *, mesh: Mesh,
-    inputs: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, loss: Loss | None = None,
-    reference_loss: Loss | None = None, specs: Mapping[str, P | Layout] | None = None,
-    in_specs: Sequence[P | None] | P | None = None, optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    after_backward: Callable[[nn.Module], Any] | None = None, perturb: bool = True,
-    names: Mapping[str, str] | Callable[[str], str] | None = None, on: str | None = None,
-) -> ParallelReport:  # fmt: skip
+    model: Callable[[Any], nn.Module],
+    reference: nn.Module | Callable[[], nn.Module],
+    *,
+    mesh: Mesh,
+    inputs: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    reference_loss: Loss | None = None,
+    specs: Mapping[str, P | Layout] | None = None,
+    in_specs: Sequence[P | None] | P | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    after_backward: Callable[[nn.Module], Any] | None = None,
+    perturb: bool = True,
+    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    on: str | None = None,
+) -> ParallelReport:
     """Compare the outputs, the loss and every gradient of a parallel model with those of the unsharded `reference`.
 
     Called where `run` is called. On every rank of the mesh it makes the model and runs it; the reference runs on one.
@@ -85,10 +94,17 @@ class _Check:
     """The two sides, and what has been found so far."""
 
     def __init__(
-        self, model: Callable[[Any], nn.Module], whole: nn.Module, mesh: Mesh, inputs: Sequence[Any],
-        kwargs: Mapping[str, Any], in_specs: list[P], specs: Mapping[str, P | Layout],
-        names: Mapping[str, str] | Callable[[str], str] | None, on: str | None,
-    ):  # fmt: skip
+        self,
+        model: Callable[[Any], nn.Module],
+        whole: nn.Module,
+        mesh: Mesh,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        in_specs: list[P],
+        specs: Mapping[str, P | Layout],
+        names: Mapping[str, str] | Callable[[str], str] | None,
+        on: str | None,
+    ):
         rename = names if callable(names) else (lambda name: names.get(name, name)) if names else lambda name: name
         alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
         self.mesh, self.specs, self.rename = mesh, specs, rename

@@ -47,10 +47,17 @@ class Side:
     """
 
     def __init__(
-        self, build: Callable[[nn.Module], nn.Module], reference: nn.Module, mesh: Mesh, inputs: Sequence[Any],
-        kwargs: Mapping[str, Any], *, in_specs: Sequence[P] | None = None,
-        rename: Callable[[str], str] = lambda name: name, on: str | None = None,
-    ):  # fmt: skip
+        self,
+        build: Callable[[nn.Module], nn.Module],
+        reference: nn.Module,
+        mesh: Mesh,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        in_specs: Sequence[P] | None = None,
+        rename: Callable[[str], str] = lambda name: name,
+        on: str | None = None,
+    ):
         self.build, self.reference, self.mesh, self.inputs, self.kwargs = build, reference, mesh, inputs, kwargs
         self.in_specs, self.rename, self.on = in_specs or [P()] * len(inputs), rename, on
         self.changes: dict[str, tuple[Layout, np.ndarray]] = {}
@@ -80,10 +87,13 @@ class Side:
         return self._ask(forward)
 
     def answer(
-        self, loss: Loss | None, weights: Mapping[str, Any], optimizer: Callable[..., torch.optim.Optimizer] | None,
+        self,
+        loss: Loss | None,
+        weights: Mapping[str, Any],
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
         after_backward: Callable[[nn.Module], Any] | None = None,
         before_backward: Callable[[], Callable[[Tensor], Any]] | None = None,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+    ) -> list[dict[str, Any]]:
         """An `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Under "order" it has
         the parameters in the order in which their gradients arrive.
 

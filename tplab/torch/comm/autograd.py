@@ -292,4 +292,3 @@ def _shared(call: Call, dy: Tensor, holds: Tensor) -> Tensor:
 
 def _summed(x: Tensor, axis: Axis) -> Tensor:
     return do(this_rank().call("all_reduce", axis, ("sum",)), x)
-

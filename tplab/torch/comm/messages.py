@@ -103,9 +103,7 @@ def _other(op: str, axis: Axis, position: int) -> int:
     except TypeError:
         raise TypeError(f"{op}: a position on the axis is a whole number, not {position!r}") from None
     if not 0 <= position < len(place.group):
-        raise MeshError(
-            f"{op}: axis {place.label!r} has positions 0 to {len(place.group) - 1}; {position} is not one"
-        )
+        raise MeshError(f"{op}: axis {place.label!r} has positions 0 to {len(place.group) - 1}; {position} is not one")
     if position == place.index:
         raise MeshError(f"{op}: position {position} of axis {place.label!r} is this rank itself; it has the tensor")
     return position

@@ -39,9 +39,13 @@ def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: f
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Model, max_norm: float, specs: Specs | None = None, *, norm_type: float = 2.0,
+    parameters: Model,
+    max_norm: float,
+    specs: Specs | None = None,
+    *,
+    norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Scale every gradient by min(1, max_norm / (norm + 1e-6)), in place, and return the norm that they had.
 
     It is torch.nn.utils.clip_grad_norm_ for a model that lies on a mesh. Every rank scales by the same factor, so

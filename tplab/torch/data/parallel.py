@@ -18,9 +18,13 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def data_parallel(
-    parameters: Model, axis: Axis, *, bucket_bytes: float | None = BUCKET_BYTES, find_unused: bool = False,
+    parameters: Model,
+    axis: Axis,
+    *,
+    bucket_bytes: float | None = BUCKET_BYTES,
+    find_unused: bool = False,
     broadcast: bool = True,
-) -> DataParallel:  # fmt: skip
+) -> DataParallel:
     """From here on every backward pass makes `.grad` the mean over the ranks of `axis` (R ranks).
 
         replicas = data_parallel(model, "dp")

@@ -46,9 +46,15 @@ def quantized_all_gather(
 
 
 def quantized_reduce_scatter(
-    x: Tensor, axis: Axis, dim: int = 0, op: str = "sum", *, bits: int | None = 4, block: int | None = 256,
+    x: Tensor,
+    axis: Axis,
+    dim: int = 0,
+    op: str = "sum",
+    *,
+    bits: int | None = 4,
+    block: int | None = 256,
     inside: Axis | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, of x's dtype
@@ -77,9 +83,15 @@ class Gathering(Handle):
     """A quantised all_gather that has been started: across nodes, where there are two levels."""
 
     def __init__(
-        self, x: Tensor, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256,
+        self,
+        x: Tensor,
+        axis: Axis,
+        dim: int = 0,
+        *,
+        bits: int | None = 8,
+        block: int | None = 256,
         inside: Axis | None = None,
-    ):  # fmt: skip
+    ):
         self.like, self.dim, self.bits, self.block = x.detach(), dim_of(x, dim, "quantized_all_gather"), bits, block
         self.levels = _levels(axis, inside)
         first = axis if self.levels is None else self.levels.across
@@ -104,9 +116,16 @@ class Reducing(Handle):
     """A quantised reduce_scatter that has been started: inside the node, where there are two levels."""
 
     def __init__(
-        self, x: Tensor, axis: Axis, dim: int = 0, op: str = "sum", *, bits: int | None = 4, block: int | None = 256,
+        self,
+        x: Tensor,
+        axis: Axis,
+        dim: int = 0,
+        op: str = "sum",
+        *,
+        bits: int | None = 4,
+        block: int | None = 256,
         inside: Axis | None = None,
-    ):  # fmt: skip
+    ):
         num_ranks = axis_size(axis)
         self.bits, self.block, self.divisor = bits, block, num_ranks if op == "mean" else 1
         self.levels = _levels(axis, inside)

@@ -18,11 +18,18 @@ from tplab.torch.private import at_end_of_backward
 
 
 def shard_gradients(
-    optimizer: Callable[[Any], Optimizer], params: Params, axis: Axis = "dp", *, op: str = "mean",
-    replicate_axis: Axis | None = None, master_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None, bucket_bytes: float | None = BUCKET_BYTES,
-    gather: Gather | None = None, reduce: Reduce | None = None,
-) -> ShardedOptimizer:  # fmt: skip
+    optimizer: Callable[[Any], Optimizer],
+    params: Params,
+    axis: Axis = "dp",
+    *,
+    op: str = "mean",
+    replicate_axis: Axis | None = None,
+    master_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: float | None = BUCKET_BYTES,
+    gather: Gather | None = None,
+    reduce: Reduce | None = None,
+) -> ShardedOptimizer:
     """Divide the states of an optimizer and the gradients over the R ranks of `axis` (ZeRO stage 2).
 
         optimizer = shard_gradients(partial(torch.optim.AdamW, lr=1e-3), model.parameters(), "dp")

@@ -15,11 +15,19 @@ from tplab.torch.data.sharded_optimizer import About, Params, ShardedOptimizer
 
 
 def shard_optimizer(
-    optimizer: Callable[[Any], Optimizer], params: Params, axis: Axis = "dp", *, op: str = "mean",
-    replicate_axis: Axis | None = None, master_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None, bucket_bytes: float | None = BUCKET_BYTES, is_reduced: bool = False,
-    gather: Gather | None = None, reduce: Reduce | None = None,
-) -> ShardedOptimizer:  # fmt: skip
+    optimizer: Callable[[Any], Optimizer],
+    params: Params,
+    axis: Axis = "dp",
+    *,
+    op: str = "mean",
+    replicate_axis: Axis | None = None,
+    master_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: float | None = BUCKET_BYTES,
+    is_reduced: bool = False,
+    gather: Gather | None = None,
+    reduce: Reduce | None = None,
+) -> ShardedOptimizer:
     """Divide the states of an optimizer over the R ranks of `axis`, which hold copies of the model (ZeRO stage 1).
 
         optimizer = shard_optimizer(partial(torch.optim.AdamW, lr=1e-3), model.parameters(), "dp")

@@ -18,11 +18,19 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def shard_parameters(
-    model: Module, axis: Axis = "dp", *, units: Sequence[nn.Module] | None = None, op: str = "mean",
-    reshard_after_forward: bool | Axis = True, prefetch: bool = True, replicate_axis: Axis | None = None,
-    compute_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-    gather: Gather | None = None, reduce: Reduce | None = None,
-) -> Module:  # fmt: skip
+    model: Module,
+    axis: Axis = "dp",
+    *,
+    units: Sequence[nn.Module] | None = None,
+    op: str = "mean",
+    reshard_after_forward: bool | Axis = True,
+    prefetch: bool = True,
+    replicate_axis: Axis | None = None,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    gather: Gather | None = None,
+    reduce: Reduce | None = None,
+) -> Module:
     """Divide the parameters of `model`, in place, over the R ranks of `axis` (ZeRO stage 3, also called FSDP).
 
         model = shard_parameters(model, "dp")

@@ -115,10 +115,17 @@ class About:
     """How pieces are made and what they send, as `shard_optimizer` and `shard_gradients` are told."""
 
     def __init__(
-        self, axis: Axis, op: str, replicate_axis: Axis | None, master_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None, bucket_bytes: float | None, is_reduced: bool, gather: Gather | None,
+        self,
+        axis: Axis,
+        op: str,
+        replicate_axis: Axis | None,
+        master_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        bucket_bytes: float | None,
+        is_reduced: bool,
+        gather: Gather | None,
         reduce: Reduce | None,
-    ):  # fmt: skip
+    ):
         self.axis, self.op, self.replicate_axis, self.is_reduced = axis, op, replicate_axis, is_reduced
         self.master_dtype, self.reduce_dtype, self.bucket_bytes = master_dtype, reduce_dtype, bucket_bytes
         self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows

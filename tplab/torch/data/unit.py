@@ -35,10 +35,17 @@ class About:
     """How parameters are shared and what units send, as `shard_parameters` is told."""
 
     def __init__(
-        self, axis: Axis, op: str, reshard_after_forward: bool | Axis, prefetch: bool, replicate_axis: Axis | None,
-        compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, gather: Gather | None,
+        self,
+        axis: Axis,
+        op: str,
+        reshard_after_forward: bool | Axis,
+        prefetch: bool,
+        replicate_axis: Axis | None,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        gather: Gather | None,
         reduce: Reduce | None,
-    ):  # fmt: skip
+    ):
         self.axis, self.op, self.replicate_axis, self.prefetch = axis, op, replicate_axis, prefetch
         self.reshards, self.secondary_axis = reshard_after_forward is not False, None
         if not isinstance(reshard_after_forward, bool):

@@ -106,9 +106,14 @@ class Asked:
         return self._together([self.reduce_scatter_single(output, x, _Started(opts)) for output, x in pairs], opts)
 
     def all_to_all_single(
-        self, output: Tensor, x: Tensor, output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None, opts: Any = None, **_: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+        **_: Any,
+    ) -> Any:
         num = len(self.place.group)
         for name, splits, tensor in (("input", input_splits, x), ("output", output_splits, output)):
             rows = tensor.shape[0] if tensor.dim() else 0
@@ -142,9 +147,11 @@ class Asked:
         if root == self.place.index:
             self._check_count("gather", places)
         return self._run(
-            self._call("gather", (root,), None, _sizes(places) if root == self.place.index else ()), flat(x), opts,
+            self._call("gather", (root,), None, _sizes(places) if root == self.place.index else ()),
+            flat(x),
+            opts,
             lambda y: self._deal(places, y) if root == self.place.index else None,
-        )  # fmt: skip
+        )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
         (output,) = several(outputs)
@@ -169,9 +176,12 @@ class Asked:
     # --- how -----------------------------------------------------------------------------------------------------
 
     def _call(
-        self, op: str, params: tuple[Any, ...], splits: tuple[int, ...] | None = None,
+        self,
+        op: str,
+        params: tuple[Any, ...],
+        splits: tuple[int, ...] | None = None,
         takes: tuple[int, ...] | None = None,
-    ) -> Call:  # fmt: skip
+    ) -> Call:
         key = op, params, splits, takes
         call = self._calls.get(key)
         if call is None:

@@ -109,11 +109,30 @@ class Devices:
 _NAME = "the CPU in place of a GPU"
 _CAPABILITY = (8, 0)  # the first with bfloat16, which the CPU has too
 _MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
-_NOTHING = ("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "reset_accumulated_memory_stats",
-            "reset_max_memory_cached", "set_per_process_memory_fraction", "set_sync_debug_mode",
-            "empty_host_cache")  # fmt: skip
-_TENSORS = ("BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor", "FloatTensor", "HalfTensor",
-            "IntTensor", "LongTensor", "ShortTensor")  # fmt: skip
+_NOTHING = (
+    "init",
+    "synchronize",
+    "empty_cache",
+    "ipc_collect",
+    "set_stream",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_cached",
+    "set_per_process_memory_fraction",
+    "set_sync_debug_mode",
+    "empty_host_cache",
+)
+_TENSORS = (
+    "BFloat16Tensor",
+    "BoolTensor",
+    "ByteTensor",
+    "CharTensor",
+    "DoubleTensor",
+    "FloatTensor",
+    "HalfTensor",
+    "IntTensor",
+    "LongTensor",
+    "ShortTensor",
+)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -90,10 +90,20 @@ class Groups:
     # --- how torch makes a group ---------------------------------------------------------------------------------
 
     def new_group(
-        self, group_size: int, group_rank: int, global_ranks_in_group: Sequence[int], backend: Any, store: Any,
-        group_name: Any, backend_options: Any = None, timeout: Any = None, pg_tag: Any = None, device_id: Any = None,
-        group_desc: Any = None, **_: Any,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self,
+        group_size: int,
+        group_rank: int,
+        global_ranks_in_group: Sequence[int],
+        backend: Any,
+        store: Any,
+        group_name: Any,
+        backend_options: Any = None,
+        timeout: Any = None,
+        pg_tag: Any = None,
+        device_id: Any = None,
+        group_desc: Any = None,
+        **_: Any,
+    ) -> tuple[Any, Any]:
         """In place of torch's `_new_process_group_helper`: the group, and its store."""
         if pg_tag not in (None, ""):
             existing = c10d._find_pg_by_ranks_and_tag(pg_tag, list(global_ranks_in_group))

@@ -53,9 +53,15 @@ class Processes:
     """
 
     def __init__(
-        self, mesh: Mesh, seed: int, *, is_joined: bool = True, argv: Sequence[str] | None = None,
-        is_fresh: bool = False, per_node: int | None = None,
-    ):  # fmt: skip
+        self,
+        mesh: Mesh,
+        seed: int,
+        *,
+        is_joined: bool = True,
+        argv: Sequence[str] | None = None,
+        is_fresh: bool = False,
+        per_node: int | None = None,
+    ):
         self.mesh, self.seed, self.is_joined, self.is_fresh = mesh, seed, is_joined, is_fresh
         self.per_node = per_node or mesh.size
         self._argv = argv

@@ -64,9 +64,14 @@ class Started(Work):
     """
 
     def __init__(
-        self, member: SimulatedRank, pending: Any, x: Tensor, take: Callable[[Tensor], None] | None, source: int = -1,
+        self,
+        member: SimulatedRank,
+        pending: Any,
+        x: Tensor,
+        take: Callable[[Tensor], None] | None,
+        source: int = -1,
         queue: deque[Started] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self._member, self._queue = member, queue
         if queue is not None:

@@ -30,9 +30,16 @@ class ParallelSelfAttention(nn.Module):
     """
 
     def __init__(
-        self, width: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None, bias: bool = True,
-        causal: bool = True, sequence_dim: int | None = None,
-    ):  # fmt: skip
+        self,
+        width: int,
+        num_heads: int,
+        axis: Axis,
+        *,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        causal: bool = True,
+        sequence_dim: int | None = None,
+    ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         place = this_rank().place(axis)

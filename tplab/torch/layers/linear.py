@@ -49,9 +49,15 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True, gather_output: bool = False,
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
         sequence_dim: int | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.in_features, self.out_features, self.axis = in_features, out_features, axis
         self.gather_output, self.sequence_dim = gather_output, sequence_dim
@@ -92,9 +98,16 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True, input_is_parallel: bool = True,
-        sequence_dim: int | None = None, reduce_output: bool = True,
-    ):  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+        reduce_output: bool = True,
+    ):
         super().__init__()
         check_row_modes(bias, input_is_parallel, sequence_dim, reduce_output)
         self.in_features, self.out_features, self.axis = in_features, out_features, axis
@@ -137,9 +150,15 @@ class ParallelMLP(nn.Module):
     """
 
     def __init__(
-        self, width: int, hidden: int, axis: Axis, *, activation: str = "gelu", bias: bool = True,
+        self,
+        width: int,
+        hidden: int,
+        axis: Axis,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
         sequence_dim: int | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         one_of("activation", activation, ACTIVATIONS)
         self.axis, self.activation, self.sequence_dim = axis, activation, sequence_dim

@@ -30,9 +30,7 @@ from tplab.torch.layers.ring_matmul import AllGatherMatmul, MatmulReduceScatter,
 Mode = Literal["gather", "scatter", "none"]
 
 
-def all_gather_matmul(
-    x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, direction: Direction = "up"
-) -> Tensor:  # fmt: skip
+def all_gather_matmul(x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, direction: Direction = "up") -> Tensor:
     """all_gather(x, axis, dim) @ weight.T, one product per piece: each hop runs beside the product of the piece before.
 
     dim=-1      features: x [..., D/R]   weight [F, D]   ->   y [..., F], the products of the pieces added up
@@ -49,7 +47,7 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, direction: Direction = "up"
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """reduce_scatter(x @ weight.T, axis, dim), one product per part: each hop runs beside the product of the next part.
 
     dim=-1      features: x [..., K]   weight [F, K]   ->   y [..., F/R]: part i of the sum over ranks
@@ -80,9 +78,15 @@ class AsyncLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, axis: Axis, *, mode: Mode = "gather", direction: Direction = "up",
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        mode: Mode = "gather",
+        direction: Direction = "up",
         bias: bool = True,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.in_features, self.out_features, self.axis = in_features, out_features, axis
         one_of("mode", mode, MODES)

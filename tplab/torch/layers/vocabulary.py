@@ -57,9 +57,14 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, ids: Tensor, axis: Axis, vocab_size: int, reduction: str = "mean", ignore_index: int = -100,
+    logits: Tensor,
+    ids: Tensor,
+    axis: Axis,
+    vocab_size: int,
+    reduction: str = "mean",
+    ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The loss of torch.nn.functional.cross_entropy, of logits whose words are spread over `axis` (R ranks).
 
     logits [..., n], this rank's words: ceil(V/R), or as many of them as there are   ids [...], the same on every rank

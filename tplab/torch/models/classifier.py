@@ -27,9 +27,7 @@ class ParallelMLPBlock(nn.Module):
     Raises ShapeError where R does not divide width and hidden.
     """
 
-    def __init__(
-        self, width: int, hidden: int, axis: Axis, *, overlap: bool = True, direction: Direction = "up"
-    ):  # fmt: skip
+    def __init__(self, width: int, hidden: int, axis: Axis, *, overlap: bool = True, direction: Direction = "up"):
         super().__init__()
         self.overlap = overlap
 
@@ -56,9 +54,17 @@ class ParallelClassifier(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, width: int, num_classes: int, axis: Axis, *, num_layers: int = 3, expansion: int = 1,
-        overlap: bool = True, direction: Direction = "up",
-    ):  # fmt: skip
+        self,
+        in_features: int,
+        width: int,
+        num_classes: int,
+        axis: Axis,
+        *,
+        num_layers: int = 3,
+        expansion: int = 1,
+        overlap: bool = True,
+        direction: Direction = "up",
+    ):
         super().__init__()
         self.input = ColumnParallelLinear(in_features, width, axis)
         self.blocks = nn.ModuleList(

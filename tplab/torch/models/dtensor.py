@@ -90,9 +90,7 @@ def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) 
     }
     plan |= {f"blocks.*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
     if share_input:
-        plan["blocks.*.attention"] = PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=Replicate()
-        )
+        plan["blocks.*.attention"] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
     parallelize_module(model, mesh, plan)
     assert isinstance(model.embedding.weight, nn.Parameter)
     model.head.weight = model.embedding.weight

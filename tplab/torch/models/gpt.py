@@ -35,9 +35,7 @@ class GPT(nn.Module):
         self.config, self.axis = config, axis
         self.sequence_dim = 1 if sequence_parallel else None
         self.varies_along = together(data_axis, axis if sequence_parallel else None)
-        self.embedding = VocabParallelEmbedding(
-            config.vocab_size, config.width, axis, sequence_dim=self.sequence_dim
-        )
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, axis, sequence_dim=self.sequence_dim)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(
             Block(config, axis, self.sequence_dim, self.varies_along) for _ in range(config.num_layers)
@@ -73,14 +71,22 @@ class Block(nn.Module):
         self.p, self.varies_along = config.dropout, varies_along
         self.norm_1 = norm_of(config, axis, sequence_dim)
         self.attention = ParallelSelfAttention(
-            config.width, config.num_heads, axis, num_kv_heads=config.num_kv_heads, bias=config.bias,
+            config.width,
+            config.num_heads,
+            axis,
+            num_kv_heads=config.num_kv_heads,
+            bias=config.bias,
             sequence_dim=sequence_dim,
-        )  # fmt: skip
+        )
         self.norm_2 = norm_of(config, axis, sequence_dim)
         self.mlp = ParallelMLP(
-            config.width, config.hidden_width, axis, activation=config.activation, bias=config.bias,
+            config.width,
+            config.hidden_width,
+            axis,
+            activation=config.activation,
+            bias=config.bias,
             sequence_dim=sequence_dim,
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.p if self.training else 0.0

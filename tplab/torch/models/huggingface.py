@@ -112,9 +112,7 @@ class Column(nn.Module):
     x [..., D], the same on every rank   ->   y [..., F/R]: this rank's features, of each part
     """
 
-    def __init__(
-        self, given: nn.Module, name: str, axis: Axis, parts: tuple[int, ...], cut: Cut, entrance: Entrance
-    ):
+    def __init__(self, given: nn.Module, name: str, axis: Axis, parts: tuple[int, ...], cut: Cut, entrance: Entrance):
         super().__init__()
         self.name = name
         self.in_features, self.out_features = features_of(given)  # type: ignore[misc]
@@ -324,9 +322,14 @@ def _compute_loss_on_shards(model: nn.Module, head: VocabHead, axis: Axis) -> No
     """The model's loss of logits that stay sharded; and generate, which gathers them."""
 
     def loss_function(
-        logits: Tensor, labels: Tensor | None, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """As transformers' ForCausalLMLoss: the token at each place is to be told from those before it."""
         if shift_labels is None:
             assert labels is not None

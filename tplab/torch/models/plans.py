@@ -266,7 +266,8 @@ def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> Non
     """
     taken = features_of(row.module)[0]  # type: ignore[index]
     parts: dict[str, tuple[int, ...]] = {
-        one.name: one.parts or (features_of(one.module)[1],) for one in columns  # type: ignore[index]
+        one.name: one.parts or (features_of(one.module)[1],)  # type: ignore[index]
+        for one in columns
     }
     strands = [size for sizes in parts.values() for size in sizes]
     narrow = [size for size in strands if size != taken]

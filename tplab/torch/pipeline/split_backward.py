@@ -267,5 +267,19 @@ class _Above:
         return list(found)
 
 
-_CARRIERS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "Squeeze",
-             "Unsqueeze", "ToCopy", "Clone", "Select", "Slice")  # fmt: skip
+_CARRIERS = (
+    "TBackward",
+    "Transpose",
+    "Permute",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Expand",
+    "Alias",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Clone",
+    "Select",
+    "Slice",
+)

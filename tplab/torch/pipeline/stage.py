@@ -105,9 +105,13 @@ class Pass:
     """
 
     def __init__(
-        self, stage: Stage, inputs: Tensors, finish: Callable[..., Tensors] | None, redraw: Redraw,
+        self,
+        stage: Stage,
+        inputs: Tensors,
+        finish: Callable[..., Tensors] | None,
+        redraw: Redraw,
         target: Sequence[Tensor] = (),
-    ):  # fmt: skip
+    ):
         self._stage, self._redraw = stage, redraw
         self._given = [*(inputs if stage.is_first else ()), *target]
         self._sections = list(stage.sections)

@@ -58,9 +58,13 @@ class Stages(Mapping[int, nn.Module]):
 
 
 def stages_of(
-    layers: Sequence[Layer], schedule: Schedule, method: str | Sequence[float] = "parameters", *, axis: Axis = "pp",
+    layers: Sequence[Layer],
+    schedule: Schedule,
+    method: str | Sequence[float] = "parameters",
+    *,
+    axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
-) -> Stages:  # fmt: skip
+) -> Stages:
     """Cut a model into the stages of `schedule`, and make those of this rank. Called inside a rank's program.
 
     layers    LayerSpecs, modules that are there already, and functions (which have no parameters)
@@ -82,9 +86,12 @@ def stages_of(
 
 
 def cut(
-    layers: Sequence[Layer], parts: int, method: str | Sequence[float] = "parameters", placement: Any = None,
+    layers: Sequence[Layer],
+    parts: int,
+    method: str | Sequence[float] = "parameters",
+    placement: Any = None,
     bounds: Sequence[int] | None = None,
-) -> Partition:  # fmt: skip
+) -> Partition:
     """The partition of a model that need not be there: nothing is allocated."""
     names = layer_names(layers)
     return cut_layers(num_parameters(layers), parts, method, names=names, placement=placement, bounds=bounds)

@@ -29,10 +29,18 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def train_batch(
-    schedule: Schedule, stages: Mapping[int, nn.Module] | Sequence[nn.Module] | nn.Module,
-    microbatches: Sequence[tuple[Any, Any]], loss: Loss, *, axis: Axis = "pp", data_axis: Axis | None = None,
-    average: bool = True, tied: Tied | None = None, checkpoint_every: int | None = None, costs: Costs | None = None,
-) -> Tensor:  # fmt: skip
+    schedule: Schedule,
+    stages: Mapping[int, nn.Module] | Sequence[nn.Module] | nn.Module,
+    microbatches: Sequence[tuple[Any, Any]],
+    loss: Loss,
+    *,
+    axis: Axis = "pp",
+    data_axis: Axis | None = None,
+    average: bool = True,
+    tied: Tied | None = None,
+    checkpoint_every: int | None = None,
+    costs: Costs | None = None,
+) -> Tensor:
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called by each rank
     of `axis`, inside its program; the rank at position r runs row r.
 
@@ -99,9 +107,15 @@ class _Worker:
     """One rank's side of a batch: its stages, what has arrived for them, and what they keep."""
 
     def __init__(
-        self, schedule: Schedule, stages: Any, microbatches: Sequence[tuple[Any, Any]], loss: Loss, axis: Axis,
-        checkpoint_every: int | None, costs: Costs | None,
-    ):  # fmt: skip
+        self,
+        schedule: Schedule,
+        stages: Any,
+        microbatches: Sequence[tuple[Any, Any]],
+        loss: Loss,
+        axis: Axis,
+        checkpoint_every: int | None,
+        costs: Costs | None,
+    ):
         self.rank, self.schedule, self.loss, self.axis = this_rank(), schedule, loss, axis
         self.place = self.rank.place(axis)
         modules = _modules_of(schedule, stages, self.place.index, len(self.place.group), self.place.label)
@@ -258,9 +272,7 @@ class _Worker:
 # --- what can be wrong with the arguments ----------------------------------------------------------------------------
 
 
-def _modules_of(
-    schedule: Schedule, stages: Any, index: int, num_ranks: int, label: str
-) -> dict[int, nn.Module]:
+def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, label: str) -> dict[int, nn.Module]:
     """Stage number -> module of this rank. Raises ScheduleError where they are not those of its row."""
     require_ranks(schedule, num_ranks, label)
     held = tuple(dict.fromkeys(schedule.placement[index]))

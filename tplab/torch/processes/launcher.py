@@ -47,9 +47,13 @@ class Launcher:
         # NumPy's BLAS would start threads on import, and they do not survive a fork
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment,
-            stdin=subprocess.DEVNULL, stdout=self.words, stderr=self.words,
-        )  # fmt: skip
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.words,
+            stderr=self.words,
+        )
         theirs.close()
         self._socket = ours
         self._lock = threading.RLock()

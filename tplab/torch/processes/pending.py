@@ -161,10 +161,22 @@ class Message(ProcessPending):
         label, values = rank.content(x)
         rank.journal.sent.append(
             Sent(
-                target, self.group, self.number, self.call.op, place.label, self.begun, x.nbytes, side.shape,
-                side.dtype, step, label, values, side.where, self.phase,
+                target,
+                self.group,
+                self.number,
+                self.call.op,
+                place.label,
+                self.begun,
+                x.nbytes,
+                side.shape,
+                side.dtype,
+                step,
+                label,
+                values,
+                side.where,
+                self.phase,
             )
-        )  # fmt: skip
+        )
         return Header(side, step, label)
 
     def arrive(self) -> Tensor:
@@ -292,10 +304,22 @@ class Together(ProcessPending):
         num_bytes = bytes_sent(call, x.shape, x.element_size(), numels, call.place.index)
         rank.journal.met.append(
             Met(
-                self.group, self.number, call.op, call.place.label, self.begun, arrival, num_bytes, side.shape,
-                side.dtype, self.hop, rank.values(result), side.where, self.phase, call.reduction,
+                self.group,
+                self.number,
+                call.op,
+                call.place.label,
+                self.begun,
+                arrival,
+                num_bytes,
+                side.shape,
+                side.dtype,
+                self.hop,
+                rank.values(result),
+                side.where,
+                self.phase,
+                call.reduction,
             )
-        )  # fmt: skip
+        )
         if call.op == "all_gather":
             self._sizes = tuple(x.shape[call.params[0]] for x in self.inputs)
         del self.x, self.inputs

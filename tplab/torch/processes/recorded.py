@@ -33,9 +33,7 @@ class RecordedRank(Rank):
     hops       the rounds of communication that lie behind it
     """
 
-    def __init__(
-        self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int], native: Any
-    ):
+    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int], native: Any):
         super().__init__(rank, mesh)
         self.exchange, self.native, self.journal = exchange, native, Journal(rank)
         self.lines = _LinesOfNotebook(cells)

@@ -118,9 +118,16 @@ _membership: list[Membership] = []  # one, once this process has joined
 
 
 def run_under_torchrun(
-    fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], in_specs: Any, *, seed: int, record: int,
-    device: torch.device | None, title: str,
-) -> tuple[list[Any], Callable[[], Trace]]:  # fmt: skip
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    args: tuple[Any, ...],
+    in_specs: Any,
+    *,
+    seed: int,
+    record: int,
+    device: torch.device | None,
+    title: str,
+) -> tuple[list[Any], Callable[[], Trace]]:
     """Run `fn` as this process's rank of `mesh`: what every rank returned, and what makes the trace, on every rank.
 
     Every process runs the same script and calls this with the same arguments; each takes its own piece of them. What a

@@ -84,9 +84,16 @@ def shut_down() -> None:
 
 
 def run_on_processes(
-    fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], in_specs: Any, *, seed: int, record: int,
-    device: torch.device | None, title: str,
-) -> tuple[list[Any], Callable[[], Trace]]:  # fmt: skip
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    args: tuple[Any, ...],
+    in_specs: Any,
+    *,
+    seed: int,
+    record: int,
+    device: torch.device | None,
+    title: str,
+) -> tuple[list[Any], Callable[[], Trace]]:
     """Run `fn` on every rank of `mesh`, each a process of its own: what each returned, and what makes the trace.
 
     The first run starts the processes; later ones on as many ranks find them warm. `fn` travels as code, so it may be

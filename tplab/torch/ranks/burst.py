@@ -29,6 +29,15 @@ class Burst:
         """Take the event down. `held`: what the rank keeps for backward passes at its end."""
         op, where, label, _ = self.about
         self.recorder.add(
-            self.rank, "compute", op, self.start, self.end, bytes=self.num_bytes, flops=self.flops, chunk=label.chunk,
-            contributors=label.contributors, where=where, held=held,
-        )  # fmt: skip
+            self.rank,
+            "compute",
+            op,
+            self.start,
+            self.end,
+            bytes=self.num_bytes,
+            flops=self.flops,
+            chunk=label.chunk,
+            contributors=label.contributors,
+            where=where,
+            held=held,
+        )

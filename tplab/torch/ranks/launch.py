@@ -25,23 +25,40 @@ from tplab.trace.trace import Trace
 
 
 def run_on_simulated_ranks(
-    fn: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], in_specs: Any, *, cluster: Cluster | None, clock: str,
-    seed: int, keep_values: int, device: torch.device | None, title: str, more: More | None = None,
-) -> tuple[list[Any], Callable[[], Trace]]:  # fmt: skip
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    args: tuple[Any, ...],
+    in_specs: Any,
+    *,
+    cluster: Cluster | None,
+    clock: str,
+    seed: int,
+    keep_values: int,
+    device: torch.device | None,
+    title: str,
+    more: More | None = None,
+) -> tuple[list[Any], Callable[[], Trace]]:
     """Run `fn` on every rank of `mesh`, each a thread that takes its turn: what each returned, and what makes the
     trace. `more` is what ranks have for themselves where the program uses torch.distributed."""
     world = World(
-        mesh, title=title, cluster=cluster, is_timed=clock == "measured", seed=seed, keep_values=keep_values,
+        mesh,
+        title=title,
+        cluster=cluster,
+        is_timed=clock == "measured",
+        seed=seed,
+        keep_values=keep_values,
         device=device,
-    )  # fmt: skip
+    )
     state, around = ProcessState(device, more), current_rank_or_none()
     turns = Turns(
-        mesh.size, state, stuck=lambda: faults.deadlock(ranks),
+        mesh.size,
+        state,
+        stuck=lambda: faults.deadlock(ranks),
         named=lambda rank, error: faults.named(
             rank, error, turns.failure, mesh, world.lines, None if more is None else more.advice(error)
         ),
         around=around.seat if isinstance(around, SimulatedRank) else None,
-    )  # fmt: skip
+    )
     ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
     sheets: list[Sheet] = []
 

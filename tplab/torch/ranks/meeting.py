@@ -40,12 +40,28 @@ class Site:
     num_sent    of the others: the bytes that the ring algorithm sends from here, where that is the same in each meeting
     """
 
-    __slots__ = ("call", "code", "dtype", "form", "group", "index", "is_small", "num_bytes", "num_sent", "phase",
-                 "shape", "signature", "source", "target", "wait_form", "where")  # fmt: skip
+    __slots__ = (
+        "call",
+        "code",
+        "dtype",
+        "form",
+        "group",
+        "index",
+        "is_small",
+        "num_bytes",
+        "num_sent",
+        "phase",
+        "shape",
+        "signature",
+        "source",
+        "target",
+        "wait_form",
+        "where",
+    )
 
     def __init__(
         self, call: Call, x: Tensor, rank: int, group: Group, where: str, phase: str, code: CodeType, recorder: Recorder
-    ):  # fmt: skip
+    ):
         self.call, self.group, self.where, self.phase = call, group, where, phase
         self.code = code  # kept alive: sites are found by its identity
         self.index, axis = call.place.index, call.place.label
@@ -60,9 +76,15 @@ class Site:
             self.form = recorder.message_form(rank, self.target, *about, self.shape, self.dtype, where, phase)
         elif call.peers is None:
             self.form = recorder.form(
-                rank, "collective", *about, shape=self.shape, dtype=self.dtype, where=where, phase=phase,
+                rank,
+                "collective",
+                *about,
+                shape=self.shape,
+                dtype=self.dtype,
+                where=where,
+                phase=phase,
                 reduction=call.reduction,
-            )  # fmt: skip
+            )
         self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where, phase=phase)
 
     def __str__(self) -> str:
@@ -82,8 +104,19 @@ class Meeting:
     outputs      what each position gets, once all are there, until it takes it; `end`, `hops_end`: when
     """
 
-    __slots__ = ("end", "hops", "hops_end", "inputs", "messages", "number", "outputs", "ready", "signature", "sites",
-                 "waiting")  # fmt: skip
+    __slots__ = (
+        "end",
+        "hops",
+        "hops_end",
+        "inputs",
+        "messages",
+        "number",
+        "outputs",
+        "ready",
+        "signature",
+        "sites",
+        "waiting",
+    )
 
     def __init__(self, number: int, signature: tuple[Any, ...]):
         self.number, self.signature = number, signature

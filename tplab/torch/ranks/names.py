@@ -15,7 +15,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 def name_in_program(x: Tensor) -> str:
-    """"Z" where x is the program's variable Z; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
+    """ "Z" where x is the program's variable Z; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
 
     Pieces come first: of a piece that also has a variable of its own, what it is a piece of says more. Variables are
     looked for from the program's outermost function inwards, in each in the order in which it makes them, its arguments

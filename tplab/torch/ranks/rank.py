@@ -81,9 +81,15 @@ class Call:
     __slots__ = ("axis", "key", "op", "params", "peers", "place", "splits", "takes")
 
     def __init__(
-        self, op: str, axis: Axis, place: Place, params: tuple[Any, ...], peers: Peers | None,
-        splits: tuple[int, ...] | None = None, takes: tuple[int, ...] | None = None,
-    ):  # fmt: skip
+        self,
+        op: str,
+        axis: Axis,
+        place: Place,
+        params: tuple[Any, ...],
+        peers: Peers | None,
+        splits: tuple[int, ...] | None = None,
+        takes: tuple[int, ...] | None = None,
+    ):
         self.op, self.axis, self.place, self.params, self.peers = op, axis, place, params, peers
         self.splits, self.takes = splits, takes
         self.key = (op, place.label, params)
@@ -106,6 +112,8 @@ def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
 
 _GIVEN = {"reduce_scatter": 2, "send": 1}
 _REDUCTION = {"all_reduce": 0, "reduce_scatter": 1, "reduce": 1}  # its place among the parameters
+
+
 def rule(ops: Sequence[str]) -> str:
     """What a program must keep to, for an error in which all ranks wait in `ops`."""
     if ops and set(ops) <= set(MESSAGES):

@@ -75,18 +75,33 @@ class SimulatedRank(Rank):
             self._doing.add(start, self.clock, done.flops, done.num_bytes)
             return
         self.world.recorder.add(
-            self.rank, "compute", done.op, start, self.clock,
-            bytes=done.num_bytes, flops=done.flops, shape=tuple(done.output.shape), dtype=dtype, phase=phase(),
+            self.rank,
+            "compute",
+            done.op,
+            start,
+            self.clock,
+            bytes=done.num_bytes,
+            flops=done.flops,
+            shape=tuple(done.output.shape),
+            dtype=dtype,
+            phase=phase(),
             **self._provenance.contents(done.output, self.labels.get(done.output)),
-        )  # fmt: skip
+        )
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         """Where computing takes no time of its own, an addition to what was received is an event of no length."""
         if self._meter.on_cost is None and self._doing is None:
             self.world.recorder.add(
-                self.rank, "compute", op, self.clock, self.clock, shape=tuple(x.shape), dtype=dtype_name(x.dtype),
-                phase=phase(), **self._provenance.contents(x, label),
-            )  # fmt: skip
+                self.rank,
+                "compute",
+                op,
+                self.clock,
+                self.clock,
+                shape=tuple(x.shape),
+                dtype=dtype_name(x.dtype),
+                phase=phase(),
+                **self._provenance.contents(x, label),
+            )
 
     def _now(self) -> float:
         """Seconds of this machine. A GPU runs behind the program: what is on its way there counts as done by now."""

@@ -57,9 +57,13 @@ class Turns:
     """
 
     def __init__(
-        self, num_ranks: int, state: ProcessState, stuck: Callable[[], BaseException],
-        named: Callable[[int, BaseException], BaseException], around: Seat | None,
-    ):  # fmt: skip
+        self,
+        num_ranks: int,
+        state: ProcessState,
+        stuck: Callable[[], BaseException],
+        named: Callable[[int, BaseException], BaseException],
+        around: Seat | None,
+    ):
         self.seats = [Seat(number, self) for number in range(num_ranks)]
         self.ready: deque[int] = deque(range(num_ranks))
         self.failure: BaseException | None = None

@@ -26,9 +26,16 @@ class World:
     """
 
     def __init__(
-        self, mesh: Mesh, *, title: str, cluster: Cluster | None, is_timed: bool, seed: int, keep_values: int,
+        self,
+        mesh: Mesh,
+        *,
+        title: str,
+        cluster: Cluster | None,
+        is_timed: bool,
+        seed: int,
+        keep_values: int,
         device: torch.device | None,
-    ):  # fmt: skip
+    ):
         self.mesh, self.cluster, self.is_timed, self.seed, self.device = mesh, cluster, is_timed, seed, device
         self.num_left_to_keep = keep_values
         self.recorder = Recorder(mesh, title, "torch")

@@ -68,9 +68,20 @@ class Notes:
         if heard.is_async and heard.peer is None:
             self._going.add(number)
         self._note(
-            "begin", number, heard.op, group, time.perf_counter(), heard.num_bytes, heard.shape, heard.dtype,
-            self._lines.here(), phase(), heard.reduction, heard.peer, heard.tag,
-        )  # fmt: skip
+            "begin",
+            number,
+            heard.op,
+            group,
+            time.perf_counter(),
+            heard.num_bytes,
+            heard.shape,
+            heard.dtype,
+            self._lines.here(),
+            phase(),
+            heard.reduction,
+            heard.peer,
+            heard.tag,
+        )
         if heard.is_cuda:
             self._note("start", number, self.now(is_cuda=True))
         return number

@@ -34,9 +34,17 @@ from tplab.training.stop import Stop
 
 
 def train(
-    config: GPTConfig, text: Text, mesh: Mesh, recipe: Recipe | None = None, *, folder: str | Path | None = None,
-    resume: bool = False, show: Show | None = None, on: str | None = None, seed: int = 0,
-) -> Trained:  # fmt: skip
+    config: GPTConfig,
+    text: Text,
+    mesh: Mesh,
+    recipe: Recipe | None = None,
+    *,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    show: Show | None = None,
+    on: str | None = None,
+    seed: int = 0,
+) -> Trained:
     """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp" and tensor parallelism "tp".
 
         train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
@@ -71,9 +79,15 @@ def train(
 
 
 def _train(
-    config: GPTConfig, text: Text, recipe: Recipe, first: int, folder: str | Path | None, seed: int, show: Show | None,
+    config: GPTConfig,
+    text: Text,
+    recipe: Recipe,
+    first: int,
+    folder: str | Path | None,
+    seed: int,
+    show: Show | None,
     stop: Stop | None,
-) -> tuple[list[Progress], dict[str, np.ndarray]]:  # fmt: skip
+) -> tuple[list[Progress], dict[str, np.ndarray]]:
     """The program of one rank: what happened in each step, and what the rank holds of the model in the end."""
     rank, done, clock = this_rank(), [], Clock(first, recipe.steps)
     layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")

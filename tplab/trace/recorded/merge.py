@@ -173,14 +173,42 @@ def _journals(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh
             axis, end = label_of(group, mesh), side.end if side.end is not None else files[rank].stop
             if not meeting.is_message:
                 journal.met.append(
-                    Met(ranks, meeting.number, side.op, axis, side.begin, end, side.num_bytes, side.shape, side.dtype,
-                        meeting.step, None, side.where, side.phase, side.reduction)
-                )  # fmt: skip
+                    Met(
+                        ranks,
+                        meeting.number,
+                        side.op,
+                        axis,
+                        side.begin,
+                        end,
+                        side.num_bytes,
+                        side.shape,
+                        side.dtype,
+                        meeting.step,
+                        None,
+                        side.where,
+                        side.phase,
+                        side.reduction,
+                    )
+                )
             elif rank == ranks[0]:
                 journal.sent.append(
-                    Sent(ranks[1], ranks, meeting.number, side.op, axis, side.begin, side.num_bytes, side.shape,
-                         side.dtype, meeting.step, UNKNOWN, None, side.where, side.phase)
-                )  # fmt: skip
+                    Sent(
+                        ranks[1],
+                        ranks,
+                        meeting.number,
+                        side.op,
+                        axis,
+                        side.begin,
+                        side.num_bytes,
+                        side.shape,
+                        side.dtype,
+                        meeting.step,
+                        UNKNOWN,
+                        None,
+                        side.where,
+                        side.phase,
+                    )
+                )
             else:
                 journal.received[ranks[0], ranks, meeting.number] = Taken(end, side.where, side.phase)
     return journals

@@ -26,9 +26,16 @@ class Sheet(Protocol):
 
 
 def draw_action(
-    sheet: Sheet, kind: int, label: str, x: float, right: float, y: float, size: float, tier: float = 0.0,
+    sheet: Sheet,
+    kind: int,
+    label: str,
+    x: float,
+    right: float,
+    y: float,
+    size: float,
+    tier: float = 0.0,
     colour: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """A bar from x to right, in the colours of its kind: a B is an I and a W. Later stages of its rank are
     lighter, up to `tier` 1. With a `colour` of its own, F is solid, B and I are tinted, W is pale."""
     gap = 1.0 if right - x > 3.5 else 0.0

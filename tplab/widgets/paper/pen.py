@@ -45,8 +45,16 @@ class Pen:
         pen._tiles = self._tiles
         return pen
 
-    def stamp(self, key: Hashable, x: float, y: float, width: float, height: float, ground: Colour,
-              draw: Callable[[Pen], None]) -> None:  # fmt: skip
+    def stamp(
+        self,
+        key: Hashable,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        ground: Colour,
+        draw: Callable[[Pen], None],
+    ) -> None:
         """What `draw` draws from (1, 1) on, put at (x, y): drawn once for all with the same key, size and ground."""
         key = (key, width, height, ground)
         if key not in self._tiles:
@@ -59,8 +67,18 @@ class Pen:
     def image(self) -> Image.Image:
         return self._image.reduce(_SCALE)
 
-    def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
-            edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *,
+        fill: Colour | None = None,
+        edge: Colour | None = None,
+        radius: float = 0,
+        line: float = 1,
+    ) -> None:
         corners = [x * _SCALE, y * _SCALE, (x + width) * _SCALE - 1, (y + height) * _SCALE - 1]
         if corners[2] < corners[0] or corners[3] < corners[1]:
             return
@@ -69,8 +87,12 @@ class Pen:
 
     def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None:
         """The outline of a box, in dashes."""
-        for x0, y0, x1, y1 in ((x, y, x + width, y), (x, y + height, x + width, y + height),
-                               (x, y, x, y + height), (x + width, y, x + width, y + height)):  # fmt: skip
+        for x0, y0, x1, y1 in (
+            (x, y, x + width, y),
+            (x, y + height, x + width, y + height),
+            (x, y, x, y + height),
+            (x + width, y, x + width, y + height),
+        ):
             length = math.hypot(x1 - x0, y1 - y0)
             count = max(2, round(length / 5))
             for dash in range(count):
@@ -106,8 +128,18 @@ class Pen:
     def width_of(self, text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
         return text_width(text, size, bold, mono)
 
-    def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
-             anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: float = 11,
+        bold: bool = False,
+        fill: Colour = INK,
+        anchor: str = "mm",
+        mono: bool = False,
+    ) -> float:
         """Write; anchor as in Pillow: l m r, then a m s (top, middle, baseline). Returns the text's width.
 
         mono: in letters of one width, which tell I from 1.

@@ -18,8 +18,18 @@ class SvgPen:
         self.width, self.height = width, height
         self._parts: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
-            edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *,
+        fill: Colour | None = None,
+        edge: Colour | None = None,
+        radius: float = 0,
+        line: float = 1,
+    ) -> None:
         outline = f' stroke="{_colour(edge)}" stroke-width="{line:g}"' if edge else ""
         round_ = f' rx="{radius:g}"' if radius else ""
         self._parts.append(
@@ -53,8 +63,18 @@ class SvgPen:
         """Nearly: a reader's own fonts draw it."""
         return about_width(text, size, bold, mono)
 
-    def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
-             anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: float = 11,
+        bold: bool = False,
+        fill: Colour = INK,
+        anchor: str = "mm",
+        mono: bool = False,
+    ) -> float:
         face = ' font-weight="600"' if bold else ""
         face += ' font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"' if mono else ""
         self._parts.append(

@@ -206,9 +206,12 @@ def facts(over: Overlay) -> list[Fact]:
     if makespan and beside.busy.any():
         bubble = 1 - float(beside.busy.sum()) / (ranks * makespan)
         found.append(
-            Fact("bubble", f"{plain(round(100 * bubble, 1))} %",
-                 f"predicted {plain(round(100 * run.bubble_fraction, 1))} %")
-        )  # fmt: skip
+            Fact(
+                "bubble",
+                f"{plain(round(100 * bubble, 1))} %",
+                f"predicted {plain(round(100 * run.bubble_fraction, 1))} %",
+            )
+        )
     latest = int(np.argmax(beside.lag))
     lag, what = float(beside.lag[latest]), in_words(run.schedule.action(latest))
     if lag > over.tolerance:

@@ -82,9 +82,7 @@ def _block(run: Simulation) -> float:
     return run.schedule.num_ranks * (bars + strip + 5) + 24 + 44
 
 
-def _draw_run(
-    sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None, by: str
-) -> None:  # fmt: skip
+def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None, by: str) -> None:
     schedule = run.schedule
     bars, strip = lane_heights(schedule.num_ranks)
     left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT - RIGHT

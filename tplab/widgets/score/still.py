@@ -123,8 +123,19 @@ class Picture:
         pen.text(x, top + 13 if few else y - 3, name[: int(width / 6.2)], size=10.5, bold=True)
         for index, item in enumerate(layout.slots[rank]):
             left, top = layout.slot(rank, index)
-            cell(pen, score, left + self.at[0], top + self.at[1], SLOT, SLOT, item, now.cells.get((rank, item)),
-                 (rank, item) in now.arriving, score.items[item].name, ground=SOFT)  # fmt: skip
+            cell(
+                pen,
+                score,
+                left + self.at[0],
+                top + self.at[1],
+                SLOT,
+                SLOT,
+                item,
+                now.cells.get((rank, item)),
+                (rank, item) in now.arriving,
+                score.items[item].name,
+                ground=SOFT,
+            )
 
     def _held(self, rank: int, now: Frame) -> float:
         """How much of all items the rank holds, of 1."""

@@ -71,5 +71,3 @@ class Lanes:
         x, bottom = self.x(time), self.top + self.score.trace.mesh.size * self.lane
         pen.line([(x, self.top - 4), (x, bottom)], ACCENT, 1.6)
         pen.disc(x, self.top - 5, 3.2, fill=ACCENT)
-
-

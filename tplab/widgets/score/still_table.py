@@ -15,8 +15,20 @@ def share(score: Score, hold: int) -> float:
     return len(score.members(hold)) / max(len(score.pool(hold)), 1)
 
 
-def cell(pen: Pen, score: Score, x: float, y: float, width: float, height: float, item: int, hold: int | None,
-         arriving: bool, label: str, value: str = "", ground: str = PAPER) -> None:  # fmt: skip
+def cell(
+    pen: Pen,
+    score: Score,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    item: int,
+    hold: int | None,
+    arriving: bool,
+    label: str,
+    value: str = "",
+    ground: str = PAPER,
+) -> None:
     """One slot or cell. Empty: a faint outline; held: tinted, paler while a sum lacks parts; arriving: dashed."""
     members, pool, passed = (), (), False
     if hold is not None:
@@ -25,8 +37,19 @@ def cell(pen: Pen, score: Score, x: float, y: float, width: float, height: float
     pen.stamp(key, x, y, width, height, ground, lambda tile: _cell(tile, width, height, *key))
 
 
-def _cell(pen: Pen, width: float, height: float, colour: str, members: tuple[int, ...], pool: tuple[int, ...],
-          passed: bool, empty: bool, arriving: bool, label: str, value: str) -> None:  # fmt: skip
+def _cell(
+    pen: Pen,
+    width: float,
+    height: float,
+    colour: str,
+    members: tuple[int, ...],
+    pool: tuple[int, ...],
+    passed: bool,
+    empty: bool,
+    arriving: bool,
+    label: str,
+    value: str,
+) -> None:
     small = height < 20
     radius, middle = min(height / 3.4, 7), 1 + width / 2
     if empty:
@@ -46,8 +69,9 @@ def _cell(pen: Pen, width: float, height: float, colour: str, members: tuple[int
         pen.dashed(1.5, 1.5, width - 1, height - 1, colour, 1.6)
 
 
-def _segments(pen: Pen, members: tuple[int, ...], pool: tuple[int, ...], passed: bool, width: float, height: float,
-              colour: str) -> None:  # fmt: skip
+def _segments(
+    pen: Pen, members: tuple[int, ...], pool: tuple[int, ...], passed: bool, width: float, height: float, colour: str
+) -> None:
     """Along the lower edge, one segment for every rank whose data can be in a sum; those whose data is are filled."""
     step, thick = (width - 8) / len(pool), 3 if height > 20 else 2
     for index, rank in enumerate(pool):
@@ -74,8 +98,10 @@ class Table:
         self.height = 44 + self.num_rows * (self.size[1] + self.gap) if self.num_columns else 0.0
 
     def _corner(self, rank: int, index: int) -> tuple[float, float]:
-        return (self.at[0] + self.left + index * (self.size[0] + self.gap),
-                self.at[1] + 22 + rank * (self.size[1] + self.gap))  # fmt: skip
+        return (
+            self.at[0] + self.left + index * (self.size[0] + self.gap),
+            self.at[1] + 22 + rank * (self.size[1] + self.gap),
+        )
 
     def draw_heads(self, pen: Pen) -> None:
         """The parts that stay the same."""

@@ -24,7 +24,7 @@ _RESULTS = {"sum": "sum", "mean": "mean", "max": "maximum", "min": "minimum", "p
 
 
 def about(score: Score) -> str:
-    """"8 ranks (data=2, model=4), over model, 4 KiB pieces": what follows the title."""
+    """ "8 ranks (data=2, model=4), over model, 4 KiB pieces": what follows the title."""
     mesh, bars = score.trace.mesh, score.bars
     parts = [f"{mesh.size} rank{'s' * (mesh.size > 1)}"]
     if len(mesh.axis_names) > 1:

@@ -45,7 +45,7 @@ class Drawing:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """"0, 4"; "0-3" where they follow each other; "0, 8, ... 56" where they are many."""
+    """ "0, 4"; "0-3" where they follow each other; "0, 8, ... 56" where they are many."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
     return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
@@ -66,8 +66,17 @@ def _faces(tensor: Tensor) -> tuple[int, int | None]:
     return (chosen[0], chosen[1]) if len(chosen) == 2 else (chosen[0] if chosen else 0, None)
 
 
-def drawing(tensor: Tensor, mesh: Mesh, x: float, y: float, pixels: tuple[float, float], *,
-            above: bool = True, beside: bool = True, summed: Sequence[str] = ()) -> Drawing:  # fmt: skip
+def drawing(
+    tensor: Tensor,
+    mesh: Mesh,
+    x: float,
+    y: float,
+    pixels: tuple[float, float],
+    *,
+    above: bool = True,
+    beside: bool = True,
+    summed: Sequence[str] = (),
+) -> Drawing:
     """A tensor at (x, y), `pixels` wide and high. `summed`: axes over which its pieces are sums."""
     down, across = _faces(tensor)
     width, height = pixels
@@ -170,8 +179,12 @@ def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> dict[str, Any]:
         for d, (w, h) in zip(drawings, small):
             own = next(piece for piece in d.pieces if rank in piece.ranks)
             box = (inside, y + name + (height - name - pad - h) / 2, w, h)
-            part = (box[0] + own.x / d.width * w, box[1] + own.y / d.height * h, own.width / d.width * w,
-                    own.height / d.height * h)  # fmt: skip
+            part = (
+                box[0] + own.x / d.width * w,
+                box[1] + own.y / d.height * h,
+                own.width / d.width * w,
+                own.height / d.height * h,
+            )
             minis.append([*box, *part, own.hue])
             inside += w + gap
         boxes.append({"x": x, "y": y, "minis": minis})
@@ -193,9 +206,8 @@ def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> dict[str, Any]:
     }
 
 
-
 def held(tensor: Tensor, mesh: Mesh) -> str:
-    """"w [8, 12] is split over tp (dim 1): each rank holds [8, 3], 1/4 of it; over dp there are 2 copies"."""
+    """ "w [8, 12] is split over tp (dim 1): each rank holds [8, 3], 1/4 of it; over dp there are 2 copies"."""
     split = [dim for dim in range(len(tensor.shape)) if tensor.axes(dim)]
     local = local_shape(tensor.shape, tensor.spec, mesh)
     spare = [axis for axis in mesh.axis_names if axis not in tensor.spec.axis_names and mesh.shape[axis] > 1]

@@ -55,8 +55,15 @@ def _tensor(pen: Pen, drawing: Mapping[str, Any], left: float, top: float, rank:
         px, py, width, height = x + piece["x"], y + piece["y"], piece["width"], piece["height"]
         colour = hue(piece["hue"])
         chosen = rank < 0 or rank in piece["ranks"]
-        pen.box(px + 1, py + 1, width - 2, height - 2, fill=mix(colour, 0.24 if chosen else 0.08),
-                edge=mix(colour, 0.9 if chosen else 0.4), radius=4)  # fmt: skip
+        pen.box(
+            px + 1,
+            py + 1,
+            width - 2,
+            height - 2,
+            fill=mix(colour, 0.24 if chosen else 0.08),
+            edge=mix(colour, 0.9 if chosen else 0.4),
+            radius=4,
+        )
         if drawing["summed"]:
             pen.hatch(px + 3, py + 3, width - 6, height - 6, mix(colour, 0.45))
         text = ranks_text(piece["ranks"]) if not drawing["summed"] else "Σ " + ranks_text(piece["ranks"])
