@@ -36,8 +36,8 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 # %% [markdown]
-# The times in this lab are **modelled**, and for that sizes are enough: meta tensors have a shape but no numbers, and
-# `skip_init` makes layers without any.
+# The times in this lab are **modelled**, so sizes are all we need. Meta tensors have a shape but no numbers, and
+# `skip_init` makes layers without initialising them.
 
 # %% tags=["opening-picture"]
 SIZES = {"dtype": torch.bfloat16, "device": "meta"}
@@ -72,9 +72,9 @@ print("w after a step of each rank alone:", [round(w - rate * g, 2) for g in gra
 print("w after a step with the mean:", round(w - rate * mean, 2))
 
 # %% [markdown]
-# With its own gradient, each rank would get a different $w$, and the replicas would drift apart. With the mean they stay
-# equal, and equal to one device that has both examples: 19 is also the gradient of the mean loss. So an `all_reduce` of the
-# gradients is all that data parallelism needs.
+# With its own gradient, each rank would get a different $w$, and the replicas would drift apart. With the mean, they stay
+# equal. They also stay equal to one device that has both examples, because 19 is the gradient of the mean loss. So an
+# `all_reduce` of the gradients is all that data parallelism needs.
 #
 # ## Build it
 #
@@ -98,13 +98,14 @@ for R in (2, 3, 4, 8):
     print(f"{R} ranks:", "equal to one device" if equal else "off")
 
 # %% [markdown]
-# **Predict.** The model has $M$ gradients. With 2 ranks, each rank sends $M$ numbers per step. How many does it send with 8
-# ranks, and how many with 1,000?
+# **Predict.** The model has $M$ parameters, so its gradients are $M$ numbers. With 2 ranks, each rank sends $M$ numbers per
+# step. How many does it send with 8 ranks, and how many with 1,000?
 #
 # <details><summary>Answer</summary>
 #
-# A ring `all_reduce` sends $2\frac{R-1}{R}$ of its input from each rank, so $1.75\,M$ with 8 ranks, and never more than
-# $2M$. Adding replicas costs almost no additional bytes per rank. It does add hops, as we will see.
+# In a ring `all_reduce`, each rank sends $2\frac{R-1}{R}$ times its input. That is $1.75\,M$ with 8 ranks, $1.998\,M$ with
+# 1,000, and never $2M$. Beyond a few ranks, more replicas cost each rank hardly any more bytes. They do add hops, as we will
+# see.
 #
 # </details>
 
@@ -118,9 +119,9 @@ for R in (2, 3, 4, 8):
 # %% [markdown]
 # ## Buckets and overlap
 #
-# Every `all_reduce` also pays the latency of $2(R-1)$ hops, however small its input. A model has hundreds of parameters, so
-# gradients are packed into **buckets**: flat buffers of a certain size that travel as one message. `average_gradients` does
-# both:
+# Every `all_reduce` also pays the latency of $2(R-1)$ hops, however small its input. A model has hundreds of parameter
+# tensors, so their gradients are packed into **buckets**: flat buffers that travel as one message. `average_gradients` can
+# send one message per parameter, or one per bucket:
 
 # %%
 def afterwards(model, x, bucket_bytes=None):
@@ -139,14 +140,14 @@ for bucket_bytes in (None, 25e6):
 # `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` at that moment.
 #
 # `data_parallel` puts such a hook on every parameter. It fills the buckets from the last parameter to the first. When all
-# gradients of a bucket are there, the bucket leaves with `start`, and when the backward pass ends, the means are written to
-# `p.grad`.
+# gradients of a bucket are complete, `start` begins its `all_reduce` without waiting for the result. When the backward pass
+# ends, the means are written to `p.grad`.
 #
 # **Predict.** Which buckets can be hidden behind the backward pass, and which cannot?
 #
 # <details><summary>Answer</summary>
 #
-# The last bucket holds the gradients of the *first* layers. They are complete when the backward pass is over, so nothing is
+# The last bucket holds the gradients of the *first* layers. It is full only when the backward pass is over, so nothing is
 # left to hide it. Smaller buckets make the last one shorter, but they pay more latency.
 #
 # </details>
@@ -159,14 +160,14 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
     print(f"{label:17} {trace.makespan * 1e3:.2f} ms, {hidden:.0%} hidden")
 
 # %% [markdown]
-# Buckets of 5 MB hide more, and yet 25 MB are quicker: packing a bucket is one more operation to launch, at 5 µs each in
-# this model. With one bucket nothing is hidden, as it is full only at the end. torch's own DistributedDataParallel takes
-# 25 MiB.
+# Buckets of 5 MB hide more, and yet 25 MB are quicker: packing a bucket is one more operation, and each takes 5 µs to launch in
+# this model. One message per parameter needs no packing, but pays the most latency. With a single bucket nothing is hidden,
+# because it is full only at the end. torch's own DistributedDataParallel uses 25 MiB.
 #
 # ## Turn the knob: when does the gradient hide?
 #
-# More tokens per rank make the backward pass longer. The gradients stay as large as the model. From how many tokens on is
-# the communication hidden, inside a node and across two nodes? Guess first.
+# More tokens per rank make the backward pass longer, while the gradients stay as large as the model. How many tokens per
+# rank does it take to hide the communication, inside a node and across two nodes? Guess first.
 
 # %%
 big = mlp(16, 8192)  # 1.07 billion parameters
@@ -190,15 +191,16 @@ knob("One step of a large model", "tokens per rank", options, start=2048, about=
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# Inside a node, about 2,000 tokens per rank are enough. A ring over two nodes needs ten times as many, because in every round
-# it waits for the hop over InfiniBand, which is nine times slower than NVLink.
+# Inside a node, about 2,000 tokens per rank are enough. A ring over two nodes needs almost ten times as many. In every round
+# it waits for the hop over InfiniBand, which has a ninth of NVLink's bandwidth.
 #
 # </details>
 #
 # ## What it costs: decide
 #
-# The backward pass of $N$ parameters and $T$ tokens takes $4NT$ FLOPs. The `all_reduce` sends $2\frac{R-1}{R}$ of $2N$ bytes
-# in bfloat16. With $F$ FLOP/s and links of $B$ bytes per second, both take equally long at
+# The backward pass of $N$ parameters and $T$ tokens per rank takes $4NT$ FLOPs. In bfloat16 the gradients have $2N$ bytes,
+# and each rank sends $2\frac{R-1}{R}$ times as many. With $F$ FLOP/s and links of $B$ bytes per second, both take equally
+# long if
 #
 # $$\frac{4NT}{F} = \frac{4N}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
@@ -219,23 +221,24 @@ for name, nodes in [("h100", 1), ("h100", 2), ("h100", 64), ("a100", 64)]:
           f"{two_levels:5,.0f} with two levels")
 
 # %% [markdown]
-# "Two levels" is the `all_reduce` of [lab 03](03_hierarchies.ipynb): reduce inside the node first, and send an eighth between
-# nodes. NCCL reaches about the same with several rings, one for each network card.
+# "Two levels" is the `all_reduce` of [lab 03](03_hierarchies.ipynb): it reduces inside the node first, so that each GPU
+# sends only an eighth between nodes. NCCL can reach about the same with several rings, one for each network card.
 #
-# **Decide.** Your batch has 4 million tokens. On how many H100s can you spread it before the gradients no longer hide?
+# **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it before the gradients no longer hide?
 #
 # <details><summary>Answer</summary>
 #
-# A rank needs about 4,400 tokens, so on about 900 GPUs. That is for chips at their peak: if products reach half of it, the
-# backward pass takes twice as long, and 1,800 GPUs are possible. Beyond that you can send fewer bytes, or let several ranks
-# share a replica, as in tensor parallelism: the tokens are needed per replica.
+# With two levels, a rank needs about 4,400 tokens, so about 900 GPUs. That assumes chips at their peak. If products reach half
+# of it, the backward pass takes twice as long, and 1,800 GPUs are possible. Beyond that, you can send
+# fewer bytes, or let several ranks share a replica, as in tensor parallelism. Then the tokens of a whole replica count, and
+# not those of one rank.
 #
 # </details>
 #
 # ## Send once per step
 #
-# A batch that is too large for the memory is computed in parts, and their gradients are added up. Only the last part has to
-# send:
+# A batch that is too large for the memory is computed in parts, and their gradients are added up: **gradient accumulation**.
+# The sum has to be sent only once, with the last part:
 
 # %%
 def accumulated(model, x, parts=4, once=True):
@@ -257,8 +260,9 @@ for once in (False, True):
 # ## The same in JAX: the types do it
 #
 # In JAX no hook is needed. Parameters come in with `P()`, so their type says that they are the same on every rank of `dp`.
-# The batch differs along `dp`. When JAX differentiates a function in which the two meet, it knows that every rank
-# contributes to the gradient, and adds the contributions up:
+# The batch differs along `dp`. When JAX differentiates a function in which the two meet, it knows
+# that every rank contributes to the gradient, and adds the contributions up. `tj.data_parallel` sends them in buckets
+# instead, and takes the mean:
 
 # %%
 import jax
@@ -289,23 +293,23 @@ for fn in (by_types, by_buckets):
     print(f"{fn.__name__:10} all_reduces of {sent}, first number {one:.5f}")
 
 # %% [markdown]
-# **What truly differs.** In torch, a gradient belongs to its rank until somebody averages it, and nothing complains if nobody
-# does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. Each `all_reduce` needs its own
-# gradients alone. On GPUs and TPUs, XLA combines small ones into buckets, and overlaps them with the backward pass.
+# **What truly differs.** In torch, a gradient belongs to its rank until the program averages it, and you get no error if it
+# never does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. Each `all_reduce` depends
+# only on the gradient that it sums. So on GPUs and TPUs, XLA can combine small ones, and overlap them with the backward pass.
 #
 # ## What replicas must agree on, and a bug to repair
 #
 # | | |
 # |---|---|
-# | first parameters | the same: all draw alike, or rank 0 broadcasts (`data_parallel` does) |
-# | data | each rank has its own: `P("dp")` |
-# | dropout | each rank drops other elements: `dropout(x, p, axis="dp")`, from one seed |
-# | batch norm | by the statistics of the whole batch: `batch_norm(x, weight, bias, "dp")` |
-# | clipping | by one norm, that of the whole model: `clip_gradients(model, 1.0)` |
-# | the loss | divided by the same number everywhere |
+# | initial parameters | the same on every rank: drawn from one seed, or broadcast by rank 0 (`data_parallel` does this) |
+# | data | each rank has its own part: `P("dp")` |
+# | dropout | each rank drops different elements, from one seed: `dropout(x, p, axis="dp")` |
+# | batch norm | uses the statistics of the whole batch: `batch_norm(x, weight, bias, "dp")` |
+# | clipping | uses one norm, that of the averaged gradients of the whole model: `clip_gradients(model, 1.0)` |
+# | the loss | is divided by the same number on every rank |
 #
-# The last row is easy to get wrong. Texts have different lengths, and a target of -100 marks a token that only fills up the
-# batch. On one rank, this loss is right. Run the check, then repair it.
+# The last row is easy to get wrong. Texts have different lengths, so batches are padded, and a target of -100 marks a padding
+# token, which does not count. On one rank, this loss is right. Run the check, then repair it.
 
 # %%
 def my_loss(logits, targets):  # logits [n, V]   targets [n], of this rank
@@ -324,14 +328,20 @@ check_loss(my_loss)
 #
 # </details>
 #
-# The same mistake was in Hugging Face's trainer, for accumulated batches, until 2024
+# Until 2024, Hugging Face's Trainer made the same mistake with gradient accumulation
 # ([the story](https://huggingface.co/blog/gradient_accumulation)).
 #
 # ## Your turn: gradients that leave early
 #
-# Write the overlap yourself. `my_replicas(model)` is called once, before the first step. It registers a hook on every
-# parameter, and returns a function that is called after every backward pass and leaves the means in `p.grad`. No buckets are
-# needed.
+# Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers a hook
+# on every parameter, and returns a function, which is called after every backward pass and writes the means to `p.grad`.
+#
+# <details><summary>A hint</summary>
+#
+# `flight = tt.start(tt.all_reduce, p.grad, "dp", "mean")` begins the `all_reduce` without waiting, and `flight.wait()` returns
+# the mean. A hook that waits at once hides nothing, so keep the flights until the backward pass is over.
+#
+# </details>
 
 # %%
 def my_replicas(model):
@@ -348,9 +358,9 @@ check_replicas(my_replicas)
 # | here | torch | Megatron-LM | JAX |
 # |---|---|---|---|
 # | `data_parallel(model, "dp")` | `DistributedDataParallel(model)` | `--overlap-grad-reduce` | `jax.grad` of replicated parameters |
-# | `bucket_bytes` | `bucket_cap_mb=25` | `--ddp-bucket-size` | `xla_gpu_all_reduce_combine_threshold_bytes` |
+# | `bucket_bytes` | `bucket_cap_mb=25` | `--ddp-bucket-size`, in parameters | `xla_gpu_all_reduce_combine_threshold_bytes` |
 # | `no_sync()` | `model.no_sync()` | `no_sync_func` | add up first, then differentiate once |
-# | a hook for each bucket | `model.register_comm_hook(...)` | | |
+# | no counterpart | `model.register_comm_hook(...)` | | |
 # | `find_unused=True` | `find_unused_parameters=True` | | an unused parameter has a gradient of zeros |
 # | `tokens_per_rank` | yours to do | `--calculate-per-token-loss` | `lax.psum` of the counts |
 #
@@ -358,14 +368,15 @@ check_replicas(my_replicas)
 #
 # - Data parallelism is one `all_reduce` of the gradients per step. Each rank sends at most $2M$ numbers, however many
 #   replicas there are.
-# - The last layer's gradient is there first. Sent in buckets during the backward pass, all but the last bucket can hide.
-# - Whether it hides depends on the tokens per rank and on $F/B$, and not on the size of the model.
+# - The last layer's gradient is complete first. If gradients leave in buckets during the backward pass, all but the last
+#   bucket can hide.
+# - Whether they hide depends on the tokens per rank and on $F/B$, and not on the size of the model.
 #
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704), for buckets and hooks. Goyal et al.
 # 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
 # 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens.
 #
-# Next: [18 ZeRO](18_zero.ipynb). Eight replicas hold the same thing eight times. Do they have to?
+# Next: [18 ZeRO](18_zero.ipynb). Eight replicas keep eight copies of the same numbers. Do they have to?
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

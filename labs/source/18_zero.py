@@ -10,8 +10,8 @@
 #
 # ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3. Each has a part for parameters, one for gradients and one for the optimizer.](images/18_zero.png)
 #
-# *Ranks train one model with Adam, each on its part of the batch. The bars are the bytes that a rank keeps from step to
-# step, per parameter of the model, counted in real tensors. Each stage of ZeRO divides one part more.*
+# *Four ranks train one model with Adam, each on its part of the batch. The bars are the bytes that a rank keeps from step to
+# step, per parameter of the model, counted in real tensors. Each stage of ZeRO divides one more kind over the ranks.*
 
 # %%
 import subprocess
@@ -36,15 +36,18 @@ torch.set_num_threads(1)  # several threads do not pay for tensors this small
 AdamW = partial(torch.optim.AdamW, lr=0.01)
 
 # %% [markdown]
-# In mixed precision a parameter and its gradient are bfloat16, and take 2 bytes each. Adam keeps three numbers more in
-# float32: an exact copy of the parameter, its momentum and its variance. That makes $2 + 2 + 12 = 16$ bytes.
+# In mixed precision, a parameter and its gradient are bfloat16, and take 2 bytes each. Adam keeps three more numbers in
+# float32: the parameter in full precision (its **master copy**), its momentum and its variance. That makes
+# $2 + 2 + 12 = 16$ bytes.
 #
-# In data parallelism every rank keeps all of them, though all ranks keep the same. The *Zero Redundancy Optimizer* keeps
-# each number once:
+# In data parallelism every rank keeps all of them, though they are the same on every rank. The *Zero Redundancy Optimizer*
+# (ZeRO) divides more of them at each stage, until every number is kept only once:
 #
 # - **Stage 1** divides the optimizer's states over the ranks,
 # - **stage 2** the gradients as well,
 # - **stage 3** the parameters as well. This is also called *fully sharded* data parallelism, FSDP.
+#
+# The part that one rank keeps is called its **piece** here, and its *shard* elsewhere.
 
 # %% tags=["opening-picture"]
 def net(layers=4, width=64):
@@ -86,30 +89,31 @@ knob("Bytes per parameter", "ranks", {n: bars(n) for n in (2, 4, 8)}, start=4,
      about="counted in real tensors of a rank", unit="B")
 
 # %% [markdown]
-# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does. There the bfloat16 parameter is made when
-# it is needed, so the 16 bytes are distributed differently: 4 for the piece, 4 for its gradient, 8 for Adam's averages.
+# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does. The bfloat16 parameter is made only when it is
+# needed. So the 16 bytes, over all ranks, are distributed differently: 4 for the parameter, 4 for its gradient, and 8 for
+# Adam's momentum and variance.
 #
 # ## By hand: who holds what
 #
-# Read a parameter as a row of numbers, and cut the row. Here are a weight of 10 numbers and a bias of 3, on four ranks.
-# A dot is padding.
+# Read a parameter as a row of numbers, and cut the row. Here are a weight of 10 numbers and a bias of 3, on four ranks. The
+# digits are positions in the row, and a dot is padding.
 
 # %%
 print(Pieces(((2, 5), (3,)), 4))
 
 # %% [markdown]
-# Adam looks at one number at a time, so a rank can step its piece without the others. It needs its piece of the
-# *averaged* gradient first, which a `reduce_scatter` gives. Afterwards an `all_gather` gives every rank all new
-# parameters.
+# Adam updates each number on its own, so a rank can update its piece without the others. First it needs its piece of the
+# *averaged* gradient, and gets it from a `reduce_scatter`. Afterwards, an `all_gather` gives every rank all new parameters.
 #
-# **Predict.** Data parallelism averages gradients by an `all_reduce`, in which each rank sends $2 \frac{R-1}{R}$ times
+# **Predict.** Data parallelism averages gradients with an `all_reduce`, in which each rank sends $2 \frac{R-1}{R}$ times
 # the gradients. How much more does stage 1 send? And what does stage 3 add?
 #
 # <details><summary>Answer</summary>
 #
-# Stage 1 sends nothing more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`. ZeRO only moves the
-# optimizer's step in between. Stage 2 sends the same again, at other times. In stage 3 no rank has whole parameters,
-# so they are gathered for the forward pass and again for the backward pass: three times $\frac{R-1}{R}$ instead of two.
+# Stage 1 sends nothing more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`. ZeRO only moves the optimizer's
+# step in between. Stage 2 sends just as much, but its `reduce_scatter` runs during the backward pass. In stage 3 no rank
+# keeps whole parameters, so they are gathered for the forward pass and again for the backward pass. That makes three times
+# $\frac{R-1}{R}$ instead of two.
 #
 # </details>
 
@@ -137,14 +141,14 @@ for name, stage in names.items():
     assert torch.allclose(out.value, alone, rtol=0, atol=1e-12)
 
 # %% [markdown]
-# Every stage gives the numbers of one device. Stage 3 shows 3.75: the last line of `step` is a second forward pass,
-# which gathers once more, and one quarter is missing. Nothing needs the weights of the first of the four layers a
-# second time, since no gradient flows to its input.
+# Every stage gives the same numbers as one device. Why 3.75 for stage 3? The last line of `step` is a second forward pass,
+# which gathers once more: that makes four. A quarter is missing, because the backward pass does not need the weight of the
+# first of the four layers: its input has no gradient.
 #
 # ## Build it: a stage-3 layer
 #
-# A rank holds some rows of a weight. The layer gathers all rows, uses them, and lets them go. It does not save them
-# for the backward pass, but gathers them again there.
+# A rank holds some rows of a weight. The layer gathers all rows, uses them, and frees them. It does not save them for the
+# backward pass, but gathers them again there.
 
 # %%
 class Gathered(torch.autograd.Function):
@@ -178,13 +182,14 @@ for ranks in zip(ours.per_rank, theirs.per_rank):
 print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
 
 # %% [markdown]
-# tplab's version notices that nothing needs the first layer's weights a second time. It works for any module: it looks
-# for layers in `nn.Sequential` and `nn.ModuleList`, and gathers all parameters of a layer in one message.
+# Ours makes three passes. tplab's version notices that nothing needs the first layer's weights a second time, and makes
+# 2.75. It works for any module: it looks for layers in `nn.Sequential` and `nn.ModuleList`, and gathers all parameters of a
+# layer in one message. Such a group of parameters is called a **unit**.
 #
 # ## The twin in JAX
 #
-# In JAX parameters are a value, so a sharded layer is given pieces where the layer is given parameters. Gradients with
-# respect to pieces are pieces too, and any elementwise optimizer of optax steps them.
+# In JAX, parameters are an argument of the layer. A sharded layer takes pieces instead. The gradients with respect to pieces
+# are pieces too, and any elementwise optimizer of optax, like `adam`, can update them.
 
 # %%
 import tplab.jax as tj  # before JAX is used
@@ -203,13 +208,13 @@ for a, b in zip(twin.per_rank, ours.per_rank):
     assert max(gaps) < 1e-6
 
 # %% [markdown]
-# There are no hooks: the gather has a rule for its backward pass, as our class has. People who write JAX for GPUs often
-# leave even this to the compiler. They give the parameters a `NamedSharding`, and XLA puts the gathers in.
+# No hooks are needed, because the gather has a rule for its backward pass, as our class has. In JAX, even this is often left
+# to the compiler: you give the parameters a `NamedSharding`, and XLA inserts the gathers.
 #
 # ## See it run: memory over time
 #
-# How much of the model is whole at once? We count the bytes of all live tensors after each layer, forward and backward,
-# in a model of eight layers.
+# How much of the model is whole at once? In a model of eight layers, we count the bytes of all live tensors. Each point is
+# the most since the layer before, forward and then backward.
 
 # %%
 def memory(keep):
@@ -241,13 +246,15 @@ for title, points in panels.items():
     print(f"{title:18} at most {max(points) / LAYER:.1f} layers of {8}")
 
 # %% [markdown]
-# What rises slowly in the second half is this rank's gradients, a quarter of a layer each. The parameter of this choice
-# is `reshard_after_forward` here and in PyTorch. Keeping them makes it two passes instead of three.
+# The first printed number is more than eight layers, because gradients count as well. In the second picture, the slow
+# rise during the backward pass is this rank's pieces of the gradients, a quarter of a layer each. This choice is called
+# `reshard_after_forward`, here and in PyTorch. If the parameters are kept, a step makes two passes instead of three.
 #
 # ## See it run: time
 #
-# Messages need not cost time if they travel while a layer computes. Below are eight H100s on the modelled clock, and
-# layers of 8,192 by 8,192 on 16,384 tokens per rank. Nothing is computed: the tensors have shapes only.
+# A message that travels while a layer computes need not cost time. Below are eight H100s on the modelled clock, with four
+# layers of 8,192 by 8,192, and 16,384 tokens per rank. Nothing is computed: the tensors have only shapes. **Prefetch** means
+# that the gather of a layer starts one layer early, while another layer computes.
 
 # %%
 def big(prefetch):
@@ -267,13 +274,14 @@ for prefetch, trace in traces.items():
 timeline(traces[True])
 
 # %% [markdown]
-# With prefetch a layer's parameters leave one layer ahead, and gradients travel while the layer before computes. The
-# price is one more whole layer in memory. The model assumes that messages do not slow down the chip's computing.
+# The gradients of a layer travel while the backward pass goes on to the layer before it. The first gather and the last
+# gradients have nothing to hide behind. The price of prefetch is one more whole layer in memory. The model assumes that
+# messages do not slow down the chip's computing.
 #
 # ## Turn the knob: how many ranks?
 #
-# A model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Before you turn it: from how many ranks on does each
-# stage fit?
+# Take a model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Before you turn the knob, guess: how many ranks does each
+# stage need until it fits?
 
 # %%
 def sizes(ranks):
@@ -293,25 +301,25 @@ knob("States of 30 billion parameters", "ranks",
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# Stage 3 fits from 8 ranks on, and stage 2 from 32. Stage 1 never does: it keeps 4 bytes per parameter however many
-# ranks there are, and these alone are 120 GB (112 GiB). Only stage 3 goes on falling, so the model can grow with the
+# Stage 3 fits on 8 ranks or more, and stage 2 on 32 or more. Stage 1 never fits: it keeps 4 bytes per parameter, however
+# many ranks there are, and these alone are 120 GB (112 GiB). Only stage 3 keeps falling, so the model can grow with the
 # number of ranks.
 #
 # </details>
 #
 # ## What it costs
 #
-# $M$ parameters, $R$ ranks, mixed precision with Adam. Each rank keeps and sends:
+# With $M$ parameters, $R$ ranks, and mixed precision with Adam, each rank keeps and sends:
 #
 # | | bytes per parameter | elements sent per step | when |
 # |---|---|---|---|
 # | data parallel | $16$ | $2M\frac{R-1}{R}$ | during backward |
 # | ZeRO 1 | $4 + 12/R$ | $2M\frac{R-1}{R}$ | after backward, after the step |
 # | ZeRO 2 | $2 + 14/R$ | $2M\frac{R-1}{R}$; with $k$ microbatches $(k + 1) M\frac{R-1}{R}$ | during backward, after the step |
-# | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ | in every layer, twice |
+# | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ | in every layer, forward and backward |
 #
-# *Decide*: when does the third pass cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its
-# gather 2 bytes per parameter. A GPU that does 400 TFLOP/s needs 400 GB/s or 50 GB/s of bandwidth:
+# **Decide.** When does a gather cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its gather brings
+# 2 bytes per parameter. Take a GPU that reaches 400 TFLOP/s, and links of 400 GB/s inside a node and 50 GB/s between nodes:
 
 # %%
 for where, bandwidth in [("inside a node, 400 GB/s", 400e9), ("between nodes, 50 GB/s", 50e9)]:
@@ -319,14 +327,14 @@ for where, bandwidth in [("inside a node, 400 GB/s", 400e9), ("between nodes, 50
     print(f"{where}: hidden from {tokens:,.0f} tokens per rank on")
 
 # %% [markdown]
-# So inside a node stage 3 is nearly free. Between nodes, small batches wait for parameters. Then people take stage 1, or
-# share parameters inside the node and keep copies across nodes (`replicate_axis`), or send numbers of fewer bits
-# ([lab 19](19_quantised_communication.ipynb)).
+# So inside a node, stage 3 is nearly free. Between nodes, a small batch waits for its parameters. There are three ways out:
+# take stage 1, shard inside each node and keep a copy per node (`replicate_axis`), or send fewer bits per number
+# ([ZeRO++, lab 19](19_quantised_communication.ipynb)).
 #
 # ## A bug to repair
 #
-# Here is stage 1 for one matrix and plain gradient descent. The program runs, and the loss even falls for a while. Run
-# the check, then repair `my_step`.
+# Here is stage 1 for one matrix and plain gradient descent. The program runs without an error. Run the check, then repair
+# `my_step`.
 
 # %%
 def my_step(w, dw):  # w [D, F], on every rank; dw [D, F], this rank's own gradient
@@ -345,9 +353,9 @@ check_step(my_step)
 # %% [markdown]
 # ## Your turn: two matrices, one message
 #
-# A unit gathers all its parameters at once. Write `relu(x @ a) @ b` for a rank that has `piece`, its part of one row of
-# numbers: first all of `a` [D, D], then all of `b` [D, D]. The gradient of `piece` must be that of all ranks' rows,
-# added up. Do you need a class as above?
+# A unit gathers all its parameters in one message. Write `relu(x @ a) @ b` for such a unit. `a` [D, D] and `b` [D, D] lie one
+# behind the other in a single row of numbers, and `piece` is this rank's part of the row. The gradient of `piece` must be
+# summed over the whole batch, so over all ranks. Do you need a class as above?
 
 # %%
 def my_layer(x, piece):  # x [B/dp, D]   piece [2 D D / dp]   ->   y [B/dp, D]
@@ -368,16 +376,17 @@ check_layer(my_layer)
 # |---|---|---|---|
 # | `shard_optimizer` | `ZeroRedundancyOptimizer` | `"stage": 1`; `--use-distributed-optimizer` | optimizer states with a `NamedSharding` over the data axis |
 # | `shard_gradients` | FSDP2 with `reshard_after_forward=False` comes close | `"stage": 2` | gradients constrained to that sharding |
-# | `shard_parameters` | `fully_shard(layer)`, then `fully_shard(model)` | `"stage": 3`; `--use-megatron-fsdp` | parameters with that sharding |
+# | `shard_parameters` | `fully_shard(layer)`, then `fully_shard(model)` | `"stage": 3`; `--use-megatron-fsdp` with `--data-parallel-sharding-strategy optim_grads_params` | parameters with that sharding |
 # | `replicate_axis` | a two-dimensional mesh (HSDP) | MiCS | two mesh axes |
 #
-# `ZeroRedundancyOptimizer` beside DDP sends three passes: DDP's `all_reduce`, and then the new parameters.
+# Together with DDP, `ZeroRedundancyOptimizer` sends three passes: DDP's `all_reduce` counts as two, and the new parameters
+# are the third.
 #
 # ## To take away
 #
 # - An `all_reduce` is a `reduce_scatter` and an `all_gather`. Put the optimizer's step in between, and its states need
 #   no copies.
-# - Stages 1 and 2 send what data parallelism sends. Stage 3 sends half as much again, and its memory falls as $1/R$.
+# - Stages 1 and 2 send as much as data parallelism. Stage 3 sends half as much again, and its memory falls as $1/R$.
 # - A gather that begins one layer ahead costs no time, as long as a layer computes for longer than its message takes.
 
 # %% [markdown]

@@ -34,8 +34,9 @@ from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
 torch.set_num_threads(1)  # several threads do not pay for tensors this small
 
 # %% [markdown]
-# In ZeRO's stage 3 each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients: for $M$ parameters, $3M$ numbers of 2 bytes. ZeRO++ makes each of these passes smaller. In this lab you find out how.
+# In ZeRO's stage 3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
+# gradients. For $M$ parameters, that makes three passes of $M$ numbers of 2 bytes. ZeRO++ makes each pass smaller, by three
+# savings called qwZ, hpZ and qgZ.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -83,12 +84,13 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 # ## By hand: codes and a scale
 #
 # To **quantise** numbers to 4 bits, divide them by a **scale**, and round. The scale is chosen so that the largest number
-# becomes 7. What travels is one small **code** per number, and the scale. The receiver multiplies:
+# becomes 7, since -7 to 7 fit into 4 bits. With 8 bits it becomes 127. What travels is one small **code** per number, and
+# the scale. The receiver multiplies:
 #
 # $$s = \frac{\max |x|}{7} \qquad c = \mathrm{round}(x / s) \qquad x' = c \, s$$
 #
-# So no number is off by more than half a step, $s / 2$. Take these eight weights. The largest one is 3.5, so the step is
-# 0.5.
+# Neighbouring codes are one **step** of $s$ apart, so no number is off by more than half a step. The largest of the eight
+# weights in the next cell is 3.5, so the step is 0.5.
 #
 # **Predict.** Which of the eight come back as 0? And what changes if each half has a scale of its own?
 
@@ -111,8 +113,8 @@ matrices({"x": x, "one scale: 0.5": and_back(x, 4, None),
 #
 # ## Build it: gather codes
 #
-# Stage 3 gathers weights before a layer runs. Let codes travel in their place, and the scales beside them. On two ranks,
-# each one has one of the halves.
+# Stage 3 gathers weights before a layer runs. We send their codes instead, along with the scales. Here, each of two ranks has
+# one half of `x`.
 
 # %%
 def gather_codes(x):  # x [n]   ->   [R n], the numbers of every rank, rounded
@@ -134,8 +136,8 @@ for gather in (in_full_size, gather_codes, quantised):
     print(f"{gather.__name__:13} {out.trace.bytes_sent(rank=0):2} bytes  {numbers}")
 
 # %% [markdown]
-# Our codes take a byte each. tplab puts two into a byte, so four weights travel as 2 + 4 bytes. For four weights the
-# scale is a heavy load. For a block of 256 it is 4 bytes beside 128.
+# Our codes take a byte each. tplab puts two into a byte, so four weights travel as 2 bytes of codes and 4 bytes of scale. For
+# four weights, the scale is a heavy load. For a block of 256, it adds only 4 bytes to 128.
 #
 # See it run on four ranks. First the codes (a) are gathered, then the scales (b).
 
@@ -145,8 +147,9 @@ animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).tra
 # %% [markdown]
 # ## Turn the knob: who pays for an outlier
 #
-# Here are 4,096 weights in 8 bits. All are small but one, which is fifty times as large as a typical one. The bars show the
-# largest error in each eighth of them. Before you turn the knob, guess: whose error falls?
+# Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show the
+# largest error in each eighth of the weights. Before you turn the knob, guess: which weights get smaller errors if fewer of
+# them share a scale?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -167,20 +170,20 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=51
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# With a single scale all weights pay for the outlier: the error is half a step of 1/127, a fifth of a typical weight. With
-# blocks of 512, only the outlier's own block pays. Smaller blocks help the others a little more, but at 32 the scales
-# already add an eighth to the bytes.
+# With a single scale, all weights pay for the outlier: the largest error is half a step of 1/127, a fifth of a typical
+# weight. With blocks of 512, only the outlier's own block pays. With smaller blocks, fewer weights share the block of the
+# outlier, and the others gain a little more. But at 32, the scales already add an eighth to the bytes.
 #
 # </details>
 #
 # ## Why gradients cannot take the ring
 #
-# A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop ([lab
-# 02](02_collectives.ipynb)). Codes do not survive this. Two codes with different scales cannot be added, and $7 + 7$ does
-# not fit into 4 bits. So each hop would have to turn codes into numbers, add, and round again.
+# A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop
+# ([lab 02](02_collectives.ipynb)). Codes do not survive this. Two codes with different scales cannot be added, and $7 + 7$
+# does not fit into 4 bits. So each hop would have to turn codes into numbers, add, and round again.
 #
-# **Predict.** Sixteen ranks, instead of two, add up their gradients around such a ring. Does the error, compared with the
-# sum, grow?
+# **Predict.** Two ranks add up their gradients around such a ring, and then sixteen ranks do. Is the relative error of the
+# sum larger with sixteen?
 
 # %%
 def around_a_ring(pieces):  # pieces [R, n], one from each rank
@@ -202,15 +205,16 @@ for ranks in (2, 4, 16, 64):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Yes. The sum grows with every hop, its steps grow with it, and each hop adds an error of that size. If every rank
-# sends its codes straight to the rank that owns the piece, each number is rounded only once, and the owner adds in full
-# precision. Sending every rank its own piece is an **all_to_all**. It sends as many bytes as the ring.
+# Yes. The sum grows with every hop, its steps grow with it, and each hop adds an error of that size.
 #
 # </details>
 #
-# An all_to_all over all ranks has a weakness. Of eight ranks on two nodes, each sends four of its seven pieces to the other
-# node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only the *sums* cross,
-# in codes again, so each number is rounded twice.
+# So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner adds
+# in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
+#
+# An all_to_all over all ranks has a weakness. With eight ranks on two nodes, each rank sends four of its seven pieces to the
+# other node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only the *sums*
+# cross, in codes again, so each number is rounded twice.
 
 # %%
 def one_level(x):  # x [R, n], a row for each rank   ->   [1, n]
@@ -229,21 +233,21 @@ for reduce in (one_level, two_levels):
           f"across {sent[2]:,} bytes, {off:.0%} off")
 
 # %% [markdown]
-# Of the 3,696 bytes on one level, four sevenths leave the node: 2,112. On two levels 528 do, fewer by the number of GPUs in
-# a node. The price is a second rounding. The rows must also be sorted, so that every sum ends on the right rank. You will
-# do that below.
+# On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels only 528 do, a quarter, because a node
+# has four GPUs. The price is a second rounding: 18% off instead of 13%. The rows must also be sorted, so that every sum ends
+# on the right rank. You will do that below.
 #
 # ## The whole step
 #
-# ZeRO++ makes three savings, each of which can be switched on alone:
+# ZeRO++ makes three savings:
 #
 # - **qwZ**: weights travel as codes of 8 bits. Both gathers are halved.
-# - **hpZ**: every GPU keeps a second piece of what it has gathered, cut as if its node were alone. So the second gather
+# - **hpZ**: every GPU keeps a second, larger piece of what it has gathered, as if its node were alone. So the second gather
 #   stays inside the node.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
-# Counted in numbers of 2 bytes, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. Here is the formula beside the
-# trace:
+# Counted in numbers of 2 bytes, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
+# the same bytes as the trace:
 
 # %%
 n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share
@@ -258,8 +262,8 @@ for name, options in SAVINGS.items():
 # %% [markdown]
 # ## Does it still learn?
 #
-# A small GPT learns the Zen of Python by heart, on two nodes of two GPUs. Seed and batches are the same, and only what
-# travels differs. The third line is what you have seen to be a bad idea: a single scale for each message.
+# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. All three runs have the same seed and the
+# same batches. Only what travels is different. The third run has a single scale for each message.
 
 # %%
 import codecs
@@ -306,12 +310,13 @@ levels({"loss of each step": lines}, title="The Zen of Python, letter by letter"
        sentence="With blocks, the loss follows that of ZeRO-3.")
 
 # %% [markdown]
-# The lines of ZeRO-3 and ZeRO++ coincide, although every weight was rounded to 8 bits, and every gradient twice to 4.
-# The owner of a piece keeps it in full precision and adds every small step to it, so what is lost in a message is not
-# lost for good. With one scale per message, the outliers of a whole layer set the step, and the loss stays a little behind.
+# The lines of ZeRO-3 and ZeRO++ coincide, although every weight was rounded to 8 bits, and every gradient twice to 4. The
+# owner of a piece keeps its parameters in full precision and adds every small update to them, so the rounding of weights never
+# adds up. The rounding of gradients does enter the updates, but it makes no visible difference here. With one scale per
+# message, the largest number of the whole message sets the step, and the loss stays a little behind.
 #
-# In JAX, `tj.shard_parameters` takes `tj.zero_plus_plus` in the same way. Codes and scales have the same bits, and XLA keeps
-# a collective for each:
+# In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same bits,
+# and XLA keeps a collective for each:
 
 # %%
 import tplab.jax as tj
@@ -326,10 +331,10 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # %% [markdown]
 # ## Where it pays
 #
-# Bytes matter only where they are waited for. Take 13 billion parameters on eight nodes of eight GPUs, and suppose that a
-# step computes at half the chip's peak and overlaps with all that it sends. It lasts as long as the slower of the two. The
-# links are InfiniBand as in the named clusters, or Ethernet at 400 Gb/s per node. More **tokens per GPU** mean more
-# computing, but not one byte more. Turn the knob: when does ZeRO++ stop paying?
+# Bytes matter only where a GPU waits for them. Take 13 billion parameters on eight nodes of eight GPUs. Suppose that a step
+# computes at half the chip's peak, and that computing and sending overlap completely. Then the step takes as long as the
+# slower of the two. The links between nodes are InfiniBand, as in the named clusters, or Ethernet at 400 Gb/s per *node*. More
+# **tokens per GPU** mean more computing, but not one byte more. Turn the knob: when does ZeRO++ stop paying?
 
 # %%
 from dataclasses import replace
@@ -366,17 +371,25 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand, ZeRO++ pays while the batch per GPU is small. From about 2,048 tokens on, computing covers both. On
-# Ethernet it still pays at 8,192 tokens. It never gains a factor of four on InfiniBand, because the bytes *inside* the
-# node shrink less than those across. The model leaves out the time that quantising takes and the limits of overlap. And
-# hpZ needs room: $2M / I$, which is 3.25 GB here on every GPU.
+# On InfiniBand, ZeRO++ pays while the batch per GPU is small. From about 2,048 tokens, computing hides ZeRO-3's messages too.
+# On Ethernet, ZeRO++ still pays at 8,192 tokens. It gains at most a factor of 3.5 on Ethernet and 2.6 on InfiniBand, not
+# four, because the bytes *inside* the node shrink less than those between nodes. The model leaves
+# out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $I$ GPUs per node, $2M / I$ bytes
+# on every GPU, which is 3.25 GB here.
 #
 # </details>
 #
 # ## A bug to repair
 #
-# A colleague wants gradients to travel as codes, and reduce-scatters them. The result has the right shape, and with
-# equal scales even the right values. Run the check, then repair `add_up`. (You may let each code take a byte.)
+# A colleague wants gradients to travel as codes, and so reduce-scatters the codes. The result has the right shape. If all
+# scales are equal, it even has the right values. Run the check, then repair `add_up`. Each code may take a whole byte.
+#
+# <details><summary>A hint</summary>
+#
+# `tt.all_to_all(codes, "dp")` gives row $i$ to rank $i$, and returns the rows that all ranks have sent to this one. Each row
+# needs the scale of the rank that sent it.
+#
+# </details>
 
 # %%
 def add_up(x):  # x [R, n], row i for rank i   ->   [1, n], the sum of this rank's rows
@@ -392,14 +405,14 @@ check_add_up(add_up)
 # %% [markdown]
 # ## Your turn: reduce on two levels
 #
-# Write `reduce_twice`, in full precision. Row $r$ of `x` is for rank $r$, and rank = node × (GPUs per node) + gpu. Only sums of
-# a whole node may cross to other nodes: $N - 1$ rows from each GPU, on $N$ nodes. `tt.reduce_scatter(x, axis)` gives the first
-# rows to index 0 of the axis, the next ones to index 1, and so on.
+# Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and
+# rank = node × (GPUs per node) + gpu. Only sums of a whole node may cross to other nodes. On $N$ nodes, these are $N - 1$ rows
+# from each GPU. `tt.reduce_scatter(x, axis)` gives the first rows to index 0 of the axis, the next ones to index 1, and so on.
 #
 # <details><summary>A hint</summary>
 #
-# Inside the node, gpu $g$ must get the rows for gpu $g$ of *every* node. Bring these rows together first: `reshape`,
-# `transpose`, `flatten`.
+# Inside the node, gpu $g$ must get the rows for gpu $g$ of *every* node. First bring these rows together, with `reshape`,
+# `transpose` and `flatten`.
 #
 # </details>
 
@@ -423,9 +436,9 @@ check_reduce_twice(reduce_twice)
 #
 # ## To take away
 #
-# - A block of numbers shares a scale: half a step is the largest error, and an outlier spoils only its own block.
-# - Codes can be gathered, but not added. Send them straight to the owner, who adds in full precision.
-# - Across nodes, $3M$ becomes $0.75M$. It pays where links between nodes are slow or the batch per GPU is small.
+# - The numbers of a block share a scale. The largest error is half a step, and an outlier spoils only its own block.
+# - Codes can be gathered, but not added. Send them straight to the rank that owns the piece. It adds in full precision.
+# - Between nodes, $3M$ becomes $0.75M$. This pays where links between nodes are slow, or the batch per GPU is small.
 #
 # **Sources.** Wang et al. 2023, [ZeRO++](https://arxiv.org/abs/2306.10209). DeepSpeed's
 # [ZeRO++ tutorial](https://www.deepspeed.ai/tutorials/zeropp/). Bruno Magalhães,

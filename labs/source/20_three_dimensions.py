@@ -44,9 +44,10 @@ from tplab.widgets import Bars, LossCurve, Row, animate, bytes_text, knob, shard
 torch.set_num_threads(1)  # several threads do not pay for tensors this small
 
 # %% [markdown]
-# `modelled` runs one step on simulated ranks. Its tensors have shapes and no numbers, so a large model takes no memory. Every
-# message and every operation advances the clock of its rank by what a cluster would need. In a `Mesh` the last axis is the
-# fastest: with nodes of four ranks, it is the first axis that crosses from node to node.
+# `modelled` runs one step on simulated ranks. Its tensors have shapes but no numbers, so a large model takes no memory. Every
+# message and every operation advances the clock of its rank by the time that it would take on a cluster. In a `Mesh`, ranks
+# are numbered along the last axis first, so its ranks are neighbours. With nodes of four ranks, it is the first axis that
+# crosses from node to node.
 
 # %% tags=["opening-picture"]
 orders = {"pp": ("pp", "dp", "tp"), "dp": ("dp", "pp", "tp"), "tp": ("tp", "dp", "pp")}
@@ -74,15 +75,16 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes",
 # %% [markdown]
 # ## By hand: eight workers
 #
-# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. Here the rows of the tensor
-# are the eight layers of a model, and pipelines beside each other hold copies of their stages.
+# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. In these pictures, the rows
+# of the tensor are the eight layers of a model. Each row of ranks is a pipeline, and ranks in the same column hold copies of
+# the same stage.
 
 # %%
 for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
     display(shards(Mesh(dp=pipelines, pp=stages), (8, 4), P("pp"), name="layers"))
 
 # %% [markdown]
-# With tensor parallelism inside each stage there are three dimensions, and each rank is in one group per axis. Rank 5 of
+# With tensor parallelism inside each stage, there are three dimensions, and each rank is in one group per axis. Rank 5 of
 # `Mesh(pp=2, dp=2, tp=2)` has the coordinates `pp=1, dp=0, tp=1`.
 #
 # **Predict.** With which rank does rank 5 share its stage and its batch? Which rank has the same weights? From which rank does
@@ -90,8 +92,8 @@ for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
 #
 # <details><summary>Answer</summary>
 #
-# Rank 4 has the other half of its tensors, because `tp` is the fastest axis. Rank 7 has the same weights and another part of the
-# batch. Rank 1 is the stage before. The next cell prints all groups.
+# Rank 4 has the other half of its tensors, because neighbours differ along `tp`, the last axis. Rank 7 has the same weights
+# and another part of the batch. Rank 1 has the stage before. The next cell prints all groups.
 #
 # </details>
 
@@ -101,21 +103,24 @@ for axis in ("tp", "dp", "pp"):
     print(axis, mesh.groups(axis), "rank 5:", mesh.group(5, axis))
 
 # %% [markdown]
-# This is the order of Megatron-LM: tensor-parallel ranks are neighbours, then data parallelism, and the pipeline is slowest.
+# This is the order of Megatron-LM: tensor-parallel ranks are neighbours, data-parallel ranks come next, and the stages of a
+# pipeline are farthest apart.
 #
 # ## What each axis sends
 #
 # Take $L$ blocks of width $D$, a vocabulary of $V$, $m$ microbatches of $b$ sequences of length $S$ per pipeline, and 2 ranks
-# along each axis. A tensor of activations has $A = bSD$ numbers. Counted per rank, with the ring's $2(R-1)/R = 1$ for $R = 2$:
+# along each axis. A tensor of activations has $A = bSD$ numbers. The input and the output embedding are **tied**: the first and
+# the last stage share one weight, and add up its gradients. In a ring `all_reduce`, a rank sends $2(R-1)/R$ times its input,
+# which is once for $R = 2$:
 #
 # | axis | what | numbers sent by a rank in the first stage |
 # |---|---|---|
 # | tp | 4 all_reduces per block and microbatch, 1 for the embedding | $m (4 \cdot L/2 + 1) A$ |
 # | pp | the output of the stage, per microbatch; the gradient of the tied embedding | $m A + VD/2$ |
-# | dp | the average of all its gradients | $N$ parameters |
+# | dp | the average of all its gradients | the number of its parameters |
 #
 # **Predict.** The model at the top has 2 blocks of width 4,096, sequences of 2,048 tokens and 2 microbatches of 4 sequences.
-# Which axis sends most?
+# Which axis sends the most?
 
 # %%
 A, m, here = 4 * 2048 * 4096, 2, LARGE.num_layers // 2
@@ -131,13 +136,14 @@ for axis, numbers in by_hand.items():
     print(f"{axis}: by hand {bytes_text(2 * numbers)}, counted {bytes_text(counted)}")
 
 # %% [markdown]
-# The formula leaves out the norms, which are too small to be seen. Tensor parallelism sends most, and the next operation waits
-# for each of its messages. So it belongs on the fastest links. A pipeline sends least, so it may cross the slowest.
+# The formula leaves out the layer norms, which are too small to be seen. Tensor parallelism sends the most, and the next
+# operation has to wait for each of its messages. So it belongs on the fastest links. A pipeline sends the least, so it may
+# cross the slowest.
 #
 # ## Build it
 #
-# A step in three dimensions is made of what you know. The layers of a GPT are cut into stages; inside a stage they are
-# tensor-parallel; each data-parallel rank takes its own rows of the batch.
+# A step in three dimensions is made of what you know. The layers of a GPT are cut into stages. Inside a stage they are
+# tensor-parallel. Each data-parallel rank takes its own rows of the batch.
 
 # %%
 config = GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
@@ -165,8 +171,8 @@ for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
 # %% [markdown]
 # ## See it run
 #
-# The widget shows who sends what along which axis. Step through the first microbatch: activations are summed between neighbours
-# inside a stage, then go on to the next stage. The gradients of copies are averaged at the end.
+# The widget shows which rank sends what, and along which axis. Step through the first microbatch: activations are summed between
+# neighbours inside a stage, and then go on to the next stage. The gradients of copies are averaged at the end.
 
 # %%
 animate(out.trace)
@@ -174,9 +180,9 @@ animate(out.trace)
 # %% [markdown]
 # ## Train it
 #
-# `train` is the step above in a loop, with AdamW whose states are divided over the data-parallel ranks (ZeRO-1), warm-up and a
-# cosine, and the loss on held-out text. The text is the source of Python's standard library, so nothing is downloaded, and a
-# token is a byte. The dotted line is the same training on one device.
+# `train` is the step above in a loop. AdamW divides its states over the data-parallel ranks (ZeRO's stage 1), the learning rate
+# warms up and then follows a cosine, and now and then the loss is computed on held-out text. The text is the source of Python's
+# standard library, so nothing is downloaded, and a token is a byte. The dotted line is the same training on one device.
 
 # %%
 def quiet(progress):
@@ -196,15 +202,15 @@ apart = max(abs(a - b) for a, b in zip(alone.losses, both.losses))
 print(f"30 steps on 8 ranks, the losses of one device to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# In float32 the sums over ranks round differently, and 30 steps carry that on. In float64 the two agree to 1e-12, which the
-# tests of tplab check. With `folder=` the loop writes checkpoints, which any other mesh can load, and `resume=True` goes on from
-# the newest. Ctrl-C ends it after the step that runs, and keeps what was trained. `on="processes"` gives each rank a process of
-# its own, and a script with the same call runs under `torchrun`.
+# In float32, sums over ranks are rounded differently, and over 30 steps the differences grow. In float64, the first steps
+# agree to 1e-12, as tplab's tests check. With `folder=`, the loop writes checkpoints that any other mesh can load, and
+# `resume=True` goes on from the newest. Ctrl-C ends the loop after the current step, and keeps what was trained.
+# `on="processes"` gives each rank a process of its own, and a script with the same call runs under `torchrun`.
 #
 # ## The twin
 #
-# `tplab.jax.train` has the same parameters, begins with the same weights, and reads the same checkpoints. A step is one compiled
-# program for all ranks. On two data-parallel ranks:
+# `tplab.jax.train` takes the same arguments, begins with the same weights, and reads the same checkpoints. A step is one compiled
+# program for all ranks. Here both train on two data-parallel ranks:
 
 # %%
 import tplab.jax as tj
@@ -218,7 +224,7 @@ print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 # %% [markdown]
 # ## Turn the knob
 #
-# The nodes of the picture at the top are joined by InfiniBand, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25
+# In the picture at the top, the nodes are joined by InfiniBand, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25
 # GB/s? Guess how much longer a step takes in each order. Then go back to the picture and turn its knob.
 
 # %%
@@ -229,17 +235,18 @@ for first, trace in networks["10 Gb Ethernet"].items():
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# The order stays the same, and tensor parallelism across the nodes loses most by far: what crosses a slow link decides the time
-# of the step. The modelled clock has no contention between groups that share a network card, and nothing here overlaps the average of the gradients with the backward
-# pass (lab 17 does). With overlap, data parallelism across the nodes costs less than it does here.
+# The order stays the same, and tensor parallelism across the nodes loses the most by far: what crosses a slow link decides the
+# time of the step. The modelled clock has no contention between groups that share a network card. And nothing here overlaps the
+# average of the gradients with the backward pass, as [lab 17](17_data_parallel.ipynb) does. With overlap, data parallelism
+# across the nodes would cost less.
 #
 # </details>
 #
 # ## A bug to repair
 #
-# Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as one would on one
-# device. It runs, and the loss falls. Run the check, read what it says, and repair it. Each rank holds a part of the model, some
-# of what it holds is also on other ranks, and the embedding is tied. (`specs` says how each parameter is spread over "tp".)
+# Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would on one
+# device. It runs without an error. Run the check, read what it says, and repair `my_clip`. Each rank holds a part of the model,
+# some of that part is also on other ranks, and the embedding is tied. `specs` says how each parameter is spread over "tp".
 
 # %%
 def my_clip(stages, max_norm, specs):
@@ -253,9 +260,9 @@ check_clipping(my_clip)
 # %% [markdown]
 # ## Your turn: three clusters
 #
-# You have eight H100 GPUs and the model of the top with a batch of 16 sequences. They may be in one node, in two nodes of four
-# with InfiniBand, or in eight machines with 10 Gb Ethernet. Choose the fastest layout for each. The last axis of a name is the one whose
-# ranks are neighbours. The check models a step of every layout, which takes a while.
+# You have eight H100 GPUs, the model from the top, and a batch of 16 sequences. The GPUs may be in one node, in two nodes of
+# four with InfiniBand, or in eight machines with 10 Gb Ethernet. Choose the fastest layout for each cluster. In the name of a
+# layout, the ranks of the last axis are neighbours. The check models a step of every layout, which may take a minute.
 
 # %%
 print(", ".join(LAYOUTS))
@@ -276,21 +283,21 @@ check_layouts(my_layouts)
 #
 # | | |
 # |---|---|
-# | Megatron-LM | `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer`; the rest of the ranks is data-parallel, and the order of ranks is tp, then dp, then pp |
+# | Megatron-LM | `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer`; the other ranks are data-parallel, and ranks are numbered along tp first, then dp, then pp |
 # | torchtitan | `tensor_parallel_degree`, `pipeline_parallel_degree`, `data_parallel_shard_degree` |
 # | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))` |
 # | JAX | `jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"))`, and shardings by the names of its axes |
 #
 # ## To take away
 #
-# - Tensor parallelism sends most, and every message is waited for. It belongs inside the node.
-# - A pipeline sends least, so it may cross the slowest links; its price is the bubble.
-# - The mesh must not change the model. The norm of the gradients is a sum over axes in which copies count once.
+# - Tensor parallelism sends the most, and ranks wait for every message. It belongs inside the node.
+# - A pipeline sends the least, so it may cross the slowest links. Its price is the bubble.
+# - The mesh must not change the result. The norm of the gradients sums over all ranks, and counts every copy only once.
 
 # %% [markdown]
-# **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU clusters](https://arxiv.org/abs/2104.04473), for three
-# dimensions and who goes where. Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), whose appendix has the
-# groups. Rajbhandari et al. 2019, [ZeRO](https://arxiv.org/abs/1910.02054).
+# **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU clusters](https://arxiv.org/abs/2104.04473),
+# for three dimensions and the order of their axes. Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053),
+# whose appendix has the groups. Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
 #
 # Back to the [list of labs](../README.md#labs).
 
