@@ -26,7 +26,6 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 from dataclasses import replace
 
 import torch
-from IPython.display import display
 from tplab import Mesh, P
 from tplab.cost.cluster import ETHERNET_10G
 from tplab.data.text import Text, python_source
