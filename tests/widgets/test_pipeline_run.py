@@ -80,7 +80,7 @@ def test_a_step_is_told_by_what_runs_and_what_travels():
     assert told[2].startswith("rank 0 runs F1, rank 1 runs F0; on their way: activations of microbatch 0 to rank 1")
     assert not any("chunk" in sentence or "sum" in sentence for sentence in told)
     assert words.about(piece).endswith("5 microbatches")
-    assert piece.table_caption == "the microbatches whose activations each rank holds"
+    assert piece.table_caption == "activations held, by microbatch"
 
 
 @pytest.mark.parametrize("name", RUNS)

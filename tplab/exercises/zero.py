@@ -56,7 +56,7 @@ STEP = Exercise(
         Mistake(
             "w",
             "This rank's own rows are new, and all others are as they were before the step. From now on every rank "
-            "has another model.\nWhich collective gives each rank the rows of all others?",
+            "has a different model.\nWhich collective gives each rank the rows of all others?",
             _stale,
         ),
         own_part(

@@ -153,6 +153,15 @@ def text_width(text: str, size: float = 11, bold: bool = False, mono: bool = Fal
     return _font(size, bold, mono).getlength(one_line(text)) / _SCALE
 
 
+def fitted(text: str, size: float, room: float) -> str:
+    """The text, or as much of it as is not wider than `room`, with an ellipsis at its end."""
+    if text_width(text, size) <= room:
+        return text
+    while text and text_width(f"{text} …", size) > room:
+        text = text[:-1]
+    return f"{text.rstrip(' ·')} …"
+
+
 def on_curve(curve: Sequence[float], u: float) -> tuple[float, float]:
     """The point of a quadratic curve (x0, y0, cx, cy, x1, y1) at `u` between 0 and 1."""
     x0, y0, cx, cy, x1, y1 = curve

@@ -92,7 +92,7 @@ class Score:
     def table_caption(self) -> str:
         """What the table shows."""
         if self.is_pipeline:
-            return "the microbatches whose activations each rank holds"
+            return "activations held, by microbatch"
         hows = {item.how for item in self.items} & {"max", "min", "product"}
         names = {"max": "the maximum", "min": "the minimum", "product": "the product"}
         made = f": {names[hows.pop()]} of these ranks' parts" if len(hows) == 1 else ""

@@ -10,7 +10,7 @@ from PIL import Image
 from tplab.units import plain, range_text, time_text
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WORK, mix
-from tplab.widgets.paper.pen import Pen, on_curve, text_width
+from tplab.widgets.paper.pen import Pen, fitted, on_curve, text_width
 from tplab.widgets.score import words
 from tplab.widgets.score.frame import Frame, frame
 from tplab.widgets.score.holds import PASSED
@@ -158,11 +158,12 @@ class Picture:
 
     def _say(self, pen: Pen, now: Frame) -> None:
         head = f"step {now.round} of {self.score.num_steps}" if now.round else "before the first step"
-        lines = textwrap.wrap(f"{head}  —  {self.sentences[now.round]}", int((self.width - 2 * MARGIN) / 6.8))
+        length = int((self.width - 2 * MARGIN) / 6.8)
+        lines = textwrap.wrap(f"{head}  —  {self.sentences[now.round]}", length, max_lines=2, placeholder=" …")
         y = self.saying + 8
         width = pen.text(MARGIN, y, head, size=11.5, bold=True, anchor="lm")
         pen.text(MARGIN + width, y, lines[0][len(head) :], size=11.5, anchor="lm")
-        for line in lines[1:2]:
+        for line in lines[1:]:
             y += 17
             pen.text(MARGIN, y, line, size=11.5, anchor="lm")
         pen.text(MARGIN, y + 18, words.sent_text(self.score, now.sent), size=11, fill=DIM, anchor="lm")
@@ -195,7 +196,9 @@ def _head(pen: Pen, score: Score) -> None:
     x = MARGIN + pen.text(MARGIN, 26, score.trace.title or "program", size=14, bold=True, anchor="lm") + 10
     note = words.badge(score)
     width = text_width(note, 10.5) + 18
-    pen.text(x, 26.5, words.about(score), size=11, fill=DIM, anchor="lm")
+    pen.text(
+        x, 26.5, fitted(words.about(score), 11, pen.width - MARGIN - width - 8 - x), size=11, fill=DIM, anchor="lm"
+    )
     pen.box(pen.width - MARGIN - width, 16, width, 21, fill=PAPER, edge=LINE, radius=10)
     pen.text(pen.width - MARGIN - width / 2, 26.5, note, size=10.5, fill=DIM)
 

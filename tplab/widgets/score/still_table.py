@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tplab.units import number_text
 from tplab.widgets.paper.palette import DIM, INK, LINE, PAPER, SOFT, mix
-from tplab.widgets.paper.pen import Colour, Pen
+from tplab.widgets.paper.pen import Colour, Pen, text_width
 from tplab.widgets.score.frame import Frame, contributors
 from tplab.widgets.score.holds import PASSED
 from tplab.widgets.score.layout import columns
@@ -113,7 +113,9 @@ class Table:
             text = str(rank) if self.small else f"rank {rank}"
             pen.text(x - 9, y + self.size[1] / 2, text, size=10.5, fill=DIM, anchor="rm")
         middle = self.at[0] + self.left + (self.width - self.left) / 2
-        pen.text(middle, self.at[1] + self.height - 8, self.score.table_caption, size=10.5, fill=DIM)
+        caption = self.score.table_caption
+        middle = min(middle, pen.width - 12 - text_width(caption, 10.5) / 2)  # not over the card's edge
+        pen.text(middle, self.at[1] + self.height - 8, caption, size=10.5, fill=DIM)
 
     def draw(self, pen: Pen, now: Frame) -> None:
         """The cells at one moment."""
