@@ -136,16 +136,29 @@ def check_replicas(my_replicas: Replicas) -> Verdict:
         return Verdict(False, raised(error, my_replicas, name, Mesh(dp=8)))
     hidden = overlap(trace).share
     if hidden < ENOUGH:
-        text = (
-            f"{name}: the gradients are right, but {hidden:.0%} of the communication is hidden.\nBelow is one step on "
-            "a modelled H100 node. When is the gradient of the last layer complete, and when does it leave?"
-        )
+        text = f"{name}: the gradients are right, but {hidden:.0%} of the communication is hidden.\n"
+        if _leaves_early(trace):
+            text += (
+                "Gradients leave while the backward pass runs, but the rank stands still until each one is there.\n"
+                "start(all_reduce, ...) begins to send. When is the mean needed?"
+            )
+        else:
+            text += (
+                "Below is one step on a modelled H100 node. When is the gradient of the last layer complete, and when "
+                "does it leave?"
+            )
         return Timed(False, text, trace)
     text = (
         f"{name} is right: the means, on 1, 2 and 3 ranks, step after step.\n{hidden:.0%} of the communication is "
         "hidden. Below is one step on a modelled H100 node."
     )
     return Timed(True, text, trace)
+
+
+def _leaves_early(trace: Trace) -> bool:
+    """Whether something is sent before the last product of the backward pass."""
+    sent = trace.select(rank=0, kind="collective").column("start")
+    return len(sent) > 0 and sent.min() < trace.select(rank=0, kind="compute", op="mm").column("start").max()
 
 
 def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
