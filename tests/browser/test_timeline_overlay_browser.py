@@ -64,7 +64,7 @@ def test_an_executed_schedule_over_its_prediction(page: Page, open_notebook, pyt
     expect(root.locator(".tpl-tools")).to_contain_text("executed, above")
     expect(root.locator(".tpl-tools")).to_contain_text("predicted, beneath")
     expect(root.locator("canvas")).to_have_attribute(
-        "aria-label", "timeline of one_f_one_b on 2 ranks: executed 12 · predicted 8 · residual +4"
+        "aria-label", "timeline of 1F1B on 2 ranks: executed 12 · predicted 8 · residual +4"
     )
     box = root.locator(".tpl-lanes canvas").bounding_box()
     assert box is not None
