@@ -602,7 +602,7 @@ def test_a_plan_that_is_none():
     with pytest.raises(PlanError, match="words is an embedding with max_norm or scale_grad_by_freq"):
         run(lambda model: parallelize(model, {"words": "vocab"}), Mesh(tp=2), model)
     two = nn.ModuleDict({"a": nn.Linear(4, 6), "b": nn.Linear(4, 6)})
-    for b, reason in ("vocab", "a, b are 2"), ("replicate", "has no loss"):
+    for b, reason in ("vocab", "there are 2: a, b;"), ("replicate", "has no loss"):
         heads = {"a": "vocab", "b": b}
         with pytest.raises(PlanError, match=f"gather_logits=False .*{reason}.*leave gather_logits=True"):
             run(lambda model, heads=heads: parallelize(model, heads, gather_logits=False), Mesh(tp=2), two)
