@@ -74,6 +74,18 @@ class Jax:
 FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": Torch, "jax": Jax}
 
 
+def gathers_alike(fw: Framework) -> tuple[str, int]:
+    """The collective that gives every rank all pieces, known to be the same everywhere, and how many times the bytes of
+    an all_gather it sends. Before 0.10, JAX knows this of sums only: the pieces are added up, each in its place.
+    """
+    if fw.name == "jax":
+        import jax
+
+        if jax.__version_info__ < (0, 10):
+            return "all_reduce", 2
+    return "all_gather", 1
+
+
 def in_both(of_torch: Iterable[Any], of_jax: Iterable[Any]) -> list[Any]:
     """Cases for `@pytest.mark.parametrize("fw, ...", ..., indirect=["fw"])`: every one for torch, which runs as it is
     written, and fewer for JAX, which compiles each one."""
