@@ -42,6 +42,12 @@ def test_notebook_is_its_text_pair(name: str):
 
 
 @each_lab
+def test_no_line_of_code_is_cut_off_in_jupyterlab(name: str):
+    for cell in code_cells(name):
+        assert max(map(len, cell.source.splitlines())) <= 88, cell.source
+
+
+@each_lab
 def test_ran_once_from_top_to_bottom(name: str):
     assert [cell.execution_count for cell in code_cells(name)] == list(range(1, len(code_cells(name)) + 1))
 

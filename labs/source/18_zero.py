@@ -176,7 +176,9 @@ def by_tplab(x):
     model(x).square().mean().backward()
     return [piece.grad for piece in model.parameters()]
 
-ours, theirs = (tt.run(fn, Mesh(dp=4), x, in_specs=P("dp")) for fn in (by_hand, by_tplab))
+ours, theirs = (
+    tt.run(fn, Mesh(dp=4), x, in_specs=P("dp")) for fn in (by_hand, by_tplab)
+)
 for ranks in zip(ours.per_rank, theirs.per_rank):
     assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*ranks))
 print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
@@ -270,7 +272,8 @@ traces = {prefetch: tt.run(big, Mesh(dp=8), prefetch, cluster="h100").trace
           for prefetch in (False, True)}
 for prefetch, trace in traces.items():
     hidden = overlap(trace).share
-    print(f"prefetch={prefetch!s:5}  {1e3 * trace.makespan:5.1f} ms, {hidden:.0%} hidden")
+    seconds = trace.makespan
+    print(f"prefetch={prefetch!s:5}  {1e3 * seconds:5.1f} ms, {hidden:.0%} hidden")
 timeline(traces[True])
 
 # %% [markdown]
@@ -322,8 +325,9 @@ knob("States of 30 billion parameters", "ranks",
 # 2 bytes per parameter. Take a GPU that reaches 400 TFLOP/s, and links of 400 GB/s inside a node and 50 GB/s between nodes:
 
 # %%
-for where, bandwidth in [("inside a node, 400 GB/s", 400e9), ("between nodes, 50 GB/s", 50e9)]:
-    tokens = 2 / bandwidth * 400e12 / 2  # seconds of the gather x FLOP/s / FLOPs per token
+links = [("inside a node, 400 GB/s", 400e9), ("between nodes, 50 GB/s", 50e9)]
+for where, bandwidth in links:
+    tokens = 2 / bandwidth * 400e12 / 2  # seconds x FLOP/s / FLOPs per token
     print(f"{where}: hidden from {tokens:,.0f} tokens per rank on")
 
 # %% [markdown]
