@@ -239,8 +239,8 @@ panels = {title: tt.run(memory, Mesh(dp=4), keep).per_rank[0]
 levels({title: {"rank 0": (list(range(len(y))), y)} for title, y in panels.items()},
        title="Parameters and gradients on the way",
        about="bytes of live tensors, beside this rank's pieces",
-       sentence="Kept whole, parameters pile up until the backward pass. "
-                "Let go, only a few layers are whole at any time.",
+       sentence="Layers that stay whole pile up until the backward pass. "
+                "If each is let go, only a few are whole at any time.",
        along="layers, forward and then backward", stairs=True)
 
 # %%

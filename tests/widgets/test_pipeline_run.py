@@ -76,7 +76,7 @@ def test_a_rank_holds_what_the_simulator_says(schedule):
 def test_a_step_is_told_by_what_runs_and_what_travels():
     piece = score(simulate(one_f_one_b(3, 5), Costs(transfer=0.5)).trace)
     told = words.sentences(piece)
-    assert told[:2] == ["no rank has begun", "rank 0 runs F0"]
+    assert told[:2] == ["no rank computes yet", "rank 0 runs F0"]
     assert told[2].startswith("rank 0 runs F1, rank 1 runs F0; on their way: activations of microbatch 0 to rank 1")
     assert not any("chunk" in sentence or "sum" in sentence for sentence in told)
     assert words.about(piece).endswith("5 microbatches")

@@ -73,7 +73,7 @@ def sentences(score: Score) -> list[str]:
     """For position 0 and for each round, what happens then."""
     bars = score.bars
     if score.is_pipeline:
-        return ["no rank has begun", *(_of_pipeline(score, index) for index in range(score.num_steps))]
+        return ["no rank computes yet", *(_of_pipeline(score, index) for index in range(score.num_steps))]
     talk = np.flatnonzero(np.isin(bars["kind"], (SEND, COLLECTIVE)) & (bars["step"] >= 0))
     by_round = np.argsort(bars["step"][talk], kind="stable")
     bounds = np.searchsorted(bars["step"][talk][by_round], np.arange(score.num_steps + 1))
