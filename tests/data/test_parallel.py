@@ -196,6 +196,29 @@ def test_ranks_whose_gradients_come_in_different_orders(bucket_bytes):
                 torch.testing.assert_close(grads[name], p.grad, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("place", [0, 4, 5])
+def test_all_is_used_but_one_layer_on_one_rank(place):
+    """The rank that uses all sends its buckets during the backward pass, the other one at its end: in one order."""
+
+    def forward(model, x, index):
+        for number, layer in enumerate(model):
+            x = x if number == place and index == 1 else layer(x)
+        return x.square().sum()
+
+    def program(model, x):
+        data_parallel(model, "dp", bucket_bytes=300, find_unused=True)
+        forward(model, x[0], axis_index("dp")).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    model, x = layers(), torch.randn(2, 2, 5, dtype=torch.float64)
+    per_rank = run(program, Mesh(dp=2), model, x, in_specs=(P(), P("dp"))).per_rank
+    for rank in range(2):
+        (forward(model, x[rank], rank) / 2).backward()
+    for grads in per_rank:
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-12, atol=1e-15)
+
+
 def test_what_was_not_used_is_named():
     def program(model):
         data_parallel(model, "dp")
@@ -203,6 +226,21 @@ def test_what_was_not_used_is_named():
 
     with pytest.raises(RankError, match=r"'never.weight', parameter 'never.bias': no gradient .*find_unused"):
         run(program, Mesh(dp=2), Switch())
+
+
+def test_the_backward_pass_after_an_error_sends_again():
+    def program(model, x):
+        data_parallel(model, "dp", bucket_bytes=300)
+        with pytest.raises(ValueError, match="no gradient on this rank"):
+            model[1:](x[0]).square().mean().backward()
+        model.zero_grad()
+        model(x[0]).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    model, x = layers(3), torch.randn(2, 2, 5, dtype=torch.float64)
+    for grads in run(program, Mesh(dp=2), model, x, in_specs=(P(), P("dp"))).per_rank:
+        for name, want in grads_of(model, x).items():
+            torch.testing.assert_close(grads[name], want, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

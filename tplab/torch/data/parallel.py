@@ -31,12 +31,13 @@ def data_parallel(
         for inputs, targets in microbatches[:-1]:
             with replicas.no_sync():                        # gradients are added up here, and nothing is sent
                 loss(model(inputs), targets).backward()
-        loss(model(*microbatches[-1]...)).backward()        # each bucket leaves as soon as its gradients are there
+        inputs, targets = microbatches[-1]
+        loss(model(inputs), targets).backward()             # each bucket leaves as soon as its gradients are there
 
     parameters     a module, `Stages`, or parameters; what is frozen now has no gradient
     bucket_bytes   the most that a bucket holds, from the last parameter to the first; None: a bucket per parameter
     find_unused    whether a parameter may have no gradient on some ranks. What is missing then leaves at the end, with
-                   all that would come after it, and ranks first tell one another what they have used
+                   all that would come after it, and last of all ranks tell one another what they have used
     broadcast      whether all begin with the parameters and buffers of position 0. Else the program sees to it
 
     A hook on each parameter notes that its gradient is complete. A bucket whose gradients all are leaves in an
@@ -85,12 +86,16 @@ class DataParallel:
         """
         if not self._missing:
             return
-        used = used_anywhere(self._named, self._axis) if self._find_unused else check_all_used(self._named, _REENTRANT)
-        self._missing = [0] * len(self.buckets)
-        self._send_ready()
-        for bucket, flight in zip(self.buckets, self._flights):
-            keep_mean(bucket, self._named, flight.wait(), used)
-        self._missing, self._flights = [], []
+        try:
+            used = set() if self._find_unused else check_all_used(self._named, _REENTRANT)
+            self._missing = [0] * len(self.buckets)
+            self._send_ready()
+            if self._find_unused:  # after the buckets, which other ranks may have sent already
+                used = used_anywhere(self._named, self._axis)
+            for bucket, flight in zip(self.buckets, self._flights):
+                keep_mean(bucket, self._named, flight.wait(), used)
+        finally:
+            self._missing, self._flights = [], []
 
     def remove(self) -> None:
         """From here on gradients stay each rank's own."""
