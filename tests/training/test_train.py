@@ -19,10 +19,12 @@ from tplab.models.gpt import GPTConfig
 from tplab.schedules import zb_v
 from tplab.training import checkpoint
 from tplab.training.recipe import Recipe
+from tplab.training.stop import Stop
 
 CONFIG = GPTConfig(32, 16, 2, 2, 8)
 TEXT = Text(np.random.default_rng(0).integers(0, 32, 500).astype(np.uint8).tobytes())
 STEPS = 4
+TRAIN = {"torch": tplab.torch.train, "jax": tplab.jax.train}
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +134,8 @@ def test_from_mesh_to_mesh(tmp_path):
     np.testing.assert_allclose(got.state["norm.weight"], by_hand()[2]["norm.weight"], rtol=1e-12)
 
 
-def test_ctrl_c_keeps_what_was_trained(tmp_path):
+@pytest.mark.parametrize(("framework", "mesh"), [("torch", Mesh(dp=2, pp=2)), ("jax", Mesh(tp=1))], ids=str)
+def test_ctrl_c_keeps_what_was_trained(tmp_path, framework, mesh):
     """Pressed in the middle of a step: all ranks finish it, and the checkpoint is that of the step."""
 
     def press(progress):
@@ -143,13 +146,30 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path):
                 time.sleep(0.001)
 
     before = signal.getsignal(signal.SIGINT)
-    got = trained(Mesh(dp=2, pp=2), tmp_path, show=press)
-    assert 2 <= got.steps <= 3
-    assert signal.getsignal(signal.SIGINT) is before
-    assert got.losses == pytest.approx(by_hand()[0][: got.steps])
-    rest = trained(Mesh(dp=2, pp=2), tmp_path, resume=True)
-    assert rest.steps == 4
+    with in_float64():
+        got = trained(mesh, tmp_path, train=TRAIN[framework], show=press)
+        assert 2 <= got.steps <= 3
+        assert signal.getsignal(signal.SIGINT) is before
+        assert got.losses == pytest.approx(by_hand()[0][: got.steps])
+        rest = trained(mesh, tmp_path, train=TRAIN[framework], resume=True)
+    assert (rest.first, rest.steps) == (got.steps, 4)
     assert got.losses + rest.losses == pytest.approx(by_hand()[0])
+
+
+@pytest.mark.parametrize("framework", TRAIN)
+def test_ctrl_c_between_two_steps(tmp_path, monkeypatch, framework):
+    """Pressed when a step is over and the next one has not begun: there is a checkpoint all the same."""
+
+    class Pressed(Stop):
+        def may_begin(self, step):
+            if step == 2:
+                self.after_this_step()
+            return super().may_begin(step)
+
+    monkeypatch.setattr(f"tplab.{framework}.training.train.Stop", Pressed)
+    got = trained(Mesh(dp=1), tmp_path, train=TRAIN[framework])
+    assert got.steps == 2
+    assert checkpoint.latest(tmp_path) == 2
 
 
 def test_on_processes(tmp_path):

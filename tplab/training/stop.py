@@ -11,31 +11,36 @@ from typing import Any
 class Stop:
     """`with Stop() as stop:` Ctrl-C ends training after the step that has begun; a second one ends it at once.
 
-    All ranks that share it stop after the same step. Where the main thread is another one, Ctrl-C is not its business.
+    All ranks that share it stop after the same step. In any thread but the main one it leaves Ctrl-C alone.
     """
 
     def __init__(self) -> None:
         self._begun = -1
-        self._last: int | None = None  # the step that is to be the last
+        self._last: int | None = None  # the step that is to be the last: settled when a rank next asks
+        self._is_asked = False
         self._lock = threading.Lock()
         self._before: Any = None
 
     def may_begin(self, step: int) -> bool:
         """Whether a rank is to begin this step; asked once per step and rank."""
         with self._lock:
+            if self._is_asked and self._last is None:
+                self._last = self._begun
             if self._last is not None and step > self._last:
                 return False
             self._begun = max(self._begun, step)
             return True
 
     def after_this_step(self) -> None:
-        """Stop after the latest step that a rank has begun."""
-        with self._lock:
-            self._last = self._begun
+        """Stop after the latest step that a rank has begun.
+
+        A signal's handler calls this in the middle of anything, `may_begin` too, so it waits for no lock.
+        """
+        self._is_asked = True
 
     @property
     def is_asked(self) -> bool:
-        return self._last is not None
+        return self._is_asked
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         if self.is_asked:

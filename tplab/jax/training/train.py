@@ -72,8 +72,10 @@ def train(
                 held_out = loop.evaluate(stages, state, text.held_out(recipe.batch_size, config.context))
             done.append(Progress(step + 1, recipe.steps, float(loss), held_out, float(norm), clock.left(step + 1)))
             show(done[-1])
-            if folder is not None and (recipe.saves(step) or stop.is_asked):
+            if folder is not None and recipe.saves(step):
                 checkpoint.save(folder, step + 1, stages, state, loop.packing, loop.optimizer)
+    if folder is not None and done and not recipe.saves(done[-1].step - 1):  # it was stopped
+        checkpoint.save(folder, done[-1].step, stages, state, loop.packing, loop.optimizer)
     held = {progress.step: progress.held_out for progress in done if progress.held_out is not None}
     return Trained(loop.packing.unpack(stages), [progress.loss for progress in done], first, held)
 
