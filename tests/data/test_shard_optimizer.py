@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.data.zero import (
     BOTH,
+    RATE,
     SHAPES,
     SIZES,
     Model,
@@ -23,10 +25,12 @@ from tests.data.zero import (
     train,
 )
 from tests.frameworks import FRAMEWORKS, Framework, gathers_alike, in_both
-from tests.sharded import close, double
+from tests.sharded import close, double, numbers
 from tplab import Mesh, P
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, elements_sent, state_bytes
+from tplab.pipeline import LayerSpec
+from tplab.schedules import one_f_one_b
 
 ALL = tuple(SHAPES.values())
 
@@ -229,6 +233,37 @@ def test_clipping_sees_the_whole_gradient_in_pieces(fw):
     torch_loss(model, *map(torch.tensor, batch())).backward()
     whole = [p.grad for p in model.parameters() if p.grad is not None]
     close(fw.numpy(squares), np.sum([(grad**2).sum().item() for grad in whole]))
+
+
+@pytest.mark.parametrize(("stage", "num_unused"), [(1, 0), (2, 0), (2, 1)])
+def test_copies_of_a_pipeline(stage, num_unused):
+    """train_batch calls hooks outside of any backward pass; what a stage does not use leaves in the step."""
+    import tplab.torch as lab
+
+    shard = {1: lab.shard_optimizer, 2: lab.shard_gradients}[stage]
+    spec = LayerSpec(nn.Linear, 4, 4, dtype=torch.float64)
+
+    def program(x, y):
+        schedule = one_f_one_b(2, 2)
+        stages = lab.stages_of([spec] * 4, schedule)
+        if num_unused:
+            unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+            stages[lab.axis_index("pp")].register_parameter("unused", unused)
+        make = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
+        optimizer = shard(make, stages.parameters(), "dp", bucket_bytes=200)
+        for _ in range(2):
+            optimizer.zero_grad()
+            lab.train_batch(schedule, stages, lab.split_batch(x, y, 2), nn.functional.mse_loss)
+            optimizer.step()
+        return [p.detach() for p in stages.parameters()]
+
+    x, y = torch.tensor(numbers(8, 4)), torch.tensor(numbers(8, 4, seed=1))
+    got = lab.run(program, Mesh(dp=2, pp=2), x, y, in_specs=P("dp")).per_rank
+    want = lab.run(program, Mesh(dp=1, pp=2), x, y).per_rank
+    for rank, parameters in enumerate(got):
+        for parameter, expected in zip(parameters, want[rank % 2], strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-15)
+    assert len(got[0]) == 4 + num_unused
 
 
 def test_frozen_and_tied_parameters():
