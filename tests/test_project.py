@@ -212,6 +212,10 @@ def test_ci_runs_fixed_actions_that_can_only_read(name: str):
 
 
 def test_the_site_is_published_from_make_site():
+    """Of a push that has passed its tests: of a fork's pull request, whose branch may be named main too, never."""
+    made = WORKFLOWS["site"]["jobs"]["make"]["if"]
+    assert "workflow_run.event == 'push' && github.event.workflow_run.conclusion == 'success'" in made
+    assert list(WORKFLOWS["site"][True]) == ["workflow_run", "workflow_dispatch"]  # YAML 1.1 reads "on" as true
     steps = WORKFLOWS["site"]["jobs"]["make"]["steps"]
     assert [step["run"] for step in steps if "run" in step] == ["make site"]
     assert steps[-1]["with"] == {"path": "build/site"}

@@ -6,13 +6,13 @@ import base64
 import hashlib
 import html
 import io
-import json
 import os
 from pathlib import Path
 
 from PIL import Image
 
-from website.states import Output, State
+from tplab.widgets.page import json_in_page
+from website.states import Output
 
 FOLDER = "widgets"  # of the site: modules and stills
 THUMBNAIL_WIDTH = 640
@@ -35,12 +35,13 @@ class Cards:
         width, height = Image.open(io.BytesIO(png)).size
         up = os.path.relpath(self.folder.parent, (self.folder.parent / page).parent)
         still = f"{up}/{self._shared(png, 'still', '.png')}"
+        data = json_in_page({"values": output.state.values, "bytes": output.state.packed})
         alt = html.escape(" ".join(output.data["text/plain"].split()))
         module = self._shared(output.state.module.encode(), "widget", ".js")
         return (
             f'<figure class="card" data-module="{up}/{module}" data-kind="{output.state.kind}">\n'
             f'<img src="{still}" alt="{alt}" width="{width}" height="{height}" loading="lazy">\n'
-            f'<script type="application/json">{_json(output.state)}</script>\n'
+            f'<script type="application/json">{data}</script>\n'
             "</figure>"
         )
 
@@ -61,9 +62,3 @@ class Cards:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         return f"{FOLDER}/{path.name}"
-
-
-def _json(state: State) -> str:
-    """JSON that can stand inside of a script element: no text in it can end the element."""
-    data = {"values": state.values, "bytes": state.packed}
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")

@@ -30,7 +30,6 @@ html_theme = "furo"
 html_title = "tplab"
 html_baseurl = _project["urls"]["Documentation"]
 html_static_path = ["static", *(f"../tplab/widgets/static/{name}" for name in ("tplab.css", "model.js"))]
-templates_path = ["templates"]
 html_favicon = "static/ring.svg"
 html_css_files = ["tplab.css", "site.css", "reference.css"]
 html_js_files = [("play.js", {"type": "module"}), ("reach.js", {"type": "module"})]

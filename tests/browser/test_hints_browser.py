@@ -12,7 +12,7 @@ from tests.hand_traces import ALL, send_over_wait
 from tests.widgets.test_curves import two_lines
 from tplab import Trace
 from tplab.schedules import one_f_one_b, simulate, zb_v
-from tplab.widgets import animate, gantt, timeline
+from tplab.widgets import LossCurve, animate, gantt, timeline
 from tplab.widgets.paper.card import Card
 from tplab.widgets.score.score import COLLECTIVE, SEND, WAIT, score
 
@@ -141,3 +141,18 @@ def test_curves_say_what_they_are_under_the_pointer_and_by_keys(page: Page, them
     expect(page.locator(".tpl-say")).to_contain_text("ring")
     page.keyboard.press("Escape")
     expect(page.locator(".tpl-hint")).to_be_hidden()
+
+
+def test_a_curve_that_is_drawn_again_says_what_it_has_become(page: Page):
+    curve = LossCurve(4)
+    drawn = draw(page, curve)
+    for step in (1, 2, 3, 4):
+        curve.losses[step] = 5.0 - step
+    curve.draw()
+    page.evaluate("([c]) => { window.model.set('content', c); window.model.tell('change:content'); }", [curve.content])
+    expect(page.locator(".tpl-about")).to_have_text("step 4 of 4")
+    left, top, right, bottom = curve.content["panels"][0]["box"]
+    box = page.locator(".tpl-curves").bounding_box()
+    assert box is not None
+    said = drawn.hint_at(box["x"] + box["width"] * (left + right) / 2, box["y"] + box["height"] * (top + bottom) / 2)
+    assert "step 2" in said and "3" in said.split("loss")[1]

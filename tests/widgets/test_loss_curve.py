@@ -22,6 +22,16 @@ def test_it_draws_as_steps_come():
     assert curve.content["about"] == "a GPT · step 4 of 4, about 7 s left"
 
 
+def test_what_it_says_under_the_pointer_has_a_limit():
+    """However long the run: no more places than a pointer can tell apart, the first and the last step among them."""
+    curve = LossCurve(5000)
+    curve.losses = {step: 1 / step for step in range(1, 5001)}
+    curve.draw()
+    (panel,) = curve.content["panels"]
+    assert len(panel["stops"]) == 240
+    assert [panel["stops"][place][1] for place in (0, -1)] == ["step 1", "step 5000"]
+
+
 def test_the_picture_is_that_of_the_last_step():
     curve = LossCurve(2)
     before = curve._repr_mimebundle_()[0]["image/png"]

@@ -14,7 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tplab.errors import ScheduleError
-from tplab.schedules import RULES, Costs, Schedule, auto_schedule, check, gpipe, one_f_one_b, simulate, zb_h1, zb_v
+from tplab.schedules import (
+    RULES,
+    Costs,
+    Schedule,
+    auto_schedule,
+    check,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    to_csv,
+    zb_h1,
+    zb_v,
+)
 from tplab.units import plain
 from tplab.widgets import gantt, pipeline_lab
 from tplab.widgets.paper.letters import about_width
@@ -141,6 +153,8 @@ def test_memory():
         ({"microbatches": 2.5}, "a whole number"),
         ({"transfer": float("nan")}, "transfer is nan"),
         ({"memory_limit": 0}, "memory_limit is 0"),
+        ({"memory_limit": True}, "memory_limit is True"),
+        ({"memory_limit": float("nan")}, "memory_limit is nan"),
         ({"speed": 1}, "there is no setting 'speed'"),
     ],
 )
@@ -261,6 +275,10 @@ def test_a_schedule_that_is_pasted_is_shown_and_edited_like_any_other():
             "\n".join(f"{rank}F0,{rank}B0" for rank in range(17)),
             "has 17 ranks, and the lab shows 1 to 16; gantt(Schedule",
         ),
+        (
+            ",".join([f"{stage}F0" for stage in range(9)] + [f"{stage}B0" for stage in reversed(range(9))]),
+            "has 9 stages on a rank, and the lab shows 1 to 8",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_pasted_schedule_is_told(text: str, said: str):
@@ -271,10 +289,17 @@ def test_what_is_wrong_with_a_pasted_schedule_is_told(text: str, said: str):
     assert lab.settings["rule"] == "gpipe" and not lab.is_stale
 
 
+def test_a_schedule_of_your_own_keeps_its_size_whatever_is_set():
+    lab = pipeline_lab("gpipe")
+    assert lab.paste(CSV)
+    lab.settings = {**lab.settings, "ranks": 6, "forward": 2.0}
+    assert (lab.settings["ranks"], lab.schedule.num_ranks, lab.run.costs.forward) == (2, 2, 2.0)
+
+
 def test_edits_are_taken_back_also_where_nothing_fits_beside_them():
     lab = pipeline_lab("one_f_one_b", ranks=3, microbatches=6)
-    assert lab.paste(CSV)
-    lab.settings = {**lab.settings, "compare": "dualpipe", "microbatches": 4}  # fits 2 ranks, and not 3
+    assert lab.paste(to_csv(one_f_one_b(2, 4)))
+    lab.settings = {**lab.settings, "compare": "dualpipe"}  # fits 2 ranks, and not 3
     assert lab.notice == ""
     assert lab.undo() and lab.is_stale and "even number of ranks" in lab.notice
 

@@ -6,10 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import traitlets
-
 from tplab.widgets.curves import Curves, explain, figure_of
-from tplab.widgets.paper.card import script, style
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE
 
 SECONDS_BETWEEN = 0.5
@@ -40,10 +37,6 @@ class LossCurve(Curves):
     beside     the losses of a run from before, drawn dotted, and what they are of
     sentence   what is to be seen, where no picture is shown
     """
-
-    _esm = script("shell", "loss_curve")
-    _css = style()
-    content = traitlets.Dict().tag(sync=True)
 
     def __init__(
         self,
@@ -80,10 +73,10 @@ class LossCurve(Curves):
         self.figure = self._figure()
         vars(self).pop("_picture", None)  # of the last time
         done = max(self.losses, default=0)
-        told = f"step {done} of {self.steps}"
-        if self._left:
-            told += f", about {self._left:.0f} s left"
-        self.about = f"{about} · {told}" if about else told
+        place = f"step {done} of {self.steps}"
+        if self._left is not None and self._left >= 1:
+            place += f", about {self._left:.0f} s left"
+        self.about = f"{about} · {place}" if about else place
         self.redraw()
 
     def _figure(self) -> Any:

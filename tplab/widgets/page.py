@@ -133,7 +133,7 @@ def _page(title: str, sentence: str, cards: Sequence[Card]) -> str:
         sentence=html.escape(_one_line(sentence)),
         style=_text(cards[0], "_css") + (_STATIC / "page.css").read_text(encoding="utf8"),
         places=places,
-        cards=_json([_traits(card) for card in cards]),
+        cards=json_in_page([_traits(card) for card in cards]),
         script="const renderers = [];\n" + "".join(map(_module, cards)) + script("model", "page"),
     )
 
@@ -164,7 +164,7 @@ def _traits(card: Card) -> dict[str, dict[str, Any]]:
     return {"bytes": packed, "values": {name: value for name, value in values.items() if name not in packed}}
 
 
-def _json(data: Any) -> str:
+def json_in_page(data: Any) -> str:
     """JSON that can stand inside of a script element: no text in it can end the element."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 

@@ -3,14 +3,14 @@ import { PageModel } from "./model.js";
 
 const REMINDER = 1000; // milliseconds: the widget takes a longer silence for a kernel that is gone
 const LOADING = { text: "Python is loading.", share: 0 }, COMPUTING = { text: "Python is computing." };
-const HINT = "The controls compute in your browser. The first one that you touch loads Python, about 14 MB from this site, and "
-  + "NumPy from cdn.jsdelivr.net.";
+const HINT = "These controls run Python in your browser. The first time you use one, the page loads Python from this site, "
+  + "about 14 MB, and NumPy from cdn.jsdelivr.net.";
 const OTHERWISE = "Check your connection and try again, or use the buttons at the top of the page to run it elsewhere.";
 const FAILURES = {
   python: () => `Python could not be loaded from this site. ${OTHERWISE}`,
   numpy: (why, host) => `NumPy could not be loaded from ${host}, the one host besides this site that the lab needs: your `
     + `network may not let you reach it. ${OTHERWISE}`,
-  tplab: (why) => `Python stopped with an error: ${why.trim().split("\n").pop()} Please report it, with what you chose.`,
+  tplab: (why) => `Python stopped with an error: ${why.trim().split("\n").pop()} Please report this error and the settings you chose.`,
 };
 
 export class LabModel extends PageModel {

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+_MOST_STOPS = 240
+
 
 def readings(figure: Any, x_text: Callable[[float], str]) -> list[dict[str, Any]]:
     """For each panel of a figure that was drawn, what a reader can point at.
 
     box     its left, top, right and bottom, as parts of the figure
-    stops   from left to right: [where in the box, x in words, [[line, y in words], ...]]
+    stops   from left to right: [where in the box, x in words, [[line, y in words], ...]], no more than a pointer can
+            tell apart
     """
     return [_panel(ax, x_text) for ax in figure.axes]
 
@@ -21,6 +24,8 @@ def _panel(ax: Any, x_text: Callable[[float], str]) -> dict[str, Any]:
     place = ax.get_position()
     lines = [line for line in ax.lines if not line.get_label().startswith("_")]
     places = sorted({float(x) for line in lines for x in line.get_xdata()})
+    if len(places) > _MOST_STOPS:
+        places = [places[round(at)] for at in np.linspace(0, len(places) - 1, _MOST_STOPS)]
     y_text = ax.yaxis.get_major_formatter()
     return {
         "box": [round(float(side), 4) for side in (place.x0, 1 - place.y1, place.x1, 1 - place.y0)],

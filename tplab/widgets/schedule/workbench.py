@@ -82,8 +82,13 @@ class Workbench:
             self._rule = settings["rule"]
             if any(settings[name] != self.settings[name] for name in shape):
                 self._edited, self._past = None, []
-        self.settings = dict(settings)
+        self.settings = {**settings, **self._shape_of_edited()}
         self._update()
+
+    def _shape_of_edited(self) -> dict[str, int]:
+        """What a schedule that was changed by hand decides, whatever else is asked for."""
+        edited = self._edited
+        return {} if edited is None else {"ranks": edited.num_ranks, "microbatches": edited.num_microbatches}
 
     def _update(self) -> None:
         """Show what the settings say; where they cannot be, what is shown stays, and the notice says why."""
@@ -132,8 +137,8 @@ class Workbench:
             found = faults(made, at_most=1)
             if found:
                 raise ScheduleError(f"{wrong}{found[0]}")
-            size = {"ranks": made.num_ranks, "microbatches": made.num_microbatches}
-            self._edited, self.settings = made, {**self.settings, "rule": EDITED, **size}
+            self._edited = made
+            self.settings = {**self.settings, "rule": EDITED, **self._shape_of_edited()}
             self._show(self._runs())
         except TplabError as error:
             self._edited, self.settings = before
@@ -240,7 +245,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if name in (*SHAPE, "virtual_stages") and value != int(value):
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
     limit = settings["memory_limit"]
-    if limit is not None and (not isinstance(limit, int | float) or limit <= 0):
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
         raise ValueError(f"memory_limit is {limit!r}; it must be None or a number above 0")
 
 
@@ -254,11 +259,17 @@ def _read(text: str) -> Schedule:
     if not text.strip():
         raise ScheduleError("nothing was pasted; a schedule has one line per rank, for example 0F0,0F1,0B0,0B1")
     schedule = Schedule.from_csv(text).compute_only()
-    for name, size in (("ranks", schedule.num_ranks), ("microbatches", schedule.num_microbatches)):
+    sizes = {
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "virtual_stages": max(map(len, schedule.placement)),
+    }
+    for name, size in sizes.items():
         least, most, _ = LIMITS[name]
         if not least <= size <= most:
+            what = "stages on a rank" if name == "virtual_stages" else name
             raise ScheduleError(
-                f"the pasted schedule has {size} {name}, and the lab shows {least:g} to {most:g}; "
+                f"the pasted schedule has {size} {what}, and the lab shows {least:g} to {most:g}; "
                 "gantt(Schedule.from_csv(text)) shows any number"
             )
     return schedule

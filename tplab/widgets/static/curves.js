@@ -2,21 +2,29 @@
 import { card, el, followTheme, hint } from "./shell.js";
 
 function render({ model, el: host }) {
-  const { title, about, sentence, drawing, panels } = model.get("content");
+  const { title, about, sentence } = model.get("content");
   const root = card(host, { title, about, label: sentence });
-  // Names of glyphs and clips are the drawing's own: two drawings on one page must not share them.
-  const own = `tpl${Math.random().toString(36).slice(2)}`;
-  const picture = el("div", { role: "img", "aria-label": sentence });
-  picture.innerHTML = drawing.replace(/(id="|href="#|url\(#)/g, `$1${own}`);
-  picture.firstElementChild.setAttribute("style", "width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt");
+  const picture = el("div", { role: "img" });
   const cursor = el("div.tpl-cursor", { hidden: "" }), tip = hint(root);
   const figure = el("div.tpl-curves", { tabindex: "0", role: "group", "aria-label": "values of the lines: arrow keys", "data-lm-suppress-shortcuts": "true" }, picture, cursor);
-  const says = el("p.tpl-say", { "aria-live": "polite" }, sentence);
+  const says = el("p.tpl-say", { "aria-live": "polite" });
   root.append(figure, says);
 
-  const stops = panels.flatMap(({ box: [left, top, right, bottom], stops }) =>
-    stops.map(([at, x, values]) => ({ at: left + at * (right - left), left, top, right, bottom, rows: [["", x], ...values] })));
-  let now = -1;
+  let stops = [], now = -1;
+  // Python may draw again while something runs.
+  const draw = () => {
+    const { about, sentence, drawing, panels } = model.get("content");
+    // Names of glyphs and clips are the drawing's own: two drawings on one page must not share them.
+    const own = `tpl${Math.random().toString(36).slice(2)}`;
+    picture.innerHTML = drawing.replace(/(id="|href="#|url\(#)/g, `$1${own}`);
+    picture.firstElementChild.setAttribute("style", "width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt");
+    picture.setAttribute("aria-label", sentence);
+    root.querySelector(".tpl-about").textContent = about;
+    says.textContent = sentence;
+    stops = panels.flatMap(({ box: [left, top, right, bottom], stops }) =>
+      stops.map(([at, x, values]) => ({ at: left + at * (right - left), left, top, right, bottom, rows: [["", x], ...values] })));
+    now = -1;
+  };
   const leave = () => { tip.hide(); cursor.hidden = true; };
   const show = (stop, event) => {
     const { top, bottom, at } = stop;
@@ -45,7 +53,10 @@ function render({ model, el: host }) {
     show(stop, { clientX: frame.left + stop.at * frame.width, clientY: frame.top + stop.top * frame.height });
     says.textContent = stop.rows.map(([what, text]) => (what ? `${what} ${text}` : text)).join(", ");
   });
-  return followTheme(root, leave);
+  draw();
+  model.on("change:content", draw);
+  const end = followTheme(root, leave);
+  return () => { model.off("change:content", draw); end(); };
 }
 
 export default { render };
