@@ -221,3 +221,17 @@ def test_jax_without_zero_on_axes_in_another_order():
         got = trained(Mesh(tp=2, dp=2, pp=2), train=tplab.jax.train, **how)
     same(got)
     assert list(got.held_out) == [2, 4]
+
+
+@pytest.mark.parametrize("framework", TRAIN)
+def test_another_models_checkpoint_is_refused(tmp_path, framework):
+    """Before anything runs: arrays of the same names and shapes may be of a model that computes something else."""
+    trained(Mesh(tp=1), tmp_path, steps=1)
+    for config, said in [
+        (GPTConfig(32, 16, 1, 2, 8), r"of a model with num_layers 2, and this one has num_layers 1; train that model"),
+        (GPTConfig(32, 16, 2, 4, 4, num_kv_heads=2), "num_heads 2, context 8, and this one has num_heads 4, context 4"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            trained(Mesh(tp=1), tmp_path, train=TRAIN[framework], resume=True, config=config)
+    same_model = GPTConfig(32, 16, 2, 2, 8, num_kv_heads=2, hidden=64, dropout=0.1)
+    assert trained(Mesh(tp=1), tmp_path, resume=True, config=same_model, steps=2).first == 1

@@ -1,7 +1,7 @@
 """A checkpoint: the arrays of a model and its optimizer, saved by the ranks of one mesh, read by those of any other.
 
     step-00000050/
-        index.json                      every array: its shape, and which file has which part of it
+        index.json                      the model's sizes; every array, and which file has which part of it
         rank-0-of-8.safetensors         what rank 0 has written: under the array's name, the part
 
 A part is a box of the whole array, or a range of the numbers of a box in their order: ZeRO cuts so. Names are those of
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.errors import ShapeError
+from tplab.models.gpt import GPTConfig
 
 Arrays = dict[str, np.ndarray]
 
@@ -88,9 +89,10 @@ def write(partial: Path, rank: int, num_ranks: int, owned: Mapping[str, Owned]) 
     _write(partial / f"{name}.json", json.dumps({key: asdict(part) for key, (part, _) in owned.items()}))
 
 
-def finish(partial: Path, step: int, num_ranks: int) -> None:
+def finish(partial: Path, step: int, num_ranks: int, config: GPTConfig) -> None:
     """Write the index, and give the folder its name. Called by one rank, when all have written."""
-    _write(partial / "index.json", json.dumps(_index(partial, step, num_ranks), indent=1))
+    index = {"step": step, "num_ranks": num_ranks, "model": _model(config), "arrays": _arrays(partial, num_ranks)}
+    _write(partial / "index.json", json.dumps(index, indent=1))
     _sync(partial)
     os.replace(partial, partial.with_suffix(""))
     _sync(partial.parent)
@@ -119,7 +121,7 @@ def load(folder: str | Path, step: int, names: Iterable[str] | None = None) -> A
     if not (path / "index.json").exists():
         there = ", ".join(sorted(p.name for p in Path(folder).glob("step-*"))) or "no checkpoint"
         raise FileNotFoundError(f"{folder} has no checkpoint of step {step}, but {there}")
-    index = json.loads((path / "index.json").read_text())["arrays"]
+    index = _index(folder, step)["arrays"]
     arrays: Arrays = {}
     missing: dict[str, int] = {}
     wanted = list(index) if names is None else list(names)
@@ -143,24 +145,45 @@ def load(folder: str | Path, step: int, names: Iterable[str] | None = None) -> A
     return arrays
 
 
-def beginning(folder: str | Path | None, resume: bool) -> int:
+def beginning(folder: str | Path | None, resume: bool, config: GPTConfig) -> int:
     """How many steps have been done: those of the newest checkpoint, if training is to go on from there.
 
-    Raises FileExistsError where there are checkpoints already, and training is to begin anew.
+    Raises FileExistsError where there are checkpoints already, and training is to begin anew; ValueError where it is to
+    go on, and the checkpoint is of another model.
     """
     step = None if folder is None else latest(folder)
     if step is not None and not resume:
         raise FileExistsError(
             f"{folder} has a checkpoint of step {step} already; resume=True goes on from there, or give another folder"
         )
-    return step or 0
+    if folder is None or step is None:
+        return 0
+    saved, wanted = _index(folder, step).get("model", {}), _model(config)
+    unlike = [name for name in wanted if saved.get(name) != wanted[name]]
+    if unlike:
+        there, here = (", ".join(f"{name} {sizes.get(name)!r}" for name in unlike) for sizes in (saved, wanted))
+        raise ValueError(
+            f"the checkpoint of step {step} in {folder} is of a model with {there}, and this one has {here}; train that "
+            "model on, or give another folder"
+        )
+    return step
+
+
+def _model(config: GPTConfig) -> dict[str, Any]:
+    """What a model must have in common with a checkpoint; dropout and the first weights are free."""
+    sizes = asdict(config) | {"hidden": config.hidden_width, "num_kv_heads": config.num_kv_heads or config.num_heads}
+    return {name: value for name, value in sizes.items() if name not in ("dropout", "deviation")}
 
 
 def _path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step-{step:08}"
 
 
-def _index(partial: Path, step: int, num_ranks: int) -> dict[str, Any]:
+def _index(folder: str | Path, step: int) -> dict[str, Any]:
+    return json.loads((_path(folder, step) / "index.json").read_text())
+
+
+def _arrays(partial: Path, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
     """Every array -> the files that have parts of it."""
     arrays: dict[str, list[dict[str, Any]]] = {}
     for rank in range(num_ranks):
@@ -168,7 +191,7 @@ def _index(partial: Path, step: int, num_ranks: int) -> dict[str, Any]:
         for key, part in json.loads((partial / f"{name}.json").read_text()).items():
             arrays.setdefault(key, []).append({"file": f"{name}.safetensors", "part": part})
         (partial / f"{name}.json").unlink()
-    return {"step": step, "num_ranks": num_ranks, "arrays": arrays}
+    return arrays
 
 
 def _put(whole: np.ndarray, part: Part, array: np.ndarray) -> None:

@@ -41,7 +41,7 @@ def save(folder: str | Path, step: int, stages: Stages, state: Any, packing: GPT
                     piece = pieces[kind][index][name]
                     owned[f"{kind}.{name}"] = Owned(Part.of(shape, start, piece.shape), piece)
         checkpoint.write(partial, rank, mesh.size, owned)
-    checkpoint.finish(partial, step, mesh.size)
+    checkpoint.finish(partial, step, mesh.size, packing.config)
 
 
 def load(folder: str | Path, step: int, packing: GPTPacking, optimizer: Optimizer) -> tuple[Stages, Any]:

@@ -47,7 +47,8 @@ def train(
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
     folder    where checkpoints go: of any mesh, to go on from on any other one, in either framework
-    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
+    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break.
+              ValueError where it is of another model
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
     on        of which kind the devices are, as for `run`
     seed      of the first weights, the batches and dropout
@@ -56,7 +57,7 @@ def train(
     Ctrl-C: the step that runs comes to its end, and what was trained until then is returned. The first step compiles.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
-    first, show = beginning(folder, resume), PlainLine() if show is None else show
+    first, show = beginning(folder, resume, config), PlainLine() if show is None else show
     loop = _Loop(config, recipe, mesh, on, seed)
     stages, state = loop.start(gpt_state(config, seed)) if not first else loop.load(folder, first)
     done: list[Progress] = []

@@ -40,7 +40,7 @@ def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
     checkpoint.write(checkpoint.partial_path(folder, step), rank.rank, rank.mesh.size, owned)
     barrier()
     if rank.rank == 0:
-        checkpoint.finish(checkpoint.partial_path(folder, step), step, rank.mesh.size)
+        checkpoint.finish(checkpoint.partial_path(folder, step), step, rank.mesh.size, config)
     barrier()
 
 

@@ -52,7 +52,8 @@ def train(
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
     folder    where checkpoints go: of any mesh, to go on from on any other one, in either framework
-    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
+    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break.
+              ValueError where it is of another model
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
     on        where ranks run, as for `run`: simulated, on processes, or as torchrun has started them. On processes what
               is to be shown is shown at the end
@@ -63,7 +64,7 @@ def train(
     Elsewhere the newest checkpoint is what is kept.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
-    first = beginning(folder, resume)
+    first = beginning(folder, resume, config)
     show = PlainLine() if show is None else show
     is_launched = on is None and os.environ.keys() >= {"RANK", "WORLD_SIZE"}
     live = None if on == "processes" else show
