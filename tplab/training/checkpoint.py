@@ -163,8 +163,8 @@ def beginning(folder: str | Path | None, resume: bool, config: GPTConfig) -> int
     if unlike:
         there, here = (", ".join(f"{name} {sizes.get(name)!r}" for name in unlike) for sizes in (saved, wanted))
         raise ValueError(
-            f"the checkpoint of step {step} in {folder} is of a model with {there}, and this one has {here}; train that "
-            "model on, or give another folder"
+            f"the checkpoint of step {step} in {folder} is of a model with {there}, and this one has {here}; train "
+            "that model on, or give another folder"
         )
     return step
 

@@ -52,14 +52,14 @@ def train(
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
     folder    where checkpoints go: of any mesh, to go on from on any other one, in either framework
-    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break.
-              ValueError where it is of another model
+    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
     on        where ranks run, as for `run`: simulated, on processes, or as torchrun has started them. On processes what
               is to be shown is shown at the end
     seed      of the first weights, the batches and dropout
 
     Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
+    Raises ValueError for a checkpoint of another model, FileExistsError for one that is there without `resume`.
     Ctrl-C on simulated ranks: the step that runs comes to its end, and what was trained until then is returned.
     Elsewhere the newest checkpoint is what is kept.
     """
