@@ -29,6 +29,7 @@ from tests.sharded import close, double, numbers
 from tplab import Mesh, P
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, elements_sent, state_bytes
+from tplab.errors import RankError
 from tplab.pipeline import LayerSpec
 from tplab.schedules import one_f_one_b
 
@@ -202,6 +203,88 @@ def test_it_is_an_optimizer_of_torch():
     assert is_one and all(same)
     assert rates == [1e-2 / 16, 0.5 / 16]
     assert np.abs(bias.numpy() - start()["bias"]).max() > 0.5  # the bias has the larger rate
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_end_with_the_step(stage):
+    """Whoever clears them, if anybody does: no step sees those of the step before."""
+    import tplab.torch as lab
+
+    shard = {1: lab.shard_optimizer, 2: lab.shard_gradients}[stage]
+
+    def program(state, x, y, clear):
+        model = Model(state)
+        optimizer = shard(partial(torch.optim.SGD, lr=RATE), model.parameters(), "dp")
+        for _ in range(3):
+            if clear != "nobody":
+                {"model": model, "optimizer": optimizer}[clear].zero_grad()
+            torch_loss(model, x, y).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    state = {name: torch.tensor(value) for name, value in start().items()}
+    specs = (P(), *BOTH)
+    given = state, *map(torch.tensor, batch())
+    model, optimizer, nobody = (
+        lab.run(partial(program, clear=clear), Mesh(dp=2), *given, in_specs=specs).per_rank[0]
+        for clear in ("model", "optimizer", "nobody")
+    )
+    assert all(map(torch.equal, model, optimizer)) and all(map(torch.equal, nobody, optimizer))
+
+
+def test_a_group_that_comes_later_is_refused():
+    import tplab.torch as lab
+
+    def program():
+        optimizer = lab.shard_optimizer(torch_adamw, [torch.nn.Parameter(torch.ones(3))], "dp")
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+    with pytest.raises(RankError, match=r"add_param_group: .* cut .*; make a new optimizer of all groups"):
+        lab.run(program, Mesh(dp=2))
+
+
+def test_a_state_has_the_master_copy():
+    """Steps that bfloat16 would round away are in the copy: what is loaded goes on to the last bit. A state without
+    one begins with the parameters that are there."""
+    import tplab.torch as lab
+
+    def program(state, x, y):
+        def made():
+            model = Model(state).bfloat16()
+            make = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
+            return model, lab.shard_optimizer(make, model.parameters(), "dp", master_dtype=torch.float32)
+
+        def steps(model, optimizer):
+            for _ in range(2):
+                torch_loss(model, x.bfloat16(), y.bfloat16()).backward()
+                optimizer.step()
+            return [piece.detach().clone() for piece in optimizer.param_groups[0]["params"]]
+
+        model, optimizer = made()
+        steps(model, optimizer)
+        with torch.no_grad():
+            model.up.add_(1)  # far from where a new optimizer begins
+        saved = deepcopy((model.state_dict(), optimizer.state_dict()))
+        went_on = steps(model, optimizer)
+
+        again, other = made()
+        again.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+        resumed = steps(again, other)
+
+        plain, fresh = made()
+        plain.load_state_dict(saved[0])
+        fresh.load_state_dict({"state": {}, "param_groups": saved[1]["param_groups"]})
+        fresh.step()  # without gradients, which count as zeros: parameters stay
+        same = [torch.equal(p, saved[0][name]) for name, p in plain.named_parameters()]
+        return went_on, resumed, same
+
+    state = {name: torch.tensor(value) for name, value in start().items()}
+    out = lab.run(program, Mesh(dp=3), state, *map(torch.tensor, batch()), in_specs=(P(), *BOTH))
+    for went_on, resumed, same in out.per_rank:
+        assert all(map(torch.equal, went_on, resumed))
+        assert any(not torch.equal(piece, piece.bfloat16().float()) for piece in went_on)
+        assert all(same)
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, indirect=True)

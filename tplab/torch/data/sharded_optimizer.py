@@ -25,6 +25,7 @@ from tplab.torch.data.pieces import (
     row_of,
     wholes_in,
 )
+from tplab.torch.private import storage_id
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 """What torch's optimizers take: parameters, or groups of them with options."""
@@ -37,7 +38,8 @@ class ShardedOptimizer(Optimizer):
     Its parameters are the pieces [n], in the groups and the order that were given, and so are its states.
 
     reduce_gradients()   what `step` does first: afterwards each piece's `.grad` is this rank's part of the reduced
-                         gradient, for clipping or for a look. To be called once before each step, by all ranks
+                         gradient, for clipping or for a look, until `step` lets go of it. To be called once before
+                         each step, by all ranks
     num_bytes()          what this rank keeps: (parameters, gradients, optimizer)
     """
 
@@ -53,13 +55,23 @@ class ShardedOptimizer(Optimizer):
                 made.update(zip(bucket.parameters, bucket.shards))
             group["params"] = [made[p] for p in group["params"]]
         self.inner = make(groups)
-        self._is_reduced = False
+        self._is_reduced = self._has_all = False
         super().__init__(self.inner.param_groups, self.inner.defaults)
+        self._has_all = True
         self._share()
 
     def _share(self) -> None:
         """What it is made of is the inner optimizer's own: a scheduler that changes one changes both."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Parameters are cut when the optimizer is made: raises RuntimeError for any that come later."""
+        if self._has_all:
+            raise RuntimeError(
+                f"add_param_group: {len(self.param_groups)} groups were cut over the ranks when this optimizer was "
+                "made, and nothing would cut or send the parameters of another; make a new optimizer of all groups"
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -71,7 +83,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Reduce the gradients, step this rank's pieces, and gather the parameters."""
+        """Reduce the gradients, step this rank's pieces, and gather the parameters. The gradients are let go."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,6 +91,7 @@ class ShardedOptimizer(Optimizer):
         if not self._is_reduced:
             self.reduce_gradients()
         self.inner.step()
+        self.inner.zero_grad()  # model.zero_grad() does not know the pieces
         self._is_reduced = False
         for bucket in self.buckets:
             bucket.gather()
@@ -92,20 +105,33 @@ class ShardedOptimizer(Optimizer):
             bucket.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: states have the shapes of its pieces."""
-        return self.inner.state_dict()
+        """This rank's part: states have the shapes of its pieces. "master" has the pieces that are copies of the
+        parameters, by their number, as "state" has theirs."""
+        copies = {piece for bucket in self.buckets for piece, _ in bucket.copies()}
+        master = {number: piece.detach() for number, piece in enumerate(self._pieces()) if piece in copies}
+        return self.inner.state_dict() | ({"master": master} if master else {})
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave on this rank."""
+        """Load what `state_dict` returned on this rank. Copies that it does not have are made anew of the parameters,
+        so load those first."""
         self.inner.load_state_dict(state_dict)
         self._share()
+        numbers = {piece: number for number, piece in enumerate(self._pieces())}
+        master = state_dict.get("master", {})
+        for bucket in self.buckets:
+            for piece, held in bucket.copies():
+                piece.copy_(master.get(numbers[piece], held))
+
+    def _pieces(self) -> Iterable[Tensor]:
+        """In the order in which states are numbered."""
+        return (piece for group in self.param_groups for piece in group["params"])
 
     def num_bytes(self) -> tuple[int, int, int]:
         """What this rank keeps, in bytes of real tensors: parameters, gradients, and for the optimizer."""
         parameters = {p for bucket in self.buckets for p in bucket.parameters}
         gradients = [p.grad for p in parameters] + [bucket.row for bucket in self.buckets]
-        memory = {p.untyped_storage().data_ptr() for p in parameters}
-        copies = [s for b in self.buckets for s in b.shards if s.untyped_storage().data_ptr() not in memory]
+        copies = [piece for bucket in self.buckets for piece, _ in bucket.copies()]
         states = [x for state in self.inner.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
         kinds: tuple[Iterable[Tensor | None], ...] = parameters, gradients, [*copies, *states]
         return tuple(sum(x.nbytes for x in kind if x is not None) for kind in kinds)  # type: ignore[return-value]
@@ -187,6 +213,13 @@ class Bucket:
         wholes = wholes_in(self.pieces, self.about.gather(row, self.about.axis).wait())
         for parameter, whole in zip(self.parameters, wholes):
             parameter.copy_(whole)
+
+    def copies(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """The pieces that are no memory of a parameter, each with what the parameter itself has in its place."""
+        held = held_of(self.pieces, self.index, self.parameters)
+        for piece, own, parameter in zip(self.shards, held, self.parameters):
+            if storage_id(piece.untyped_storage()) != storage_id(parameter.untyped_storage()):
+                yield piece, own
 
     def forget(self) -> None:
         self.row = None
