@@ -38,7 +38,8 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         self.real: Any = real or dist.ProcessGroup(store, rank, size)
         self._listener: Listener | None = None
         self._coalesced: list[tuple[int, Heard]] | None = None
-        self.notes.joined(store, rank, size)
+        self._id = ""
+        self.notes.joined(store, rank, size, is_world=not dist.is_initialized())
 
     @classmethod
     def around(cls, real: Any) -> RecordedGroup:
@@ -50,6 +51,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
             dist.ProcessGroup._register_backend(group, device, kind, backend)
         for name in ("_set_group_name", "_set_group_desc"):
             getattr(dist.ProcessGroup, name)(group, getattr(real, name.removeprefix("_set_")))
+        group._id = cls.notes.id_of_new(real.group_name)
         return group
 
     # --- what is said to both ------------------------------------------------------------------------------------
@@ -65,6 +67,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
     def _set_group_name(self, *args: Any) -> None:
         self.real._set_group_name(*args)
         super()._set_group_name(*args)
+        self._id = self.notes.id_of_new(self.group_name)
 
     def _set_group_desc(self, *args: Any) -> None:
         self.real._set_group_desc(*args)
@@ -104,7 +107,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         """Ask the real group, and note it."""
         notes, listener = self.notes, self._listener or self._listen()
         heard = listener.hear(method, args, kwargs) if listener is not None else []
-        begun = [(notes.begin(self.group_name, one), one) for one in heard]
+        begun = [(notes.begin(self._id, one), one) for one in heard]
         try:
             work = getattr(self.real, method)(*args, **kwargs)
         except BaseException:
@@ -132,7 +135,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
             return None
         members = sorted(ranks, key=ranks.__getitem__)
         self._listener = Listener(members[self.real.rank()], members, self.group_name)
-        self.notes.meet(self.group_name, self.group_desc, members)
+        self.notes.meet(self._id, self.group_desc, members)
         return self._listener
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -35,6 +36,8 @@ class Notes:
         self._title = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
         self._lines = _Lines()
         self._numbers = count()
+        self._num_worlds = 0
+        self._names: Counter[tuple[int, str]] = Counter()
         self._open: set[int] = set()  # begun, and not ended
         self._going: set[int] = set()  # those of them that end by themselves
         self._in_backward: dict[int, list[tuple[int, Heard]]] = {}  # backward pass -> what it has begun
@@ -53,14 +56,24 @@ class Notes:
 
     # --- what a group tells ----------------------------------------------------------------------------------------
 
-    def joined(self, store: Any, rank: int, size: int) -> None:
-        """A group was made. The first one is that of all ranks."""
+    def joined(self, store: Any, rank: int, size: int, is_world: bool) -> None:
+        """A group was made. The first one is that of all ranks, also after `destroy_process_group()`."""
+        self._num_worlds += is_world
         if self._writer is None:
             about = About(rank, size, _run_of(store), _machine(), platform.node(), self._title, time.perf_counter())
             self._writer = Writer(self.folder / f"rank{rank}.jsonl", about)
 
-    def meet(self, name: str, description: str, ranks: Sequence[int]) -> None:
-        self._note("group", name, description, ranks)
+    def id_of_new(self, name: str) -> str:
+        """What a new group is called in the file: the same on all of its ranks, and different from every other group.
+
+        torch uses names again. After `destroy_process_group()` it counts from 0, and a group that is made with
+        use_local_synchronization=True is named after its ranks.
+        """
+        self._names[self._num_worlds, name] += 1
+        return f"{self._num_worlds}:{name}:{self._names[self._num_worlds, name]}"
+
+    def meet(self, group: str, description: str, ranks: Sequence[int]) -> None:
+        self._note("group", group, description, ranks)
 
     def begin(self, group: str, heard: Heard) -> int:
         number = next(self._numbers)

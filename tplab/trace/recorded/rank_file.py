@@ -2,8 +2,8 @@
 
 The first line is about the rank. Each line after it is a list, of which the first word says what follows:
 
-    group  name, description, ranks
-    begin  number, op, name of the group, time, bytes, shape, dtype, line of the program, phase, reduction, peer, tag
+    group  id, description, ranks
+    begin  number, op, id of the group, time, bytes, shape, dtype, line of the program, phase, reduction, peer, tag
     start  number, time                     the GPU has come to it
     end    number, time                     it is done
     drop   number                           it was refused
@@ -140,7 +140,7 @@ class Wait(NamedTuple):
 class RankFile:
     """What is in the file of one rank.
 
-    groups       name -> description, ranks
+    groups       id -> description, ranks
     operations   in the order in which they began
     stop         when the program ended; or the last time in the file, where it was killed
     """
@@ -178,6 +178,8 @@ def _take(found: RankFile, begun: dict[int, Operation], note: Sequence[Any]) -> 
     """Enter one line."""
     kind, *rest = note
     if kind == "group":
+        if rest[0] in found.groups:
+            raise ValueError(f"group {rest[0]!r} is there twice")
         found.groups[rest[0]] = rest[1], tuple(rest[2])
     elif kind == "begin":
         number, op, group, begin, num_bytes, shape, *others = rest

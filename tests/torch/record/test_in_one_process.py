@@ -1,0 +1,42 @@
+"""What a rank notes, looked at without other processes: torch's fake backend answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tplab.torch.record import start
+from tplab.trace import merge
+
+
+@contextmanager
+def world(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_gets_the_name_of_one_before_is_another(tmp_path: Path):
+    """After destroy_process_group, torch names groups from 0 again."""
+    x = torch.ones(4)
+    for rank in range(4):
+        recording = start(tmp_path)
+        for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+            with world(rank, 4):
+                groups = [dist.new_group(pair) for pair in pairs]
+                mine = next(group for pair, group in zip(pairs, groups, strict=True) if rank in pair)
+                dist.all_reduce(x, group=mine)
+        recording.stop()
+    merged = merge(tmp_path)
+    met = {(event.rank, event.group) for event in merged.trace.select(kind="collective").events}
+    first = {(rank, pair) for pair in ((0, 1), (2, 3)) for rank in pair}
+    second = {(rank, pair) for pair in ((0, 2), (1, 3)) for rank in pair}
+    assert met == first | second
+    assert len({event.message for event in merged.trace.select(kind="collective").events}) == 4
