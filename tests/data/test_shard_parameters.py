@@ -313,6 +313,47 @@ def test_tied_frozen_and_shared_parameters(options, checkpoints):
     assert all(found == names and number == len(names) for _, number, found in out.per_rank)
 
 
+class Extractor(nn.Module):
+    """Layers that run without gradients between others that learn."""
+
+    def __init__(self, num_frozen: int, first: int):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(5))
+        self.frozen = range(first, first + num_frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(place not in self.frozen):
+                x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("secondary", [False, True])
+@pytest.mark.parametrize(("num_frozen", "first"), [(2, 0), (2, 1)])
+def test_a_layer_after_one_without_gradients_learns(num_frozen, first, secondary):
+    """What is prefetched while a no_grad layer runs is gathered once, and has its gradient all the same."""
+
+    def program(x, prefetch):
+        about: Any = {"axis": ("node", "gpu"), "reshard_after_forward": "gpu"} if secondary else {"axis": "gpu"}
+        net = lab.shard_parameters(Extractor(num_frozen, first), prefetch=prefetch, **about)
+        net(x).square().mean().backward()
+        return gradients(net)
+
+    x = numbers(12, 5)
+    alone = Extractor(num_frozen, first)
+    alone(torch.tensor(x)).square().mean().backward()
+    mesh = Mesh(node=2, gpu=2) if secondary else Mesh(gpu=2)
+    outs = [lab.run(program, mesh, x, prefetch, in_specs=(P(mesh.axis_names), None)) for prefetch in (True, False)]
+    for out in outs:
+        for place, parameter in enumerate(alone.parameters()):
+            held = [grads[place] for grads in out.per_rank]
+            assert (held[0] is None) == (parameter.grad is None)
+            if parameter.grad is not None:
+                close(torch.cat(held).view(parameter.shape).numpy(), parameter.grad.numpy())
+    assert outs[0].trace.bytes_sent(0) == outs[1].trace.bytes_sent(0)
+
+
 def test_an_error_in_a_layer_leaves_pieces_behind():
     def program(x):
         net = lab.shard_parameters(model())

@@ -94,14 +94,18 @@ class Use:
         self._arriving: Handle | None = None
         self._leaving: Handle | None = None
         self._secondary: Tensor | None = None
-        if group.is_trained and torch.is_grad_enabled():
-            self._token: Tensor | None = _Begin.apply(self, *group.shards)  # type: ignore[assignment]
-        else:
-            self._token = None
-            self.begin_gather()
+        self.begin_gather()
+        self._token = self._begun()
+
+    def _begun(self) -> Tensor | None:
+        """The node that waits for gradients; None where there will be none."""
+        is_wanted = self.group.is_trained and torch.is_grad_enabled()
+        return _Begin.apply(self, *self.group.shards) if is_wanted else None  # type: ignore[return-value]
 
     def arrive(self) -> list[Tensor]:
         """The whole parameters, for the forward pass."""
+        if (self._token is not None) != torch.is_grad_enabled():  # the layer before had another mode
+            self._token = self._begun()
         if self._token is None:
             self.wholes = self.gathered()
         else:
@@ -160,7 +164,7 @@ class Use:
 
 
 class _Begin(torch.autograd.Function):
-    """Forward: the gather begins. Backward: what `_Arrive` began to reduce is waited for.
+    """Forward: the gather has begun. Backward: what `_Arrive` began to reduce is waited for.
 
     Whatever runs between the two nodes overlaps with the message: forward, that is the layer before, and in the
     backward pass, which meets them in reverse order, that layer's backward pass.
@@ -169,7 +173,6 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, use: Use, *shards: Tensor) -> Tensor:
         ctx.use = use
-        use.begin_gather()
         return _token(shards[0])
 
     @staticmethod
