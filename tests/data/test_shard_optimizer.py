@@ -368,27 +368,55 @@ def test_frozen_and_tied_parameters():
 
 
 def test_jax_adds_up_gradients_by_itself():
-    """With jax.grad of replicated parameters an all_reduce comes first: 3 M are sent, and the step is the same."""
+    """With jax.grad of replicated parameters an all_reduce comes first: 3 M are sent, and the step is the same. What it
+    gives is the mean only if the losses' mean was differentiated, which is for the program to say."""
     import jax
     import optax
 
     import tplab.jax as lab
 
-    def program(params, x, y):
-        optimizer = lab.shard_optimizer(jax_adamw(), "dp")
+    def program(params, x, y, **says):
+        optimizer = lab.shard_optimizer(jax_adamw(), "dp", **says)
         mean = lambda *args: lab.all_reduce(jax_loss(*args), "dp", "mean")  # noqa: E731
         updates, _ = optimizer.update(jax.grad(mean)(params, x, y), optimizer.init(params), params)
         return optax.apply_updates(params, updates)
 
     with double(FRAMEWORKS["jax"]()):
         state, (x, y) = start(), batch()
-        out = lab.run(program, Mesh(dp=3), state, x, y, in_specs=(P(), *BOTH), out_specs=P())
+        with pytest.raises(
+            ValueError, match=r"\['bias'\] is the same on every rank of 'dp'.*: is_reduced=True; or make"
+        ):
+            lab.run(program, Mesh(dp=3), state, x, y, in_specs=(P(), *BOTH), out_specs=P())
+        says_so = partial(program, is_reduced=True)
+        out = lab.run(says_so, Mesh(dp=3), state, x, y, in_specs=(P(), *BOTH), out_specs=P())
         for name, want in one_device(1).items():
             close(out.value[name], want, name)
     assert out.trace.bytes_sent(0, op="all_reduce") > 0
     if gathers_alike(FRAMEWORKS["jax"]())[0] == "all_gather":
         assert out.trace.bytes_sent(0, op="all_gather") == 8 * 2 * Pieces(ALL, 3).width
     assert out.trace.bytes_sent(0, op="reduce_scatter") == 0
+
+
+def test_jax_types_and_is_reduced_must_agree():
+    import jax
+
+    import tplab.jax as lab
+
+    def program(params, x, y):
+        optimizer = lab.shard_optimizer(jax_adamw(), "dp", is_reduced=True)
+        return optimizer.reduce_gradients(optimizer.value_and_grad(jax_loss)(params, x, y)[1])
+
+    def added_up_over_nodes(params, x, y):
+        optimizer = lab.shard_optimizer(jax_adamw(), "dp", replicate_axis="node")
+        own = jax.tree.map(lambda p: lab.copy_to(p, "dp"), params)
+        return optimizer.reduce_gradients(jax.grad(jax_loss)(own, x, y))
+
+    state, (x, y) = start(), batch()
+    with pytest.raises(ValueError, match=r"\['bias'\] differs along 'dp' by JAX's types, .* leave is_reduced out"):
+        lab.run(program, Mesh(dp=2), state, x, y, in_specs=(P(), *BOTH))
+    both = P(("node", "dp"))
+    with pytest.raises(ValueError, match=r"\['bias'\] is the same on every rank of 'node'"):
+        lab.run(added_up_over_nodes, Mesh(node=2, dp=2), state, x, y, in_specs=(P(), both, both))
 
 
 @pytest.mark.parametrize("stage", [1, 2])

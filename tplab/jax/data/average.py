@@ -28,23 +28,47 @@ def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None 
     `tokens_per_rank`. Raises ValueError for gradients that JAX has added up already: those of parameters that are the
     same on every rank by their types, whose gradient is a psum.
     """
-    names = this_mesh().names(axis)
+    check_own(gradients, axis)
     leaves, structure = jax.tree.flatten(gradients)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(gradients)[0]]
-    for path, leaf in zip(paths, leaves):
-        same = [name for name in names if name not in varying_axes(leaf)]
-        if same:
-            raise ValueError(
-                f"the gradient{path and ' ' + path} is the same on every rank of {', '.join(map(repr, same))}: JAX has "
-                "added up the ranks' parts, because the parameter is the same on all of them. Differentiate the mean "
-                f"of the losses, all_reduce(loss, {axis!r}, 'mean'), and it is the mean already; or make the parameter "
-                f"each rank's own first, with copy_to(parameter, {axis!r}), outside of what is differentiated"
-            )
     means = list(leaves)
     for bucket in plan_of(leaves, bucket_bytes):
         for index, mean in zip(bucket.indices, mean_of(bucket, [leaves[index] for index in bucket.indices], axis)):
             means[index] = mean
     return structure.unflatten(means)
+
+
+def check_own(gradients: Any, axis: Axis, then: str = "") -> None:
+    """Raises ValueError where JAX has added up a gradient over `axis`. `then`: what to do with one that is the mean."""
+    names = this_mesh().names(axis)
+    along = names[0] if len(names) == 1 else names
+    for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        same = [name for name in names if name not in varying_axes(gradient)]
+        if same:
+            raise ValueError(
+                f"the gradient{named(path)} is the same on every rank of {', '.join(map(repr, same))}: JAX has added "
+                "up the ranks' parts, because the parameter is the same on all of them. Differentiate the mean of the "
+                f"losses, all_reduce(loss, {along!r}, 'mean'), and it is the mean already{then}; or make the parameter "
+                f"each rank's own first, with copy_to(parameter, {along!r}), outside of what is differentiated"
+            )
+
+
+def check_reduced(gradients: Any, axis: Axis) -> None:
+    """Raises ValueError where a gradient differs along `axis` by JAX's types."""
+    names = this_mesh().names(axis)
+    for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        differs = [name for name in names if name in varying_axes(gradient)]
+        if differs:
+            raise ValueError(
+                f"the gradient{named(path)} differs along {', '.join(map(repr, differs))} by JAX's types, and "
+                "is_reduced says that it has been combined there; combine it first (`average_gradients`), or leave "
+                "is_reduced out"
+            )
+
+
+def named(path: Any) -> str:
+    """Of a gradient in a pytree, for a message: " ['w']"; nothing where it is alone."""
+    name = jax.tree_util.keystr(path)
+    return name and f" {name}"
 
 
 def plan_of(arrays: Sequence[Any], bucket_bytes: float | None) -> tuple[Bucket, ...]:

@@ -14,7 +14,6 @@ from jax import Array, lax
 from tplab.data.pieces import Pieces
 from tplab.jax.comm.collectives import Handle, all_gather, all_reduce, axis_index, axis_size, reduce_scatter, start
 from tplab.jax.comm.regions import gather_from
-from tplab.jax.ranks.context import this_mesh, varying_axes
 from tplab.mesh import Axis
 
 Gather = Callable[[Array, Axis], Handle]
@@ -82,11 +81,6 @@ def wholes_in(pieces: Pieces, message: Array) -> list[Array]:
         lax.slice_in_dim(rows[:, column].reshape(-1), 0, size).reshape(shape)
         for column, size, shape in zip(pieces.columns, pieces.sizes, pieces.shapes)
     ]
-
-
-def differs_along(x: Any, axis: Axis) -> bool:
-    """Whether JAX's types say that the ranks of `axis` may hold different values of x."""
-    return not varying_axes(x).isdisjoint(this_mesh().names(axis))
 
 
 def _joined(arrays: Sequence[Array], dim: int = 0) -> Array:

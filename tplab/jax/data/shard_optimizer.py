@@ -17,6 +17,7 @@ def shard_optimizer(
     replicate_axis: Axis | None = None,
     master_dtype: Any = None,
     reduce_dtype: Any = None,
+    is_reduced: bool = False,
     gather: Gather | None = None,
     reduce: Reduce | None = None,
 ) -> ShardedOptimizer:
@@ -33,20 +34,30 @@ def shard_optimizer(
 
     optimizer       one of optax's. What it does to an element may depend on that element alone, as in sgd, adam or
                     adamw: it never sees a whole matrix, so clip_by_global_norm would see the norm of a part
-    op              how gradients are combined: "mean" or "sum". Gradients that are the same on every rank by JAX's
-                    types, as those of jax.grad with respect to replicated parameters, have been added up already:
-                    they are cut, as they are, and nothing is sent for them
+    op              how gradients are combined: "mean" or "sum"
     replicate_axis  across which pieces have copies: gradients are combined along it too
     master_dtype    of the pieces: float32 keeps an exact copy of parameters that are bfloat16
     reduce_dtype    in which gradients travel; by default, their own
+    is_reduced      the gradients have been combined already: by `average_gradients`, or by JAX, which adds up what
+                    jax.grad gives for parameters that are the same on every rank. Nothing is sent for them, and `op` is
+                    not applied: differentiate the mean of the losses, all_reduce(loss, "dp", "mean")
     gather, reduce  what sends: functions as in `tplab.jax.data.pieces`, or None for all_gather and reduce_scatter
 
     states    4 + 12/R bytes per parameter with Adam and master_dtype=float32, where R copies take 16
     sent      reduce_scatter and all_gather: 2(R-1)/R of the parameters by each rank, as much as an all_reduce of the
-              gradients; one message for each parameter. With jax.grad, that all_reduce comes first, and it is
+              gradients; one message for each parameter. With is_reduced, that all_reduce comes first, and it is
               3(R-1)/R in total
+    Raises ValueError, in `update`, for gradients that JAX has added up, unless is_reduced says so.
     Rajbhandari et al. 2020, section 5.1.
     """
     return ShardedOptimizer(
-        optimizer, axis, op, replicate_axis, master_dtype, reduce_dtype, gather or gather_copies, reduce or reduce_rows
+        optimizer,
+        axis,
+        op,
+        replicate_axis,
+        master_dtype,
+        reduce_dtype,
+        gather or gather_copies,
+        reduce or reduce_rows,
+        is_reduced=is_reduced,
     )

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from tplab.data.pieces import Pieces
+from tplab.jax.data.average import check_own, check_reduced
 from tplab.jax.data.pieces import (
     Gather,
     Reduce,
-    differs_along,
     held_of,
     message_of,
     pieces_of,
@@ -56,6 +56,7 @@ class ShardedOptimizer:
     gather: Gather
     reduce: Reduce
     during_backward: bool = False
+    is_reduced: bool = False
 
     def init(self, params: Any) -> dict[str, Any]:
         """The states of this rank's pieces; with a master dtype, also its copy of the parameters."""
@@ -79,8 +80,12 @@ class ShardedOptimizer:
         return updates, {"states": states, "master": master}
 
     def reduce_gradients(self, grads: Any) -> GradientPieces:
-        """This rank's piece of each gradient. What JAX's types have added up already is only cut, as it is."""
-        return GradientPieces(jax.tree.map(self._reduced, grads))
+        """This rank's piece of each gradient; with is_reduced they are only cut."""
+        if self.is_reduced:
+            check_reduced(grads, self._names)
+            return GradientPieces(jax.tree.map(self._cut, grads))
+        check_own(grads, self._names, ": is_reduced=True")
+        return GradientPieces(jax.tree.map(lambda g: self._cutting(g).reduced(g), grads))
 
     def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """As jax.value_and_grad(loss), with respect to the parameters, which come first."""
@@ -114,17 +119,10 @@ class ShardedOptimizer:
         return mesh.names(self.axis) + (mesh.names(self.replicate_axis) if self.replicate_axis is not None else ())
 
     def _pieces(self, params: Any) -> Any:
-        def piece(p: Array) -> Array:
-            pieces = pieces_of([p], self.axis)
-            return held_of(pieces, [p.astype(self.master_dtype or p.dtype)], self.axis)[0]
+        return jax.tree.map(lambda p: self._cut(p.astype(self.master_dtype or p.dtype)), params)
 
-        return jax.tree.map(piece, params)
-
-    def _reduced(self, grad: Array) -> Array:
-        cutting = self._cutting(grad)
-        if not differs_along(grad, self._names):
-            return held_of(cutting.pieces, [grad], self.axis)[0]
-        return cutting.reduced(vary(grad, self._names))
+    def _cut(self, whole: Array) -> Array:
+        return held_of(pieces_of([whole], self.axis), [whole], self.axis)[0]
 
     def _whole(self, piece: Array, like: Array) -> Array:
         row = row_of([piece], piece.dtype)

@@ -12,6 +12,7 @@ from jax import Array
 
 from tplab.data.clipping import EPSILON
 from tplab.jax.data.clipping import gradient_norm
+from tplab.jax.data.pieces import held_of, pieces_of
 from tplab.jax.data.shard_optimizer import shard_optimizer
 from tplab.jax.data.sharded_optimizer import GradientPieces
 from tplab.jax.pipeline.copies import once
@@ -76,10 +77,9 @@ class Optimizer:
 
     def _norm_of_pieces(self, pieces: Stages, stages: Stages) -> Array:
         """Each number of the model once: what is cut of the gradients, times the same cut of ones and zeros."""
-        assert self._sharded is not None
         ones = {kind: vary(jnp.ones_like(x), kind.axes) for kind, x in stages.flat.items()}
-        counts = self._sharded.reduce_gradients(Stages(once(ones, self._blueprints), self._blueprints)).tree
-        counted = {kind: x * counts.flat[kind] for kind, x in pieces.flat.items()}
+        counts = {kind: held_of(pieces_of([x], "dp"), [x], "dp")[0] for kind, x in once(ones, self._blueprints).items()}
+        counted = {kind: x * counts[kind] for kind, x in pieces.flat.items()}
         return gradient_norm(list(counted.values()), [P(self._axes(kind)) for kind in counted])
 
     def _parts(self, stages: Stages) -> Stages:
