@@ -120,7 +120,12 @@ def test_a_file_that_is_cut_off_or_damaged(tmp_path: Path):
     whole = path.read_text()
     path.write_text(whole[:-300])  # in the middle of a line
     merged = merge(tmp_path)
-    assert merged.unfinished == [] and len(merged.trace.select(kind="receive")) == 1  # it was sent, and so it arrives
+    assert merged.unfinished == [
+        "never finished, over 'world':\n  rank 0: all_reduce at train.py:3, which it finished\n"
+        "  rank 1: all_reduce at train.py:3",
+        "the file of rank 1 breaks off: its process was killed, or was still running",
+    ]
+    assert len(merged.trace.select(kind="receive")) == 1  # it was sent, and so it arrives
     assert len(merged.trace.select(kind="wait", rank=1)) < len(merged.trace.select(kind="wait", rank=0))
     lines = whole.splitlines()
     path.write_text("\n".join([*lines[:3], '["end", 99, 1.0]', *lines[3:], ""]))
@@ -137,7 +142,9 @@ def test_what_was_never_done_is_said(tmp_path: Path):
         path.write_text("\n".join([*lines, last, ""]))
     merged = merge(tmp_path)
     assert merged.unfinished == [
-        "never done, over 'world':\n  rank 0: all_reduce at train.py:7\n  rank 1: barrier at train.py:9"
+        "the ranks called different collectives, over 'world':\n"
+        "  rank 0: all_reduce at train.py:7\n  rank 1: barrier at train.py:9",
+        "the files of ranks 0, 1 break off: their processes were killed, or were still running",
     ]
     assert merged.trace.select(op="barrier").events[0].where == "train.py:9"
 

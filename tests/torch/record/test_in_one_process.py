@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tplab.torch.record import start
+from tplab.torch.record.listener import Heard
+from tplab.torch.record.notes import Notes
+from tplab.torch.record.work import Watched
 from tplab.trace import merge
+from tplab.trace.recorded.rank_file import ANY, read
 
 
 @contextmanager
@@ -40,3 +44,33 @@ def test_a_group_that_gets_the_name_of_one_before_is_another(tmp_path: Path):
     second = {(rank, pair) for pair in ((0, 2), (1, 3)) for rank in pair}
     assert met == first | second
     assert len({event.message for event in merged.trace.select(kind="collective").events}) == 4
+
+
+class Polled(dist.Work):
+    """The work of a message, on a backend that has no futures: done when it is asked for the second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.asked == 2
+
+    def get_future(self) -> None:
+        raise NotImplementedError
+
+    def _source_rank(self) -> int:
+        return 1
+
+
+def test_a_message_that_is_asked_for_until_it_is_there(tmp_path: Path):
+    notes = Notes(tmp_path)
+    notes.joined(None, 0, 2, is_world=True)
+    notes.meet("0", "default_pg", [0, 1])
+    heard = Heard("receive", 8, (1,), "float64", "", ANY, 0, True, False)
+    work = Watched(notes, [(notes.begin("0", heard), heard)], Polled(), lambda position: position)
+    assert [work.is_completed(), work.is_completed()] == [False, True]
+    notes.close()
+    (received,) = read(tmp_path / "rank0.jsonl").operations
+    assert received.peer == 1 and received.end is not None

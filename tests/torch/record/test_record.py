@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -137,9 +138,9 @@ def test_a_rank_that_is_killed_leaves_its_file(tmp_path: Path):
     assert torchrun(2, "train.py", cwd=tmp_path, check=False).returncode
     merged = merge(tmp_path / "traces")
     assert [event.op for event in merged.trace.select(rank=1, kind="collective").events] == ["all_reduce"]
-    assert merged.unfinished == [
-        "never done, over 'world':\n  rank 0: broadcast at train.py:11\n  rank 1 did not come to it"
-    ]
+    hang, broken = merged.unfinished
+    assert hang == "never finished, over 'world':\n  rank 0: broadcast at train.py:11\n  rank 1 never reached it"
+    assert re.match(r"the files? of ranks? (0, )?1 breaks? off", broken)  # torchrun may end rank 0 by force too
 
 
 def test_a_recording_has_to_begin_before_torch_distributed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from tplab.torch.distributed.asked import Asked
 from tplab.torch.private import group_tables
-from tplab.torch.record.listener import ANY, Heard, Listener
+from tplab.torch.record.listener import Heard, Listener
 from tplab.torch.record.notes import Notes
 from tplab.torch.record.work import Watched
+from tplab.trace.recorded.rank_file import ANY
 
 
 class _IsAnyGroup(type(dist.ProcessGroup)):

@@ -12,9 +12,7 @@ from tplab.torch.distributed.asked import Asked, Put, several
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.values import dtype_name
-
-ANY = -1
-"""The source of a message that may come from any rank."""
+from tplab.trace.recorded.rank_file import ANY
 
 
 class Heard(NamedTuple):

@@ -7,8 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from tplab.torch.private import c10d_C, graph_task
-from tplab.torch.record.listener import ANY, Heard
+from tplab.torch.record.listener import Heard
 from tplab.torch.record.notes import Notes
+from tplab.trace.recorded.rank_file import ANY
 
 
 class Watched(c10d_C.Work):
@@ -19,9 +20,11 @@ class Watched(c10d_C.Work):
         self._notes, self._begun, self._work, self._rank_at = notes, begun, work, rank_at
         first = begun[0][1]
         self._is_cuda = first.is_cuda
+        self._tells_its_end = False
         if first.is_async and (first.is_cuda or first.peer is None):
             with suppress(RuntimeError, NotImplementedError):  # not every backend has futures
                 work.get_future().add_done_callback(self._done)
+                self._tells_its_end = True
 
     def _done(self, future: Any) -> None:
         """Called when it is done, by the thread that has done it."""
@@ -41,6 +44,13 @@ class Watched(c10d_C.Work):
         self._work.synchronize()
         self._notes.waited(self._begun, start)
 
+    def is_completed(self) -> bool:
+        is_completed = self._work.is_completed()
+        if is_completed and not self._tells_its_end:
+            self._note_source()
+            self._notes.end(self._begun)
+        return is_completed
+
     def get_future(self) -> Any:
         """The real future. DistributedDataParallel waits for it in C++, at the end of the backward pass."""
         if graph_task() != -1 and not self._is_cuda:
@@ -57,9 +67,6 @@ class Watched(c10d_C.Work):
 
     def block_current_stream(self) -> None:
         self._work.block_current_stream()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
 
     def is_success(self) -> bool:
         return self._work.is_success()

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tplab.trace.recorded.rank_file import Operation, RankFile
+from tplab.trace.recorded.rank_file import ANY, Operation, RankFile
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ def meetings_of(files: Sequence[RankFile]) -> list[Meeting]:
             _, members = file.groups[operation.group]
             tag = None
             if (peer := operation.peer) is not None:
-                if peer < 0:
+                if peer == ANY:
                     continue  # a receive from any rank, to which nothing came
                 members = (rank, peer) if operation.op == "send" else (peer, rank)
                 tag = operation.tag

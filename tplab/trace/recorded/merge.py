@@ -14,6 +14,7 @@ from tplab.trace.label import UNKNOWN
 from tplab.trace.recorded.clocks import advances
 from tplab.trace.recorded.meetings import Meeting, meetings_of
 from tplab.trace.recorded.rank_file import RankFile, read
+from tplab.trace.recorded.unfinished import unfinished
 from tplab.trace.trace import Trace
 from tplab.units import time_text
 
@@ -26,7 +27,8 @@ class Merged:
 
     trace        what all ranks did, in seconds from the first operation on
     doubt        by how many seconds the clocks of two ranks may differ at most; 0 on one machine
-    unfinished   what was not done when the files end, and who is in it: the reason why a run hung
+    unfinished   what was not finished when the files end, and which ranks are in it: the reason why a run hung. Also
+                 collectives of which the ranks called different ones, and files that break off
     """
 
     trace: Trace
@@ -57,7 +59,7 @@ def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
     _leave_out_the_start(files, offsets)
     journals = _journals(files, meetings, mesh)
     journals = [journal.shift(offset) for journal, offset in zip(journals, offsets, strict=True)]
-    return Merged(trace_of(journals, mesh, files[0].about.title), doubt, [*_unfinished(files, meetings, mesh)])
+    return Merged(trace_of(journals, mesh, files[0].about.title), doubt, [*unfinished(files, meetings, mesh)])
 
 
 # --- the files -------------------------------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def _read_all(folder: Path) -> list[RankFile]:
         what = f"there is no folder {folder}" if not folder.is_dir() else f"{folder} has no files rank*.jsonl"
         raise TraceError(f"{what}; tplab.torch.record writes one for each rank of a run")
     files = [read(path) for path in paths]
-    newest = max(files, key=lambda file: paths[files.index(file)].stat().st_mtime)
+    _, newest = max(zip(paths, files, strict=True), key=lambda pair: pair[0].stat().st_mtime)
     for path, file in zip(paths, files, strict=True):
         if (file.about.run, file.about.world) != (newest.about.run, newest.about.world):
             raise TraceError(
@@ -221,22 +223,3 @@ def _apart(file: RankFile) -> Iterator[tuple[float, float]]:
         if wait.end > until:
             yield max(wait.start, until), wait.end
             until = wait.end
-
-
-def _unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh) -> Iterator[str]:
-    """In words, what was not done when the files end."""
-    for meeting in meetings:
-        sides = meeting.sides
-        waiting = [rank for rank, side in sides.items() if side.end is None]
-        ops = {side.op for side in sides.values()}
-        absent = [rank for rank in meeting.members if rank not in sides]
-        if (len(ops) > 1 and not meeting.is_message) or (waiting and (absent or len(waiting) == len(sides))):
-            group = label_of(files[next(iter(sides))].groups[meeting.name][1], mesh)
-            lines = [f"  rank {rank}: {side.op} at {side.where}" for rank, side in sorted(sides.items())]
-            if absent:
-                lines.append(f"  {_names(absent)} did not come to it")
-            yield "\n".join([f"never done, over {group!r}:", *lines])
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -33,6 +33,10 @@ WRITE_EVERY = 0.25
 """Seconds: so much of what a rank noted is lost at most when its process is killed."""
 
 
+ANY = -1
+"""The source of a message that may come from any rank."""
+
+
 class About(NamedTuple):
     """Whose file it is.
 
@@ -143,6 +147,7 @@ class RankFile:
     groups       id -> description, ranks
     operations   in the order in which they began
     stop         when the program ended; or the last time in the file, where it was killed
+    has_ended    whether the program came to its end, be it by an error
     """
 
     about: About

@@ -1,0 +1,52 @@
+"""What was not finished when the files of a real run end, in words: the reason why it hung."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tplab.mesh import Mesh, label_of
+from tplab.trace.recorded.meetings import Meeting
+from tplab.trace.recorded.rank_file import ANY, RankFile
+
+
+def unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh) -> Iterator[str]:
+    """What some rank did not finish, and which ranks are in it; where the ranks called different collectives; and
+    whose files break off."""
+
+    def over(rank: int, group: str) -> str:
+        return f"over {label_of(files[rank].groups[group][1], mesh)!r}:"
+
+    for meeting in meetings:
+        sides = meeting.sides
+        is_mismatch = len({side.op for side in sides.values()}) > 1 and not meeting.is_message
+        is_waiting = any(side.end is None for side in sides.values()) and not _has_arrived(meeting)
+        if not is_mismatch and not is_waiting:
+            continue
+        what = "the ranks called different collectives" if is_mismatch else "never finished"
+        lines = [f"{what}, {over(next(iter(sides)), meeting.name)}"]
+        for rank, side in sorted(sides.items()):
+            is_done = is_waiting and side.end is not None
+            lines.append(f"  rank {rank}: {side.op} at {side.where}{', which it finished' if is_done else ''}")
+        if absent := [rank for rank in meeting.members if rank not in sides]:
+            lines.append(f"  {_names(absent)} never reached it")
+        yield "\n".join(lines)
+    for rank, file in enumerate(files):
+        for one in file.operations:
+            if one.peer == ANY and one.end is None:
+                what = f"never finished, {over(rank, one.group)}"
+                yield f"{what}\n  rank {rank}: {one.op} from any rank at {one.where}"
+    broken = [rank for rank, file in enumerate(files) if not file.has_ended]
+    if len(broken) == 1:
+        yield f"the file of {_names(broken)} breaks off: its process was killed, or was still running"
+    elif broken:
+        yield f"the files of {_names(broken)} break off: their processes were killed, or were still running"
+
+
+def _has_arrived(meeting: Meeting) -> bool:
+    """A message that was received was sent, whether or not the program waited for that."""
+    target = meeting.sides.get(meeting.members[1]) if meeting.is_message else None
+    return target is not None and target.end is not None
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
