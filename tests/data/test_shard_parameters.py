@@ -16,6 +16,7 @@ from tests.sharded import close, double, numbers
 from tplab import Mesh, P
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, elements_sent, state_bytes
+from tplab.errors import MeshError, RankError
 from tplab.trace.overlap import overlap
 from tplab.trace.traffic import Traffic
 
@@ -381,6 +382,39 @@ def test_what_is_no_unit(make, units, message):
 
     with pytest.raises(Exception, match=message):
         lab.run(program, Mesh(dp=2))
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("shard", "options", "message"),
+    [
+        ("parameters", {"reshard_after_forward": "tp"}, "reshard_after_forward is 'tp', and axis is 'dp': .* part of"),
+        ("parameters", {"reshard_after_forward": ("dp", "tp")}, "must name axes that are part of"),
+        ("parameters", {"replicate_axis": "dp"}, "replicate_axis is 'dp', and axis is 'dp': .* not in axis"),
+        ("optimizer", {"axis": ("dp", "tp"), "replicate_axis": "tp"}, r"replicate_axis is 'tp', and axis is \('dp'"),
+        ("gradients", {"replicate_axis": ("tp", "dp")}, "not in axis"),
+    ],
+)
+def test_axes_that_do_not_go_together(name, shard, options, message):
+    fw = FRAMEWORKS[name]()
+    fn = getattr(fw.lab, f"shard_{shard}")
+
+    def of_torch(x, y):
+        if shard == "parameters":
+            fn(model(), **options)
+        else:
+            fn(torch_adamw, model().parameters(), **options)
+
+    def of_jax(x, y):
+        params = {n: fw.array(v) for n, v in start()[0].items()}
+        if shard == "parameters":
+            net = fn(jax_layer, **options)
+            return net(net.shard(params), x)
+        return fn(jax_adamw(), **options).value_and_grad(lambda p: jax_layer(p, x).sum())(params)[0]
+
+    program = of_torch if name == "torch" else of_jax
+    with pytest.raises((MeshError, RankError), match=message):
+        fw.lab.run(program, Mesh(dp=2, tp=2), fw.array(X), fw.array(Y), in_specs=P(("dp", "tp")))
 
 
 # ----------------------------------------------------------------------------------------------------- memory and time

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tplab.data.axes import data_axes
 from tplab.data.pieces import Pieces
 from tplab.jax.data.average import check_own, check_reduced
 from tplab.jax.data.pieces import (
@@ -115,8 +116,7 @@ class ShardedOptimizer:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        mesh = this_mesh()
-        return mesh.names(self.axis) + (mesh.names(self.replicate_axis) if self.replicate_axis is not None else ())
+        return data_axes(this_mesh(), self.axis, self.replicate_axis)
 
     def _pieces(self, params: Any) -> Any:
         return jax.tree.map(lambda p: self._cut(p.astype(self.master_dtype or p.dtype)), params)

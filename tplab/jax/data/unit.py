@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from tplab.data.axes import data_axes
 from tplab.data.pieces import Pieces
 from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.jax.data.pieces import (
@@ -75,8 +76,7 @@ class About:
 
     def names(self) -> tuple[str, ...]:
         """The axes along which ranks have other data."""
-        mesh = this_mesh()
-        return mesh.names(self.axis) + (mesh.names(self.replicate_axis) if self.replicate_axis is not None else ())
+        return data_axes(this_mesh(), self.axis, self.replicate_axis, self.secondary_axis)
 
     def shard(self, whole: Array) -> Sharded:
         """This rank's piece of a parameter."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tplab.mesh import Axis
 from tplab.torch.data.pieces import Gather, Reduce
 from tplab.torch.data.unit import About, Group, Model, Sites, Unit
-from tplab.torch.ranks.rank import this_rank
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -67,7 +66,6 @@ def shard_parameters(
     more. What autocast makes of whole parameters is kept: give compute_dtype instead.
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
-    this_rank().place(axis)
     about = About(
         axis, op, reshard_after_forward, prefetch, replicate_axis, compute_dtype, reduce_dtype, gather, reduce
     )

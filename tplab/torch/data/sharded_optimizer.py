@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tplab.data.axes import data_axes
 from tplab.data.buckets import Gradient, buckets_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
@@ -26,6 +27,7 @@ from tplab.torch.data.pieces import (
     wholes_in,
 )
 from tplab.torch.private import storage_id
+from tplab.torch.ranks.rank import this_rank
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 """What torch's optimizers take: parameters, or groups of them with options."""
@@ -152,6 +154,7 @@ class About:
         gather: Gather | None,
         reduce: Reduce | None,
     ):
+        data_axes(this_rank().mesh, axis, replicate_axis)
         self.axis, self.op, self.replicate_axis, self.is_reduced = axis, op, replicate_axis, is_reduced
         self.master_dtype, self.reduce_dtype, self.bucket_bytes = master_dtype, reduce_dtype, bucket_bytes
         self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tplab.data.axes import data_axes
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
 from tplab.torch.data.pieces import (
@@ -50,6 +51,7 @@ class About:
         self.reshards, self.secondary_axis = reshard_after_forward is not False, None
         if not isinstance(reshard_after_forward, bool):
             self.secondary_axis = reshard_after_forward
+        data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
 
