@@ -270,6 +270,13 @@ def test_what_is_wrong_is_said():
     p = {"w": nn.Parameter(torch.zeros(2))}
     with pytest.raises(SpecError, match="specs say nothing of parameter 'w'; give a P for every parameter"):
         norm_of(p, 1.0, {"v": P()})
+    for wrong in ({"w": P(), "frozen": None}, {"w": ("tp",)}):
+        with pytest.raises(
+            SpecError, match=r"specs has .* where a P belongs; P\(\) stands for all of it on every rank"
+        ):
+            norm_of(p, 1.0, wrong)
+    with pytest.raises(SpecError, match=r"specs is P\(\); give a P by the name of each parameter, \{'weight': P\(\)\}"):
+        norm_of(p, 1.0, P())
     with pytest.raises(RankError, match="max_norm is -1"):
         norm_of(p, -1)
     with pytest.raises(RankError, match="norm_type is 0; it must be above 0"):
@@ -284,8 +291,10 @@ def test_jax_types_say_where_specs_are_wrong():
     fw = FRAMEWORKS["jax"]()
     w, norm = fw.array(np.ones(4)), fw.lab.gradient_norm
     with pytest.raises(
-        SpecError, match=r"\['w'\] differs along 'dp' by JAX's types, and P\(\) says .*: average|average"
+        SpecError, match=r"\['w'\] differs along 'dp' by JAX's types, and P\(\) says .*; average it first"
     ):
         fw.lab.run(lambda w: norm({"w": w}), Mesh(dp=2), w, in_specs=P("dp"))
     with pytest.raises(SpecError, match=r"\['w'\] is the same along 'dp' by JAX's types, and P\('dp'\) says"):
         fw.lab.run(lambda w: norm({"w": w}, {"w": P("dp")}), Mesh(dp=2), w)
+    with pytest.raises(SpecError, match="specs has 'dp' where a P belongs"):
+        fw.lab.run(lambda w: norm({"w": w}, {"w": "dp"}), Mesh(dp=2), w)

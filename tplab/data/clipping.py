@@ -45,10 +45,27 @@ def spec_of(name: Any, specs: Mapping[Any, Any] | None, what: str) -> P:
     return spec
 
 
-def cut_along(specs: Iterable[P], mesh: Mesh, more: Iterable[str] = ()) -> tuple[str, ...]:
-    """The axes along which ranks hold different elements, in the mesh's order."""
-    named = {name for spec in specs for name in spec.axis_names} | set(more)
-    mesh.names(tuple(named)) if named else ()
+def specs_in(specs: Any) -> list[Any]:
+    """What stands in {name: P}, if there is one. Raises SpecError for what has no names."""
+    if specs is None:
+        return []
+    if not isinstance(specs, Mapping):
+        raise SpecError(
+            f"specs is {specs!r}; give a P by the name of each parameter, {{'weight': P()}}; for Stages, by stage and "
+            "name, {0: {'weight': P()}}"
+        )
+    return list(specs.values())
+
+
+def cut_along(specs: Iterable[Any], mesh: Mesh, more: Iterable[str] = ()) -> tuple[str, ...]:
+    """The axes along which ranks hold different elements, in the mesh's order. Raises SpecError, MeshError."""
+    named = set(more)
+    for spec in specs:
+        if not isinstance(spec, P):
+            raise SpecError(f"specs has {spec!r} where a P belongs; P() stands for all of it on every rank")
+        named |= set(spec.axis_names)
+    if named:
+        mesh.names(tuple(named))  # are there such axes?
     return tuple(name for name in mesh.axis_names if name in named)
 
 

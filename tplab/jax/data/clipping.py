@@ -15,7 +15,7 @@ from tplab.jax.comm.collectives import all_reduce, axis_index
 from tplab.jax.pipeline.copies import once
 from tplab.jax.pipeline.stages import Stages
 from tplab.jax.ranks.context import this_mesh, varying_axes
-from tplab.jax.ranks.specs import spread
+from tplab.jax.ranks.specs import check, spread
 from tplab.sharding import P
 
 
@@ -70,6 +70,7 @@ def _pieces(gradients: Any, specs: Any) -> list[tuple[Array, P]]:
         each = [(f" of Stages, {kind.dtype}", x, P(kind.axes)) for kind, x in flat.items()]
     else:
         leaves = jax.tree_util.tree_flatten_with_path(gradients)[0]
+        check(specs, "specs", this_mesh())
         lie = spread(P() if specs is None else specs, gradients, "specs")
         each = [(f" {jax.tree_util.keystr(path)}", x, spec) for (path, x), spec in zip(leaves, lie)]
     for name, x, spec in each:

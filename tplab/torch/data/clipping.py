@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_along, root, spec_of
+from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_along, root, spec_of, specs_in
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.data.parameters import Key, Model, Named, check_dense, text, trainable
@@ -81,13 +81,13 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
     more: tuple[str, ...] = ()
     if isinstance(model, Stages):
         more, elsewhere = mesh.names(model.axis), _counted_elsewhere(model, mesh.index(rank, model.axis))
-        all_specs = [spec for of_stage in (specs or {}).values() for spec in of_stage.values()]
+        all_specs = [spec for of_stage in specs_in(specs) for spec in specs_in(of_stage)]
     elif isinstance(model, Mapping) and any(isinstance(module, nn.Module) for module in model.values()):
         raise TypeError(
             "these are stages of a pipeline, and nothing says along which axis it runs; give what stages_of made"
         )
     else:
-        all_specs = list((specs or {}).values())
+        all_specs = specs_in(specs)
     axes = cut_along(all_specs, mesh, more)
     named = trainable(model)
     counted = []
