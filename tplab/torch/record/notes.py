@@ -52,7 +52,7 @@ class Notes:
             time.sleep(0.01)
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close(time.perf_counter())
+            writer.close(time.perf_counter(), deadline - time.monotonic())
 
     # --- what a group tells ----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ The first line is about the rank. Each line after it is a list, of which the fir
     begin  number, op, id of the group, time, bytes, shape, dtype, line of the program, phase, reduction, peer, tag
     start  number, time                     the GPU has come to it
     end    number, time                     it is done
-    drop   number                           it was refused
+    drop   number                           it was refused; other notes about it may follow, and say nothing
     from   number, rank                     a message from any rank has come from this one
     wait   number, time, time, line         the rank stood still until it was done
     stop   time                             the program has ended
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,14 +82,18 @@ class Writer:
     def note(self, *fields: Any) -> None:
         self._notes.append(fields)
 
-    def close(self, time: float) -> None:
-        """The program has ended."""
+    def close(self, now: float, patience: float = 0.0) -> None:
+        """The program has ended. Times that are not known yet are waited for, `patience` seconds at most."""
         if os.getpid() != self._process or self._is_over.is_set():
             return  # a copy of the process (after a fork) leaves the file alone
-        self.note("stop", time)
+        deadline = time.monotonic() + patience
+        self.note("stop", now)
         self._is_over.set()
         self._thread.join()
         self._write()
+        while self._later and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._write()
         self._file.close()
 
     def _write_on(self) -> None:
@@ -102,13 +107,22 @@ class Writer:
                 notes.append(self._notes.popleft())
             lines = []
             for note in notes:
-                known = tuple(field.seconds() or field if isinstance(field, Later) else field for field in note)
+                try:
+                    known = tuple(_known(field) for field in note)
+                except Exception:  # the GPU has failed, and will never tell
+                    continue
                 if any(isinstance(field, Later) for field in known):
                     self._later.append(known)
                 else:
                     lines.append(json.dumps(known) + "\n")
             self._file.write("".join(lines))
             self._file.flush()
+
+
+def _known(field: Any) -> Any:
+    """The field, or the time that it was waiting for."""
+    seconds = field.seconds() if isinstance(field, Later) else None
+    return field if seconds is None else seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -170,16 +184,17 @@ def read(path: Path) -> RankFile:
         raise TraceError(f"{path} is not the file of a rank: its first line does not say {FORMAT!r}") from None
     found.stop = found.about.start
     begun: dict[int, Operation] = {}
+    dropped: set[int] = set()
     for number, line in enumerate(lines[1:-1], 2):  # what follows the last newline was not written to its end
         try:
-            _take(found, begun, json.loads(line))
+            _take(found, begun, dropped, json.loads(line))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise TraceError(f"{path}, line {number} is damaged: {type(error).__name__}: {error}") from None
     found.operations = list(begun.values())
     return found
 
 
-def _take(found: RankFile, begun: dict[int, Operation], note: Sequence[Any]) -> None:
+def _take(found: RankFile, begun: dict[int, Operation], dropped: set[int], note: Sequence[Any]) -> None:
     """Enter one line."""
     kind, *rest = note
     if kind == "group":
@@ -192,6 +207,9 @@ def _take(found: RankFile, begun: dict[int, Operation], note: Sequence[Any]) -> 
         found.stop = max(found.stop, begin)
     elif kind == "drop":
         del begun[rest[0]]
+        dropped.add(rest[0])
+    elif rest[0] in dropped:
+        return
     elif kind == "from":
         begun[rest[0]].peer = rest[1]
     elif kind == "start":
