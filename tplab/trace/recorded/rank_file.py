@@ -208,7 +208,7 @@ def _take(found: RankFile, begun: dict[int, Operation], dropped: set[int], note:
     elif kind == "drop":
         del begun[rest[0]]
         dropped.add(rest[0])
-    elif rest[0] in dropped:
+    elif kind != "stop" and rest[0] in dropped:
         return
     elif kind == "from":
         begun[rest[0]].peer = rest[1]
