@@ -144,16 +144,25 @@ def test_bytes_are_counted_to_the_last_one(fw, bits, block):
 # ------------------------------------------------------------------------------------------------------- gradients
 
 
+def caller(lab, is_begun):
+    """Calls a collective, or `start` and `wait` in its place."""
+    start = lambda op, x, *args, **kwargs: lab.start(op, x, *args, **kwargs).wait()  # noqa: E731
+    return start if is_begun else lambda op, x, *args, **kwargs: op(x, *args, **kwargs)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("inside", [None, "gpu"])
-def test_gradients_are_those_of_the_plain_ones(fw, inside):
+def test_gradients_are_those_of_the_plain_ones(fw, inside, is_begun):
     xs, weights = normals(MESH, (6, 2)), normals(MESH, (36, 2), 10)
+    do = caller(fw.lab, is_begun)
 
     def program(x, w):
         quantized = {"bits": 4, "block": BLOCK, "inside": inside}
         index = fw.lab.axis_index(AXIS)
-        loss = lambda x: (fw.lab.quantized_all_gather(x, AXIS, **quantized) * w).sum()  # noqa: E731
+        loss = lambda x: (do(fw.lab.quantized_all_gather, x, AXIS, **quantized) * w).sum()  # noqa: E731
         plain = lambda x: (fw.lab.all_gather(x, AXIS) * w).sum()  # noqa: E731
-        total = lambda x: (fw.lab.quantized_reduce_scatter(x, AXIS, 0, "mean", **quantized) * (1 + index)).sum()  # noqa: E731
+        reduced = lambda x: do(fw.lab.quantized_reduce_scatter, x, AXIS, 0, "mean", **quantized)  # noqa: E731
+        total = lambda x: (reduced(x) * (1 + index)).sum()  # noqa: E731
         plain_total = lambda x: (fw.lab.reduce_scatter(x, AXIS, 0, "mean") * (1 + index)).sum()  # noqa: E731
         return [fw.gradients(fn, x)[0] for fn in (loss, plain, total, plain_total)]
 
@@ -166,21 +175,35 @@ def test_gradients_are_those_of_the_plain_ones(fw, inside):
 # --------------------------------------------------------------------------------------------------- what is wrong
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize(
     "wrong, error, message",
     [
+        (lambda do, lab, x: do(lab.quantized_all_gather, x, AXIS, inside=AXIS), MeshError, r"inside must name some of"),
         (
-            lambda lab, x: lab.quantized_all_gather(x, AXIS, inside=AXIS),
+            lambda do, lab, x: do(lab.quantized_all_gather, x, "node", inside="gpu"),
             MeshError,
-            r"inside must name some of the axes",
+            r"inside is 'gpu', and axis",
         ),
-        (lambda lab, x: lab.quantized_all_gather(x, "node", inside="gpu"), MeshError, r"inside is 'gpu', and axis"),
-        (lambda lab, x: lab.quantized_reduce_scatter(x, "gpu"), ShapeError, r"dim 0 has size 4, which the 3 ranks"),
-        (lambda lab, x: lab.quantized_reduce_scatter(x, "node", 0, "max"), ValueError, r"op is 'max'; .* sum, mean"),
-        (lambda lab, x: lab.quantized_all_gather(x, "node", bits=3), ValueError, r"bits is 3; it must be 8 or 4"),
+        (
+            lambda do, lab, x: do(lab.quantized_reduce_scatter, x, "gpu"),
+            ShapeError,
+            r"dim 0 has size 4, which the 3 ranks",
+        ),
+        (
+            lambda do, lab, x: do(lab.quantized_reduce_scatter, x, "node", 0, "max"),
+            ValueError,
+            r"op is 'max'; .* sum, mean",
+        ),
+        (
+            lambda do, lab, x: do(lab.quantized_all_gather, x, "node", bits=3),
+            ValueError,
+            r"bits is 3; it must be 8 or 4",
+        ),
     ],
 )
-def test_what_is_wrong_is_said(fw, wrong, error, message):
+def test_what_is_wrong_is_said(fw, wrong, error, message, is_begun):
+    do = caller(fw.lab, is_begun)
     with pytest.raises((error, RuntimeError), match=message) as info:
-        fw.lab.run(lambda x: wrong(fw.lab, x), MESH, fw.array(np.zeros((4, 10), np.float32)))
+        fw.lab.run(lambda x: wrong(do, fw.lab, x), MESH, fw.array(np.zeros((4, 10), np.float32)))
     assert isinstance(info.value.__cause__ or info.value, error)

@@ -41,8 +41,7 @@ def quantized_all_gather(
     backward  dx = reduce_scatter(dy), in full: as if nothing had been rounded
     Every rank gives as many elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023, section 3.1.
     """
-    dim = dim_of(check_tensor("quantized_all_gather", x), dim, "quantized_all_gather")
-    return _Gathered.apply(x, axis, dim, bits, block, inside)  # type: ignore[return-value]
+    return _Gathered.apply(x, axis, dim, bits, block, inside, None)  # type: ignore[return-value]
 
 
 def quantized_reduce_scatter(
@@ -70,17 +69,15 @@ def quantized_reduce_scatter(
     Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
     Wang et al. 2023, section 3.3.
     """
-    dim = dim_of(check_tensor("quantized_reduce_scatter", x), dim, "quantized_reduce_scatter")
-    one_of("op", op, ("sum", "mean"))
-    check_divides("quantized_reduce_scatter", x, dim, this_rank().place(axis))
-    return _Reduced.apply(x, axis, dim, op, bits, block, inside)  # type: ignore[return-value]
+    return _Reduced.apply(x, axis, dim, op, bits, block, inside, None)  # type: ignore[return-value]
 
 
 # --- on their way -----------------------------------------------------------------------------------------------------
 
 
 class Gathering(Handle):
-    """A quantised all_gather that has been started: across nodes, where there are two levels."""
+    """A quantised all_gather that has been started: across nodes, where there are two levels. Its gradient's
+    reduce_scatter begins and ends where the backward pass comes to `wait`."""
 
     def __init__(
         self,
@@ -92,7 +89,10 @@ class Gathering(Handle):
         block: int | None = 256,
         inside: Axis | None = None,
     ):
-        self.like, self.dim, self.bits, self.block = x.detach(), dim_of(x, dim, "quantized_all_gather"), bits, block
+        dim = dim_of(check_tensor("quantized_all_gather", x), dim, "quantized_all_gather")
+        self.x = x if torch.is_grad_enabled() else x.detach()
+        self.about = axis, dim, bits, block, inside
+        self.like, self.dim, self.bits, self.block = x.detach(), dim, bits, block
         self.levels = _levels(axis, inside)
         first = axis if self.levels is None else self.levels.across
         self.pending = [start(all_gather, part, first) for part in _encoded(self.like.reshape(1, -1), bits, block)]
@@ -102,6 +102,10 @@ class Gathering(Handle):
         return [pending.wait() for pending in self.pending]
 
     def wait(self) -> Tensor:
+        return _Gathered.apply(self.x, *self.about, self)  # type: ignore[return-value]
+
+    def landed(self) -> Tensor:
+        """What has arrived, to which no gradient flows."""
         return self.joined(self.crossed())
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
@@ -113,7 +117,8 @@ class Gathering(Handle):
 
 
 class Reducing(Handle):
-    """A quantised reduce_scatter that has been started: inside the node, where there are two levels."""
+    """A quantised reduce_scatter that has been started: inside the node, where there are two levels. Its gradient's
+    all_gather begins and ends where the backward pass comes to `wait`."""
 
     def __init__(
         self,
@@ -126,21 +131,30 @@ class Reducing(Handle):
         block: int | None = 256,
         inside: Axis | None = None,
     ):
+        dim = dim_of(check_tensor("quantized_reduce_scatter", x), dim, "quantized_reduce_scatter")
+        one_of("op", op, ("sum", "mean"))
+        check_divides("quantized_reduce_scatter", x, dim, this_rank().place(axis))
+        self.x = x if torch.is_grad_enabled() else x.detach()
+        self.about = axis, dim, op, bits, block, inside
         num_ranks = axis_size(axis)
         self.bits, self.block, self.divisor = bits, block, num_ranks if op == "mean" else 1
         self.levels = _levels(axis, inside)
         pieces = torch.stack(x.detach().chunk(num_ranks, dim))
-        self.like = pieces[0]
+        self.shape = pieces[0].shape
         rows, first = pieces.reshape(num_ranks, -1), axis
         if self.levels is not None:
             rows, first = _inside_first(rows, self.levels), self.levels.inside
         self.arriving = self._sent(rows, first)
 
     def wait(self) -> Tensor:
+        return _Reduced.apply(self.x, *self.about, self)  # type: ignore[return-value]
+
+    def landed(self) -> Tensor:
+        """What has arrived, to which no gradient flows."""
         total = self.arriving()
         if self.levels is not None:
             total = self._sent(total, self.levels.across)()
-        return (total / self.divisor if self.divisor > 1 else total).reshape(self.like.shape).to(self.like.dtype)
+        return (total / self.divisor if self.divisor > 1 else total).reshape(self.shape).to(self.x.dtype)
 
     def _sent(self, rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
         """Rows [R k, n], k for each rank, leave   ->   what waits for the sum [k, n] of those for this rank."""
@@ -186,37 +200,52 @@ def _in_order(spread: Tensor, levels: Levels) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Forward: gathered as codes. Backward: reduce_scatter, in full."""
+    """Forward: gathered as codes, now or since `begun`. Backward: reduce_scatter, in full."""
 
     @staticmethod
-    def forward(x: Tensor, axis: Axis, dim: int, bits: int | None, block: int | None, inside: Axis | None) -> Tensor:
-        return Gathering(x, axis, dim, bits=bits, block=block, inside=inside).wait()
+    def forward(
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+        bits: int | None,
+        block: int | None,
+        inside: Axis | None,
+        begun: Gathering | None,
+    ) -> Tensor:
+        return (begun or Gathering(x, axis, dim, bits=bits, block=block, inside=inside)).landed()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis, ctx.dim, _, _, ctx.inside = inputs
+        _, ctx.axis, ctx.dim, _, _, ctx.inside, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx = quantized_reduce_scatter(grads[0], ctx.axis, ctx.dim, bits=None, inside=ctx.inside)
-        return dx, None, None, None, None, None
+        return dx, None, None, None, None, None, None
 
 
 class _Reduced(torch.autograd.Function):
-    """Forward: reduced through codes. Backward: all_gather, in full."""
+    """Forward: reduced through codes, now or since `begun`. Backward: all_gather, in full."""
 
     @staticmethod
     def forward(
-        x: Tensor, axis: Axis, dim: int, op: str, bits: int | None, block: int | None, inside: Axis | None
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+        op: str,
+        bits: int | None,
+        block: int | None,
+        inside: Axis | None,
+        begun: Reducing | None,
     ) -> Tensor:
-        return Reducing(x, axis, dim, op, bits=bits, block=block, inside=inside).wait()
+        return (begun or Reducing(x, axis, dim, op, bits=bits, block=block, inside=inside)).landed()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis, ctx.dim, op, _, _, ctx.inside = inputs
+        _, ctx.axis, ctx.dim, op, _, _, ctx.inside, _ = inputs
         ctx.divisor = axis_size(ctx.axis) if op == "mean" else 1
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx = quantized_all_gather(grads[0] / ctx.divisor, ctx.axis, ctx.dim, bits=None, inside=ctx.inside)
-        return dx, None, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None
