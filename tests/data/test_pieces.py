@@ -28,7 +28,7 @@ def test_a_message_holds_every_element_once(shapes, num_ranks):
     held = [on_torch.held_of(pieces, index, wholes) for index in range(num_ranks)]
     assert [sum(x.numel() for x in own) for own in held] == [pieces.num_held(index) for index in range(num_ranks)]
     rows = torch.cat([on_torch.row_of(pieces, own, torch.float32) for own in held])
-    assert rows.numel() == pieces.padded_size
+    assert rows.numel() == num_ranks * pieces.width
     assert torch.equal(rows, on_torch.message_of(pieces, wholes, rows, torch.float32))
     for own, again in zip(wholes, on_torch.wholes_in(pieces, rows), strict=True):
         assert torch.equal(own, again)

@@ -62,7 +62,7 @@ def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None)
                    has one
     Raises ValueError for a negative number of bytes. Li et al. 2020, "PyTorch Distributed", section 3.2.
     """
-    limit = check_bucket_bytes(bucket_bytes)
+    limit = _check_bucket_bytes(bucket_bytes)
     closed: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -78,8 +78,8 @@ def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None)
     return tuple(_bucket(gradients, members) for members in sorted(closed, key=lambda members: -members[-1]))
 
 
-def check_bucket_bytes(bucket_bytes: Any) -> float:
-    """The most bytes in a bucket, of None 0. Raises ValueError."""
+def _check_bucket_bytes(bucket_bytes: Any) -> float:
+    """The limit in bytes; 0 for None. Raises ValueError."""
     if bucket_bytes is None:
         return 0
     if not (isinstance(bucket_bytes, int | float) and bucket_bytes >= 0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from tplab.errors import MeshError
@@ -22,14 +21,6 @@ class Levels(NamedTuple):
     across: tuple[str, ...]
     sizes: tuple[int, ...]
     places: tuple[int, ...]
-
-    @property
-    def num_inside(self) -> int:
-        return math.prod(self.sizes[place] for place in self.places[: len(self.inside)])
-
-    @property
-    def num_across(self) -> int:
-        return math.prod(self.sizes) // self.num_inside
 
     @property
     def inner_sizes(self) -> tuple[int, ...]:

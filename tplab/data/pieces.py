@@ -57,11 +57,6 @@ class Pieces:
         """Elements in a row."""
         return sum(self.widths)
 
-    @property
-    def padded_size(self) -> int:
-        """Elements of the whole message."""
-        return self.num_ranks * self.width
-
     def num_held(self, index: int) -> int:
         """Elements that the rank at position `index` holds, without padding."""
         return sum(len(ranges[index]) for ranges in self.ranges)

@@ -1,4 +1,4 @@
-"""What is told while a model trains, and what there is in the end."""
+"""Progress reports, and the result of training."""
 
 from __future__ import annotations
 
