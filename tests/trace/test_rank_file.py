@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.trace.rank_files import begin
-from tplab.trace.recorded.rank_file import About, Later, Writer, read
+from tplab.errors import TraceError
+from tplab.trace.recorded.rank_file import FORMAT, About, Later, Writer
+from tplab.trace.recorded.reading import read
 
 ABOUT = About(0, 1, "a", "m", "host", "train", 0.0)
 
@@ -83,3 +89,68 @@ def test_a_time_of_zero_is_a_time(tmp_path: Path):
     notes.note("end", 0, At(0.0))
     notes.close(3.0)
     assert read(tmp_path / "rank0.jsonl").operations[0].end == 0.0
+
+
+BEGIN = '["begin", 0, "all_reduce", "0", 1.0, 8, [1], "float64", "train.py:3", "", "sum", null, 0]'
+MESSAGE = BEGIN.replace("null", "PEER")
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        (BEGIN.replace('"0"', '"9"'), "there is no group '9'"),
+        ('["group", "0", "default_pg", [0, 1]]', "group '0' is there twice"),
+        ('["group", "1", "", [0, 2]]', "2 is not one of the 2 ranks"),
+        ('["group", "1", "", [0, "1"]]', "'1' is not a whole number"),
+        (MESSAGE.replace("PEER", "7"), "7 is not one of the 2 ranks"),
+        (MESSAGE.replace("PEER", "-2"), "-2 is not one of the 2 ranks"),
+        (BEGIN.replace("1.0", "NaN"), "nan is not a time"),
+        (BEGIN.replace("1.0", "null"), "None is not a time"),
+        (BEGIN.replace("8", '"8"'), "'8' is not a whole number"),
+        (BEGIN.replace("[1]", '["1"]'), "'1' is not a whole number"),
+        (BEGIN.replace('"train.py:3"', "3"), "3 is not a text"),
+        (BEGIN.replace(", 0]", "]"), "not enough values to unpack"),
+        ('["stop", 1e400]', "inf is not a time"),
+        ('["stop"]', "IndexError"),
+        ('["end", 5, 1.0]', "there is no operation 5"),
+        ('["end", [], 1.0]', "TypeError"),
+        ('["start", 5, 1.0]', "there is no operation 5"),
+        ('["from", 5, 1]', "there is no operation 5"),
+        ('["wait", 5, 1.0, 2.0, "train.py:3"]', "there is no operation 5"),
+        ('["hello"]', "there is no note 'hello'"),
+        ("7", "TypeError"),
+        ("", "JSONDecodeError"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str):
+    path = tmp_path / "rank0.jsonl"
+    Writer(path, ABOUT._replace(world=2)).close(1.0)
+    about, *_ = path.read_text().splitlines()
+    path.write_text("\n".join([about, '["group", "0", "default_pg", [0, 1]]', line, ""]))
+    with pytest.raises(TraceError, match=rf"rank0\.jsonl, line 3 is damaged: .*{re.escape(why)}"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"world": "2"}, "'2' is not a whole number"),
+        ({"world": 0}, "0 is not one of the 0 ranks"),
+        ({"rank": 1}, "1 is not one of the 1 ranks"),
+        ({"start": None}, "None is not a time"),
+        ({"host": 3}, "3 is not a text"),
+        ({"more": 3}, "unexpected keyword"),
+    ],
+)
+def test_a_damaged_first_line_is_named(tmp_path: Path, change: dict[str, object], why: str):
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(json.dumps({"format": FORMAT, **ABOUT._asdict(), **change}) + "\n")
+    with pytest.raises(TraceError, match=rf"rank0\.jsonl, line 1 is damaged: .*{re.escape(why)}"):
+        read(path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path):
+    path = tmp_path / "rank0.jsonl"
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(TraceError, match=r"rank0\.jsonl is not the file of a rank"):
+        read(path)

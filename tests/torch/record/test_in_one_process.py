@@ -15,7 +15,8 @@ from tplab.torch.record.listener import Heard
 from tplab.torch.record.notes import Notes
 from tplab.torch.record.work import Watched
 from tplab.trace import merge
-from tplab.trace.recorded.rank_file import ANY, read
+from tplab.trace.recorded.rank_file import ANY
+from tplab.trace.recorded.reading import read
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from tplab.trace.journal import Computed, Journal, Met, Sent, Taken, trace_of
 from tplab.trace.label import UNKNOWN
 from tplab.trace.recorded.clocks import advances
 from tplab.trace.recorded.meetings import Meeting, meetings_of
-from tplab.trace.recorded.rank_file import RankFile, read
+from tplab.trace.recorded.rank_file import RankFile
+from tplab.trace.recorded.reading import read
 from tplab.trace.recorded.unfinished import unfinished
 from tplab.trace.trace import Trace
 from tplab.units import time_text

@@ -21,13 +21,10 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
-
-from tplab.errors import TraceError
 
 FORMAT = "tplab rank 1"
 WRITE_EVERY = 0.25
@@ -170,61 +167,3 @@ class RankFile:
     waits: list[Wait] = field(default_factory=list)
     stop: float = 0.0
     has_ended: bool = False
-
-
-def read(path: Path) -> RankFile:
-    """Read a rank's file. The last line may be cut off. Raises TraceError where it is no such file."""
-    lines = path.read_text(encoding="utf8").split("\n")
-    try:
-        first = json.loads(lines[0])
-        if first.pop("format") != FORMAT:
-            raise ValueError
-        found = RankFile(About(**first))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise TraceError(f"{path} is not the file of a rank: its first line does not say {FORMAT!r}") from None
-    found.stop = found.about.start
-    begun: dict[int, Operation] = {}
-    dropped: set[int] = set()
-    for number, line in enumerate(lines[1:-1], 2):  # what follows the last newline was not written to its end
-        try:
-            _take(found, begun, dropped, json.loads(line))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise TraceError(f"{path}, line {number} is damaged: {type(error).__name__}: {error}") from None
-    found.operations = list(begun.values())
-    return found
-
-
-def _take(found: RankFile, begun: dict[int, Operation], dropped: set[int], note: Sequence[Any]) -> None:
-    """Enter one line."""
-    kind, *rest = note
-    if kind == "group":
-        if rest[0] in found.groups:
-            raise ValueError(f"group {rest[0]!r} is there twice")
-        found.groups[rest[0]] = rest[1], tuple(rest[2])
-    elif kind == "begin":
-        number, op, group, begin, num_bytes, shape, *others = rest
-        begun[number] = Operation(op, group, begin, num_bytes, tuple(shape), *others)
-        found.stop = max(found.stop, begin)
-    elif kind == "drop":
-        del begun[rest[0]]
-        dropped.add(rest[0])
-    elif kind != "stop" and rest[0] in dropped:
-        return
-    elif kind == "from":
-        begun[rest[0]].peer = rest[1]
-    elif kind == "start":
-        begun[rest[0]].begin = rest[1]
-    elif kind == "end":
-        operation = begun[rest[0]]
-        operation.end = rest[1] if operation.end is None else min(operation.end, rest[1])
-        found.stop = max(found.stop, rest[1])
-    elif kind == "wait":
-        operation = begun[rest[0]]
-        found.waits.append(Wait(operation, *rest[1:]))
-        if operation.taken is None:
-            operation.taken = rest[2]
-        found.stop = max(found.stop, rest[2])
-    elif kind == "stop":
-        found.stop, found.has_ended = max(found.stop, rest[0]), True
-    else:
-        raise ValueError(f"there is no note {kind!r}")
