@@ -37,7 +37,8 @@ class _Reading:
     """What was read of a file so far. Raises ValueError, TypeError or IndexError where a line is damaged."""
 
     def __init__(self, about: About):
-        _whole(about.world), _rank(about.rank, about.world), _time(about.start)
+        _rank(about.rank, _whole(about.world))
+        _time(about.start)
         for text in (about.run, about.machine, about.host, about.title):
             _text(text)
         self.found = RankFile(about, stop=about.start)
