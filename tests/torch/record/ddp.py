@@ -1,6 +1,8 @@
 """DistributedDataParallel, and collectives of every kind, by a script that knows nothing of tplab."""
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +18,7 @@ for _ in range(4):
     optimizer.zero_grad()
     with model.no_sync():
         model(x[:4]).square().mean().backward()
+    time.sleep(0.02 * rank)  # the others wait for this rank
     model(x[4:]).square().mean().backward()
     optimizer.step()
 

@@ -40,7 +40,7 @@ class Notes:
         self._names: Counter[tuple[int, str]] = Counter()
         self._open: set[int] = set()  # begun, and not ended
         self._going: set[int] = set()  # those of them that end by themselves
-        self._in_backward: dict[int, list[tuple[int, Heard]]] = {}  # backward pass -> what it has begun
+        self._in_backward: dict[int, list[tuple[Begun, Any]]] = {}  # backward pass -> what it has begun, and its future
         self._ends: dict[int, float] = {}  # of what was begun in a backward pass
         self._writer: Writer | None = None
         self._gpu: GpuClock | None = None
@@ -136,18 +136,19 @@ class Notes:
 
     # --- backward passes -------------------------------------------------------------------------------------------
 
-    def watch_backward(self, begun: Begun) -> None:
+    def watch_backward(self, begun: Begun, future: Any) -> None:
         """Torch's C++ code will wait for these at the end of the backward pass, where Python does not see it.
 
         What is queued now is called just before that; and what is queued then, after it. If all are done by then, the
-        rank has stood still until the last of them was.
+        rank has stood still until the last of them was. A future wakes who waits for it before it calls back: what is
+        done and has not said so yet, ends now.
         """
         task = graph_task()
         self._ends.update((number, 0.0) for number, _ in begun)
         if task in self._in_backward:
-            self._in_backward[task] += begun
+            self._in_backward[task].append((begun, future))
             return
-        waited_for = self._in_backward[task] = list(begun)
+        waited_for = self._in_backward[task] = [(begun, future)]
         where = self._lines.here()
 
         def before() -> None:
@@ -156,8 +157,12 @@ class Notes:
 
         def after(start: float) -> None:
             del self._in_backward[task]
-            ends = {number: self._ends.pop(number) for number, _ in waited_for if number in self._ends}
-            if ends and not self._open.intersection(number for number, _ in waited_for):
+            for begun, future in waited_for:
+                if future.done():
+                    self.end(begun)
+            numbers = [number for begun, _ in waited_for for number, _ in begun]
+            ends = {number: self._ends.pop(number) for number in numbers if number in self._ends}
+            if ends and not self._open.intersection(numbers):
                 last = max(ends, key=ends.__getitem__)
                 if start < ends[last]:
                     self._note("wait", last, start, min(ends[last], time.perf_counter()), where)

@@ -53,9 +53,10 @@ class Watched(c10d_C.Work):
 
     def get_future(self) -> Any:
         """The real future. DistributedDataParallel waits for it in C++, at the end of the backward pass."""
+        future = self._work.get_future()
         if graph_task() != -1 and not self._is_cuda:
-            self._notes.watch_backward(self._begun)
-        return self._work.get_future()
+            self._notes.watch_backward(self._begun, future)
+        return future
 
     def _note_source(self) -> None:
         """Of a message from any rank: from whom it was."""
