@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from tplab.commands import add_flags, check_files, mesh_from, write_files
 from tplab.errors import TplabError
 from tplab.trace import merge, summary
-from tplab.units import time_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(summary(merged.trace))
     if merged.doubt:
-        print(f"\nthe clocks of two machines differ by {time_text(merged.doubt, 's')} at most")
+        print(f"\n{merged.clocks}")
     if merged.unfinished:
         print("\n" + "\n".join(merged.unfinished))
     write_files(merged.trace, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ class Merged:
     """A real run.
 
     trace        what all ranks did, in seconds from the first operation on
-    doubt        by how many seconds the clocks of two ranks may differ at most; 0 on one machine
+    doubt        by how many seconds the clocks of two ranks may still differ at some time in the run; 0 on one machine
     unfinished   what was not finished when the files end, and which ranks are in it: the reason why a run hung. Also
                  collectives of which the ranks called different ones, and files that break off
     """
@@ -36,9 +36,15 @@ class Merged:
     doubt: float
     unfinished: list[str]
 
+    @property
+    def clocks(self) -> str:
+        """How well the clocks agree, in words."""
+        if not self.doubt:
+            return "all ranks read one clock"
+        return f"after alignment, the clocks of two machines may still be off by up to {time_text(self.doubt, 's')}"
+
     def __str__(self) -> str:
-        clocks = f"clocks agree to {time_text(self.doubt, 's')}" if self.doubt else "all ranks read one clock"
-        return "\n".join([f"{self.trace!r}; {clocks}", *self.unfinished])
+        return "\n".join([f"{self.trace!r}; {self.clocks}", *self.unfinished])
 
 
 def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
@@ -100,16 +106,23 @@ def _mesh_of(files: Sequence[RankFile]) -> Mesh:
     for description, ranks in (group for file in files for group in file.groups.values()):
         name = description.removeprefix("mesh_")
         if name != description and name.isidentifier() and len(ranks) > 1:
-            dims.setdefault(name, (ranks[1] - ranks[0], len(ranks)))
-    distance = 1
-    for _, (step, size) in (inner_first := sorted(dims.items(), key=lambda dim: dim[1])):
-        if step != distance:
-            break
-        distance *= size
-    else:
-        if distance == world and dims:
-            return Mesh(**{name: size for name, (_, size) in reversed(inner_first)})
-    return Mesh(world=world)
+            distance = ranks[1] - ranks[0]
+            if distance > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, distance)):
+                dims.setdefault(name, (distance, len(ranks)))
+    axes = _axes(dims, 1, world)
+    return Mesh(**{name: dims[name][1] for name in reversed(axes)}) if axes else Mesh(world=world)
+
+
+def _axes(dims: Mapping[str, tuple[int, int]], distance: int, world: int) -> list[str]:
+    """The dims, innermost first, that make a mesh of `world` ranks together, of which the innermost are `distance`
+    apart; [] where there are none. Dims that were flattened into one are left out for those they were made of."""
+    found: list[str] = []
+    for name, (step, size) in dims.items():
+        if step == distance:
+            outer = _axes(dims, distance * size, world)
+            if distance * size == world or outer:
+                found = max(found, [name, *outer], key=len)
+    return found
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
@@ -121,13 +134,14 @@ def _aligned(files: Sequence[RankFile], meetings: Sequence[Meeting]) -> tuple[li
     if len(machines) == 1:
         return [0.0] * len(files), 0.0
     place = [machines.index(file.about.machine) for file in files]
-    bounds: dict[tuple[int, int], float] = {}
-    for meeting in meetings:
+    bounds: list[dict[tuple[int, int], float]] = []
+    for meeting in sorted(meetings, key=lambda meeting: meeting.step):
+        bounds.append({})
         for here, there in _after(meeting):
             mine, other = meeting.sides[here], meeting.sides[there]
             if mine.end is not None and place[here] != place[there]:
                 pair = place[there], place[here]
-                bounds[pair] = min(bounds.get(pair, float("inf")), mine.end - other.begin)
+                bounds[-1][pair] = min(bounds[-1].get(pair, float("inf")), mine.end - other.begin)
     hosts = [next(file.about.host for file in files if file.about.machine == machine) for machine in machines]
     found, doubts = advances(bounds, hosts)
     furthest = sorted(doubts)[-2:]
