@@ -60,7 +60,7 @@ def test_twenty_steps_are_those_of_one_device(fw, stage, num_ranks):
             assert out.trace.bytes_sent(rank) == 20 * 8 * elements_sent(stage, buckets)
 
 
-@pytest.mark.parametrize(("fw", "stage"), in_both([(1,), (2,)], [(2,)]), indirect=["fw"])
+@pytest.mark.parametrize(("fw", "stage"), in_both([(1,), (2,)], [(1,), (2,)]), indirect=["fw"])
 def test_pieces_inside_a_node_and_copies_across(fw, stage):
     """Gradients are combined along both axes; only parts of them cross the nodes."""
     shard = fw.lab.shard_optimizer if stage == 1 else fw.lab.shard_gradients

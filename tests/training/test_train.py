@@ -43,12 +43,13 @@ def trained(
     resume=False,
     show=lambda progress: None,
     config=CONFIG,
+    text=TEXT,
     seed=0,
     on=None,
     **recipe,
 ):
     how = Recipe(**{"steps": STEPS, "batch_size": 4, "warmup": 2, "clip": 0.5, **recipe})
-    return train(config, TEXT, mesh, how, folder=folder, resume=resume, show=show, seed=seed, on=on)
+    return train(config, text, mesh, how, folder=folder, resume=resume, show=show, seed=seed, on=on)
 
 
 @cache
@@ -184,6 +185,23 @@ def test_dropout_draws_the_same_on_every_tensor_parallel_mesh():
     one, two = (trained(mesh, config=config) for mesh in (Mesh(pp=2), Mesh(pp=2, tp=2)))
     np.testing.assert_allclose(one.losses, two.losses, rtol=1e-12)
     assert abs(one.losses[0] - by_hand()[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("framework", TRAIN)
+def test_dropout_draws_anew_in_every_step_and_the_same_after_a_break(tmp_path, framework):
+    """All batches are alike and no step changes a weight, so that losses differ by what is dropped alone. Held-out text
+    is read without dropout."""
+    alike, dropping = Text(bytes(500)), GPTConfig(32, 16, 1, 2, 8, dropout=0.2)
+    how = {"train": TRAIN[framework], "text": alike, "learning_rate": 0.0, "steps": 2, "microbatches": 1}
+    with in_float64():
+        whole = trained(Mesh(tp=1), tmp_path, config=dropping, evaluate_every=2, save_every=1, **how)
+        shutil.rmtree(tmp_path / "step-00000002")
+        again = trained(Mesh(tp=2), tmp_path, config=dropping, resume=True, **how)
+    without = trained(Mesh(tp=1), text=alike, config=GPTConfig(32, 16, 1, 2, 8), steps=1).losses[0]
+    first, second = whole.losses
+    assert min(abs(first - second), abs(first - without), abs(second - without)) > 1e-4
+    np.testing.assert_allclose(again.losses, [second], rtol=1e-12)
+    np.testing.assert_allclose(whole.held_out[2], without, rtol=1e-12)
 
 
 def test_a_plain_line_now_and_then(capsys):

@@ -39,6 +39,8 @@ class Batch:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), tree)
 
         inputs, target = one(self._inputs) if is_first else None, one(self._targets) if is_last else None
+        # of the types that the stage was traced with, or what dropout draws from them would not fit
+        microbatch, place = vary(microbatch, self.axes), vary(place, self.axes)
         return Given(params, inputs, target, microbatch, place, self._key)
 
     def _stacked(self, trees: list[Any]) -> Any:
