@@ -12,10 +12,11 @@ def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float
     """
     rows = schedule.by_rank()
     last_stage, share = schedule.num_stages - 1, schedule.num_stages / schedule.num_ranks
-    parts = {"F": costs.forward, "I": costs.input_grad, "W": costs.weight_grad, "size": costs.message_bytes}
-    cost = {name: float(np.asarray(amount)) for name, amount in parts.items()}
+    amounts = {"F": costs.forward, "I": costs.input_grad, "W": costs.weight_grad, "size": costs.message_bytes}
+    cost = {name: float(np.asarray(amount)) for name, amount in amounts.items()}
     cost["B"] = cost["I"] + cost["W"]
     carry = cost["size"] / costs.bandwidth
+    parts_of_model = costs.stage_costs or [1.0]
     arrived: dict[tuple, float] = {}  # (what, rank) -> when it is there
     clock, place = [0.0] * len(rows), [0] * len(rows)
     free: dict[tuple[int, int], float] = {}
@@ -30,6 +31,19 @@ def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float
                     return rank
         return None
 
+    def takes(action):
+        """The stage's own stretch of the model, from part to part."""
+        num, stages, total = len(parts_of_model), schedule.num_stages, 0.0
+        for part, figure in enumerate(parts_of_model):
+            begin, end = max(part / num, action.stage / stages), min((part + 1) / num, (action.stage + 1) / stages)
+            total += figure * max(0.0, end - begin)
+        return total * stages * cost[action.kind] / share
+
+    def together(rank):
+        """What the rank begins at once: its next action, or its next pair."""
+        at = place[rank]
+        return rows[rank][at : at + 2 if at + 1 < len(rows[rank]) and rows[rank][at + 1].joined else at + 1]
+
     def ready(rank, action):
         if action.kind == "F" and action.stage > 0:
             return arrived.get(("F", action.stage - 1, action.microbatch, rank))
@@ -41,24 +55,27 @@ def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float
         best = None
         for rank, row in enumerate(rows):
             if place[rank] < len(row):
-                at = ready(rank, row[place[rank]])
-                if at is not None and (best is None or max(at, clock[rank]) < best[0]):
-                    best = (max(at, clock[rank]), rank)
+                there = [at for action in together(rank) if (at := ready(rank, action)) is not None]
+                if len(there) == len(together(rank)) and (best is None or max(*there, clock[rank]) < best[0]):
+                    best = (max(*there, clock[rank]), rank)
         if best is None:
             return found
         start, rank = best
-        action = rows[rank][place[rank]]
-        end = start + cost[action.kind] / share
-        found[rank, place[rank]] = (start, end)
-        clock[rank], place[rank] = end, place[rank] + 1
-        if action.kind == "W":
-            continue
-        to = consumer(action.kind, action.stage, action.microbatch)
-        if to is None:
-            continue
-        there = end
-        if to != rank:
-            leaves = max(end, free.get((rank, to), 0.0)) if costs.links == "queue" else end
-            free[rank, to] = leaves + carry
-            there = leaves + carry + costs.transfer
-        arrived["F" if action.kind == "F" else "B", action.stage, action.microbatch, to] = there
+        actions = together(rank)
+        lasts = [takes(action) for action in actions]
+        end = start + sum(lasts) - (costs.overlap * min(lasts) if len(lasts) == 2 else 0.0)
+        clock[rank] = end
+        for action in actions:
+            found[rank, place[rank]] = (start, end)
+            place[rank] += 1
+            if action.kind == "W":
+                continue
+            to = consumer(action.kind, action.stage, action.microbatch)
+            if to is None:
+                continue
+            there = end
+            if to != rank:
+                leaves = max(end, free.get((rank, to), 0.0)) if costs.links == "queue" else end
+                free[rank, to] = leaves + carry
+                there = leaves + carry + costs.transfer
+            arrived["F" if action.kind == "F" else "B", action.stage, action.microbatch, to] = there

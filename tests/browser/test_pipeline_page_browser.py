@@ -27,6 +27,22 @@ def test_a_schedule_is_pasted(page: Page):
     assert page.evaluate("window.sent") == [{"paste": CSV}]
 
 
+def test_the_cost_of_each_stage_is_typed_and_overlap_is_for_pairs(page: Page):
+    draw(page, pipeline_lab("dualpipe", overlap=1, stage_costs=[1, 1, 1, 2]))
+    costs, overlap = page.get_by_label("cost of each stage"), page.get_by_role("slider", name="overlap of F & B")
+    expect(costs).to_have_value("1, 1, 1, 2")
+    expect(page.locator(".tpl-about")).to_contain_text("stages cost 1 : 1 : 1 : 2")
+    expect(page.locator(".tpl-facts > div", has_text="without overlap").locator("b")).to_have_text("36")
+    expect(overlap).to_be_enabled()
+    costs.fill("")
+    costs.press_sequentially("1, 2, 1, 1")
+    page.wait_for_function("window.sent.length === 1")  # once, after the last key
+    assert page.evaluate("window.model.get('settings').stage_costs") == "1, 2, 1, 1"
+    tell(page, {"answered": True})
+    page.get_by_role("combobox", name="schedule").select_option("zb_v")
+    expect(overlap).to_be_disabled()
+
+
 def test_while_python_is_loaded_it_says_how_far_it_is_and_keeps_the_last_question(page: Page):
     draw(page, pipeline_lab())
     note, bar = page.locator(".tpl-notice"), page.get_by_role("progressbar")

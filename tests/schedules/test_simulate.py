@@ -101,6 +101,47 @@ def test_it_agrees_with_the_slow_oracle(name, p, m, parts, transfer, links, size
         assert (run.start[row], run.end[row]) == (pytest.approx(start), pytest.approx(end))
 
 
+@given(
+    name=st.sampled_from(["one_f_one_b", "interleaved_1f1b", "zb_v", "dualpipe", "dualpipe_v"]),
+    p=st.sampled_from([2, 4]),
+    more=st.integers(0, 2),
+    parts=st.lists(st.sampled_from([0, 0.5, 1, 2, 3]), min_size=8, max_size=8),
+    num=st.sampled_from([1, 2, 4, 8]),
+    overlap=st.sampled_from([0, 0.25, 1]),
+    transfer=st.sampled_from([0, 0.5]),
+)
+def test_stages_of_unequal_cost_and_overlapped_pairs_agree_with_the_slow_oracle(
+    name, p, more, parts, num, overlap, transfer
+):
+    schedule = RULES[name](p, 2 * p + 2 * more)
+    costs = Costs(2, 1, 3, transfer=transfer, overlap=overlap, stage_costs=parts[:num])
+    if schedule.num_stages % num and num % schedule.num_stages:
+        return
+    run, wanted = simulate(schedule, costs), times(schedule, costs)
+    assert len(wanted) == len(schedule)
+    for (rank, place), (start, end) in wanted.items():
+        row = schedule.offsets[rank] + place
+        assert (run.start[row], run.end[row]) == (pytest.approx(start), pytest.approx(end))
+    assert run.bounds.makespan <= run.makespan + 1e-9
+
+
+def test_a_stage_that_costs_twice_as_much_sets_the_pace():
+    """Rank 3 works all the time but for the three forwards before its first input and the three backwards behind."""
+    costs = Costs(stage_costs=[1, 1, 1, 2])
+    assert simulate(one_f_one_b(4, 8), costs).makespan == 3 * 1 + 8 * 6 + 3 * 2
+    halves = [0.5] * 6 + [1, 1]  # eight stages: each part is cut in two
+    run, halved = simulate(zb_v(4, 8), costs), Costs(halves, halves, halves)
+    assert run.start.tolist() == simulate(zb_v(4, 8), halved).start.tolist()
+    merged = simulate(gpipe(2, 3), costs)
+    assert merged.end.tolist() == simulate(gpipe(2, 3), Costs([1, 1.5], [1, 1.5], [1, 1.5])).end.tolist()
+    assert simulate(gpipe(2, 3), Costs(stage_costs=[2, 2])).makespan == 2 * simulate(gpipe(2, 3)).makespan
+
+
+def test_dualpipes_point():
+    """8 microbatches through 4 ranks, F = I = W = 1: 26 where nothing is hidden, 22 where F & B takes as long as B."""
+    assert [simulate(RULES["dualpipe"](4, 8), Costs(overlap=part)).makespan for part in (0, 0.5, 1)] == [26, 24, 22]
+
+
 def test_a_queue_on_a_link_delays_what_a_free_link_does_not():
     sends = Costs(message_bytes=2.0, bandwidth=1.0)
     queued = Costs(message_bytes=2.0, bandwidth=1.0, links="queue")
@@ -131,6 +172,11 @@ def test_costs_by_stage_and_by_microbatch():
         (lambda: Costs(links="slow"), "'free' or 'queue'"),
         (lambda: simulate(gpipe(3, 1), Costs(forward=[1, 2])), "3 stages"),
         (lambda: simulate(gpipe(3, 1), Costs(message_bytes=[1])), "2 cuts"),
+        (lambda: simulate(gpipe(3, 1), Costs(stage_costs=[1, 2])), "2 figures and the schedule has 3 stages"),
+        (lambda: Costs(stage_costs=[1, -2]), "stage_costs is .* 0 or more"),
+        (lambda: Costs(stage_costs=2), "one number for each stage"),  # type: ignore[arg-type]
+        (lambda: Costs(stage_costs=[]), "one number for each stage"),
+        (lambda: Costs(forward=[1, 2], stage_costs=[1, 2]), "forward has one figure for each stage"),
         (lambda: simulate(gpipe(3, 1), optimizer="never"), "'own' or 'together'"),
         (lambda: period(gpipe(3, 1), optimizer="never"), "'own' or 'together'"),
     ],

@@ -23,7 +23,10 @@ from tplab.widgets.schedule.workbench import AUTO
 from website import pyodide
 
 FIRST = dict(pipeline_lab().settings)
-UNEQUAL = {"forward": 2.0, "weight_grad": 0.75, "transfer": 0.5, "compare": "zb_v"}
+UNEQUAL = {
+    "forward": 2.0, "weight_grad": 0.75, "transfer": 0.5, "compare": "zb_v", "overlap": 0.75,
+    "stage_costs": "1, 1, 1, 2"
+}  # fmt: skip
 LARGE = {"ranks": 8, "microbatches": 32, "memory_limit": 6.0}
 CSV = "0F0,0F1,,,,0B0,0B1\n,1F0,1B0,1F1,1B1,,\n"
 BY_HAND = [

@@ -68,7 +68,7 @@ def test_formulas_hold_for_what_they_are_written_beside(
     m = m * p if more else max(m, p)
     run = simulate(RULES[rule](ranks=p, microbatches=m, **more), Costs(*costs))
     counted = run.makespan - run.busy.max()
-    assert counted == pytest.approx(BUBBLE[rule].value(p, m, v if more else 1, *costs))
+    assert counted == pytest.approx(BUBBLE[rule].value(p, m, v if more else 1, *costs, sum(costs)))
     assert not any("counted" in fact.note for fact in facts(run))
 
 
@@ -78,11 +78,43 @@ def test_formulas_that_hold_where_forward_and_backward_are_equal(rule: str, p: i
     run = simulate(RULES[rule](ranks=p, microbatches=m), Costs(2.0, 2.0, 2.0))
     v = run.schedule.num_stages // p
     formula = BUBBLE_OF_EQUAL[rule]
-    assert run.makespan - run.busy.max() == pytest.approx(formula.value(p, m, v, 2.0, 2.0, 2.0))
+    assert run.makespan - run.busy.max() == pytest.approx(formula.value(p, m, v, 2.0, 2.0, 2.0, 6.0))
     note = next(fact.note for fact in facts(run) if fact.name.startswith("bubble"))
     assert note.startswith(formula.text) and "counted" not in note
     run = simulate(run.schedule, Costs(2.0, 1.0, 1.0))
     assert all(formula.text not in fact.note for fact in facts(run))
+
+
+@pytest.mark.parametrize("rule", ["dualpipe", "dualpipe_v"])
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (6, 18)])
+@pytest.mark.parametrize("overlap", [0.25, 1])
+def test_the_formula_of_overlapped_pairs(rule: str, p: int, m: int, overlap: float):
+    """It has the F&B that the facts name, and is the idle time of the rank that idles most."""
+    run = simulate(RULES[rule](ranks=p, microbatches=m), Costs(2.0, 2.0, 2.0, overlap=overlap))
+    pair = 6 - overlap * 2
+    found = {fact.name: fact for fact in facts(run)}
+    amount = BUBBLE_OF_EQUAL[rule].value(p, m, run.schedule.num_stages // p, 2.0, 2.0, 2.0, pair)
+    assert run.idle.max() == pytest.approx(amount)
+    note = found["bubble, of the makespan"].note
+    assert f"= {plain(amount)} / {plain(run.makespan)}" in note and "counted" not in note
+    assert found["overlapped pair, F&B"] == (
+        "overlapped pair, F&B", plain(pair), f"F + B − {plain(overlap)} × min(F, B)"
+    )  # fmt: skip
+
+
+def test_dualpipe_is_shown_with_and_without_its_overlap():
+    with_, without = (
+        {fact.name: (fact.figure, fact.note) for fact in facts(pipeline_lab("dualpipe", overlap=part).run)}
+        for part in (1, 0)
+    )
+    assert (with_["makespan"], without["makespan"]) == (("22", ""), ("26", ""))
+    assert with_["without overlap"] == ("26", "bubble 7.69 % of the makespan")
+    assert without["with overlap 1"] == ("22", "bubble 4.55 % of the makespan")
+    assert with_["bubble, of the makespan"] == ("4.55 %", "(p/2−1)(F&B+B−3W) / T = 1 / 22")
+    assert with_["bubble, of the ideal time"] == ("4.76 %", "(p/2−1)(F&B+B−3W) / busy time = 1 / 21")
+    unequal = {fact.name: fact for fact in facts(pipeline_lab("dualpipe", overlap=0.5, stage_costs=[1, 1, 1, 2]).run)}
+    assert unequal["overlapped pair, F&B"].figure == "F + B − 0.5 × min(F, B)"
+    assert not any("F&B" in fact.name for fact in facts(simulate(zb_v(4, 8), Costs(overlap=1))))
 
 
 @pytest.mark.parametrize("rule", sorted(PEAK))
@@ -117,6 +149,40 @@ def test_settings_answer():
     lab.step = lab.num_steps
     lab.settings = {**lab.settings, "microbatches": 2, "compare": None}
     assert lab.step <= lab.num_steps and len(lab.runs) == 1
+
+
+def test_each_stage_has_a_cost_of_its_own():
+    lab = pipeline_lab("one_f_one_b", compare="zb_v", stage_costs=[1, 1, 1, 2])
+    assert lab.settings["stage_costs"] == "1, 1, 1, 2"
+    assert lab.run.makespan == simulate(one_f_one_b(4, 8), Costs(stage_costs=[1, 1, 1, 2])).makespan == 57
+    assert lab.runs[1].makespan == simulate(zb_v(4, 8), Costs(stage_costs=[1, 1, 1, 2])).makespan  # of eight stages
+    assert unpack(lab.board)[0]["about"].endswith("F : I : W = 1 : 1 : 1 · stages cost 1 : 1 : 1 : 2")
+    assert not any(fact.note.startswith("(p") for fact in facts(lab.run))  # the formulas are those of equal stages
+    lab.settings = {**lab.settings, "stage_costs": " 2 2\t2,2 "}
+    assert lab.run.makespan == 66
+    lab.settings = {**lab.settings, "stage_costs": ""}
+    assert lab.run.makespan == 33 and lab.run.costs.stage_costs is None
+    auto = pipeline_lab("auto", stage_costs=[1, 1, 1, 2]).run
+    assert auto.makespan == auto.bounds.makespan == 51  # three forwards before rank 3 begins, 48 of its work
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("1, 1, x", "and 'x' is no number; write one number for each stage, such as 1, 1, 1, 2"),
+        ("1, 1, 1", "3 figures and the schedule has 4 stages, and neither divides the other; give 4 figures"),
+        ("1, 1, 1, -2", "a stage costs -2; it must be a number from 0 to 100"),
+        ("nan", "a stage costs nan"),
+        ("1, 1, 1, 1e9", "a stage costs 1e9"),
+    ],
+)
+def test_costs_of_stages_that_cannot_be_grey_the_picture_out_and_say_why(text: str, said: str):
+    lab = pipeline_lab("one_f_one_b")
+    before = lab.board
+    lab.settings = {**lab.settings, "stage_costs": text}
+    assert said in lab.notice and lab.is_stale and lab.board == before
+    lab.settings = {**lab.settings, "stage_costs": "1, 1, 1, 2"}
+    assert lab.notice == "" and not lab.is_stale and lab.run.makespan == 57
 
 
 def test_the_scheduler_answers_for_large_pipelines_too():
@@ -155,6 +221,8 @@ def test_memory():
         ({"memory_limit": 0}, "memory_limit is 0"),
         ({"memory_limit": True}, "memory_limit is True"),
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
+        ({"overlap": 1.5}, "overlap is 1.5; it must be a number from 0 to 1"),
+        ({"stage_costs": [1, 2]}, r"stage_costs is \[1, 2\]; it must be text"),
         ({"speed": 1}, "there is no setting 'speed'"),
     ],
 )

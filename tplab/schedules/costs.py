@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tplab.errors import ScheduleError
-from tplab.schedules.action import CODE, B, F, I, W
+from tplab.schedules.action import CODE, COMPUTE, B, F, I, W
 from tplab.schedules.schedule import Schedule
 
 Amount = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray
@@ -24,10 +24,14 @@ class Costs:
     forward, input_grad, weight_grad
                     F, I and W. One number is a *rank's* share of one microbatch: each of its v stages takes 1/v of it.
                     A sequence has one figure per stage, a nested one one per stage and microbatch, both as they are
+    stage_costs     how much the consecutive parts of the model cost beside one another: (1, 1, 1, 2) doubles F, I and W
+                    of the last quarter of the layers. As many figures as stages, or a number that divides theirs or
+                    is a multiple of it: a schedule with more stages cuts the same model finer
     transfer        latency of a message between two ranks; stages on one rank hand over in no time
     full_backward   B where it is not split; left out, I + W
     overlap         of an overlapped pair, the part of the shorter one that is hidden behind the longer one, 0 to 1:
-                    F & B takes F + B - overlap * min(F, B). A pair begins when both can, and ends together
+                    F & B takes F + B - overlap * min(F, B). A pair begins when both can, and ends together. This is a
+                    model: DeepSeek (DualPipe 2025) leaves F & B a figure to be measured
     message_bytes   size of one message (a number, or what each stage sends), and `bandwidth` in bytes per unit of time:
                     a message takes transfer + message_bytes / bandwidth
     links           "free": any number of messages travel at once. "queue": a link (one direction between two ranks)
@@ -45,6 +49,7 @@ class Costs:
     weight_grad: Amount = 1.0
     transfer: float = 0.0
     _: KW_ONLY
+    stage_costs: Sequence[float] | None = None
     full_backward: Amount | None = None
     overlap: float = 0.0
     message_bytes: float | Sequence[float] = 0.0
@@ -59,7 +64,7 @@ class Costs:
     def __post_init__(self):
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name in ("links", "unit") or (name == "full_backward" and value is None):
+            if name in ("links", "unit") or (name in ("full_backward", "stage_costs") and value is None):
                 continue
             amounts = _numbers(value)
             if (
@@ -78,9 +83,35 @@ class Costs:
             raise ScheduleError(f"the cost unit is {self.unit!r}; it must be 'steps' or 's'")
         if self.bandwidth == 0:
             raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
+        if self.stage_costs is not None:
+            self._refuse_stage_costs(np.asarray(self.stage_costs, float))
         for name in ("overlap", "input_grad_frees"):
             if bool(np.any(np.asarray(getattr(self, name)) > 1)):
                 raise ScheduleError(f"{name} is {getattr(self, name)}; it is a part of a whole, 0 to 1")
+
+    def _refuse_stage_costs(self, parts: np.ndarray) -> None:
+        """Raise where `parts` is no list, or where F, I, W or B have one figure per stage already."""
+        if parts.ndim != 1 or not len(parts):
+            raise ScheduleError(f"stage_costs is {self.stage_costs!r}; it must have one number for each stage")
+        for name in ("forward", "input_grad", "weight_grad", "full_backward"):
+            if np.ndim(getattr(self, name)):  # type: ignore[arg-type]
+                raise ScheduleError(
+                    f"{name} has one figure for each stage, and stage_costs would multiply them; leave stage_costs out"
+                )
+
+    def by_stage(self, num_stages: int) -> np.ndarray:
+        """What the mean part of each stage costs, from `stage_costs` [stages]. Ones, where that is left out."""
+        if self.stage_costs is None:
+            return np.ones(num_stages)
+        parts = np.asarray(self.stage_costs, float)
+        if num_stages % len(parts) == 0:
+            return np.repeat(parts, num_stages // len(parts))
+        if len(parts) % num_stages == 0:
+            return parts.reshape(num_stages, -1).mean(axis=1)
+        raise ScheduleError(
+            f"stage_costs has {len(parts)} figures and the schedule has {num_stages} stages, and neither divides the "
+            f"other; give {num_stages} figures"
+        )
 
     def durations(self, schedule: Schedule) -> np.ndarray:
         """How long each action takes by itself [actions]."""
@@ -91,6 +122,9 @@ class Costs:
             rows = np.flatnonzero(schedule.kind == code)
             for name in names if len(rows) else ():
                 duration[rows] += _of(getattr(self, name), schedule, rows, name)
+        if self.stage_costs is not None and schedule.num_stages:
+            computes = np.flatnonzero(schedule.kind <= max(COMPUTE))
+            duration[computes] *= self.by_stage(schedule.num_stages)[np.maximum(schedule.stage[computes], 0)]
         duration[schedule.kind == CODE["REDUCE_GRAD"]] = self.gradient_sync / share
         duration[schedule.kind == CODE["STEP"]] = self.optimizer_step
         return duration
@@ -127,7 +161,7 @@ class Costs:
         return part[np.maximum(schedule.stage, 0)] if part.ndim else np.full(len(schedule), float(part))
 
 
-_DIMS = {"message_bytes": 1, "input_grad_frees": 1} | dict.fromkeys(
+_DIMS = {"message_bytes": 1, "input_grad_frees": 1, "stage_costs": 1} | dict.fromkeys(
     ("forward", "input_grad", "weight_grad", "full_backward", "activation"), 2
 )
 """How many dims a cost may have; the others are one number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import traitlets
@@ -111,17 +112,24 @@ def pipeline_lab(
     input_grad: float = 1.0,
     weight_grad: float = 1.0,
     transfer: float = 0.0,
+    stage_costs: str | Sequence[float] = "",
+    overlap: float = 0.0,
     memory_limit: float | None = None,
 ) -> PipelineLab:
     """Choose a schedule and its numbers, and see at once what they do.
 
     rule, compare   names in `tplab.schedules.RULES`, or "auto": the scheduler, which keeps to the memory limit;
                     for many ranks and microbatches its solver="quick"
-    forward, input_grad, weight_grad, transfer   as in `Costs`
+    forward, input_grad, weight_grad, transfer, stage_costs, overlap
+                    as in `Costs`: stage_costs=[1, 1, 1, 2] doubles what the last quarter of the model costs, and
+                    overlap=1 hides all of a forward behind the backward that it is paired with, as DualPipe can
     memory_limit    microbatches whose activations a rank may hold; None: any number
     Raises ScheduleError where the rule does not go with the numbers, traitlets.TraitError for what no slider has.
     """
-    return PipelineLab(dict(locals()))
+    settings = dict(locals())
+    if not isinstance(stage_costs, str):
+        settings["stage_costs"] = ", ".join(f"{cost:g}" for cost in stage_costs)
+    return PipelineLab(settings)
 
 
 def _check(settings: dict[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from tplab.schedules import Simulation, lower_bounds
+from tplab.schedules import Costs, Simulation, lower_bounds, simulate
 from tplab.units import plain, time_text
 
 Shape = tuple[int, int, float, float, float, float]
@@ -30,23 +31,26 @@ class Formula(NamedTuple):
 
 
 BUBBLE: dict[str, Formula] = {
-    "naive": Formula("(p−1)m(F+I+W)", lambda p, m, v, F, I, W: (p - 1) * m * (F + I + W)),
-    "gpipe": Formula("(p−1)(F+I+W)", lambda p, m, v, F, I, W: (p - 1) * (F + I + W)),
-    "one_f_one_b": Formula("(p−1)(F+I+W)", lambda p, m, v, F, I, W: (p - 1) * (F + I + W)),
-    "interleaved_1f1b": Formula("(p−1)(F+I+W)/v", lambda p, m, v, F, I, W: (p - 1) * (F + I + W) / v),
-    "looped_bfs": Formula("(p−1)(F+I+W)/v", lambda p, m, v, F, I, W: (p - 1) * (F + I + W) / v),
-    "zb_h1": Formula("(p−1) max(F, I, F+I−W)", lambda p, m, v, F, I, W: (p - 1) * max(F, I, F + I - W)),
+    "naive": Formula("(p−1)m(F+I+W)", lambda p, m, v, F, I, W, FB: (p - 1) * m * (F + I + W)),
+    "gpipe": Formula("(p−1)(F+I+W)", lambda p, m, v, F, I, W, FB: (p - 1) * (F + I + W)),
+    "one_f_one_b": Formula("(p−1)(F+I+W)", lambda p, m, v, F, I, W, FB: (p - 1) * (F + I + W)),
+    "interleaved_1f1b": Formula("(p−1)(F+I+W)/v", lambda p, m, v, F, I, W, FB: (p - 1) * (F + I + W) / v),
+    "looped_bfs": Formula("(p−1)(F+I+W)/v", lambda p, m, v, F, I, W, FB: (p - 1) * (F + I + W) / v),
+    "zb_h1": Formula("(p−1) max(F, I, F+I−W)", lambda p, m, v, F, I, W, FB: (p - 1) * max(F, I, F + I - W)),
 }
 """Idle time of the busiest rank, by rule; exact for messages that take no time and whole groups of p microbatches."""
 
 BUBBLE_OF_EQUAL: dict[str, Formula] = {
-    "zb_h2": Formula("(p−1)F", lambda p, m, v, F, I, W: (p - 1) * F),
-    "interleaved_zb": Formula("(p−1)F/v", lambda p, m, v, F, I, W: (p - 1) * F / v),
-    "zb_v": Formula("(p−1)F/2", lambda p, m, v, F, I, W: (p - 1) * F / 2),
-    "dualpipe": Formula("(p/2−1)(F&B+B−3W)", lambda p, m, v, F, I, W: (p / 2 - 1) * (F + 2 * I - W)),
-    "dualpipe_v": Formula("(p−1)(F&B+B−3W)/2", lambda p, m, v, F, I, W: (p - 1) * (F + 2 * I - W) / 2),
+    "zb_h2": Formula("(p−1)F", lambda p, m, v, F, I, W, FB: (p - 1) * F),
+    "interleaved_zb": Formula("(p−1)F/v", lambda p, m, v, F, I, W, FB: (p - 1) * F / v),
+    "zb_v": Formula("(p−1)F/2", lambda p, m, v, F, I, W, FB: (p - 1) * F / 2),
+    "dualpipe": Formula("(p/2−1)(F&B+B−3W)", lambda p, m, v, F, I, W, FB: (p / 2 - 1) * (FB + I - 2 * W)),
+    "dualpipe_v": Formula("(p−1)(F&B+B−3W)/2", lambda p, m, v, F, I, W, FB: (p - 1) * (FB + I - 2 * W) / 2),
 }
-"""The same where F = I = W, with F&B = F+B: nothing is gained by overlap. Exact for 2p microbatches and more."""
+"""The same where F = I = W; F&B is the time of an overlapped pair. Exact for 2p microbatches and more.
+Where pairs hide work, ranks are busy for different times, and this is the idle time of the rank that idles most."""
+
+PAIR = "overlapped pair, F&B"
 
 PEAK: dict[str, Formula] = {
     "naive": Formula("1", lambda p, m, v: 1),
@@ -73,22 +77,28 @@ def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
     def time(amount: float) -> str:
         return time_text(amount, unit, run.makespan)
 
-    bubble = run.makespan - float(run.busy.max(initial=0.0))
+    has_pairs = bool(schedule.joined.any())
+    bubble = float(run.idle.max(initial=0.0) if has_pairs else run.idle.min(initial=np.inf))
     found = [Fact("makespan", time(run.makespan), ""), Fact("span", time(run.span), "")]
     note = ideal = ""
     shares = (costs.forward, costs.input_grad, costs.weight_grad)
-    plain_costs = all(np.ndim(share) == 0 for share in shares)
-    is_equal = plain_costs and shares[0] == shares[1] == shares[2] and not costs.overlap
+    plain_costs = all(np.ndim(share) == 0 for share in shares) and costs.stage_costs is None
+    is_equal = plain_costs and shares[0] == shares[1] == shares[2]
     known = BUBBLE.get(schedule.name) or (BUBBLE_OF_EQUAL.get(schedule.name) if is_equal else None)
     if known is not None and plain_costs and costs.transfer == 0 and costs.full_backward is None:
-        note = f"{known.text} / T = {time(known.value(p, m, v, *shares))} / {time(run.makespan)}"
-        if abs(known.value(p, m, v, *shares) - bubble) > 1e-9 * max(run.makespan, 1):
+        amount = known.value(p, m, v, *shares, pair_time(costs))
+        note = f"{known.text} / T = {time(amount)} / {time(run.makespan)}"
+        if abs(amount - bubble) > 1e-9 * max(run.makespan, 1):
             note += f"; counted {time(bubble)}"
+        elif abs(run.bubble_fraction * run.makespan - bubble) > 1e-9 * max(run.makespan, 1):
+            note += ", on the rank that idles most"
         elif abs(run.bubble_over_ideal * (run.makespan - bubble) - bubble) < 1e-9 * max(run.makespan, 1):
-            text = "(p−1)/m" if schedule.name in ("gpipe", "one_f_one_b") else f"{known.text} / m(F+I+W)"
+            work = "busy time" if has_pairs and costs.overlap else "m(F+I+W)"
+            text = "(p−1)/m" if schedule.name in ("gpipe", "one_f_one_b") else f"{known.text} / {work}"
             ideal = f"{text} = {time(bubble)} / {time(run.makespan - bubble)}"
     found.append(Fact("bubble, of the makespan", f"{plain(100 * run.bubble_fraction)} %", note))
     found.append(Fact("bubble, of the ideal time", f"{plain(100 * run.bubble_over_ideal)} %", ideal))
+    found += _of_pairs(run, time) if has_pairs else []
     peak, held = PEAK.get(schedule.name), float(run.peak_activations.max(initial=0.0))
     note = "" if peak is None or peak.text == "1" else f"{peak.text} = {plain(peak.value(p, m, v))}"
     found.append(Fact("peak microbatches", plain(held), note))
@@ -97,3 +107,23 @@ def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
     gap = f"gap {plain(round(100 * (run.makespan / best - 1), 9))} %" if best else ""
     found.append(Fact("lower bound", time(best), f"{gap}, holding {limit:g} at most" if keeps else gap))
     return found
+
+
+def pair_time(costs: Costs) -> float:
+    """F & B: how long a pair of a rank's forward and full backward takes, of which `overlap` is hidden."""
+    forward = float(np.asarray(costs.forward))
+    backward = float(np.asarray(costs.input_grad)) + float(np.asarray(costs.weight_grad))
+    return forward + backward - costs.overlap * min(forward, backward)
+
+
+def _of_pairs(run: Simulation, time: Callable[[float], str]) -> list[Fact]:
+    """What overlapped pairs do for a run: how long they take, and the run without (or with) what they hide."""
+    costs = run.costs
+    rule = f"F + B − {plain(costs.overlap)} × min(F, B)"
+    plain_costs = all(np.ndim(share) == 0 for share in (costs.forward, costs.input_grad, costs.weight_grad))
+    is_plain = plain_costs and costs.stage_costs is None and costs.full_backward is None
+    figure, note = (time(pair_time(costs)), rule) if is_plain else (rule, "")
+    other = simulate(run.schedule, replace(costs, overlap=0.0 if costs.overlap else 1.0), lockstep=run.lockstep)
+    name = "without overlap" if costs.overlap else "with overlap 1"
+    bubble = f"bubble {plain(100 * other.bubble_fraction)} % of the makespan"
+    return [Fact(PAIR, figure, note), Fact(name, time(other.makespan), bubble)]

@@ -11,7 +11,7 @@ from tplab.schedules.action import CODE, B, F, I, W
 from tplab.units import plain, ticks, time_text
 from tplab.widgets.paper.action import SOLID, Sheet, draw_action
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, LINE, SOFT, hue, mix
-from tplab.widgets.schedule.facts import facts
+from tplab.widgets.schedule.facts import PAIR, facts
 from tplab.widgets.schedule.papers import paper_name
 
 At = Callable[[float], float]
@@ -64,6 +64,9 @@ def about(run: Simulation) -> str:
     shares = (costs.forward, costs.input_grad, costs.weight_grad)
     if all(np.ndim(share) == 0 for share in shares) and costs.full_backward is None:
         text += " · F : I : W = " + " : ".join(f"{share:g}" for share in shares)
+    if costs.stage_costs is not None:
+        parts = [f"{part:g}" for part in costs.stage_costs]
+        text += f" · stages cost {' : '.join(parts)}" if len(parts) <= 8 else " · stages of unequal cost"
     return text
 
 
@@ -110,6 +113,8 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
         sheet.text(min(at(begin + time), left + width - 10), bottom + 7, text, size=10, fill=DIM)
     x = float(MARGIN)
     for name, figure, _ in facts(run, limit):
+        if name == PAIR:  # a rule rather than a figure, for which there is no room
+            continue
         sheet.text(x, bottom + 27, name, size=10, fill=DIM, anchor="lm")
         wide = sheet.text(x, bottom + 44, figure, size=13, bold=True, anchor="lm")
         x += max(sheet.width_of(name, 10), wide) + 28

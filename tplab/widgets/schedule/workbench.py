@@ -26,10 +26,13 @@ LIMITS: dict[str, tuple[float, float, float]] = {
     "input_grad": (0.25, 4, 0.25),
     "weight_grad": (0.25, 4, 0.25),
     "transfer": (0, 2, 0.1),
+    "overlap": (0, 1, 0.25),
 }
 """What each slider goes from, to, and by."""
 
 SHAPE = ("ranks", "microbatches")
+COSTS = ("forward", "input_grad", "weight_grad", "transfer", "overlap")
+MOST = 100.0  # that a part of the model may cost
 QUICK_FROM = 48  # ranks x microbatches: above it the scheduler's first guesses have to do, for an answer at once
 EDITED = "edited"
 AUTO = "auto"
@@ -38,7 +41,7 @@ AUTO = "auto"
 class Workbench:
     """A schedule, the numbers it is simulated with, and what was changed by hand.
 
-    settings   what the controls say. `memory_limit` and `compare` may be None
+    settings   what the controls say. `memory_limit` and `compare` may be None; `stage_costs` is text, see `parts_of`
     runs       what is shown: the schedule, simulated, and the one beside it
     notice     why something is not so: a rule that does not fit, a move that is not legal, memory over its limit
     is_stale   whether the settings cannot be: what is shown is still the last schedule that could
@@ -104,7 +107,7 @@ class Workbench:
 
     def _runs(self) -> list[Simulation]:
         settings = self.settings
-        costs = Costs(**{name: settings[name] for name in ("forward", "input_grad", "weight_grad", "transfer")})
+        costs = Costs(**{name: settings[name] for name in COSTS}, stage_costs=parts_of(settings["stage_costs"]))
         schedules = [self._edited or self._made(settings["rule"], costs)]
         if settings["compare"]:
             schedules.append(self._made(settings["compare"], costs))
@@ -217,6 +220,7 @@ def choices() -> dict[str, Any]:
         "rules": [*RULES, AUTO],
         "names": PAPERS,
         "virtual": [name for name in RULES if _is_virtual(name)],
+        "pairs": [name for name in RULES if RULES[name](ranks=2, microbatches=4).joined.any()],
         "limits": {name: list(limit) for name, limit in LIMITS.items()},
     }
 
@@ -230,7 +234,7 @@ def to_svg(runs: Sequence[Simulation], limit: float | None = None, colour: str =
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that the controls do not have."""
-    names = {"rule", "compare", "memory_limit", *LIMITS}
+    names = {"rule", "compare", "memory_limit", "stage_costs", *LIMITS}
     if spare := sorted(settings.keys() - names):
         raise ValueError(f"there is no setting {spare[0]!r}; there are {', '.join(sorted(names))}")
     for name in ("rule", "compare"):
@@ -244,9 +248,27 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a number from {least:g} to {most:g}")
         if name in (*SHAPE, "virtual_stages") and value != int(value):
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    if not isinstance(settings["stage_costs"], str):
+        raise ValueError(f"stage_costs is {settings['stage_costs']!r}; it must be text, such as '1, 1, 1, 2'")
     limit = settings["memory_limit"]
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
         raise ValueError(f"memory_limit is {limit!r}; it must be None or a number above 0")
+
+
+def parts_of(text: str) -> list[float] | None:
+    """What the consecutive parts of the model cost beside one another, from "1, 1, 1, 2"; None for an empty text."""
+    parts = []
+    for word in text.replace(",", " ").split():
+        try:
+            parts.append(float(word))
+        except ValueError:
+            raise ScheduleError(
+                f"the stages cost {text.strip()!r}, and {word!r} is no number; write one number for each stage, such "
+                "as 1, 1, 1, 2, or nothing where all cost the same"
+            ) from None
+        if not 0 <= parts[-1] <= MOST:
+            raise ScheduleError(f"a stage costs {word}; it must be a number from 0 to {MOST:g}")
+    return parts or None
 
 
 def _is_virtual(rule: str) -> bool:

@@ -6,12 +6,18 @@ import { Player } from "./player.js";
 import { GanttChart, inWords } from "./gantt.js";
 
 const PATIENCE = 3000; // milliseconds
+const PAUSE = 400; // after the last key, until what is typed is asked
 const SILENCE = "No kernel answers, so nothing changes here. Run this cell to use its controls.";
 const CSV = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,";
 const SLIDERS = [
   ["ranks", "ranks"], ["microbatches", "microbatches"], ["virtual_stages", "stages per rank"], ["forward", "F"],
   ["input_grad", "I"], ["weight_grad", "W"], ["transfer", "transfer"],
+  ["overlap", "overlap of F & B"],
 ];
+const OVERLAP = "How much of the shorter pass of a pair is hidden behind the longer one: F & B takes F + B − overlap × min(F, B). " +
+  "DualPipe and DualPipeV have pairs.";
+const COSTS = "What the stages cost beside one another, first to last: 1, 1, 1, 2 makes F, I and W of the last one take twice as long. " +
+  "A schedule with more stages cuts the same model finer. Empty: all cost the same.";
 
 function slider(name, { least, most, by, turned }) {
   const input = el("input.tpl-slider", { type: "range", min: least, max: most, step: by, "aria-label": name });
@@ -38,7 +44,7 @@ function slider(name, { least, most, by, turned }) {
 
 // The controls of the lab. ask(changes) sends them to Python.
 function controls(root, model, ask) {
-  const { rules, virtual, limits } = model.get("choices");
+  const { rules, virtual, pairs, limits } = model.get("choices");
   const select = (name, options, chosen) => {
     const node = el("select.tpl-select", { "aria-label": name, onchange: () => chosen(node.value) },
       ...options.map(([value, text]) => el("option", { value }, text)));
@@ -52,15 +58,26 @@ function controls(root, model, ask) {
     const [least, most, by] = limits[name];
     return [name, slider(text, { least, most, by, turned: (value) => ask({ [name]: value }) })];
   }));
+  sliders.overlap.node.title = OVERLAP;
+  let typing = null;
+  const costs = el("input.tpl-select", { type: "text", "aria-label": "cost of each stage", placeholder: "1, 1, 1, 1", spellcheck: "false",
+    autocomplete: "off", oninput: () => {
+      clearTimeout(typing);
+      typing = setTimeout(() => ask({ stage_costs: costs.value }), PAUSE);
+    } });
+  costs.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the player
+  const costsBox = el("label.tpl-setting", { title: COSTS }, el("span", {}, "cost of each stage"), costs);
   const least = 0.5, none = 16.5;
   const limit = slider("memory limit", { least, most: none, by: 0.5, turned: (value) => ask({ memory_limit: value >= none ? null : value }) });
-  root.append(el("div.tpl-settings", {}, ruleBox, besideBox, ...SLIDERS.map(([name]) => sliders[name].node), limit.node));
+  root.append(el("div.tpl-settings", {}, ruleBox, besideBox, ...SLIDERS.map(([name]) => sliders[name].node), costsBox, limit.node));
   return (settings) => {
     rule.value = settings.rule;
     beside.value = settings.compare ?? "";
     for (const [name] of SLIDERS) sliders[name].draw(settings[name]);
-    const fits = virtual.includes(settings.rule) || virtual.includes(settings.compare);
-    sliders.virtual_stages.off(!fits);
+    const chosen = [settings.rule, settings.compare];
+    sliders.virtual_stages.off(!chosen.some((name) => virtual.includes(name)));
+    sliders.overlap.off(!chosen.some((name) => pairs.includes(name)) && settings.rule !== "edited");
+    if (costs.value !== settings.stage_costs && !costs.matches(":focus")) costs.value = settings.stage_costs;
     for (const name of ["ranks", "microbatches"]) sliders[name].off(settings.rule === "edited");
     limit.draw(settings.memory_limit ?? none, settings.memory_limit === null ? "none" : plain(settings.memory_limit));
   };
