@@ -1,8 +1,10 @@
-"""What commands have in common: the axes of a mesh as text, and the files that are written of a trace."""
+"""What commands have in common: where they import from, the axes of a mesh as text, and the files of a trace."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 from tplab.mesh import Mesh
@@ -13,6 +15,13 @@ _FLAGS = {
     "perfetto": ("run.perfetto.json", "write a trace that ui.perfetto.dev opens"),
     "html": ("run.html", "write a page that plays the run in any browser"),
 }
+
+
+def leave_working_directory_out() -> None:
+    """Before torch is imported: take the working directory off sys.path, where `python -m` has put it. A file there can
+    have the name of a module that torch imports."""
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

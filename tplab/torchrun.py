@@ -6,13 +6,12 @@ The flags are torchrun's. What only real processes need (rendezvous, ports, rest
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tplab.commands import add_flags, check_files, mesh_from, whole, write_files
+from tplab.commands import add_flags, check_files, leave_working_directory_out, mesh_from, whole, write_files
 from tplab.errors import RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.trace import summary
@@ -54,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_files(given)
     except (ValueError, OSError, TplabError) as error:
         return _refuse(error)
-    if sys.path and sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]  # `python -m` has put it there, where a file can have the name of a module that torch imports
+    leave_working_directory_out()
     from tplab.torch.scripts import launch
 
     try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tplab.torch.record import start
@@ -69,9 +72,59 @@ def test_a_message_that_is_asked_for_until_it_is_there(tmp_path: Path):
     notes = Notes(tmp_path)
     notes.joined(None, 0, 2, is_world=True)
     notes.meet("0", "default_pg", [0, 1])
-    heard = Heard("receive", 8, (1,), "float64", "", ANY, 0, True, False)
+    heard = Heard("receive", 8, (1,), "float64", "", ANY, 0, True, None)
     work = Watched(notes, [(notes.begin("0", heard), heard)], Polled(), lambda position: position)
     assert [work.is_completed(), work.is_completed()] == [False, True]
     notes.close()
     (received,) = read(tmp_path / "rank0.jsonl").operations
     assert received.peer == 1 and received.end is not None
+
+
+class FakeEvent:
+    """An event of a GPU that comes to it (1 + index of the GPU) hours after the one before."""
+
+    def __init__(self, enable_timing: bool):
+        self.gpu = -1
+
+    def record(self, stream: int | None = None) -> None:
+        self.gpu = FakeDevice.current
+        assert stream in (None, self.gpu)
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.gpu == later.gpu >= 0, "CUDA refuses events of two GPUs"
+        return 3600e3 * (1 + later.gpu)
+
+
+class FakeDevice:
+    """`torch.cuda.device`."""
+
+    current = 0
+
+    def __init__(self, gpu: int):
+        self.gpu = gpu
+
+    def __enter__(self) -> None:
+        self.before, FakeDevice.current = FakeDevice.current, self.gpu
+
+    def __exit__(self, *_: object) -> None:
+        FakeDevice.current = self.before
+
+
+def test_each_gpu_has_a_clock_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where a program never says which GPU is the current one, and so it is always GPU 0."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "device", FakeDevice)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda gpu: gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    recording, now = start(tmp_path), time.perf_counter()
+    with world(0, 2), FakeTensorMode():
+        for gpu in (1, 0, 1):
+            dist.all_reduce(torch.empty(4, device=f"cuda:{gpu}"))
+    recording.stop()
+    begins = [operation.begin - now for operation in read(tmp_path / "rank0.jsonl").operations]
+    assert [round(begin / 3600) for begin in begins] == [2, 1, 2]

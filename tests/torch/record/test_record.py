@@ -110,7 +110,7 @@ def test_ranks_compute_between_their_waits(folder: Path):
 def test_a_script_is_recorded_without_a_line_in_it(tmp_path: Path):
     """By torchrun's own command, on 4 ranks; the names of its DeviceMesh name the groups."""
     script = HERE / "two_axes.py"
-    torchrun(4, "-m", "tplab.torch.record", "--to", "traces", str(script), cwd=tmp_path)
+    torchrun(4, "-m", "tplab.record", "--to", "traces", str(script), cwd=tmp_path)
     merged = merge(tmp_path / "traces")
     check_as_simulated(merged.trace, script, Mesh(dp=2, tp=2))
     page = tmp_path / "run.html"
@@ -141,6 +141,35 @@ def test_a_rank_that_is_killed_leaves_its_file(tmp_path: Path):
     hang, broken = merged.unfinished
     assert hang == "never finished, over 'world':\n  rank 0: broadcast at train.py:11\n  rank 1 never reached it"
     assert re.match(r"the files? of ranks? (0, )?1 breaks? off", broken)  # torchrun may end rank 0 by force too
+
+
+MODULE = """\
+import sys
+import torch, torch.distributed as dist
+from pkg.helper import answer
+
+dist.init_process_group("gloo")
+print(answer, sys.argv[1:], sys.path[0])
+"""
+
+
+def test_a_module_is_recorded_wherever_it_is_called(tmp_path: Path):
+    """A file of the working directory that has the name of a module which torch imports is in nobody's way."""
+    (tmp_path / "queue.py").write_text("raise ImportError('not the one of the standard library')")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "helper.py").write_text("answer = 42")
+    (tmp_path / "pkg" / "train.py").write_text(MODULE)
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tplab.record", "-m", "pkg.train", "--lr", "0.1"],
+        cwd=tmp_path,
+        env={**os.environ, **rank, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        timeout=240,
+    )
+    assert ran.stdout == f"42 ['--lr', '0.1'] {tmp_path}\n", ran.stderr
+    assert merge(tmp_path / "tplab_trace").trace.title == "train"
 
 
 def test_a_recording_has_to_begin_before_torch_distributed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

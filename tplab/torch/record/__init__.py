@@ -4,7 +4,7 @@
 
     start("traces")          # before init_process_group; the rest of the script as it is
 
-or with no line at all: `torchrun --nproc-per-node 8 -m tplab.torch.record train.py`. Each rank writes a file, and
+or with no line at all: `torchrun --nproc-per-node 8 -m tplab.record train.py`. Each rank writes a file, and
 `python -m tplab.merge traces --html run.html` makes one trace of them.
 """
 

@@ -14,30 +14,33 @@ COMPARE_EVERY = 10.0
 
 
 class GpuClock:
-    """Times on the current stream of the GPU, in seconds of the machine's clock.
+    """Times on the current stream of one GPU, in seconds of the machine's clock.
 
     An event is put into the stream where the time is asked for, and read when the GPU has come there. Now and then an
     event on a stream of its own, which has nothing else to do, is waited for: then both clocks show the same.
     """
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    def __init__(self, gpu: int) -> None:
+        self._gpu = gpu
+        self._stream = torch.cuda.Stream(gpu)
         self._compare()
 
     def _compare(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(self._stream)
-        self._event.synchronize()
-        self._time = time.perf_counter()
+        with torch.cuda.device(self._gpu):
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(self._stream)
+            self._event.synchronize()
+            self._time = time.perf_counter()
 
     def now(self) -> float | Later:
-        if torch.cuda.is_current_stream_capturing():  # a CUDA graph: nothing happens now
-            return time.perf_counter()
-        if time.perf_counter() - self._time > COMPARE_EVERY:
-            self._compare()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return _Moment(self._event, self._time, event)
+        with torch.cuda.device(self._gpu):
+            if torch.cuda.is_current_stream_capturing():  # a CUDA graph: nothing happens now
+                return time.perf_counter()
+            if time.perf_counter() - self._time > COMPARE_EVERY:
+                self._compare()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return _Moment(self._event, self._time, event)
 
 
 class _Moment(Later):

@@ -20,7 +20,7 @@ class Heard(NamedTuple):
 
     peer       the other rank of a message, or ANY; None of a collective
     is_async   whether the program goes on while it is under way
-    is_cuda    whether a GPU does it
+    gpu        the GPU that does it, by its index; None on the CPU
     """
 
     op: str
@@ -31,7 +31,7 @@ class Heard(NamedTuple):
     peer: int | None
     tag: int
     is_async: bool
-    is_cuda: bool
+    gpu: int | None
 
 
 class Listener(Asked):
@@ -63,7 +63,7 @@ class Listener(Asked):
 
     def _message(self, op: str, tensors: Any, peer: int, tag: int) -> None:  # type: ignore[override]
         (x,) = several(tensors)
-        self._heard.append(Heard(op, x.nbytes, tuple(x.shape), dtype_name(x.dtype), "", peer, tag, True, x.is_cuda))
+        self._heard.append(Heard(op, x.nbytes, tuple(x.shape), dtype_name(x.dtype), "", peer, tag, True, _gpu(x)))
 
     def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> None:
         pieces = [put] if isinstance(put, Tensor) else put
@@ -72,9 +72,11 @@ class Listener(Asked):
         numels = call.takes if call.op == "all_gather" and call.takes else (numel,) * len(self.place.group)
         num_bytes = bytes_sent(call, shape, pieces[0].element_size(), numels, self.place.index)
         dtype, is_async = dtype_name(pieces[0].dtype), opts is None or opts.asyncOp
-        self._heard.append(
-            Heard(call.op, num_bytes, shape, dtype, call.reduction, None, 0, is_async, pieces[0].is_cuda)
-        )
+        self._heard.append(Heard(call.op, num_bytes, shape, dtype, call.reduction, None, 0, is_async, _gpu(pieces[0])))
 
     def _together(self, works: Sequence[Any], opts: Any) -> None:
         """Each has been heard."""
+
+
+def _gpu(x: Tensor) -> int | None:
+    return x.device.index if x.is_cuda else None

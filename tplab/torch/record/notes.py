@@ -33,7 +33,6 @@ class Notes:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._title = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
         self._lines = _Lines()
         self._numbers = count()
         self._num_worlds = 0
@@ -43,7 +42,7 @@ class Notes:
         self._in_backward: dict[int, list[tuple[Begun, Any]]] = {}  # backward pass -> what it has begun, and its future
         self._ends: dict[int, float] = {}  # of what was begun in a backward pass
         self._writer: Writer | None = None
-        self._gpu: GpuClock | None = None
+        self._gpus: dict[int, GpuClock] = {}
 
     def close(self) -> None:
         """Write what is left. What comes later is not noted."""
@@ -60,7 +59,8 @@ class Notes:
         """A group was made. The first one is that of all ranks, also after `destroy_process_group()`."""
         self._num_worlds += is_world
         if self._writer is None:
-            about = About(rank, size, _run_of(store), _machine(), platform.node(), self._title, time.perf_counter())
+            title = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+            about = About(rank, size, _run_of(store), _machine(), platform.node(), title, time.perf_counter())
             self._writer = Writer(self.folder / f"rank{rank}.jsonl", about)
 
     def id_of_new(self, name: str) -> str:
@@ -95,8 +95,8 @@ class Notes:
             heard.peer,
             heard.tag,
         )
-        if heard.is_cuda:
-            self._note("start", number, self.now(is_cuda=True))
+        if heard.gpu is not None:
+            self._note("start", number, self.now(heard.gpu))
         return number
 
     def drop(self, begun: Begun) -> None:
@@ -108,7 +108,7 @@ class Notes:
 
     def end(self, begun: Begun, at: float | Later | None = None) -> None:
         """These are done. What was noted first counts."""
-        at = self.now(begun[0][1].is_cuda) if at is None else at
+        at = self.now(begun[0][1].gpu) if at is None else at
         for number, _ in begun:
             if number in self._open:
                 self._open.discard(number)
@@ -119,20 +119,20 @@ class Notes:
 
     def waited(self, begun: Begun, start: float | Later) -> None:
         """The rank stood still from `start` until now, and these are done."""
-        now = self.now(begun[0][1].is_cuda)
+        now = self.now(begun[0][1].gpu)
         self._note("wait", begun[-1][0], start, now, self._lines.here())
         self.end(begun, now)
 
     def came_from(self, number: int, rank: int) -> None:
         self._note("from", number, rank)
 
-    def now(self, is_cuda: bool = False) -> float | Later:
+    def now(self, gpu: int | None = None) -> float | Later:
         """The time; of a GPU's work, when the GPU comes here."""
-        if not is_cuda:
+        if gpu is None:
             return time.perf_counter()
-        if self._gpu is None:
-            self._gpu = GpuClock()
-        return self._gpu.now()
+        if gpu not in self._gpus:
+            self._gpus[gpu] = GpuClock(gpu)
+        return self._gpus[gpu].now()
 
     # --- backward passes -------------------------------------------------------------------------------------------
 

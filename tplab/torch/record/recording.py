@@ -32,7 +32,7 @@ def start(folder: str | Path = FOLDER) -> Recording:
         raise RuntimeError(
             "torch.distributed is initialised already, and a recording has to begin before that: call "
             "tplab.torch.record.start above init_process_group, or leave it out and run the script with "
-            "torchrun -m tplab.torch.record"
+            "torchrun -m tplab.record"
         )
     return Recording(Path(folder))
 

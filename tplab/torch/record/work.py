@@ -19,9 +19,9 @@ class Watched(c10d_C.Work):
         super().__init__()
         self._notes, self._begun, self._work, self._rank_at = notes, begun, work, rank_at
         first = begun[0][1]
-        self._is_cuda = first.is_cuda
+        self._gpu = first.gpu
         self._tells_its_end = False
-        if first.is_async and (first.is_cuda or first.peer is None):
+        if first.is_async and (first.gpu is not None or first.peer is None):
             with suppress(RuntimeError, NotImplementedError):  # not every backend has futures
                 work.get_future().add_done_callback(self._done)
                 self._tells_its_end = True
@@ -33,14 +33,14 @@ class Watched(c10d_C.Work):
             self._notes.end(self._begun)
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        start = self._notes.now(self._is_cuda)
+        start = self._notes.now(self._gpu)
         result = self._work.wait(*args, **kwargs)
         self._note_source()
         self._notes.waited(self._begun, start)
         return result
 
     def synchronize(self) -> None:
-        start = self._notes.now(self._is_cuda)
+        start = self._notes.now(self._gpu)
         self._work.synchronize()
         self._notes.waited(self._begun, start)
 
@@ -54,7 +54,7 @@ class Watched(c10d_C.Work):
     def get_future(self) -> Any:
         """The real future. DistributedDataParallel waits for it in C++, at the end of the backward pass."""
         future = self._work.get_future()
-        if graph_task() != -1 and not self._is_cuda:
+        if graph_task() != -1 and self._gpu is None:
             self._notes.watch_backward(self._begun, future)
         return future
 

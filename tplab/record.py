@@ -1,18 +1,23 @@
-"""`torchrun --nproc-per-node 8 -m tplab.torch.record train.py --its --own args`: the script, recorded, unchanged."""
+"""`torchrun --nproc-per-node 8 -m tplab.record train.py --its --own args`: the script, recorded, unchanged."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from pathlib import Path
 
-from tplab.torch.record.recording import FOLDER, start
+from tplab.commands import leave_working_directory_out
 
 
 def main() -> None:
+    """Run the script in this process, which is one rank of the run."""
+    leave_working_directory_out()
+    from tplab.torch.record.recording import FOLDER, start
+
     parser = argparse.ArgumentParser(
-        prog="torchrun [...] -m tplab.torch.record",
+        prog="torchrun [...] -m tplab.record",
         description="Run a script for torchrun as it is, and write down what each rank sends.",
     )
     parser.add_argument("--to", default=FOLDER, metavar="DIR", help=f"folder of the ranks' files (default: {FOLDER})")
@@ -25,10 +30,12 @@ def main() -> None:
     sys.argv = [given.script, *given.args]
     start(given.to)
     if given.module:
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(given.script).resolve().parent))
         runpy.run_path(given.script, run_name="__main__")
 
 
-main()
+if __name__ == "__main__":
+    main()
