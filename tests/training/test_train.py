@@ -204,6 +204,17 @@ def test_dropout_draws_anew_in_every_step_and_the_same_after_a_break(tmp_path, f
     np.testing.assert_allclose(whole.held_out[2], without, rtol=1e-12)
 
 
+def test_clipping_is_clip_gradients_own(tmp_path):
+    """At the largest norm that is allowed, gradients shrink by the 1e-6 that is added to it, as torch's do."""
+    how: dict[str, Any] = {"steps": 1, "warmup": 0}
+    norms: list[float] = []
+    trained(Mesh(tp=1), tmp_path / "free", clip=None, show=lambda p: norms.append(p.gradient_norm), **how)
+    trained(Mesh(dp=2), tmp_path / "clipped", clip=norms[0], **how)
+    free, clipped = (checkpoint.load(tmp_path / which, 1) for which in ("free", "clipped"))
+    name = "exp_avg.norm.weight"
+    np.testing.assert_allclose(clipped[name] / free[name], norms[0] / (norms[0] + 1e-6), rtol=1e-9)
+
+
 def test_a_plain_line_now_and_then(capsys):
     trained(Mesh(dp=2), show=None, evaluate_every=4)
     lines = capsys.readouterr().out.splitlines()

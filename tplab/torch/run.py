@@ -108,7 +108,7 @@ def run(
     """
     check_run(fn, mesh, seed=seed, keep_values=keep_values)
     place = None if device is None else _place(device)
-    is_launched = os.environ.keys() >= _TORCHRUNS and current_rank_or_none() is None
+    is_launched = launched_by_torchrun()
     is_simulated = _is_simulated(on, is_launched)
     clock = _clock(clock, cluster, is_simulated)
     if distributed and not is_simulated:
@@ -144,6 +144,11 @@ def run(
     run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
     per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title)
     return Result(per_rank, make_trace, mesh, out_specs)
+
+
+def launched_by_torchrun() -> bool:
+    """Whether torchrun has started this process as one of the ranks, and no simulated rank of it asks."""
+    return os.environ.keys() >= _TORCHRUNS and current_rank_or_none() is None
 
 
 def _processes(mesh: Mesh, seed: int) -> More:

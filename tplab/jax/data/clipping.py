@@ -59,8 +59,13 @@ def clip_gradients(gradients: Any, max_norm: float, specs: Any = None, *, norm_t
     copies stay equal. `gradient_norm` has the arguments and the cost.
     """
     most, norm = check_max_norm(max_norm), gradient_norm(gradients, specs, norm_type=norm_type)
-    factor = jnp.minimum(most / (norm + EPSILON), 1)
-    return jax.tree.map(lambda x: (x * factor).astype(x.dtype), gradients), norm
+    return scale_to(gradients, norm, most), norm
+
+
+def scale_to(gradients: Any, norm: Array, max_norm: float) -> Any:
+    """Gradients that together have this norm, scaled by min(1, max_norm / (norm + 1e-6))."""
+    factor = jnp.minimum(max_norm / (norm + EPSILON), 1)
+    return jax.tree.map(lambda x: (x * factor).astype(x.dtype), gradients)
 
 
 def _pieces(gradients: Any, specs: Any) -> list[tuple[Array, P]]:

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from tplab.data.clipping import EPSILON
-from tplab.jax.data.clipping import gradient_norm
+from tplab.jax.data.clipping import gradient_norm, scale_to
 from tplab.jax.data.pieces import held_of, pieces_of
 from tplab.jax.data.shard_optimizer import shard_optimizer
 from tplab.jax.data.sharded_optimizer import GradientPieces
@@ -70,10 +69,7 @@ class Optimizer:
         return states if self._sharded is None else {"states": states}
 
     def _clipped(self, gradients: Any, norm: Array) -> Any:
-        if self._clip is None:
-            return gradients
-        factor = jnp.minimum(self._clip / (norm + EPSILON), 1)
-        return jax.tree.map(lambda x: (x * factor).astype(x.dtype), gradients)
+        return gradients if self._clip is None else scale_to(gradients, norm, self._clip)
 
     def _norm_of_pieces(self, pieces: Stages, stages: Stages) -> Array:
         """Each number of the model once: what is cut of the gradients, times the same cut of ones and zeros."""

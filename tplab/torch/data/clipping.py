@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,11 +57,16 @@ def clip_gradients(
     norm = _norm(_counted(parameters, specs), p)
     if error_if_nonfinite and not norm.is_meta and not bool(norm.isfinite()):
         raise RuntimeError(_not_finite(norm, named))
-    factor = (most / (norm + EPSILON)).clamp(max=1.0)
-    for _, parameter in named:
+    scale_to((parameter for _, parameter in named), norm, most)
+    return norm
+
+
+def scale_to(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients that together have this norm by min(1, max_norm / (norm + 1e-6)), in place."""
+    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
-    return norm
 
 
 def _norm(counted: tuple[list[Tensor], tuple[str, ...], Tensor], p: float) -> Tensor:

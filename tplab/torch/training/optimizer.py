@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tplab.data.clipping import EPSILON
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.sharding import P
 from tplab.torch.comm.collectives import axis_index
-from tplab.torch.data.clipping import gradient_norm
+from tplab.torch.data.clipping import gradient_norm, scale_to
 from tplab.torch.data.shard_optimizer import shard_optimizer
 from tplab.torch.data.sharded_optimizer import ShardedOptimizer
 from tplab.torch.pipeline.stages import Stages
@@ -62,14 +61,12 @@ class Optimizer:
             group["lr"] = rate
         if isinstance(self.inner, ShardedOptimizer):
             self.inner.reduce_gradients()
-        norm = float(gradient_norm(self._counted, self._specs))
-        if self._clip is not None and norm > self._clip:
-            for piece in self.pieces:
-                if piece.own.grad is not None:
-                    piece.own.grad.mul_(self._clip / (norm + EPSILON))
+        norm = gradient_norm(self._counted, self._specs)
+        if self._clip is not None:
+            scale_to((piece.own for piece in self.pieces), norm, self._clip)
         self.inner.step()
         self.inner.zero_grad()
-        return norm
+        return float(norm)
 
     def states(self, piece: Piece) -> dict[str, Tensor]:
         """What AdamW keeps of a piece; zeros before its first step."""

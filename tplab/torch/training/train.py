@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from tplab.torch.models.gpt_layers import gpt_layers
 from tplab.torch.pipeline.stages import Stages, stages_of
 from tplab.torch.pipeline.train_batch import train_batch
 from tplab.torch.ranks.rank import this_rank
-from tplab.torch.run import run
+from tplab.torch.run import launched_by_torchrun, run
 from tplab.torch.training import checkpoint
 from tplab.torch.training.gpt_stages import held_of, load_whole
 from tplab.torch.training.optimizer import Optimizer
@@ -66,9 +65,8 @@ def train(
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
     first = beginning(folder, resume, config)
     show = PlainLine() if show is None else show
-    is_launched = on is None and os.environ.keys() >= {"RANK", "WORLD_SIZE"}
     live = None if on == "processes" else show
-    with Stop() if not (is_launched or on == "processes") else nullcontext() as stop:
+    with Stop() if on != "processes" and not launched_by_torchrun() else nullcontext() as stop:
         program = partial(_train, config, text, recipe, first, folder, seed, live, stop)
         results = run(lambda: program(), mesh, on=on, seed=seed, keep_values=0).per_rank
     steps: list[Progress] = results[0][0]
