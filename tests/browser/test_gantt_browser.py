@@ -85,6 +85,18 @@ def test_the_strip_and_the_legend_have_numbers(page: Page):
     expect(page.locator(".tpl-figures")).to_contain_text("(p−1)/m = 9 / 24")
 
 
+def test_figures_and_their_letters_are_explained(page: Page):
+    draw(page, gantt(dualpipe(4, 8), zb_v(4, 8)))
+    explained = page.locator(".tpl-meanings")
+    expect(explained.locator("dl")).to_be_hidden()
+    explained.locator("summary").press("Enter")
+    said = dict(zip(explained.locator("dt").all_inner_texts(), explained.locator("dd").all_inner_texts(), strict=True))
+    names = set(page.locator(".tpl-figures .tpl-what").all_inner_texts())
+    assert set(said) == {"letters", *names} and "with overlap 1" in names
+    assert "Megatron-LM's (p−1)/m" in said["bubble, of the ideal time"] and "T is the makespan" in said["letters"]
+    assert page.evaluate("model.get('step')") == 0
+
+
 def test_schedules_have_the_names_of_their_papers(page: Page):
     draw(page, pipeline_lab("one_f_one_b", compare="zb_v"))
     expect(page.locator("header b")).to_have_text("1F1B")

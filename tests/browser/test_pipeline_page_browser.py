@@ -5,6 +5,7 @@ from __future__ import annotations
 from playwright.sync_api import Page, expect
 
 from tests.browser.plain_page import draw
+from tplab.schedules import zb_h1
 from tplab.widgets import pipeline_lab
 
 CSV = "0F0,,0B0\n,1F0,1B0"
@@ -41,6 +42,18 @@ def test_the_cost_of_each_stage_is_typed_and_overlap_is_for_pairs(page: Page):
     tell(page, {"answered": True})
     page.get_by_role("combobox", name="schedule").select_option("zb_v")
     expect(overlap).to_be_disabled()
+
+
+def test_a_schedule_of_your_own_is_offered_for_comparison(page: Page):
+    draw(page, pipeline_lab(zb_h1(3, 5).named("mine")))
+    beside = page.get_by_role("combobox", name="beside it")
+    expect(page.get_by_role("combobox", name="schedule")).to_have_value("mine")
+    expect(page.get_by_role("slider", name="ranks")).to_be_disabled()
+    beside.select_option("mine")
+    assert page.evaluate("window.model.get('settings').compare") == "mine"
+    page.evaluate("window.model.set('settings', {...window.model.get('settings'), own: {mine: '', pasted: ''}})")
+    tell(page, {"answered": True})
+    expect(beside.locator("option", has_text="pasted")).to_have_count(1)
 
 
 def test_while_python_is_loaded_it_says_how_far_it_is_and_keeps_the_last_question(page: Page):

@@ -20,6 +20,7 @@ from tplab.schedules import (
     Schedule,
     auto_schedule,
     check,
+    dualpipe,
     gpipe,
     one_f_one_b,
     simulate,
@@ -222,6 +223,7 @@ def test_memory():
         ({"memory_limit": True}, "memory_limit is True"),
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
         ({"overlap": 1.5}, "overlap is 1.5; it must be a number from 0 to 1"),
+        ({"own": {"mine": 3}}, "own is .*; it must have schedules as CSV"),
         ({"stage_costs": [1, 2]}, r"stage_costs is \[1, 2\]; it must be text"),
         ({"speed": 1}, "there is no setting 'speed'"),
     ],
@@ -355,6 +357,43 @@ def test_what_is_wrong_with_a_pasted_schedule_is_told(text: str, said: str):
     assert not lab.paste(text)
     assert said in lab.notice and lab.schedule == before and lab.board == board and lab.num_edits == 0
     assert lab.settings["rule"] == "gpipe" and not lab.is_stale
+
+
+def test_what_was_pasted_stays_to_be_compared_with():
+    lab = pipeline_lab("one_f_one_b")
+    assert lab.paste(CSV) and list(lab.settings["own"]) == ["pasted"]
+    pasted = lab.schedule
+    assert lab.move(0, 3, 2)
+    lab.settings = {**lab.settings, "compare": "pasted"}
+    assert lab.schedule != pasted and lab.runs[1].schedule == pasted and lab.runs[1].schedule.name == "pasted"
+    lab.settings = {**lab.settings, "rule": "pasted", "compare": None}
+    assert lab.schedule == pasted and (lab.num_edits, lab.settings["ranks"]) == (0, 2)
+
+
+class OfTorch:
+    """What `Schedule.from_torch` reads of torch's schedules."""
+
+    pipeline_order = {0: ["0F0", "0F1", None, "0B0", "0B1"], 1: [None, "1F0", "1B0", "1F1", "1B1"]}
+
+
+def test_schedules_of_ones_own_and_of_torch_are_edited_and_compared():
+    mine = zb_h1(4, 8).moved(0, 4, 3).named("mine")
+    lab = pipeline_lab(mine, compare="zb_h1", forward=2.0)
+    assert lab.schedule == mine and lab.schedule.name == lab.settings["rule"] == "mine"
+    assert lab.run.makespan == simulate(mine, Costs(2, 1, 1)).makespan and lab.runs[1].schedule == zb_h1(4, 8)
+    assert lab.move(0, 3, 4) and lab.schedule == zb_h1(4, 8) and lab.undo() and lab.schedule == mine
+    lab.settings = {**lab.settings, "ranks": 6}
+    assert (lab.settings["ranks"], lab.schedule) == (4, mine)  # it has the size that it has
+    both = pipeline_lab(OfTorch(), compare=dualpipe(2, 4), overlap=1.0)
+    assert [run.schedule.name for run in both.runs] == ["OfTorch", "yours"]  # dualpipe is the name of a rule
+    assert both.runs[1].schedule == dualpipe(2, 4) and both.runs[1].makespan == 11
+    two = pipeline_lab(gpipe(2, 2), compare=one_f_one_b(3, 3))
+    assert [run.schedule.name for run in two.runs] == ["yours", "yours, 2"]
+    assert two.runs[1].schedule.num_ranks == 3
+    with pytest.raises(ScheduleError, match="cannot run"):
+        pipeline_lab(Schedule.from_csv("0B0,0F0"))
+    with pytest.raises(ScheduleError, match="int is not a schedule of torch"):
+        pipeline_lab(3)
 
 
 def test_a_schedule_of_your_own_keeps_its_size_whatever_is_set():

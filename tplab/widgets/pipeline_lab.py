@@ -7,9 +7,10 @@ from typing import Any
 
 import traitlets
 
-from tplab.schedules import Schedule, Simulation
+from tplab.schedules import Schedule, Simulation, to_csv
 from tplab.widgets.gantt import SCRIPTS, Gantt
 from tplab.widgets.paper.card import script, style
+from tplab.widgets.schedule.papers import PAPERS
 from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 
 
@@ -102,9 +103,9 @@ class PipelineLab(Gantt):
 
 
 def pipeline_lab(
-    rule: str = "one_f_one_b",
+    rule: str | Schedule | Any = "one_f_one_b",
     *,
-    compare: str | None = None,
+    compare: str | Schedule | Any | None = None,
     ranks: int = 4,
     microbatches: int = 8,
     virtual_stages: int = 2,
@@ -118,18 +119,32 @@ def pipeline_lab(
 ) -> PipelineLab:
     """Choose a schedule and its numbers, and see at once what they do.
 
-    rule, compare   names in `tplab.schedules.RULES`, or "auto": the scheduler, which keeps to the memory limit;
-                    for many ranks and microbatches its solver="quick"
+    rule, compare   names in `tplab.schedules.RULES`; "auto": the scheduler, which keeps to the memory limit;
+                    for many ranks and microbatches its solver="quick"; or a schedule of your own, to edit and compare:
+                    a Schedule, a schedule of torch.distributed.pipelining, or its pipeline_order
     forward, input_grad, weight_grad, transfer, stage_costs, overlap
                     as in `Costs`: stage_costs=[1, 1, 1, 2] doubles what the last quarter of the model costs, and
                     overlap=1 hides all of a forward behind the backward that it is paired with, as DualPipe can
     memory_limit    microbatches whose activations a rank may hold; None: any number
     Raises ScheduleError where the rule does not go with the numbers, traitlets.TraitError for what no slider has.
     """
-    settings = dict(locals())
+    settings: dict[str, Any] = dict(locals())
+    settings["own"] = {}
+    for name in ("rule", "compare"):
+        if settings[name] is not None and not isinstance(settings[name], str):
+            settings[name] = _put(settings["own"], settings[name])
     if not isinstance(stage_costs, str):
         settings["stage_costs"] = ", ".join(f"{cost:g}" for cost in stage_costs)
     return PipelineLab(settings)
+
+
+def _put(own: dict[str, str], given: Any) -> str:
+    """Put a schedule among those of one's own, as CSV, and return the name that it has there."""
+    schedule = (given if isinstance(given, Schedule) else Schedule.from_torch(given)).compute_only()
+    names = [schedule.name, "yours", "yours, 2"]
+    name = next(name for name in names if name and name not in PAPERS and name not in own)
+    own[name] = to_csv(schedule)
+    return name
 
 
 def _check(settings: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,6 +51,29 @@ BUBBLE_OF_EQUAL: dict[str, Formula] = {
 Where pairs hide work, ranks are busy for different times, and this is the idle time of the rank that idles most."""
 
 PAIR = "overlapped pair, F&B"
+WITHOUT, WITH = "without overlap", "with overlap 1"
+
+LETTERS = (
+    "p ranks, m microbatches, v stages per rank. F, I and W are the times of a rank's share of one microbatch, "
+    "B = I + W, and T is the makespan."
+)
+MEANINGS = {
+    "makespan": "The time from the first start to the last end of all ranks.",
+    "span": "The longest time from a rank's own first start to its own last end. The zero-bubble papers report it, "
+    "because a rank that is done can take its optimizer step.",
+    "bubble, of the makespan": "The idle time of all ranks, divided by p × T: the lost share of their time.",
+    "bubble, of the ideal time": "The same idle time, divided by the time in which the ranks work. Megatron-LM's "
+    "(p−1)/m is this one.",
+    PAIR: "A forward and a backward that run together, as in DualPipe. Without overlap a pair takes F + B. With it, "
+    "that part of the shorter one is hidden behind the longer one. This rule is tplab's assumption: DeepSeek's "
+    "formula leaves F&B to be measured.",
+    WITHOUT: "The makespan of the same schedule where nothing is hidden.",
+    WITH: "The makespan of the same schedule where the shorter one of each pair is hidden completely.",
+    "peak microbatches": "The most microbatches whose activations one rank holds at the same time.",
+    "lower bound": "No schedule with these stages on these ranks, this kind of backward pass and these costs takes "
+    "less time. The gap is what is left to gain.",
+}
+"""What each figure is, in words."""
 
 PEAK: dict[str, Formula] = {
     "naive": Formula("1", lambda p, m, v: 1),
@@ -124,6 +147,11 @@ def _of_pairs(run: Simulation, time: Callable[[float], str]) -> list[Fact]:
     is_plain = plain_costs and costs.stage_costs is None and costs.full_backward is None
     figure, note = (time(pair_time(costs)), rule) if is_plain else (rule, "")
     other = simulate(run.schedule, replace(costs, overlap=0.0 if costs.overlap else 1.0), lockstep=run.lockstep)
-    name = "without overlap" if costs.overlap else "with overlap 1"
+    name = WITHOUT if costs.overlap else WITH
     bubble = f"bubble {plain(100 * other.bubble_fraction)} % of the makespan"
     return [Fact(PAIR, figure, note), Fact(name, time(other.makespan), bubble)]
+
+
+def meanings(found: Iterable[Fact]) -> list[tuple[str, str]]:
+    """What the letters and these figures mean: (name, words), each once, in order."""
+    return [("letters", LETTERS), *((name, MEANINGS[name]) for name in dict.fromkeys(fact.name for fact in found))]

@@ -9,7 +9,7 @@ import numpy as np
 from tplab.schedules import Simulation
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import still
-from tplab.widgets.schedule.facts import facts
+from tplab.widgets.schedule.facts import facts, meanings
 from tplab.widgets.schedule.papers import paper_name
 
 MAX_STEPS = 400
@@ -29,12 +29,14 @@ def moments(runs: Sequence[Simulation]) -> np.ndarray:
 
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     """What the browser draws from; static/gantt.js reads it."""
+    figures = [facts(run, limit) for run in runs]
     header = {
         "title": paper_name(runs[0].schedule.name),
         "about": still.about(runs[0]),
         "badge": still.badge(runs[0]),
         "unit": runs[0].costs.unit,
         "limit": limit,
+        "meanings": meanings(fact for found in figures for fact in found),
         "runs": [
             {
                 "name": paper_name(run.schedule.name),
@@ -42,9 +44,9 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
                 "ranks": run.schedule.num_ranks,
                 "makespan": run.makespan,
                 "peak": float(run.peak_activations.max(initial=0.0)),
-                "facts": facts(run, limit),
+                "facts": found,
             }
-            for run in runs
+            for run, found in zip(runs, figures)
         ],
     }
     columns: dict[str, np.ndarray] = {"moments": moments(runs)}

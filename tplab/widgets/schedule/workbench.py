@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from tplab.errors import ScheduleError, TplabError
@@ -36,12 +37,14 @@ MOST = 100.0  # that a part of the model may cost
 QUICK_FROM = 48  # ranks x microbatches: above it the scheduler's first guesses have to do, for an answer at once
 EDITED = "edited"
 AUTO = "auto"
+PASTED = "pasted"
 
 
 class Workbench:
     """A schedule, the numbers it is simulated with, and what was changed by hand.
 
-    settings   what the controls say. `memory_limit` and `compare` may be None; `stage_costs` is text, see `parts_of`
+    settings   what the controls say. `memory_limit` and `compare` may be None; `stage_costs` is text, see `parts_of`;
+               `own` has schedules of your own, by name, as CSV: these names are rules too
     runs       what is shown: the schedule, simulated, and the one beside it
     notice     why something is not so: a rule that does not fit, a move that is not legal, memory over its limit
     is_stale   whether the settings cannot be: what is shown is still the last schedule that could
@@ -49,12 +52,12 @@ class Workbench:
 
     def __init__(self, settings: Mapping[str, Any]):
         check_settings(settings)
-        self.settings = dict(settings)
         self._rule = settings["rule"]  # what is shown without the changes by hand
         self._edited: Schedule | None = None
+        self.settings = dict(settings)
         self._past: list[tuple[Schedule | None, dict[str, Any]]] = []  # what was shown before each change by hand
         self.notice, self.is_stale = "", False
-        self._show(self._runs())
+        self._answer()
 
     @property
     def run(self) -> Simulation:
@@ -85,18 +88,22 @@ class Workbench:
             self._rule = settings["rule"]
             if any(settings[name] != self.settings[name] for name in shape):
                 self._edited, self._past = None, []
-        self.settings = {**settings, **self._shape_of_edited()}
+        self.settings = dict(settings)
         self._update()
 
-    def _shape_of_edited(self) -> dict[str, int]:
-        """What a schedule that was changed by hand decides, whatever else is asked for."""
-        edited = self._edited
-        return {} if edited is None else {"ranks": edited.num_ranks, "microbatches": edited.num_microbatches}
+    def _answer(self) -> None:
+        """Show what the settings say, or raise. A schedule that was changed by hand, or is your own, keeps its size."""
+        own = self.settings["own"].get(self.settings["rule"])
+        given = self._edited or (_read(own) if own else None)
+        if given is not None:
+            size = {"ranks": given.num_ranks, "microbatches": given.num_microbatches}
+            self.settings = {**self.settings, **size}
+        self._show(self._runs())
 
     def _update(self) -> None:
         """Show what the settings say; where they cannot be, what is shown stays, and the notice says why."""
         try:
-            self._show(self._runs())
+            self._answer()
         except TplabError as error:
             self.notice, self.is_stale = str(error), True
 
@@ -115,6 +122,8 @@ class Workbench:
 
     def _made(self, rule: str, costs: Costs) -> Schedule:
         ranks, microbatches = (self.settings[name] for name in SHAPE)
+        if own := self.settings["own"].get(rule):
+            return _read(own).named(rule)
         if rule == AUTO:
             solver = "heuristic" if ranks * microbatches <= QUICK_FROM else "quick"
             return auto_schedule(ranks, microbatches, costs, memory_limit=self.limit, solver=solver).named(AUTO)
@@ -131,7 +140,10 @@ class Workbench:
 
     def paste(self, text: str) -> bool:
         """Show a schedule of your own, as CSV in either of torch's forms; says in `notice` what is wrong with it."""
-        return self._change(lambda: _read(text), "not a schedule that can run: ")
+        if not self._change(lambda: _read(text), "not a schedule that can run: "):
+            return False
+        self.settings = {**self.settings, "own": {**self.settings["own"], PASTED: to_csv(self.schedule)}}
+        return True
 
     def _change(self, make: Callable[[], Schedule], wrong: str) -> bool:
         before = self._edited, self.settings
@@ -141,8 +153,8 @@ class Workbench:
             if found:
                 raise ScheduleError(f"{wrong}{found[0]}")
             self._edited = made
-            self.settings = {**self.settings, "rule": EDITED, **self._shape_of_edited()}
-            self._show(self._runs())
+            self.settings = {**self.settings, "rule": EDITED}
+            self._answer()
         except TplabError as error:
             self._edited, self.settings = before
             self.notice = str(error)
@@ -234,12 +246,15 @@ def to_svg(runs: Sequence[Simulation], limit: float | None = None, colour: str =
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that the controls do not have."""
-    names = {"rule", "compare", "memory_limit", "stage_costs", *LIMITS}
+    names = {"rule", "compare", "memory_limit", "stage_costs", "own", *LIMITS}
     if spare := sorted(settings.keys() - names):
         raise ValueError(f"there is no setting {spare[0]!r}; there are {', '.join(sorted(names))}")
+    own = settings["own"]
+    if not isinstance(own, Mapping) or not all(isinstance(text, str) for pair in own.items() for text in pair):
+        raise ValueError(f"own is {own!r}; it must have schedules as CSV, by name")
     for name in ("rule", "compare"):
         chosen = settings[name]
-        known = [*RULES, AUTO, *([EDITED] if name == "rule" else [])]
+        known = [*RULES, AUTO, *own, *([EDITED] if name == "rule" else [])]
         if chosen not in known and not (name == "compare" and chosen is None):
             raise ValueError(f"{name} is {chosen!r}; it must be one of {', '.join(known)}")
     for name, (least, most, _) in LIMITS.items():
@@ -276,8 +291,9 @@ def _is_virtual(rule: str) -> bool:
     return "virtual_stages" in inspect.signature(RULES[rule]).parameters
 
 
+@lru_cache(maxsize=8)
 def _read(text: str) -> Schedule:
-    """A pasted schedule, as large as the controls allow."""
+    """A schedule of one's own, as large as the controls allow."""
     if not text.strip():
         raise ScheduleError("nothing was pasted; a schedule has one line per rank, for example 0F0,0F1,0B0,0B1")
     schedule = Schedule.from_csv(text).compute_only()
@@ -291,7 +307,7 @@ def _read(text: str) -> Schedule:
         if not least <= size <= most:
             what = "stages on a rank" if name == "virtual_stages" else name
             raise ScheduleError(
-                f"the pasted schedule has {size} {what}, and the lab shows {least:g} to {most:g}; "
+                f"your schedule has {size} {what}, and the lab shows {least:g} to {most:g}; "
                 "gantt(Schedule.from_csv(text)) shows any number"
             )
     return schedule

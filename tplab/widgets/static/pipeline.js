@@ -54,6 +54,9 @@ function controls(root, model, ask) {
   const [ruleBox, rule] = select("schedule", [...named, ["edited", "edited"]], (value) => ask({ rule: value }));
   const [besideBox, beside] = select("beside it", [["", "nothing"], ...named], (value) => ask({ compare: value || null }));
   rule.querySelector("[value=edited]").disabled = true;
+  const offerOwn = (names) => [rule, beside].forEach((node) => names.forEach((name) => {
+    if (![...node.options].some((option) => option.value === name)) node.append(el("option", { value: name }, name));
+  }));
   const sliders = Object.fromEntries(SLIDERS.map(([name, text]) => {
     const [least, most, by] = limits[name];
     return [name, slider(text, { least, most, by, turned: (value) => ask({ [name]: value }) })];
@@ -71,14 +74,15 @@ function controls(root, model, ask) {
   const limit = slider("memory limit", { least, most: none, by: 0.5, turned: (value) => ask({ memory_limit: value >= none ? null : value }) });
   root.append(el("div.tpl-settings", {}, ruleBox, besideBox, ...SLIDERS.map(([name]) => sliders[name].node), costsBox, limit.node));
   return (settings) => {
+    offerOwn(Object.keys(settings.own));
     rule.value = settings.rule;
     beside.value = settings.compare ?? "";
     for (const [name] of SLIDERS) sliders[name].draw(settings[name]);
     const chosen = [settings.rule, settings.compare];
     sliders.virtual_stages.off(!chosen.some((name) => virtual.includes(name)));
-    sliders.overlap.off(!chosen.some((name) => pairs.includes(name)) && settings.rule !== "edited");
+    sliders.overlap.off(!chosen.some((name) => pairs.includes(name)) && settings.rule !== "edited" && !chosen.some((name) => name in settings.own));
     if (costs.value !== settings.stage_costs && !costs.matches(":focus")) costs.value = settings.stage_costs;
-    for (const name of ["ranks", "microbatches"]) sliders[name].off(settings.rule === "edited");
+    for (const name of ["ranks", "microbatches"]) sliders[name].off(settings.rule === "edited" || settings.rule in settings.own);
     limit.draw(settings.memory_limit ?? none, settings.memory_limit === null ? "none" : plain(settings.memory_limit));
   };
 }
@@ -236,7 +240,9 @@ async function render({ model, el: host }) {
     drop: (rank, index, to) => send({ move: [rank, index, to] }),
   });
   const figures = el("div.tpl-figures");
-  root.append(note, bar, figures);
+  const meanings = el("dl"), explained = el("details.tpl-meanings", {}, el("summary", {}, "what the figures mean"), meanings);
+  for (const event of ["keydown", "keyup"]) explained.addEventListener(event, (pressed) => pressed.stopPropagation()); // its keys are no keys of the player
+  root.append(note, bar, figures, explained);
 
   const timeAt = (position) => {
     const { moments } = board, whole = Math.min(Math.floor(position), moments.length - 1), next = Math.min(whole + 1, moments.length - 1);
@@ -259,6 +265,7 @@ async function render({ model, el: host }) {
     figures.replaceChildren(...board.runs.map((run) => el("div.tpl-facts", {},
       board.runs.length > 1 ? el("div.tpl-of", {}, run.name) : null,
       ...run.facts.map(([name, figure, more]) => el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), el("span", {}, ` ${more}`))))));
+    meanings.replaceChildren(...board.meanings.flatMap(([name, words]) => [el("dt", {}, name), el("dd", {}, words)]));
     player?.restart(board.moments.length - 1);
   }
   const tellNotice = (progress) => {
