@@ -57,6 +57,7 @@ def test_a_schedule_of_your_own_is_offered_for_comparison(page: Page):
 
 
 def test_while_python_is_loaded_it_says_how_far_it_is_and_keeps_the_last_question(page: Page):
+    page.clock.install()
     draw(page, pipeline_lab())
     note, bar = page.locator(".tpl-notice"), page.get_by_role("progressbar")
     page.get_by_role("combobox", name="schedule").select_option("gpipe")
@@ -66,7 +67,7 @@ def test_while_python_is_loaded_it_says_how_far_it_is_and_keeps_the_last_questio
     expect(bar).to_have_attribute("value", "0.25")
     page.get_by_role("combobox", name="schedule").select_option("zb_v")
     assert page.evaluate("window.sent.length") == 1  # one question at a time
-    page.wait_for_timeout(3200)  # longer than a kernel may be silent
+    page.clock.fast_forward(3200)  # longer than a kernel may be silent
     expect(note).to_have_text("Python is loading.")
     tell(page, {"answered": True})
     assert page.evaluate("[window.sent.length, window.model.get('settings').rule]") == [2, "zb_v"]

@@ -24,7 +24,7 @@ def work(arguments, fds):
     if "raises" in arguments:
         raise ValueError("lost")
     if "helper" in arguments:
-        helper = subprocess.Popen(["sleep", "60"])
+        helper = subprocess.Popen(["sleep", "600"])
         os.write(fds[0], str(helper.pid).encode())
     if "sleep" in arguments:
         time.sleep(arguments["sleep"])
@@ -45,12 +45,12 @@ def test_workers(launcher):
     assert [launcher.ended(pid, 100) for pid in pids] == [0, 0, 0]
     assert os.read(read_end, 10) == b"xxx" and text_of(words) == "hello\nhello\nhello"
     failed = launcher.start({"raises": True}, [], words)
-    assert os.waitstatus_to_exitcode(launcher.ended(failed, 20)) == 1
+    assert os.waitstatus_to_exitcode(launcher.ended(failed, 100)) == 1
     assert "ValueError: lost" in text_of(words)
-    sleeper = launcher.start({"sleep": 60}, [], words)
+    sleeper = launcher.start({"sleep": 600}, [], words)
     assert launcher.ended(sleeper) is None
     launcher.kill([sleeper])
-    assert os.waitstatus_to_exitcode(launcher.ended(sleeper, 20)) == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(launcher.ended(sleeper, 100)) == -signal.SIGKILL
     for fd in (words, read_end, write_end):
         os.close(fd)
 
@@ -58,7 +58,7 @@ def test_workers(launcher):
 @pytest.mark.parametrize("killed", [True, False])
 def test_what_a_worker_has_started_ends_with_it(launcher, killed):
     words, read_end, write_end = scratch_file(), *os.pipe()
-    pid = launcher.start({"helper": True, "sleep": 60 if killed else 0}, [write_end], words)
+    pid = launcher.start({"helper": True, "sleep": 600 if killed else 0}, [write_end], words)
     helper = int(os.read(read_end, 20))
     if killed:
         launcher.kill([pid])
@@ -69,9 +69,9 @@ def test_what_a_worker_has_started_ends_with_it(launcher, killed):
 
 def test_a_launcher_that_is_gone(launcher):
     words = scratch_file()
-    sleeper = launcher.start({"sleep": 60}, [], words)
+    sleeper = launcher.start({"sleep": 600}, [], words)
     os.kill(launcher._process.pid, signal.SIGKILL)
-    assert launcher.ended(sleeper, 20) is not None and not launcher.is_alive
+    assert launcher.ended(sleeper, 100) is not None and not launcher.is_alive
     assert is_gone(sleeper)
     with pytest.raises(TplabError, match="ended"):
         launcher.start({}, [], words)
@@ -92,7 +92,7 @@ def test_workers_end_with_whoever_wants_them(how):
         import os
         from tplab.torch.processes.launcher import Launcher, scratch_file
         launcher = Launcher("tests.torch.test_launcher:work")
-        print(launcher.start({{"sleep": 60}}, [], scratch_file()), launcher._process.pid, flush=True)
+        print(launcher.start({{"sleep": 600}}, [], scratch_file()), launcher._process.pid, flush=True)
         {"" if how == "returns" else how}
     """)
     command = [sys.executable, "-c", script]

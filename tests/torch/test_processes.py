@@ -273,14 +273,21 @@ def test_each_process_gets_its_share_of_the_threads():
     assert shares == [max(1, torch.get_num_threads() // 2)] * 2
 
 
-def test_trace_is_measured():
+def test_trace_is_measured(tmp_path):
+    arrived = tmp_path / "arrived"
+
     def program():
         x = torch.ones(400, 400) * axis_index("tp")
         handle = start(ring_shift, x, "tp")
         for _ in range(3):
             x = x @ x / 400
         y = handle.wait()
-        time.sleep(1.0 * axis_index("tp"))  # long: on a busy machine rank 0 comes late as well
+        if axis_index("tp") == 0:
+            arrived.touch()
+        else:
+            while not arrived.exists():  # on a busy machine rank 0 comes late
+                time.sleep(0.01)
+            time.sleep(1.0)
         return all_reduce(y.sum() + x.sum(), "tp")
 
     trace = run(program, Mesh(tp=2), on="processes").trace

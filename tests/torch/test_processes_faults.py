@@ -198,13 +198,24 @@ def test_a_process_that_ended_between_two_runs_is_replaced():
     assert not set(run(os.getpid, Mesh(tp=2), on="processes").per_rank) & set(pids)
 
 
-def test_ctrl_c():
+def test_ctrl_c(tmp_path):
     pids = run(os.getpid, Mesh(tp=2), on="processes").per_rank
+    asleep = tmp_path / "asleep"
+
+    def sleep_on():
+        asleep.touch()
+        time.sleep(3600)  # far longer than a test may take
+
+    def press_once_asleep():
+        while not asleep.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin deaf to it
     try:
-        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        threading.Thread(target=press_once_asleep).start()
         with pytest.raises(KeyboardInterrupt):
-            run(lambda: time.sleep(3600), Mesh(tp=2), on="processes")  # far longer than a test may take
+            run(sleep_on, Mesh(tp=2), on="processes")
     finally:
         signal.signal(signal.SIGINT, before)
     assert are_gone(pids, 0)
@@ -217,7 +228,7 @@ def test_processes_end_when_their_kernel_is_killed():
         from tplab import Mesh
         from tplab.torch import run
         print(*run(os.getpid, Mesh(tp=2), on="processes").per_rank, flush=True)
-        run(lambda: time.sleep(60), Mesh(tp=2), on="processes")
+        run(lambda: time.sleep(600), Mesh(tp=2), on="processes")
     """)
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as kernel:
         assert kernel.stdout is not None

@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.trace.rank_files import begin
 from tplab.errors import TraceError
+from tplab.trace.recorded import rank_file
 from tplab.trace.recorded.rank_file import FORMAT, About, Later, Writer
 from tplab.trace.recorded.reading import read
 
 ABOUT = About(0, 1, "a", "m", "host", "train", 0.0)
 
 
+class Clock:
+    """In place of this machine's time: it goes on while somebody sleeps, and not by itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seconds = 1.0
+        monkeypatch.setattr(rank_file, "time", SimpleNamespace(monotonic=lambda: self.seconds, sleep=self.sleep))
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 class At(Later):
     """A time that is known when the clock has shown it."""
 
-    def __init__(self, seconds: float):
-        self._seconds = seconds
+    def __init__(self, clock: Clock, seconds: float):
+        self._clock, self._seconds = clock, seconds
 
     def seconds(self) -> float | None:
-        return self._seconds if time.perf_counter() >= self._seconds else None
+        return self._seconds if self._clock.seconds >= self._seconds else None
 
 
 class Broken(Later):
@@ -40,36 +57,36 @@ def writer(folder: Path) -> Writer:
     return made
 
 
-def test_a_collective_of_a_gpu_that_was_refused(tmp_path: Path):
+def test_a_collective_of_a_gpu_that_was_refused(tmp_path: Path, clock: Clock):
     """When it would have started is known after it was dropped."""
-    notes, soon = writer(tmp_path), At(time.perf_counter() + 0.05)
+    notes, soon = writer(tmp_path), At(clock, 1.5)
     for number in (0, 1):
         notes.note(*begin(number, "all_reduce", "train.py:3"))
         notes.note("start", number, soon)
         if number == 0:
             notes.note("drop", number)
-    notes.close(time.perf_counter(), patience=1.0)
+    notes.close(clock.seconds, patience=1.0)
     (kept,) = read(tmp_path / "rank0.jsonl").operations
-    assert kept.begin == soon._seconds
+    assert kept.begin == 1.5
 
 
-def test_the_end_waits_for_what_the_gpu_has_still_to_do(tmp_path: Path):
-    notes, soon = writer(tmp_path), At(time.perf_counter() + 0.05)
+def test_the_end_waits_for_what_the_gpu_has_still_to_do(tmp_path: Path, clock: Clock):
+    notes, soon = writer(tmp_path), At(clock, 1.5)
     notes.note(*begin(0, "all_reduce", "train.py:3"))
     notes.note("end", 0, soon)
-    start = time.perf_counter()
-    notes.close(start, patience=5.0)
+    notes.close(clock.seconds, patience=5.0)
     file = read(tmp_path / "rank0.jsonl")
-    assert file.operations[0].end == file.stop == soon._seconds
-    assert time.perf_counter() - start < 2.0  # no longer than it takes
+    assert file.operations[0].end == file.stop == 1.5
+    assert clock.seconds == pytest.approx(1.5, abs=0.1)  # no longer than it takes
 
 
-def test_the_end_does_not_wait_for_ever(tmp_path: Path):
+def test_the_end_does_not_wait_for_ever(tmp_path: Path, clock: Clock):
     notes = writer(tmp_path)
     notes.note(*begin(0, "all_reduce", "train.py:3"))
-    notes.note("end", 0, At(float("inf")))
-    notes.close(1.0, patience=0.05)
+    notes.note("end", 0, At(clock, float("inf")))
+    notes.close(1.0, patience=0.5)
     assert read(tmp_path / "rank0.jsonl").operations[0].end is None
+    assert clock.seconds == pytest.approx(1.5, abs=0.1)
 
 
 def test_a_gpu_that_failed_takes_no_other_notes_with_it(tmp_path: Path):
@@ -83,10 +100,10 @@ def test_a_gpu_that_failed_takes_no_other_notes_with_it(tmp_path: Path):
     assert [one.end for one in read(tmp_path / "rank0.jsonl").operations] == [None, 2.0]
 
 
-def test_a_time_of_zero_is_a_time(tmp_path: Path):
+def test_a_time_of_zero_is_a_time(tmp_path: Path, clock: Clock):
     notes = writer(tmp_path)
     notes.note(*begin(0, "all_reduce", "train.py:3", at=-1.0))
-    notes.note("end", 0, At(0.0))
+    notes.note("end", 0, At(clock, 0.0))
     notes.close(3.0)
     assert read(tmp_path / "rank0.jsonl").operations[0].end == 0.0
 

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -211,10 +210,8 @@ def barrier_of_some() -> None:
     ids=lambda program: program.__name__,
 )
 def test_a_deadlock_is_named_at_once(program: Callable[[], None]):
-    start = time.perf_counter()
     with unchanged(), pytest.raises(DeadlockError) as caught:
-        run(program, Mesh(world=2), distributed=True)
-    assert time.perf_counter() - start < 10  # on any machine; torch would wait for half an hour
+        run(program, Mesh(world=2), distributed=True)  # torch would wait for half an hour: longer than a test may take
     text = str(caught.value)
     assert "rank 0 waits in" in text and HERE in text
     assert "rank 1" in text

@@ -118,17 +118,25 @@ def test_a_script_is_recorded_without_a_line_in_it(tmp_path: Path):
     assert "<title>" in page.read_text()
 
 
-KILLED = """\
+DIES = """\
+def noted(rank, word):
+    return f'"{word}"' in Path(f"traces/rank{rank}.jsonl").read_text()
+
+if dist.get_rank() == 1:
+    while not (noted(0, "broadcast") and noted(1, "end")):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+KILLED = f"""\
 import os, signal, time
+from pathlib import Path
 import torch, torch.distributed as dist
 from tplab.torch.record import start
 
 start("traces")
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
-if dist.get_rank() == 1:
-    time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
+{DIES}
 dist.broadcast(torch.ones(2), 1)
 """
 
@@ -139,7 +147,7 @@ def test_a_rank_that_is_killed_leaves_its_file(tmp_path: Path):
     merged = merge(tmp_path / "traces")
     assert [event.op for event in merged.trace.select(rank=1, kind="collective").events] == ["all_reduce"]
     hang, broken = merged.unfinished
-    assert hang == "never finished, over 'world':\n  rank 0: broadcast at train.py:11\n  rank 1 never reached it"
+    assert hang == "never finished, over 'world':\n  rank 0: broadcast at train.py:17\n  rank 1 never reached it"
     assert re.match(r"the files? of ranks? (0, )?1 breaks? off", broken)  # torchrun may end rank 0 by force too
 
 
@@ -185,6 +193,6 @@ def test_a_recording_has_to_begin_before_torch_distributed_does(tmp_path: Path, 
 
 def test_simulated_ranks_need_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(KILLED.replace("os.kill", "print"))
+    (tmp_path / "train.py").write_text(KILLED.replace(DIES, ""))
     assert {event.op for event in launch("train.py", ranks=2).trace.events} >= {"all_reduce", "broadcast"}
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
