@@ -3,7 +3,8 @@
 #
 # **What does each collective cost, and why is the ring hard to beat?**
 #
-# Prerequisites: [lab 00](00_first_look.ipynb). Time: one hour.
+# Prerequisites: [lab 00](00_first_look.ipynb). Time: one hour, and as much again for all
+# six puzzles.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/02_collectives.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/02_collectives.ipynb)
 #
@@ -156,6 +157,7 @@ def star(x):
 
 wheel = tt.run(star, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P())
 print("the same sums:", torch.equal(wheel.value, ring.value))
+animate(wheel.trace)
 
 # %% [markdown]
 # **Predict.** Each rank's tensor has 16 bytes. How many bytes does each rank send in the star, and how many in the ring?
@@ -420,32 +422,48 @@ from tplab.exercises.collectives import check_sum_up
 check_sum_up(sum_up)
 
 # %% [markdown]
-# ## Your turn: gather in both directions
+# ## Your turn: six puzzles
 #
-# A TPU has links to both neighbours, and a ring in one direction leaves half of them idle. Write `gather`, in torch, with
-# two budgets: it takes `R // 2` rounds, and no rank receives a piece twice. `x` is this rank's piece. Return all pieces,
-# with piece $j$ in row $j$. Use only `ring_shift` by 1 and by -1.
-#
-# `flight = tt.start(tt.ring_shift, x, "tp", 1)` begins a hop and `flight.wait()` returns what arrived. Hops that you
-# start before you wait share a round.
-#
-# <details><summary>A hint</summary>
-#
-# Send two tensors on their way, `up` and `down`, both `x` at first. After $h$ rounds, `up` is piece $i - h$ and `down` is
-# piece $i + h$. With an even number of ranks, the last round goes in one direction only.
-#
-# </details>
+# Each puzzle has two budgets: how many rounds there may be, and how many bytes the busiest rank may send. In a round, a rank
+# may send one message and receive one. A piece is three numbers of 4 bytes. Use only `ring_shift`, `ppermute` and `start`.
 
 # %%
-def gather(x):  # x [1, n]   ->   [R, n], the same on every rank of "tp"
-    ...
+from tplab.exercises.collective_puzzles import PUZZLES, check_puzzle
 
-# %%
-from tplab.exercises.collectives import check_gather
-
-check_gather(gather)
+for number, puzzle in PUZZLES.items():
+    print(f"{number}. {puzzle}")
 
 # %% [markdown]
+# Every program is tried on other numbers of ranks too. The check takes torch; for JAX, call `check_puzzle(1, puzzle_1, "jax")`.
+# Puzzle 1 has an answer that is right and too slow:
+
+# %%
+def puzzle_1(x):
+    for k in range(tt.axis_size("tp") - 1):
+        x = x + tt.ppermute(x, "tp", [(k, k + 1)])
+    return x
+
+check_puzzle(1, puzzle_1)
+
+# %%
+def puzzle_2(x):
+    ...
+
+check_puzzle(2, puzzle_2)
+
+# %% [markdown]
+# In puzzle 3 both links of a rank can be busy at the same time, as on a TPU. `flight = tt.start(tt.ring_shift, x, "tp", 1)`
+# begins a hop, and `flight.wait()` returns what arrived. Hops that you start before you wait share a round.
+
+# %%
+def puzzle_3(x):
+    ...
+
+check_puzzle(3, puzzle_3)
+
+# %% [markdown]
+# Solve puzzles 4 to 6 in cells like these. Puzzle 5 is the third curve in the picture above.
+#
 # ## On Monday
 #
 # | here | torch.distributed | JAX, inside `jax.shard_map` |

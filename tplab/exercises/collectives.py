@@ -1,4 +1,4 @@
-"""The exercises of lab 02: mend an all-reduce whose sums end in the wrong place, and gather in both directions."""
+"""The bug of lab 02: an all-reduce whose sums end in the wrong place. Its puzzles are in `collective_puzzles`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Verdict, added_up_again, grade, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.trace.trace import Trace
-from tplab.widgets.matrices import Panel
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
@@ -72,111 +70,3 @@ def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     x [1, R, n]   ->   the sum of every rank's x, of the same shape, on every rank of axis "tp"
     """
     return grade(fn, SUM_UP, framework)
-
-
-# --- in both directions ----------------------------------------------------------------------------------------------
-
-
-def _arrival_order(step: int) -> Callable[[Seen], np.ndarray]:
-    """The pieces as they come from one neighbour: place k from index i - k (step -1) or i + k (step 1)."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        index, num_ranks = seen.mesh.index(seen.rank, "tp"), seen.mesh.axis_size("tp")
-        return seen.want[(index + step * np.arange(num_ranks)) % num_ranks]
-
-    return wrong
-
-
-def _alternating(seen: Seen) -> np.ndarray:
-    """As they come from both sides in turn: i, i - 1, i + 1, i - 2, ..."""
-    index, num_ranks = seen.mesh.index(seen.rank, "tp"), seen.mesh.axis_size("tp")
-    away = [(hop + 1) // 2 * (-1 if hop % 2 else 1) for hop in range(num_ranks)]
-    return seen.want[(index + np.array(away)) % num_ranks]
-
-
-_IN_ORDER = "All pieces are there, in the order in which they came. Put piece j at place j."
-
-GATHER = Exercise(
-    name="gather",
-    tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.axis_size("tp"), 3)).astype(float)},
-    specs={"x": P("tp")},
-    plain=lambda tensors: {"y": tensors["x"]},
-    results={"y": P()},
-    meshes=(Mesh(tp=3), Mesh(tp=4), Mesh(tp=5), Mesh(tp=2), Mesh(dp=2, tp=3), Mesh(tp=8), Mesh(tp=1)),
-    mistakes=(
-        Mistake("y", _IN_ORDER, _arrival_order(-1)),
-        Mistake("y", _IN_ORDER, _arrival_order(1)),
-        Mistake("y", _IN_ORDER, _alternating),
-    ),
-)
-
-
-def check_gather(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` gathers every rank's piece in R // 2 rounds of hops between neighbours, and sends nothing twice.
-
-    x [1, n]   ->   y [R, n], piece j at place j, the same on every rank of axis "tp"
-    """
-    verdict = grade(fn, GATHER, framework)
-    if not verdict.passed:
-        return verdict
-    for mesh in GATHER.meshes:
-        if fault := _fault(_trace(fn, mesh, framework), mesh):
-            return fault
-    return Verdict(
-        True, f"{verdict.text}\nOn R ranks it takes R // 2 rounds of hops, and every piece comes once.", verdict.panels
-    )
-
-
-def _trace(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Trace:
-    if framework == "torch":
-        from tplab.torch import run
-    else:
-        from tplab.jax import run
-    x = GATHER.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
-    return run(fn, mesh, x, in_specs=GATHER.specs["x"]).trace
-
-
-def _fault(trace: Trace, mesh: Mesh) -> Verdict | None:
-    """What is wrong with a gather that gives the right result: other means, too many rounds, or too many bytes."""
-    num_ranks, index = mesh.axis_size("tp"), [mesh.index(rank, "tp") for rank in mesh.ranks]
-    if len(trace.select(kind="collective")):
-        ops = ", ".join(sorted({event.op for event in trace.select(kind="collective").events}))
-        return Verdict(False, f"gather is right, but {ops} does the work. Build it from ring_shift.")
-    for event in trace.select(kind="send").events:
-        away = (index[event.peer or 0] - index[event.rank]) % num_ranks
-        if away not in (1, num_ranks - 1):
-            text = f"gather is right, but on {mesh} rank {event.rank} sends to rank {event.peer}, {away} places on.\n"
-            return Verdict(False, f"{text}Only neighbours are linked here: ring_shift by 1 and by -1.")
-    came, times = _arrivals(trace, mesh)
-    if trace.num_steps > num_ranks // 2:
-        around = np.arange(num_ranks)
-        up = (around[:, None] - around) % num_ranks
-        nearest = np.minimum(up, num_ranks - up)
-        text = (
-            f"gather is right, but takes {trace.num_steps} rounds of hops on {mesh}, where {num_ranks // 2} will do.\n"
-            "Row i, place j: the round in which rank i receives piece j. `start` begins a hop without waiting for it."
-        )
-        late = came > num_ranks // 2
-        return Verdict(False, text, [Panel("yours", came, late), Panel("in the nearer direction", nearest)])
-    sent, needed = trace.bytes_sent(), mesh.size * (num_ranks - 1) * 3 * 4  # float32
-    if sent > needed:
-        text = (
-            f"gather is right and quick, but sends {sent:,} bytes on {mesh}, where {needed:,} will do.\n"
-            "Row i, place j: how often rank i receives piece j. Once is enough, and it already has its own."
-        )
-        once = 1 - np.eye(num_ranks)
-        return Verdict(False, text, [Panel("yours", times, times > once), Panel("enough", once)])
-    return None
-
-
-def _arrivals(trace: Trace, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """For rank i and the piece of rank j, in the first group of `tp`: the round in which it came, and how often."""
-    group = mesh.groups("tp")[0]
-    came, times = np.zeros((len(group), len(group))), np.zeros((len(group), len(group)))
-    for event in trace.select(kind="receive").events:
-        origin = trace.chunks[event.chunk][0] if event.chunk >= 0 else -1
-        if event.rank in group and origin in group:
-            place = group.index(event.rank), group.index(origin)
-            came[place] = min(came[place] or np.inf, event.step + 1)
-            times[place] += 1
-    return came, times

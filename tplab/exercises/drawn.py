@@ -1,9 +1,8 @@
-"""A verdict on a schedule, with the learner's own schedule drawn below it: as it runs, or where it stops."""
+"""A verdict with the learner's own schedule or run drawn below it: as it runs, or where it stops."""
 
 from __future__ import annotations
 
 import base64
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,26 @@ from tplab.errors import TplabError
 from tplab.exercises.check import Verdict
 from tplab.exercises.picture import below
 from tplab.schedules import Costs, Schedule, simulate
-from tplab.widgets import gantt
+from tplab.trace.trace import Trace
+from tplab.widgets import animate, gantt
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, SOFT, mix
 from tplab.widgets.paper.pen import Pen
 
 WIDTH, LEFT, CELL, LANE = 860, 66, 36, 26
 STUCK = HUES[5]
+
+
+class Moving(Verdict):
+    """A verdict with the run that it is about, which moves."""
+
+    def __init__(self, passed: bool, text: str, trace: Trace):
+        super().__init__(passed, text)
+        self.trace = trace
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        png = base64.b64encode(below(self.text, animate(self.trace).picture())).decode()
+        return {"text/plain": self.text, "image/png": png}, {"image/png": {"alt": self.text}}
 
 
 class Drawn(Verdict):
@@ -42,9 +54,7 @@ class Drawn(Verdict):
             return stuck(self.schedule)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        title, *lines = self.text.splitlines()
-        wrapped = "\n".join([*textwrap.wrap(title, 98), *(part for line in lines for part in textwrap.wrap(line, 124))])
-        png = base64.b64encode(below(wrapped, self.picture())).decode()
+        png = base64.b64encode(below(self.text, self.picture())).decode()
         return {"text/plain": self.text, "image/png": png}, {"image/png": {"alt": self.text}}
 
 

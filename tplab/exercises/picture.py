@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import textwrap
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from tplab.widgets.matrices import Panel, matrices
+from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import PAPER
 from tplab.widgets.paper.pen import Pen
 
 __all__ = ["Panel", "Picture", "below", "matrices"]
+
+MARGIN = 18
 
 
 class Picture:
@@ -29,16 +33,21 @@ class Picture:
 
 
 def below(text: str, png: bytes) -> bytes:
-    """A PNG of this picture, below the lines of a text, whose first line is its title."""
-    picture = Image.open(io.BytesIO(png)).convert("RGB")
-    title, *lines = text.splitlines()
+    """A PNG of this picture, below a text, whose first line is its title. A picture that moves still moves."""
+    picture = Image.open(io.BytesIO(png))
+    heading, *lines = text.splitlines()
+    room = picture.width - 2 * MARGIN
+    title, *more = textwrap.wrap(heading, int(room / 8.4))
+    lines = more + [part for line in lines for part in textwrap.wrap(line, int(room / 6.6))]
     pen = Pen(picture.width, 30 + 17 * len(lines) + 8)
-    pen.text(18, 18, title, size=13, bold=True, anchor="lm")
+    pen.text(MARGIN, 18, title, size=13, bold=True, anchor="lm")
     for index, line in enumerate(lines):
-        pen.text(18, 40 + 17 * index, line, size=11.5, anchor="lm")
-    sheet = Image.new("RGB", (picture.width, pen.height + picture.height), PAPER)
-    sheet.paste(pen.image(), (0, 0))
-    sheet.paste(picture, (0, pen.height))
-    out = io.BytesIO()
-    sheet.save(out, "PNG")
-    return out.getvalue()
+        pen.text(MARGIN, 40 + 17 * index, line, size=11.5, anchor="lm")
+    top, sheets, milliseconds = pen.image(), [], []
+    for frame in ImageSequence.Iterator(picture):
+        sheet = Image.new("RGB", (picture.width, top.height + picture.height), PAPER)
+        sheet.paste(top, (0, 0))
+        sheet.paste(frame.convert("RGB"), (0, top.height))
+        sheets.append(sheet)
+        milliseconds.append(int(picture.info.get("duration", 0)))
+    return encode(sheets, milliseconds, plays=int(picture.info.get("loop", 0)))

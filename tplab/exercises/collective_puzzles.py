@@ -1,0 +1,323 @@
+"""The puzzles of lab 02: collectives with a budget of rounds, and of bytes that the busiest rank may send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Tensors, Verdict, added_up_again, grade, own_part
+from tplab.exercises.drawn import Moving
+from tplab.mesh import Mesh
+from tplab.sharding import P
+from tplab.trace.event import Event
+from tplab.trace.trace import Trace
+
+PIECE = 3 * 4  # bytes of three float32
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """A collective is wanted that takes at most so many rounds, and in which no rank sends more than so many pieces.
+
+    asked       what each rank has, and what it should return
+    sizes       the numbers of ranks that it is tried on; the first is the one that is named
+    rounds      number of ranks -> hops one after another
+    pieces      number of ranks -> what the busiest rank sends
+    late, much  what helps somebody whose program takes too many rounds, or sends too much
+    tensors, plain, result, mistakes   as in `Exercise`; every piece has three numbers
+    neighbours  only neighbours are linked, and a rank may use both its links in one round. Otherwise a rank may send to
+                any rank, but sends only one message in a round, and receives only one
+    """
+
+    asked: str
+    sizes: tuple[int, ...]
+    rounds: Callable[[int], int]
+    pieces: Callable[[int], int]
+    late: str
+    much: str
+    tensors: Callable[[np.random.Generator, Mesh], Tensors]
+    plain: Callable[[Tensors], Tensors]
+    result: P
+    mistakes: tuple[Mistake, ...]
+    neighbours: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.asked}\n   {self.budget()}"
+
+    def budget(self) -> str:
+        """ "On 8 ranks: 3 rounds, 36 bytes"."""
+        ranks = self.sizes[0]
+        return f"On {ranks} ranks: {self.rounds(ranks)} rounds, {self.pieces(ranks) * PIECE} bytes"
+
+
+def _doublings(num_ranks: int) -> int:
+    """ceil(log2 R): in how many rounds something can reach all ranks, when every rank that has it sends it on."""
+    return (num_ranks - 1).bit_length()
+
+
+def _one_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    """A piece per rank."""
+    return {"x": rng.integers(0, 10, (mesh.size, 3)).astype(np.float32)}
+
+
+def _one_per_rank_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    """As many pieces per rank as there are ranks."""
+    return {"x": rng.integers(0, 10, (mesh.size**2, 3)).astype(np.float32)}
+
+
+def _gathered(tensors: Tensors) -> Tensors:
+    return {"y": tensors["x"]}
+
+
+def _running_sum(tensors: Tensors) -> Tensors:
+    return {"y": tensors["x"].cumsum(0)}
+
+
+def _square(tensors: Tensors) -> np.ndarray:
+    """[R, R, 3]: all pieces, by rank and place."""
+    ranks = round(len(tensors["x"]) ** 0.5)
+    return tensors["x"].reshape(ranks, ranks, 3)
+
+
+def _traded(tensors: Tensors) -> Tensors:
+    return {"y": _square(tensors).swapaxes(0, 1).reshape(tensors["x"].shape)}
+
+
+def _summed(tensors: Tensors) -> Tensors:
+    return {"y": _square(tensors).sum(0)}
+
+
+# --- known mistakes ------------------------------------------------------------------------------------------------
+
+
+def _places(order: Callable[[int, np.ndarray, int], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+    """The right pieces, in another order: place k has piece order(index of the rank, k, number of ranks)."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        num_ranks = seen.mesh.size
+        return seen.want[order(seen.rank, np.arange(num_ranks), num_ranks)]
+
+    return wrong
+
+
+def _up(i: int, k: np.ndarray, num_ranks: int) -> np.ndarray:
+    return (i + k) % num_ranks
+
+
+def _down(i: int, k: np.ndarray, num_ranks: int) -> np.ndarray:
+    return (i - k) % num_ranks
+
+
+def _pairs(i: int, k: np.ndarray, num_ranks: int) -> np.ndarray:
+    return np.minimum(i ^ k, num_ranks - 1)
+
+
+def _alternating(i: int, k: np.ndarray, num_ranks: int) -> np.ndarray:
+    """i, i - 1, i + 1, i - 2, ..."""
+    return (i + (k + 1) // 2 * np.where(k % 2, -1, 1)) % num_ranks
+
+
+def _in_other_order(hint: str) -> tuple[Mistake, ...]:
+    return tuple(Mistake("y", hint, _places(order)) for order in (_down, _up, _pairs, _alternating))
+
+
+def _around_the_end(seen: Seen) -> np.ndarray:
+    """The sum of this rank's number and of those before it, also around the end of the ring."""
+    x, reach = seen.tensors["x"], 1 << _doublings(seen.mesh.size)
+    return x[[(seen.rank - away) % seen.mesh.size for away in range(reach)]].sum(0, keepdims=True)
+
+
+OWN = own_part(lambda tensors: {"y": tensors["x"]}, "y", "This is what the rank had at first: nothing has arrived.")
+ARRIVED = "All pieces are there, in the order in which they came. Put piece j at place j."
+IN_DISORDER = "Every sum is right, but not in its place. Put the sum of piece j at place j."
+
+# --- the puzzles ---------------------------------------------------------------------------------------------------
+
+PUZZLES = {
+    1: Puzzle(
+        "x [1, 3]. A running sum: rank i returns the sum of x over ranks 0 to i.",
+        (8, 5, 3, 1),
+        _doublings,
+        _doublings,
+        "In your program, one more rank learns its sum in each round. But every rank can add something every time.\n"
+        "After round 1 each can know the sum of two numbers. Of how many after round 2?",
+        "A sum is as small as one number. Send sums, not the numbers that are in them.",
+        _one_each,
+        _running_sum,
+        P("tp"),
+        (
+            OWN,
+            Mistake(
+                "y",
+                "The sums go on around the end: rank 0 has added what other ranks have.\n"
+                "`ppermute` sends only along the pairs that you name. Ranks to which nothing is sent receive zeros.",
+                _around_the_end,
+            ),
+            Mistake(
+                "y",
+                "These are the sums of the ranks *before* rank i. Its own number is missing.",
+                lambda seen: seen.want - seen.own["x"],
+            ),
+            Mistake(
+                "y",
+                "This is the sum of rank i and all ranks *after* it. In which direction do the sums travel?",
+                lambda seen: seen.tensors["x"][seen.rank :].sum(0, keepdims=True),
+            ),
+        ),
+    ),
+    2: Puzzle(
+        "x [1, 3]. Every rank returns all pieces [R, 3], piece j in row j. R is a power of two.",
+        (8, 4, 2, 1),
+        _doublings,
+        lambda ranks: ranks - 1,
+        "In a ring each rank receives one new piece per round. But a rank that has two pieces can send both at once.",
+        "A rank has 1 piece before round 1, 2 before round 2 and 4 before round 3. Send these, and nothing else.",
+        _one_each,
+        _gathered,
+        P(),
+        _in_other_order(ARRIVED),
+    ),
+    3: Puzzle(
+        "x [1, 3]. As in puzzle 2, for any number of ranks. Only neighbours have links, one in each direction.",
+        (5, 4, 3, 2, 1),
+        lambda ranks: ranks // 2,
+        lambda ranks: ranks - 1,
+        "`start` begins a hop without waiting for it. Start a hop in each direction before you wait for either.",
+        "Some rank receives a piece twice. Which one, if there is an even number of ranks?",
+        _one_each,
+        _gathered,
+        P(),
+        _in_other_order(ARRIVED),
+        neighbours=True,
+    ),
+    4: Puzzle(
+        "x [R, 3]. An all-to-all: rank i returns piece i of every rank, rank j's in row j. R is a power of two.",
+        (8, 4, 2, 1),
+        _doublings,
+        lambda ranks: sum(away.bit_count() for away in range(ranks)),
+        "You send each piece straight to its rank. Let the pieces for ranks 1, 3, 5 and 7 places on share a\n"
+        "message that goes 1 place on. Which pieces share the message that goes 2 places on?",
+        "Each message needs only half of the pieces. A piece that goes 5 places on travels 1 and then 4, and never 2.",
+        _one_per_rank_each,
+        _traded,
+        P("tp"),
+        (
+            OWN,
+            *_in_other_order(
+                "All pieces have arrived, but row j is not the one from rank j. Put them back into that order."
+            ),
+        ),
+    ),
+    5: Puzzle(
+        "x [R, 3]. An all-reduce: every rank returns the sum of all x. R is a power of two.",
+        (8, 4, 2, 1),
+        lambda ranks: 2 * _doublings(ranks),
+        lambda ranks: 2 * (ranks - 1),
+        "Pieces that go around one by one need 2(R - 1) rounds. Let two partners share the work: each sends the half\n"
+        "that the other will add up. What do they do with their halves in the next round?",
+        "In recursive doubling, both partners add up the same numbers. If each adds up only one half, the next round\n"
+        "has half as much to send. In the end the sums go back the way they came.",
+        _one_per_rank_each,
+        _summed,
+        P(),
+        (
+            OWN,
+            added_up_again("y", "tp", "This is R times too large: it was added up twice."),
+            *_in_other_order(IN_DISORDER),
+        ),
+    ),
+    6: Puzzle(
+        "x [R, 3]. As in puzzle 5, for any number of ranks.",
+        (6, 5, 7, 1),
+        lambda ranks: 2 * _doublings(ranks),
+        lambda ranks: 2 * (ranks - 1),
+        "Put piece i + j at place j. Send places 3 to 5 to the rank 3 places on, to be added to its places 0 to 2.\n"
+        "Now three places are left. How far does place 2 go?",
+        "Every rank must add up the same number of pieces. Put piece i + j at place j: then each round halves the\n"
+        "places that are left, and 6 become 3, then 2, then 1.",
+        _one_per_rank_each,
+        _summed,
+        P(),
+        (
+            OWN,
+            added_up_again("y", "tp", "This is R times too large: it was added up twice."),
+            *_in_other_order(IN_DISORDER),
+        ),
+    ),
+}
+
+
+def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn`, the program of one rank, solves puzzle `number`. Never raises.
+
+    fn takes x and returns what the puzzle asks for, over axis "tp"; it sends by `ring_shift` and `ppermute`
+    """
+    if number not in PUZZLES:
+        return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
+    puzzle, name, traces = PUZZLES[number], f"puzzle_{number}", list[Trace]()
+    exercise = Exercise(
+        name,
+        tensors=puzzle.tensors,
+        specs={"x": P("tp")},
+        plain=puzzle.plain,
+        results={"y": puzzle.result},
+        mistakes=puzzle.mistakes,
+        meshes=tuple(Mesh(tp=ranks) for ranks in puzzle.sizes),
+    )
+    verdict = grade(fn, exercise, framework, traces.append)
+    if verdict.passed is None:
+        return Verdict(None, f"{name}: not started. {puzzle.budget()}.\nReplace the `...`, then run this cell again.")
+    if not verdict.passed:
+        return verdict
+    for trace in traces:
+        if fault := _fault(trace, puzzle):
+            return Moving(False, f"{name} is right, but {fault}", trace)
+    tried = ", ".join(map(str, puzzle.sizes[1:]))
+    text = f"{name} is solved.\n{puzzle.budget()}. It also keeps the budgets of {tried} ranks."
+    return Moving(True, text, traces[0])
+
+
+def _fault(trace: Trace, puzzle: Puzzle) -> str:
+    """What is wrong with a program that gives the right result; "" where nothing is."""
+    ranks, sends = trace.mesh.size, trace.select(kind="send").events
+    if ops := sorted({event.op for event in trace.select(kind="collective").events}):
+        return f"{' and '.join(ops)} does the work.\nBuild it from ring_shift and ppermute."
+    for event in sends:
+        away = ((event.peer or 0) - event.rank) % ranks
+        if puzzle.neighbours and away not in (1, ranks - 1):
+            text = f"on {ranks} ranks, rank {event.rank} sends to rank {event.peer}, {away} places on.\n"
+            return f"{text}Only neighbours are linked here: ring_shift by 1 and by -1."
+    if trace.num_steps > puzzle.rounds(ranks):
+        text = f"takes {_rounds(trace.num_steps)} on {ranks} ranks, where {puzzle.rounds(ranks)} will do."
+        return f"{text}\n{puzzle.late}"
+    if not puzzle.neighbours and (crowd := _crowd(sends, puzzle.rounds(ranks))):
+        return f"on {ranks} ranks, {crowd}"
+    busiest = max(trace.mesh.ranks, key=lambda rank: trace.bytes_sent(rank=rank))
+    sent, enough = trace.bytes_sent(rank=busiest), puzzle.pieces(ranks) * PIECE
+    if sent > enough:
+        text = f"on {ranks} ranks, rank {busiest} sends {sent} bytes, where {enough} will do."
+        return f"{text}\n{puzzle.much}"
+    return ""
+
+
+def _crowd(sends: Sequence[Event], rounds: int) -> str:
+    """The first rank that has more messages to send, or to receive, than rounds are left; "" if there is none.
+
+    A message may leave later than it could. So it is not counted how many leave in one round.
+    """
+    for first in range(rounds):
+        late = [event for event in sends if event.step >= first]
+        for does, ends in (("sends", [event.rank for event in late]), ("receives", [event.peer for event in late])):
+            for rank, number in Counter(ends).most_common(1):
+                if number > rounds - first:
+                    text = f"rank {rank} {does} {number} messages in {_rounds(rounds - first)}."
+                    return f"{text}\nIn each round a rank may send one message and receive one."
+    return ""
+
+
+def _rounds(number: int) -> str:
+    return f"{number} round{'' if number == 1 else 's'}"
