@@ -147,6 +147,13 @@ def dtensor_dispatcher() -> Any:
     return getattr(home, "_op_dispatcher", None)
 
 
+def accelerate_states() -> dict[Any, dict[str, Any]]:
+    """What Hugging Face's accelerate knows of a process, in dicts of classes; empty where it was not imported."""
+    home = sys.modules.get("accelerate.state")
+    kinds = [getattr(home, name, None) for name in ("PartialState", "AcceleratorState", "GradientState")]
+    return {kind: kind._shared_state for kind in kinds if kind is not None}
+
+
 c10d_C: Any = _C._distributed_c10d
 """What torch.distributed is made of: the base class of works, and the table of process groups by name."""
 

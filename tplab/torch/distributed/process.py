@@ -17,7 +17,14 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Groups, Hooks
-from tplab.torch.private import c10d_C, dtensor_dispatcher, environ_data, import_locks, rng_tracker_home
+from tplab.torch.private import (
+    accelerate_states,
+    c10d_C,
+    dtensor_dispatcher,
+    environ_data,
+    import_locks,
+    rng_tracker_home,
+)
 from tplab.torch.ranks.rank import is_program
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -32,6 +39,7 @@ class Process:
     numpys    NumPy's default generator; `pythons`: the state of Python's
     locks     of the modules that it is just importing
     tracker   DTensor's generator; `handlers`: how it handles operations, which loss_parallel changes for a while
+    states    what the classes of Hugging Face's accelerate know of a process
     """
 
     def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
@@ -40,6 +48,7 @@ class Process:
         self.locks: dict[Any, Any] = {}
         self.tracker: Any = None
         self.handlers: dict[Any, Any] | None = None
+        self.states: dict[Any, dict[str, Any]] = {}
 
 
 class Processes:
@@ -102,6 +111,7 @@ class Processes:
             active.tracker = home._rng_tracker
         if (dispatcher := dtensor_dispatcher()) is not None:
             active.handlers = dispatcher._custom_op_handlers
+        active.states = accelerate_states()
         return active
 
     def put(self, process: Process) -> None:
@@ -126,6 +136,8 @@ class Processes:
             if process.handlers is None:  # another rank has imported DTensor meanwhile
                 process.handlers = type(dispatcher)()._custom_op_handlers
             dispatcher._custom_op_handlers = process.handlers
+        for kind in accelerate_states():
+            kind._shared_state = process.states.setdefault(kind, {})
         self.active = None if is_notebook else process
 
     def _enter(self) -> None:
@@ -168,6 +180,7 @@ class Processes:
             process.tracker = home._rng_tracker
         if (dispatcher := dtensor_dispatcher()) is not None:
             process.handlers = dispatcher._custom_op_handlers
+        process.states = accelerate_states()
         return process
 
     def _rank(self, rank: int, kernel: Process) -> Process:
