@@ -1,4 +1,4 @@
-"""Draws docs/ring.png, the README's moving picture, from a real run: python docs/ring.py"""
+"""Draws docs/ring.png and ring-dark.png, the README's moving picture, from a real run: python docs/ring.py"""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 
 from tplab import Mesh
 from tplab.torch import ring_all_reduce, run
+from tplab.widgets.paper.dark import darkened
 from tplab.widgets.score.score import score
 from tplab.widgets.score.still import moving
 
@@ -16,4 +17,6 @@ def all_reduce_around_a_ring():
 
 if __name__ == "__main__":
     trace = run(all_reduce_around_a_ring, Mesh(tp=8)).trace
-    Path(__file__).with_name("ring.png").write_bytes(moving(score(trace), frames=44))
+    picture = moving(score(trace), frames=44)
+    Path(__file__).with_name("ring.png").write_bytes(picture)
+    Path(__file__).with_name("ring-dark.png").write_bytes(darkened(picture))

@@ -279,7 +279,7 @@ MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 @pytest.mark.parametrize("file", MARKDOWN, ids=lambda path: path.name)
 def test_links_lead_somewhere(file: Path):
     text = re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf8"), flags=re.MULTILINE | re.DOTALL)
-    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'\b(?:src|srcset|href)="([^"]+)"', text)
     dead = [one for one in targets if "://" not in one and not (file.parent / one.split("#")[0]).exists()]
     assert not dead
 
@@ -298,7 +298,7 @@ def test_the_site_has_one_address():
     owner, _, name = build.repository().removeprefix("https://github.com/").partition("/")
     site = f"https://{owner}.github.io/{name}/"
     assert PROJECT["urls"]["Documentation"] == site
-    found = re.findall(r"https://[\w.-]+\.github\.io/[^)\s]*", README)
+    found = re.findall(r"https://[\w.-]+\.github\.io/[^)\s\"]*", README)
     pages = {site, *(f"{site}labs/{name}.html" for name in build.names())}
     assert len(found) >= 3 and set(found) <= pages
 

@@ -18,6 +18,8 @@ from website.states import Output
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+PICTURE = re.compile(r'<a [^>]*>\s*<picture>\s*<source [^>]*>\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>')
+"""A picture that leads here, with another for dark paper: on the site, the widget that it shows is in its place."""
 ROW = re.compile(r"^\| \[([^\]]+)\]\(labs/(\w+)\.ipynb\) \| ([^|]+) \| .* \|$", re.MULTILINE)
 DOCS = ("torch_distributed", "twins", "design", "figures")
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
@@ -102,7 +104,7 @@ class Pages:
         """The README, with a gallery in the place of its table of labs, and what Sphinx needs to find all pages."""
         text = (ROOT / "README.md").read_text(encoding="utf8")
         to_site = rf"\]\({re.escape(address())}[^)]*\)"
-        text = re.sub(rf"\[(!\[[^\]]*\]\([^)]*\)){to_site}", r"\1", text)  # a picture that leads here
+        text = PICTURE.sub(r"![\1](\2)", text)
         text = re.sub(
             rf"^[^\n]*{to_site}(.+\n)+\n", "", text, flags=re.MULTILINE
         )  # a paragraph that sends the reader here

@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "img"):
+        if tag not in ("meta", "link", "img", "source"):
             self._open.append(tag)
             self.texts.setdefault(tag, []).append("")
 
@@ -132,11 +132,11 @@ def check_closed(page: Page) -> None:
     for _, attributes in page.elements:
         for name, value in attributes.items():
             assert not name.startswith("on")
-            if name in ("src", "href"):
+            if name in ("src", "srcset", "href"):
                 assert value is not None and value.startswith("data:")
     assert {tag for tag, _ in page.elements} <= {
-        "html", "head", "meta", "link", "title", "style", "body", "main", "h1", "p", "div", "noscript", "img", "footer",
-        "script",
+        "html", "head", "meta", "link", "title", "style", "body", "main", "h1", "p", "div", "noscript", "picture",
+        "source", "img", "footer", "script",
     }  # fmt: skip
     assert page.elements[-1] == ("script", {"type": "module"})
     assert "import" not in page.texts["script"][1].split()

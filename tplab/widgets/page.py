@@ -21,6 +21,7 @@ from tplab.widgets.animate import Animation
 from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
+from tplab.widgets.paper.dark import darkened
 from tplab.widgets.schedule.papers import paper_name
 from tplab.widgets.score import words
 from tplab.widgets.score.score import score
@@ -172,6 +173,8 @@ def json_in_page(data: Any) -> str:
 def _picture(card: Card) -> str:
     """What is shown where scripts are off, as in the preview of a mail: the first frame of the card's picture."""
     first = Image.open(io.BytesIO(card.picture())).convert("RGB")
-    data = base64.b64encode(encode([first], [0])).decode()
+    png = encode([first], [0])
+    light, dark = (f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in (png, darkened(png)))
     alt = html.escape(_one_line(card.sentence))
-    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+    return f'<picture>{source}<img alt="{alt}" src="{light}"></picture>'
