@@ -11,7 +11,7 @@ from PIL import Image
 
 from tplab.widgets import levels
 from tplab.widgets.curves import Curves
-from tplab.widgets.levels import _round_step
+from tplab.widgets.levels import round_step
 
 STAIRS = {"rank 0": ([0, 1, 4], [0, 3e6, 0]), "rank 1": ([0, 2, 3], [0, 1e6, 0])}
 
@@ -67,14 +67,14 @@ def test_nothing_held_can_be_drawn():
 
 @pytest.mark.parametrize("most", [1, 700, 1024, 5000, 400_000, 1 << 20, 2_600_000, 3 << 30, 9e15])
 def test_the_grid_has_a_few_round_lines(most: float):
-    step = _round_step(most)
+    step = round_step(most)
     assert 3 <= most / step <= 10
 
 
 def test_other_amounts_have_their_own_grid():
     """A loss is no number of bytes: its lines are round in tens, and its points are a line where they are many."""
-    assert _round_step(3.9, "") == 0.5
-    assert _round_step(0.2, "") == pytest.approx(0.05)
+    assert round_step(3.9, "") == 0.5
+    assert round_step(0.2, "") == pytest.approx(0.05)
     many = levels({"loss": {"a": (range(40), [4.0] * 40)}}, title="", sentence="", along="steps", unit="")
     few = levels({"loss": {"a": (range(4), [4.0] * 4)}}, title="", sentence="", along="steps", unit="")
     (many_axes,), (few_axes,) = many.figure.axes, few.figure.axes

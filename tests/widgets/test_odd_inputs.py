@@ -7,11 +7,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from tests.widgets.memories import held
 from tplab import Mesh, P
 from tplab.errors import ScheduleError
 from tplab.schedules import Costs, Schedule, gpipe, simulate
-from tplab.trace import Recorder
-from tplab.widgets import Bars, Row, animate, curves, gantt, knob, levels, matrices, shards, timeline
+from tplab.trace import Memory, Recorder
+from tplab.widgets import Bars, Row, animate, curves, gantt, knob, levels, matrices, memory_timeline, shards, timeline
 
 ONCE = simulate(gpipe(2, 2))
 NO_TIME = simulate(gpipe(2, 2), Costs(0, 0, 0))
@@ -40,6 +41,8 @@ WITHOUT_TIME_OR_SIZE = {
     "knob without parts": lambda: knob("t", "c", {1: Bars([Row("a", {})], "s")}),
     "levels of nothing held": lambda: levels({"p": {"l": ([0, 1], [0, 0])}}, title="t", sentence="s", along="x"),
     "levels without points": lambda: levels({"p": {"l": ([], [])}}, title="t", sentence="s", along="x", stairs=True),
+    "memory of nothing": lambda: memory_timeline(Memory(Mesh(dp=1), [held([(0.0, {})])])),
+    "memory in no time": lambda: memory_timeline(Memory(Mesh(dp=1), [held([(0.0, {}), (0.0, {"other": 8})])])),
     "curves at zero": lambda: curves([1, 2], {"p": {"l": [0, 0]}}, title="t", sentence="s"),
     "curves of one size, zero": lambda: curves([0], {"p": {"l": [1e-6]}}, title="t", sentence="s"),
 }
@@ -67,6 +70,7 @@ def titled(text: str) -> dict:
         "shards": shards(Mesh(tp=2), (4, 4), P("tp"), name=text),
         "animate": animate(trace),
         "timeline": timeline(trace),
+        "memory": memory_timeline({text: Memory(Mesh(dp=1), [held([(0, {"other": 8})], text)])}, title=text),
         "overlay": timeline(run.trace, run, step=2),
     }
 

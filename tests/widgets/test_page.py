@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.hand_traces import ring_all_reduce
+from tests.widgets.memories import two_ranks
 from tplab import Mesh, P, Trace
 from tplab.schedules import Costs, gpipe, one_f_one_b, simulate, zb_v
 from tplab.trace import Recorder
@@ -22,6 +23,7 @@ from tplab.widgets import (
     knob,
     levels,
     matrices,
+    memory_timeline,
     pipeline_lab,
     shards,
     timeline,
@@ -79,6 +81,7 @@ WIDGETS = {
     "matrices": lambda text: matrices({text: [[1.0, 2.0]]}),
     "knob": lambda text: knob(text, text, {1: Bars([Row(text, {text: 1.0})], "s")}),
     "curves": lambda text: curves([1, 2], {text: {text: [1, 2]}}, title=text, sentence=text),
+    "memory_timeline": lambda text: memory_timeline({text: two_ranks(title=text)}, title=text),
     "levels": lambda text: levels({text: {text: ([0, 1], [0, 1])}}, title=text, sentence=text, along="x"),
 }
 

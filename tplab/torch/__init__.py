@@ -61,6 +61,7 @@ from tplab.torch.pipeline.stages import Stages, num_parameters, stages_of
 from tplab.torch.pipeline.train_batch import train_batch
 from tplab.torch.private import not_compiled
 from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.torch.ranks.memory import count_as
 from tplab.torch.run import Result, run
 from tplab.torch.training.train import train
 
@@ -106,6 +107,7 @@ __all__ = [
     "classifier_specs",
     "clip_gradients",
     "copy_to",
+    "count_as",
     "data_parallel",
     "dequantize",
     "device_mesh",

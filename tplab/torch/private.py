@@ -112,6 +112,11 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells a storage from all others that live, without an address that would be read."""
 
 
+def local_of(x: Tensor) -> Tensor:
+    """What this rank has of a DTensor, outside of any graph; any other tensor as it is."""
+    return getattr(x, "_local_tensor", x)
+
+
 def at_end_of_backward(function: Callable[[], Any]) -> None:
     """Call `function` at the end of the backward pass that this thread is in."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

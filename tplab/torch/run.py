@@ -15,8 +15,10 @@ from tplab.mesh import Mesh
 from tplab.options import check_run
 from tplab.torch.ranks import results
 from tplab.torch.ranks.launch import run_on_simulated_ranks
+from tplab.torch.ranks.memory import Counted
 from tplab.torch.ranks.process_state import More
 from tplab.torch.ranks.rank import current_rank_or_none
+from tplab.trace.memory import Memory
 from tplab.trace.trace import Trace
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -29,11 +31,13 @@ class Result:
     per_rank   what each rank returned
     value      the results put together as out_specs said; where ranks hold copies, one of them
     trace      everything that was sent, by whom, to whom, how large, when
-    peaks      the most bytes of tensors that each rank held at once, where `launch` was asked to count them
+    memory     what each rank held at every moment, by kind, where `run` was asked to count it
+    peaks      the most bytes of tensors that each rank held at once, where memory was counted
     mapped     which lines of the program said cuda and got the CPU, in a sentence; None where none did
     """
 
     peaks: list[int] | None = None
+    _memory: Memory | None = None
 
     def __init__(
         self, per_rank: list[Any], trace: Callable[[], Trace], mesh: Mesh, out_specs: Any, mapped: str | None = None
@@ -46,6 +50,16 @@ class Result:
     @cached_property
     def trace(self) -> Trace:
         return self._make_trace()  # out of what was taken down, when somebody looks
+
+    @property
+    def memory(self) -> Memory:
+        if self._memory is None:
+            raise ValueError("run was not asked to count memory; give count_memory=True")
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._memory, self.peaks = memory, memory.peaks
 
     @property
     def value(self) -> Any:
@@ -74,6 +88,7 @@ def run(
     keep_values: int = 1000,
     device: str | torch.device | None = None,
     distributed: bool | More = False,
+    count_memory: bool = False,
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
@@ -97,6 +112,9 @@ def run(
     distributed whether `fn` is a program for torch.distributed: inside it is initialised, its world is the mesh, and
                 `tplab.torch.device_mesh()` is the mesh as a DeviceMesh. Environment variables such as RANK, sys.argv,
                 and Python's and NumPy's random numbers are each rank's own, and so are modules that it imports first
+    count_memory  whether to follow each rank's tensors, for `Result.memory`: the bytes of parameters, gradients,
+                optimizer states and activations after every operation. It makes the run slower, and measured clocks
+                with it. With device="meta", what real tensors of these shapes would take
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
     Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks. torch's default dtype and
@@ -117,6 +135,8 @@ def run(
             "on='simulated'"
         )
     title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
+    program = Counted(fn, place is not None and place.type == "meta") if count_memory else fn
+    known = None
     if is_simulated:
         _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")
         known = find(cluster) if cluster is not None else THIS_LAPTOP if clock == "measured" else None
@@ -124,7 +144,7 @@ def run(
         if more is not None and place is not None and place.type == "cpu":
             more.map_cuda()
         per_rank, make_trace = run_on_simulated_ranks(
-            fn,
+            program,
             mesh,
             args,
             in_specs,
@@ -136,14 +156,29 @@ def run(
             title=title,
             more=more,
         )
-        return Result(per_rank, make_trace, mesh, out_specs, more.mapped if more is not None else None)
+        mapped = more.mapped if more is not None else None
+    else:
+        per_rank, make_trace = _on_processes(mesh, is_launched)(
+            program, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
+        )
+        mapped = None
+    if not count_memory:
+        return Result(per_rank, make_trace, mesh, out_specs, mapped)
+    out = Result([result for result, _ in per_rank], make_trace, mesh, out_specs, mapped)
+    unit, name = ("steps", None) if is_simulated and known is None else ("s", known.name if known else None)
+    held = [held for _, held in per_rank]
+    out.memory = Memory(mesh, held, title=title, clock=clock, unit=unit, cluster=name)
+    return out
+
+
+def _on_processes(mesh: Mesh, is_launched: bool) -> Callable[..., tuple[list[Any], Callable[[], Trace]]]:
+    """What runs a program on processes: those that torchrun has started, or ones of its own."""
     from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
 
-    if not is_launched:
-        _check_size(mesh, MOST_PROCESSES, "processes on this machine")
-    run_there = processes.run_under_torchrun if is_launched else processes.run_on_processes
-    per_rank, make_trace = run_there(fn, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title)
-    return Result(per_rank, make_trace, mesh, out_specs)
+    if is_launched:
+        return processes.run_under_torchrun
+    _check_size(mesh, MOST_PROCESSES, "processes on this machine")
+    return processes.run_on_processes
 
 
 def launched_by_torchrun() -> bool:

@@ -2,6 +2,7 @@
 
 from tplab.trace.critical_path import critical_path
 from tplab.trace.event import Event
+from tplab.trace.memory import Memory, RankMemory
 from tplab.trace.overlap import Overlap, overlap
 from tplab.trace.perfetto import to_perfetto
 from tplab.trace.recorded import Merged, merge
@@ -12,8 +13,10 @@ from tplab.trace.traffic import Sent, Traffic, traffic_table
 
 __all__ = [
     "Event",
+    "Memory",
     "Merged",
     "Overlap",
+    "RankMemory",
     "Recorder",
     "Sent",
     "Trace",

@@ -3,6 +3,7 @@
     animate(trace)                ranks on their mesh, what travels between them, what each of them holds
     timeline(trace)               where the time of every rank goes; with predicted=, a schedule as it ran over
                                   its prediction
+    memory_timeline(run.memory)   what each rank holds in memory over time, by kind
     gantt(run)                    a pipeline schedule, when simulated, and what each rank holds in memory
     pipeline_lab()                the same with every number in your hands
     shards(mesh, shape, P(...))   which rank holds which slice of a tensor, or computes which part of a product
@@ -34,6 +35,7 @@ from tplab.widgets.knob import Bars, Row, knob
 from tplab.widgets.levels import levels
 from tplab.widgets.loss_curve import LossCurve
 from tplab.widgets.matrices import matrices
+from tplab.widgets.memory_timeline import MemoryTimeline, memory_timeline
 from tplab.widgets.page import to_html
 from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
 from tplab.widgets.shards import Shards, shards
@@ -44,6 +46,7 @@ __all__ = [
     "Bars",
     "Gantt",
     "LossCurve",
+    "MemoryTimeline",
     "PipelineLab",
     "Row",
     "Shards",
@@ -55,6 +58,7 @@ __all__ = [
     "knob",
     "levels",
     "matrices",
+    "memory_timeline",
     "pipeline_lab",
     "shards",
     "timeline",

@@ -40,7 +40,7 @@ def levels(
     """
     figure, axes = figure_of(panels, along)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
-    step = _round_step(max(drawn, default=0.0), unit)
+    step = round_step(max(drawn, default=0.0), unit)
     for ax, (name, lines) in zip(axes, panels.items()):
         _dress(ax, step, unit)
         for index, (label, (x, y)) in enumerate(lines.items()):
@@ -70,7 +70,7 @@ def _dress(ax: Any, step: float, unit: str) -> None:
     ax.spines["bottom"].set(visible=True, color=LINE)
 
 
-def _round_step(most: float, unit: str = "B") -> float:
+def round_step(most: float, unit: str = "B") -> float:
     """The distance of lines on the grid: four to seven of them, bytes round in KiB or MiB."""
     power = 1024.0
     while power * 1024 <= most:

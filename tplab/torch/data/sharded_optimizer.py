@@ -27,6 +27,7 @@ from tplab.torch.data.pieces import (
     wholes_in,
 )
 from tplab.torch.private import storage_id
+from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -174,6 +175,7 @@ class Bucket:
         master = about.master_dtype or self.dtype
         held = held_of(self.pieces, self.index, self.parameters)
         self.shards = [nn.Parameter(piece if piece.dtype == master else piece.to(master)) for piece in held]
+        count_as("optimizer", [piece for piece, _ in self.copies()])
         self.row: Tensor | None = None
         self._handle: Handle | None = None
 
@@ -182,6 +184,7 @@ class Bucket:
         grads = [p.grad for p in self.parameters]
         about, dtype = self.about, self.about.reduce_dtype or self.dtype
         message = message_of(self.pieces, grads, self.parameters[0], dtype)
+        count_as("gradients", message)
         self._let_go()
         self._handle = about.reduce(message, about.axis, about.op)
 
@@ -190,6 +193,7 @@ class Bucket:
         if self._handle is not None:
             row = reduced_row(self._handle, self.about.replicate_axis, self.about.op)
             self.row = row if self.row is None else self.row + row
+            count_as("gradients", self.row)
             self._handle = None
 
     def reduce(self) -> None:
@@ -200,6 +204,7 @@ class Bucket:
             return
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.row = row_of(self.pieces, held_of(self.pieces, self.index, grads), self.dtype)
+        count_as("gradients", self.row)
         self._let_go()
 
     def hand_over(self) -> None:
@@ -213,7 +218,9 @@ class Bucket:
     def gather(self) -> None:
         """Every rank gets the pieces of all others, in the parameters' own dtype."""
         row = row_of(self.pieces, self.shards, self.dtype)
-        wholes = wholes_in(self.pieces, self.about.gather(row, self.about.axis).wait())
+        message = self.about.gather(row, self.about.axis).wait()
+        wholes = wholes_in(self.pieces, message)
+        count_as("gathered", [message, *wholes])
         for parameter, whole in zip(self.parameters, wholes):
             parameter.copy_(whole)
 

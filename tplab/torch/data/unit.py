@@ -26,6 +26,7 @@ from tplab.torch.data.pieces import (
     wholes_in,
 )
 from tplab.torch.private import no_dispatch, saved_hooks, storage_id
+from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
 
 Sites = list[tuple[nn.Module, str]]
@@ -148,11 +149,15 @@ class Use:
         if axis is not None and self._secondary is None and torch.is_grad_enabled():
             place = this_rank().place(axis)
             self._secondary = message.view(len(place.group), -1)[place.index].clone()
-        return wholes_in(self.group.pieces, message)
+            count_as("gathered", self._secondary)
+        wholes = wholes_in(self.group.pieces, message)
+        count_as("gathered", [message, *wholes])
+        return wholes
 
     def begin_reduce(self, grads: Sequence[Tensor | None]) -> None:
         group, about = self.group, self.group.about
         message = message_of(group.pieces, grads, group.shards[0], about.reduce_dtype or group.dtype)
+        count_as("gradients", [message, *grads])
         self._leaving = about.reduce(message, about.axis, about.op)
         self.wholes = self._secondary = None  # this backward pass needs them no more
 
@@ -161,6 +166,7 @@ class Use:
         group, about = self.group, self.group.about
         assert self._leaving is not None
         row, self._leaving = reduced_row(self._leaving, about.replicate_axis, about.op), None
+        count_as("gradients", row)
         held = held_in(group.pieces, group.index, row)
         return [grad.to(shard.dtype) for grad, shard in zip(held, group.shards)]
 

@@ -26,11 +26,11 @@ def saved_tensors(fn: Callable[..., Any], *args: Any) -> SavedTensors:
     kept: dict[int, tuple[SavedTensor, Tensor]] = {}
 
     def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
+        storage, alone = x.untyped_storage(), x.detach()  # the graph would hold itself alive through its own output
         if not isinstance(_whole(x), nn.Parameter):
             about = SavedTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), storage.nbytes(), _made_by(x))
-            kept.setdefault(storage.data_ptr(), (about, x))  # with x, whose memory no other tensor takes meanwhile
-        return x
+            kept.setdefault(storage.data_ptr(), (about, alone))  # with x, whose memory no other tensor takes meanwhile
+        return alone
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
         fn(*args)

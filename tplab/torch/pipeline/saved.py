@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from tplab.torch.private import SAVED, storage_id, version_of
+from tplab.torch.ranks.memory import hold
 
 _fields: dict[type, tuple[str, ...]] = {}
 
@@ -20,7 +21,7 @@ class Saved:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, int]] = {}  # and the version each one had
+        self._tensors: dict[int, tuple[Tensor, int, object]] = {}  # and the version each one had, and its token
         self._num_saved = 0
         self._read: set[int] | None = None
 
@@ -29,7 +30,7 @@ class Saved:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def tensors(self) -> list[Tensor]:
-        return [x for x, _ in self._tensors.values()]
+        return [x for x, *_ in self._tensors.values()]
 
     def keep_only(self, nodes: Iterable[Node]) -> None:
         """Let go of all but what these nodes have saved."""
@@ -45,13 +46,14 @@ class Saved:
     def _pack(self, x: Tensor) -> int:
         key = self._num_saved
         self._num_saved = key + 1
-        self._tensors[key] = x.detach(), version_of(x)  # the graph would hold itself alive through its own output
+        kept = x.detach()  # the graph would hold itself alive through its own output
+        self._tensors[key] = kept, version_of(x), hold(x)
         return key
 
     def _unpack(self, key: int) -> Tensor:
         if self._read is not None:
             self._read.add(key)
-        x, version = self._tensors[key]
+        x, version, _ = self._tensors[key]
         if version_of(x) != version:
             raise RuntimeError(
                 f"a tensor {list(x.shape)} that the backward pass needs was written to since the forward pass: it is "

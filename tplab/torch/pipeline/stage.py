@@ -13,6 +13,7 @@ from tplab.errors import ScheduleError
 from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients
 from tplab.torch.pipeline.redraw import Mark, Redraw
 from tplab.torch.pipeline.saved import bytes_of
+from tplab.torch.ranks.memory import hold
 
 Function = Callable[..., Tensors]
 
@@ -120,6 +121,7 @@ class Pass:
             self._sections[-1] = last._replace(function=lambda *xs: finish(*last.function(*xs)))
         self._graphs: list[Graph] = []
         self._entered: list[Tensors] = []  # what entered each section, where activations are computed again
+        self._tokens: list[list[object]] = []  # that it is saved
         self._marks: list[Mark] = []
         with redraw:
             self.outputs = self._recomputable(inputs) if stage.recomputes else self._kept(inputs)
@@ -132,6 +134,7 @@ class Pass:
     def _recomputable(self, inputs: Tensors) -> Tensors:
         for section in self._sections:
             self._entered.append(inputs)
+            self._tokens.append([hold(x) for x in inputs])
             self._marks.append(self._redraw.mark())
             inputs = section.run(inputs)[1]  # with a graph, which is dropped: layers may look whether they are trained
         return inputs
@@ -144,6 +147,7 @@ class Pass:
             self._redraw.go_back(self._marks.pop())
             with self._redraw, _buffers_aside(section.module):
                 graph, _ = section.run(inputs)
+            self._tokens.pop()
             yield graph
 
     def backward(self, grads: Tensors) -> tuple[Tensors, Gradients]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tplab.torch.private import DispatchMode, dispatch_modes, pytree, storage_id
+from tplab.torch.private import DispatchMode, pytree, storage_id
 
 
 class LiveBytes(DispatchMode):
@@ -63,13 +63,6 @@ class LiveBytes(DispatchMode):
         if place in self._before and not self._before[place].expired():
             return True
         return place in self._made and not self._made[place][0].expired()
-
-
-def count(result: Tensor) -> None:
-    """Let every `LiveBytes` that is in force count what a collective has brought to this rank."""
-    for mode in dispatch_modes():
-        if isinstance(mode, LiveBytes):
-            mode.made(result)
 
 
 def _storages(tensors: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -192,6 +193,7 @@ class Rank(ABC):
     """One rank of a running program, wherever it runs: simulated in this process, or a process of its own."""
 
     seed: int = 0  # of the run: with it ranks can draw the same numbers, each for itself
+    lines: Lines
 
     def __init__(self, rank: int, mesh: Mesh):
         self.rank, self.mesh = rank, mesh
@@ -247,6 +249,10 @@ class Rank(ABC):
     def do(self, call: Call, x: Tensor) -> Tensor:
         """Run a collective on `x` to its end."""
         return self.begin(call, x).wait()
+
+    def now(self) -> float:
+        """The time on this rank's clock, in seconds or hops, from any beginning."""
+        return time.perf_counter()
 
     def doing(self, about: Doing) -> AbstractContextManager[Any]:
         """What the rank computes inside of this is one thing, and stands in the trace under its name."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, num_modes, phase
 from tplab.torch.ranks.burst import Burst
-from tplab.torch.ranks.live_bytes import count
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
+from tplab.torch.ranks.memory import count
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.outcomes import own, results
 from tplab.torch.ranks.provenance import Provenance
@@ -35,7 +35,7 @@ class SimulatedRank(Rank):
 
     def __init__(self, rank: int, world: World, seat: Seat):
         super().__init__(rank, world.mesh)
-        self.world, self.seat, self.seed = world, seat, world.seed
+        self.world, self.seat, self.seed, self.lines = world, seat, world.seed, world.lines
         self.waits_in: tuple[Site, Meeting] | str | None = None
         self.clock = 0.0
         self.hops = 0.0
@@ -103,6 +103,9 @@ class SimulatedRank(Rank):
                 **self._provenance.contents(x, label),
             )
 
+    def now(self) -> float:
+        return self.clock + (self._now() - self._seen_at if self._is_timed else 0.0)
+
     def _now(self) -> float:
         """Seconds of this machine. A GPU runs behind the program: what is on its way there counts as done by now."""
         if self._is_timed and self.world.device is not None and self.world.device.type == "cuda":
@@ -153,7 +156,7 @@ class SimulatedRank(Rank):
         if num_modes():
             with no_dispatch():
                 result = self._done(call, x)
-            count(result)
+            count(result, call.op)
             return result
         return self._done(call, x)
 
@@ -164,7 +167,7 @@ class SimulatedRank(Rank):
         with no_dispatch():
             result = self._outcome(site, meeting) if site.call.peers is None else self._received(site, meeting, x)
         if num_modes():
-            count(result)
+            count(result, site.call.op)
         if self._is_timed:
             self._seen_at = self._now()
         return result

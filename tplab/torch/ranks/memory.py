@@ -1,0 +1,305 @@
+"""The memory of one rank by kind: what each of its tensors is, followed from operation to operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tplab.torch.private import (
+    DispatchMode,
+    dispatch_modes,
+    graph_task,
+    local_of,
+    num_modes,
+    phase,
+    pytree,
+    storage_id,
+    version_of,
+)
+from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.torch.ranks.rank import Rank, this_rank
+from tplab.trace.memory import KINDS, Ledger, RankMemory
+
+
+def count_as(kind: str, tensors: Any) -> None:
+    """Say what these tensors are, where a run counts memory by kind; elsewhere this does nothing.
+
+        w = torch.zeros(D, F, requires_grad=True)
+        count_as("parameters", w)                  # they are no nn.Parameter
+
+    kind      one of "parameters", "optimizer", "gradients", "gathered", "activations", "other"
+    tensors   one, or a structure of them. It holds for their memory, so also for their views, until they are gone
+    """
+    if kind not in KINDS:
+        raise ValueError(f"there is no kind {kind!r} of memory; kinds are {', '.join(KINDS)}")
+    follower = _follower()
+    if follower is not None:
+        for x in pytree.tree_leaves(tensors):
+            if isinstance(x, Tensor):
+                follower.mark(x, kind)
+
+
+def hold(x: Tensor) -> object:
+    """A token: as long as it is kept, `x` counts as saved for a backward pass. For what saves tensors by itself."""
+    follower = _follower()
+    return None if follower is None else follower.hold(x)
+
+
+def count(result: Tensor, op: str) -> None:
+    """Let all that counts memory on this rank count what the collective `op` has brought."""
+    for mode in dispatch_modes():
+        if isinstance(mode, LiveBytes):
+            mode.made(result)
+        elif isinstance(mode, KindsOfMemory):
+            mode.brought(result, op)
+
+
+class Counted:
+    """A rank's program, followed: it returns (what the program returns, the rank's `RankMemory`).
+
+    is_meta   whether tensors on the device "meta" count, as if they were real, in the place of all others
+    """
+
+    def __init__(self, fn: Callable[..., Any], is_meta: bool = False):
+        self.fn, self.is_meta = fn, is_meta
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+
+    def __call__(self, *args: Any) -> tuple[Any, RankMemory]:
+        with KindsOfMemory(this_rank(), args, self.is_meta) as kinds:
+            result = self.fn(*args)
+        return result, kinds.memory
+
+
+class KindsOfMemory(DispatchMode):
+    """Follows the memory of this rank's tensors, from what its program is given to the end: `memory` is what it held.
+
+    Each piece of memory counts once, however many tensors are views of it, from the operation that makes it until the
+    first operation after it is gone. What a collective brings counts from when it is there. What the program finds
+    outside counts from its first use; an nn.Parameter from the start.
+
+    optimizer     tensors in the state of an optimizer of torch.optim after its step
+    parameters    memory of an nn.Parameter
+    gradients     memory of the `.grad` of one
+                  (these three from their beginning, as something becomes known only later)
+    activations   what autograd has saved until it lets go of it: what is part of the graph from its beginning, all else
+                  from then on. And what is computed in a backward pass with grad mode on, which is a recomputation
+    other         all else, and what the program was given
+    What `count_as` says goes before all that.
+    """
+
+    memory: RankMemory
+
+    def __init__(self, rank: Rank, given: Any = (), is_meta: bool = False):
+        super().__init__()
+        self._rank, self._given, self._is_meta = rank, given, is_meta
+        self._ledger = Ledger()
+        self._held: dict[int, _Held] = {}  # place of a storage -> what is known of it
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}  # the same place -> the parameter, for its gradient
+        self._saving = saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> KindsOfMemory:
+        self._ledger.open_row(self._rank.now(), "start", "", "")
+        for x in pytree.tree_leaves(self._given):
+            for tensor in [*x.parameters(), *x.buffers()] if isinstance(x, nn.Module) else [x]:
+                held = self._meet(tensor)
+                if held is not None:
+                    held.is_given = True
+        self._given = None
+        self._after_steps = register_optimizer_step_post_hook(self._stepped)
+        self._saving.__enter__()
+        return cast(KindsOfMemory, super().__enter__())
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._saving.__exit__(*error)
+        self._after_steps.remove()
+        self._look()
+        self._ledger.open_row(self._rank.now(), "end", "", "")
+        for held in self._held.values():
+            self._book(held)
+        self._held.clear()
+        self._parameters.clear()
+        self.memory = self._ledger.closed()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            for x in pytree.tree_leaves((args, kwargs)):
+                if isinstance(x, nn.Parameter):
+                    self._meet(x)
+            return NotImplemented  # a DTensor, say: what it does to the tensors that it is made of comes here again
+        time = self._rank.now()
+        result = func(*args, **(kwargs or {}))
+        self._look()
+        self._open_row(_name(func, args), time)
+        for x in pytree.tree_leaves((args, kwargs)):
+            self._meet(x)
+        self._made(result)
+        return result
+
+    def brought(self, result: Any, op: str) -> None:
+        """Count what the collective `op` has brought, which is no operation of torch's."""
+        self._look()
+        self._open_row(op)
+        self._made(result)
+
+    def mark(self, x: Tensor, kind: str) -> None:
+        """From its beginning on, this is of this kind, whatever else is found."""
+        held = self._meet(x)
+        if held is not None:
+            held.kinds, held.is_marked = [(held.born, kind)], True
+            if kind == "parameters":
+                self._parameters[storage_id(local_of(x).untyped_storage())] = weakref.ref(x)
+
+    def hold(self, x: Tensor) -> object:
+        """A token: as long as it is kept, `x` is saved for a backward pass."""
+        held = self._meet(x)
+        if held is None or held.is_given or not held.can_be("activations"):
+            return None
+        is_new = x.grad_fn is not None and len(held.kinds) == 1
+        held.becomes("activations", held.born if is_new else len(self._ledger) - 1)
+        return _Token(held, self._ledger)
+
+    # --- what is where -------------------------------------------------------------------------------------------
+
+    def _open_row(self, op: str, time: float | None = None) -> None:
+        self._ledger.open_row(self._rank.now() if time is None else time, op, self._rank.lines.here(), phase())
+
+    def _made(self, result: Any) -> None:
+        is_again = graph_task() != -1 and torch.is_grad_enabled()
+        for x in pytree.tree_leaves(result):
+            self._meet(x, "activations" if is_again else "other")
+
+    def _look(self) -> None:
+        """Book what is gone, and find what has become a gradient."""
+        for place in [place for place, held in self._held.items() if held.storage.expired()]:
+            self._book(self._held.pop(place))
+            self._parameters.pop(place, None)
+        for found in self._parameters.values():
+            parameter = found()
+            if parameter is not None and parameter.grad is not None:
+                held = self._meet(parameter.grad)
+                if held is not None:
+                    held.was("gradients")
+
+    def _meet(self, x: Any, kind: str = "other") -> _Held | None:
+        """What is known of the memory of `x`; None where it has none that counts."""
+        if not isinstance(x, Tensor):
+            return None
+        local = local_of(x)
+        if local.layout is not torch.strided or (local.device.type == "meta") != self._is_meta:
+            return None
+        storage = local.untyped_storage()
+        place = storage_id(storage)
+        held = self._held.get(place)
+        is_parameter = isinstance(x, nn.Parameter)
+        if held is None:
+            born = 0 if is_parameter else max(len(self._ledger) - 1, 0)
+            held = self._held[place] = _Held(storage, born, kind)
+        if is_parameter and place not in self._parameters:
+            self._parameters[place] = weakref.ref(x)
+            held.was("parameters")
+        return held
+
+    def _book(self, held: _Held) -> None:
+        self._ledger.book(held.num_bytes, held.kinds, len(self._ledger))
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _follower() is not self:  # it is of another rank
+            return
+        for state in optimizer.state.values():
+            for x in pytree.tree_leaves(state):
+                held = self._meet(x)
+                if held is not None:
+                    held.was("optimizer")
+
+    # --- what autograd saves -------------------------------------------------------------------------------------
+
+    def _pack(self, x: Tensor) -> tuple[Tensor, int, object]:
+        kept = x if x.is_leaf else x.detach()  # the graph would hold itself alive through its own output
+        return kept, version_of(x), self.hold(x)
+
+    def _unpack(self, saved: tuple[Tensor, int, object]) -> Tensor:
+        x, version, _ = saved
+        if version_of(x) != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{list(x.shape)} is at version {version_of(x)}; expected version {version} instead"
+            )
+        return x
+
+
+_GOES_BEFORE = ("other", "activations", "gradients", "parameters", "optimizer")
+"""Each goes before those in front of it, where memory would be of both kinds."""
+
+
+class _Held:
+    """A piece of memory.
+
+    born       the row of the ledger from which on it is there
+    kinds      (row, kind): from when on it was of which kind
+    is_marked  `count_as` has said so
+    is_given   it came with the arguments of the program
+    """
+
+    __slots__ = ("born", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, born: int, kind: str):
+        self.storage, self.num_bytes = StorageWeakRef(storage), storage.nbytes()
+        self.born, self.kinds = born, [(born, kind)]
+        self.is_marked = self.is_given = False
+        self.num_saved = 0
+
+    def can_be(self, kind: str) -> bool:
+        return not self.is_marked and _GOES_BEFORE.index(self.kinds[-1][1]) <= _GOES_BEFORE.index(kind)
+
+    def was(self, kind: str) -> None:
+        """It has been of this kind from its beginning."""
+        if self.kinds[-1][1] != kind and self.can_be(kind):
+            self.kinds = [(self.born, kind)]
+
+    def becomes(self, kind: str, row: int) -> None:
+        """From this row on it is of this kind."""
+        if row <= self.born:
+            self.kinds = [(self.born, kind)]
+        elif self.kinds[-1][1] != kind:
+            self.kinds.append((max(row, self.kinds[-1][0]), kind))
+
+
+class _Token:
+    """One that has saved a piece of memory. When the last of them is gone, it is saved no more."""
+
+    __slots__ = ("held", "ledger")
+
+    def __init__(self, held: _Held, ledger: Ledger):
+        self.held, self.ledger = held, ledger
+        held.num_saved += 1
+
+    def __del__(self) -> None:
+        held = self.held
+        held.num_saved -= 1
+        if not held.num_saved and held.kinds[-1][1] == "activations" and not held.is_marked:
+            held.becomes("other", len(self.ledger))
+
+
+def _name(func: Any, args: Any) -> str:
+    """What an operation is called. Those that only tell torch's profiler where it is have the name of the place."""
+    name = func.overloadpacket.__name__
+    if not name.startswith("_record_function"):
+        return name
+    return str(args[0]).rpartition("#")[2] if "enter" in name else ""
+
+
+def _follower() -> KindsOfMemory | None:
+    """What follows the memory of the rank that is running."""
+    if num_modes():
+        for mode in dispatch_modes():
+            if isinstance(mode, KindsOfMemory):
+                return mode
+    return None

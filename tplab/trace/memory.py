@@ -1,0 +1,146 @@
+"""What each rank held in memory while a program ran, by kind: parameters, gradients, activations, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tplab.errors import TraceError
+from tplab.mesh import Mesh
+
+KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
+"""From what stays longest to what goes first.
+
+parameters    what is trained, or frozen: whole, or this rank's pieces
+optimizer     the states of an optimizer, and its master copies of parameters
+gradients     `.grad` of the parameters, and gradients on their way there
+gathered      whole parameters that were made of pieces, for a layer that needs them (ZeRO stage 3)
+activations   what a forward pass has saved for the backward pass, and has not let go of yet
+other         the rest: inputs, results, and what an operation leaves for the next one
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class RankMemory:
+    """What one rank held: a row for every moment at which it changed, and one for the end.
+
+    times        [n] when the row begins, in the run's unit; it lasts until the next one
+    operations   [n] how many operations of the rank come before it
+    num_bytes    [n, kinds] in the order of KINDS
+    ops          [n] the operation that made it so: "mm", "all_gather"
+    where        [n] its line in the program
+    phases       [n] "forward" or "backward"
+    """
+
+    times: np.ndarray
+    operations: np.ndarray
+    num_bytes: np.ndarray
+    ops: Sequence[str]
+    where: Sequence[str]
+    phases: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @property
+    def totals(self) -> np.ndarray:
+        """[n] bytes of all kinds together."""
+        return self.num_bytes.sum(axis=1)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at any moment."""
+        return int(self.totals.max(initial=0))
+
+    @property
+    def peak_row(self) -> int:
+        """The row in which the peak is first reached."""
+        return int(self.totals.argmax())
+
+    def of(self, kind: str) -> np.ndarray:
+        """[n] bytes of one kind."""
+        if kind not in KINDS:
+            raise TraceError(f"there is no kind {kind!r} of memory; kinds are {', '.join(KINDS)}")
+        return self.num_bytes[:, KINDS.index(kind)]
+
+    def at(self, row: int) -> dict[str, int]:
+        """kind -> bytes in one row; -1 is the end."""
+        return dict(zip(KINDS, self.num_bytes[row].tolist()))
+
+
+class Memory(Sequence[RankMemory]):
+    """What every rank of `mesh` held while a program ran: `memory[rank]`.
+
+    clock, unit, cluster   of the times, as in `Trace`. Where the unit is "steps", computing takes no time: then only
+                           the number of operations tells moments apart
+    peaks                  the most bytes that each rank held
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        ranks: Sequence[RankMemory],
+        *,
+        title: str = "",
+        clock: str = "modelled",
+        unit: str = "s",
+        cluster: str | None = None,
+    ):
+        if len(ranks) != mesh.size:
+            raise TraceError(f"{mesh} has {mesh.size} ranks, and there is memory of {len(ranks)}; give one per rank")
+        self.mesh, self._ranks = mesh, list(ranks)
+        self.title, self.clock, self.unit, self.cluster = title, clock, unit, cluster
+
+    @property
+    def peaks(self) -> list[int]:
+        return [held.peak for held in self._ranks]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __getitem__(self, rank):  # type: ignore[override]  # a rank's, or a list of several
+        return self._ranks[rank]
+
+    def __repr__(self) -> str:
+        return f"Memory of {self.title or 'a program'}: {self.mesh.size} ranks, peak {max(self.peaks):,} B"
+
+
+class Ledger:
+    """Takes down what one rank holds while its program runs, and makes the `RankMemory` of it.
+
+    A row is opened for every operation. A holding is booked when it is over: its bytes, the row in which it began, and
+    from which row on it was of which kind.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, str, str, str]] = []
+        self._booked: list[tuple[int, int, int]] = []  # row, kind, bytes more or less from there on
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def open_row(self, time: float, op: str, where: str, phase: str) -> None:
+        self._rows.append((time, op, where, phase))
+
+    def book(self, num_bytes: int, kinds: Sequence[tuple[int, str]], end: int) -> None:
+        """Book `num_bytes` from the first of `kinds` (row, kind) up to row `end`, which does not have them any more."""
+        for (start, kind), (following, _) in pairwise([*kinds, (end, "")]):
+            if start < following:
+                place = KINDS.index(kind)
+                self._booked += [(start, place, num_bytes), (following, place, -num_bytes)]
+
+    def closed(self) -> RankMemory:
+        """The rows in which something changed, and the last one. Its times begin at 0."""
+        num_rows = len(self._rows)
+        changes = np.zeros((num_rows + 1, len(KINDS)), np.int64)
+        if self._booked:
+            rows, kinds, amounts = np.array(self._booked, np.int64).T
+            np.add.at(changes, (rows, kinds), amounts)
+        held = changes[:num_rows].cumsum(axis=0)
+        changing = np.flatnonzero(changes[:num_rows].any(axis=1))
+        places = np.union1d(changing, [0, num_rows - 1])
+        times, ops, where, phases = zip(*(self._rows[place] for place in places))
+        return RankMemory(np.array(times) - times[0], places, held[places], ops, where, phases)

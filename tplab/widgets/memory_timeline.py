@@ -1,0 +1,153 @@
+"""`memory_timeline(out.memory)`: what each rank holds in memory over time, by kind, and what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import traitlets
+
+from tplab.mesh import Mesh
+from tplab.trace.memory import KINDS, Memory, RankMemory
+from tplab.units import bytes_text
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.wire import pack
+from tplab.widgets.stacks import layout
+from tplab.widgets.stacks.still import still
+
+Predicted = layout.Predicted | Sequence[layout.Predicted]
+"""kind -> bytes, the same on every rank; or one such for each rank."""
+
+
+class MemoryTimeline(Card):
+    """The card that `memory_timeline` makes. `rank` is the rank that is shown."""
+
+    _esm = script("wire", "shell", "units", "stacks")
+    _css = style()
+    scene = traitlets.Bytes().tag(sync=True)
+    rank = traitlets.Int(0).tag(sync=True)
+
+    def __init__(
+        self, memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[layout.Predicted]], title: str, rank: int
+    ):
+        self.memories, self.predicted, self.title = dict(memories), dict(predicted), title
+        self.mesh = next(iter(self.memories.values())).mesh
+        self.of = layout.picture(self.memories, self.predicted)
+        self.about = _about(next(iter(self.memories.values())))
+        super().__init__(rank=rank, scene=pack(*self._content()))
+        self.sentence = f"{title}: {self.says(rank)}"
+
+    @traitlets.validate("rank")
+    def _check_rank(self, proposal: Any) -> int:
+        self.mesh.check_rank(proposal["value"])
+        return proposal["value"]
+
+    def says(self, rank: int) -> str:
+        """The peaks of a rank, in a sentence."""
+        if len(self.memories) == 1:
+            (memory,) = self.memories.values()
+            held = memory[rank]
+            where = held.where[held.peak_row]
+            return f"rank {rank} holds at most {bytes_text(held.peak)}{f', at {where}' if where else ''}."
+        peaks = [f"{bytes_text(memory[rank].peak)} ({title})" for title, memory in self.memories.items()]
+        return f"rank {rank} holds at most {', '.join(peaks)}."
+
+    def picture(self) -> bytes:
+        return still(self.of, self.rank, self.title, self.about, f"R{self.says(self.rank)[1:]}")
+
+    def _content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """All that the browser draws, for every rank. What several ranks have in common travels once."""
+        columns: dict[str, np.ndarray] = {}
+        panels = []
+        for panel, memory in zip(self.of.panels, self.memories.values()):
+            drawn: dict[bytes, int] = {}
+            areas, which = [], []
+            for held, area in zip(memory, panel.areas):
+                key = area.xs.tobytes() + held.num_bytes[area.rows].tobytes() + repr(held.where).encode()
+                if key not in drawn:
+                    drawn[key] = len(areas)
+                    name = f"{len(panels)}-{len(areas)}"
+                    areas.append(self._area(name, held, area, columns))
+                which.append(drawn[key])
+            panels.append(
+                {
+                    "title": panel.title, "x": panel.x, "width": panel.width, "ticks": panel.ticks,
+                    "areas": areas, "of_rank": which, "predicted": panel.predicted,
+                    "parts": [[kinds.get(kind, 0) for kind in KINDS] for kinds in self.predicted.get(panel.title, [])],
+                }
+            )  # fmt: skip
+        header = {
+            "title": self.title,
+            "about": self.about,
+            "kinds": [[layout.name_of(kind), layout.HUE[KINDS[kind]], kind] for kind in self.of.kinds],
+            "num_kinds": len(KINDS),
+            "size": [layout.WIDTH, layout.HEIGHT, layout.TOP, layout.BOTTOM],
+            "ticks": self.of.ticks,
+            "along": self.of.along,
+            "ranks": [_rank_text(self.mesh, rank) for rank in self.mesh.ranks],
+            "says": [self.says(rank) for rank in self.mesh.ranks],
+            "panels": panels,
+        }
+        return header, columns
+
+    def _area(self, name: str, held: RankMemory, area: layout.Area, columns: dict[str, np.ndarray]) -> dict[str, Any]:
+        columns[f"xs{name}"] = (10 * area.xs).round().astype(np.int64)
+        columns[f"tops{name}"] = (10 * area.tops).round().astype(np.int64).ravel()
+        columns[f"bytes{name}"] = held.num_bytes[area.rows].ravel()
+        texts = [layout.reading(held, int(row), self.of.along) for row in area.rows]
+        return {"name": name, "labels": area.labels, "texts": texts}
+
+
+def memory_timeline(
+    memory: Memory | Mapping[str, Memory],
+    predicted: Predicted | Mapping[str, Predicted] | None = None,
+    *,
+    title: str = "Memory of each rank",
+    rank: int = 0,
+) -> MemoryTimeline:
+    """Show what a rank holds in memory at every moment of a run, by kind, on top of each other; and the other ranks.
+
+        out = run(step, Mesh(dp=4), x, count_memory=True)
+        memory_timeline(out.memory, state_bytes(1, sizes, 4, 0, each)._asdict())
+
+    memory     what `run` has counted; or several under titles, beside each other on one scale
+    predicted  kind -> bytes, of the kinds of `tplab.trace.memory.KINDS`: their sum is a dashed line. Or a list of such,
+               one for each rank. For several runs, {title: either of these}
+    rank       the rank to begin with
+    Time is that of the run's clock. Where computing takes no time, moments are told apart by their operations instead.
+    Raises ValueError where meshes have not the same size, or a prediction is of something that there is not.
+    """
+    memories = {"": memory} if isinstance(memory, Memory) else dict(memory)
+    if not memories:
+        raise ValueError("there is no memory to draw; give at least one run's, as {'a title': out.memory}")
+    sizes = {len(one) for one in memories.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"one rank is shown of all runs, and they have {sorted(sizes)} ranks; give runs of equal size")
+    given: Mapping[str, Any] = {} if predicted is None else {"": predicted} if isinstance(memory, Memory) else predicted  # type: ignore[dict-item]
+    if unknown := [name for name in given if name not in memories]:
+        raise ValueError(f"there is a prediction of {unknown[0]!r}, which is no run; runs are {', '.join(memories)}")
+    return MemoryTimeline(memories, {name: _per_rank(one, *sizes) for name, one in given.items()}, title, rank)
+
+
+def _per_rank(predicted: Any, num_ranks: int) -> list[layout.Predicted]:
+    listed = [predicted] * num_ranks if isinstance(predicted, Mapping) else list(predicted)
+    if len(listed) != num_ranks:
+        raise ValueError(f"predicted is of {len(listed)} ranks, and the run has {num_ranks}; give one for each")
+    for kinds in listed:
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise ValueError(f"predicted has {unknown[0]!r}; kinds of memory are {', '.join(KINDS)}")
+    return listed
+
+
+def _about(memory: Memory) -> str:
+    if memory.unit == "steps":
+        return "by operation"
+    return f"{memory.clock} time{f' on {memory.cluster}' if memory.cluster else ''}"
+
+
+def _rank_text(mesh: Mesh, rank: int) -> str:
+    """ "rank 3: dp 1, tp 1"."""
+    if len(mesh.shape) == 1:
+        return f"rank {rank}"
+    return f"rank {rank}: {', '.join(f'{axis} {mesh.index(rank, axis)}' for axis in mesh.axis_names)}"
