@@ -5,10 +5,11 @@
     pages     the pages that Sphinx reads, made from the notebooks, the README and docs/
     reference, docstrings, monday   the pages of reference, and what things are called elsewhere
     conf      Sphinx's configuration
+    policy    the Content-Security-Policy of a page: from where it may load what
     mathml    formulas as MathML, which browsers draw themselves
     pyodide   Python for the pipeline lab of a page: Pyodide's core, tplab's sources; worker.js runs it
     static/   what the site adds to its theme; play.js draws the widgets
 
 Sphinx, with myst-nb and the theme furo, makes the pages out of build/site-pages. A page loads
-nothing from another host, but for NumPy, once the reader touches the pipeline lab.
+nothing from another host, except for NumPy, once the reader touches the pipeline lab.
 """

@@ -8,7 +8,10 @@ from typing import Any
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # for website.mathml
+sys.path.insert(0, str(ROOT))
+
+from website.policy import meta  # noqa: E402  Sphinx runs this file from anywhere
+
 _project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 
 project = "tplab"
@@ -67,5 +70,12 @@ def _level_of_captions(app: Sphinx, page: str, template: str, context: dict[str,
     context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
 
 
+def _what_it_may_load(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Each page says what a browser may load for it; before anything is loaded, so at the top of its head."""
+    has_lab = 'data-kind="PipelineLab"' in context.get("body", "")
+    context["metatags"] = meta(has_lab) + context.get("metatags", "")
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("html-page-context", _what_it_may_load, priority=900)  # after others have added to metatags
     app.connect("html-page-context", _level_of_captions, priority=900)  # after furo has made the tree

@@ -40,7 +40,7 @@ def write(site: Path) -> None:
     only = {**lock, "packages": {"numpy": lock["packages"]["numpy"]}}
     (folder / "pyodide-lock.json").write_text(json.dumps(only), encoding="utf8")
     about = {
-        "numpyFrom": f"https://cdn.jsdelivr.net/pyodide/v{version()}/full/",
+        "numpyFrom": numpy_from(),
         "bytes": sum((package / name).stat().st_size for name in CORE),
         "counted": {name: (package / name).stat().st_size for name in COUNTED},
     }
@@ -50,6 +50,11 @@ def write(site: Path) -> None:
 def version() -> str:
     """Of Pyodide, as package.json pins it."""
     return json.loads((HERE / "package.json").read_text(encoding="utf8"))["dependencies"]["pyodide"]
+
+
+def numpy_from() -> str:
+    """The folder of the CDN on which Pyodide is released: NumPy's file is in it."""
+    return f"https://cdn.jsdelivr.net/pyodide/v{version()}/full/"
 
 
 def installed() -> Path:

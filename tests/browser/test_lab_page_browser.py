@@ -1,8 +1,9 @@
 """`pipeline_lab` on a page of the site, without a kernel: Pyodide runs in Chromium, from this site.
 
-NumPy for Pyodide cannot be had here. So the CDN that has it cannot be reached in the first test. In the second one it
+NumPy for Pyodide cannot be had here. So the CDN that has it cannot be reached in the first test. In the others it
 serves a stand-in without arithmetic: tplab's own modules are imported by the Python of the browser, and the workbench,
-which would compute, is replaced by one that gives back a board that was computed here.
+which would compute, is replaced by one that gives back a board that was computed here. The page has the policy that
+it has on the site, and nobody breaks it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from playwright.sync_api import Page, Route, expect
 
 from tplab.widgets import pipeline_lab
 from tplab.widgets.page import _traits
-from website import pyodide
+from website import policy, pyodide
 from website.cards import Cards
 from website.states import Output, State
 
@@ -76,7 +77,8 @@ def site(tmp_path: Path) -> Iterator[str]:
     for folder in (pyodide.HERE / "static", pyodide.ROOT / "tplab" / "widgets" / "static"):
         for file in folder.glob("*.js"):
             (static / file.name).write_bytes(file.read_bytes())
-    head = f'<!doctype html><html lang="en"><title>lab</title><link rel="icon" href="data:,"><style>{lab._css}</style>'
+    head = f'<!doctype html><html lang="en">{policy.meta(has_lab=True)}<title>lab</title>'
+    head += f'<link rel="icon" href="data:,"><style>{lab._css}</style>'
     play = '<script type="module" src="_static/play.js"></script>'
     (tmp_path / "lab.html").write_text(head + figure + play, encoding="utf8")
     pyodide.write(tmp_path)
@@ -102,10 +104,11 @@ def test_where_numpy_cannot_be_reached_the_page_says_so_and_still_plays(page: Pa
     page.goto(f"{site}/lab.html")
     expect(figure_of(page, "makespan")).to_have_text("27")
     note = page.locator(".tpl-notice")
-    expect(note).to_contain_text("loads Python, about 14 MB from this site, and NumPy from cdn.jsdelivr.net")
+    expect(note).to_contain_text("loads Python from this site, about 14 MB, and NumPy from cdn.jsdelivr.net")
     page.get_by_label("play (space)").click()
     expect(page.get_by_label("pause (space)")).to_be_visible()
-    assert not [address for address in asked if "/python/" in address]  # nothing of Python until a control is touched
+    of_python = {address.rpartition("/python/")[2] for address in asked if "/python/" in address}
+    assert of_python == {"about.json"}  # its size; nothing more until a control is touched
     choose(page, "gpipe")
     expect(note).to_contain_text("Python is loading: 14 MB")
     expect(page.get_by_role("progressbar")).to_be_visible()
@@ -129,6 +132,8 @@ def test_questions_go_to_python_and_answers_come_back(page: Page, site: str, tmp
         assert route.request.url.endswith(WHEEL)
         route.fulfill(body=wheel, headers={"Access-Control-Allow-Origin": "*"})
 
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.context.route("https://cdn.jsdelivr.net/**", serve)
     page.goto(f"{site}/lab.html")
     choose(page, "gpipe")
@@ -138,10 +143,42 @@ def test_questions_go_to_python_and_answers_come_back(page: Page, site: str, tmp
     expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_v")
     expect(page.locator(".tpl-notice")).to_have_text("")
     expect(page.get_by_role("progressbar")).to_be_hidden()
+    assert said == []  # nothing that the page's policy refuses, among other things
     choose(page, "naive")
     note = page.locator(".tpl-notice.tpl-wrong")
     expect(note).to_contain_text("Python stopped with an error: RuntimeError: this test wants an error")
     expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_v")
+
+
+@pytest.mark.parametrize("wrong", ["file", "host"])
+def test_no_other_file_and_no_other_host_can_be_numpy(page: Page, site: str, tmp_path: Path, wrong: str):
+    """A browser compares the file with its hash in Pyodide's list, and the page's policy names the one host."""
+    folder = tmp_path / "python"
+    wheel = stand_in(folder, pipeline_lab("gpipe").board)
+    served: list[str] = []
+
+    def serve(route: Route) -> None:
+        served.append(route.request.url)
+        data = BytesIO(wheel)
+        if wrong == "file":
+            with zipfile.ZipFile(data, "a") as archive:
+                archive.writestr("numpy/stolen.py", "")
+        route.fulfill(body=data.getvalue(), headers={"Access-Control-Allow-Origin": "*"})
+
+    host = "cdn.jsdelivr.net" if wrong == "file" else "elsewhere.example"
+    if wrong == "host":
+        about = json.loads((folder / "about.json").read_text(encoding="utf8"))
+        about |= {"numpyFrom": f"https://{host}/", "bytes": 6_100_000}
+        (folder / "about.json").write_text(json.dumps(about), encoding="utf8")
+    page.context.route(f"https://{host}/**", serve)
+    page.goto(f"{site}/lab.html")
+    size = "14 MB" if wrong == "file" else "7 MB"
+    expect(page.locator(".tpl-notice")).to_contain_text(f"about {size}, and NumPy from {host}")
+    choose(page, "gpipe")
+    note = page.locator(".tpl-notice.tpl-wrong")
+    expect(note).to_contain_text(f"NumPy could not be loaded from {host}", timeout=120_000)
+    expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_h1")
+    assert len(served) == (wrong == "file")
 
 
 def stand_in(folder: Path, board: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """The site as a reader gets it: made anew, served by a plain static server, opened in Chromium.
 
-On every page all links lead somewhere, nothing is asked of another host, and axe finds no serious fault in light or
-dark.
+On every page all links lead somewhere, nothing is asked of another host, nothing breaks the page's policy, and axe
+finds no serious fault in light or dark.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from labs.source import build
+from website.policy import meta
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
@@ -115,6 +116,18 @@ def test_everything_that_is_loaded_is_in_the_site(site: str):
         assert [one for one in page.loads if not target(page, one).is_file()] == []
 
 
+def test_every_page_says_first_what_it_may_load(site: str):
+    with_lab = set()
+    for path in pages():
+        text = path.read_text(encoding="utf8")
+        has_lab = 'data-kind="PipelineLab"' in text
+        head, policy, rest = text.partition(meta(has_lab))
+        assert policy and "Content-Security-Policy" not in rest, path.name
+        assert not re.search("<(script|style|link|img)", head), path.name
+        with_lab |= {path.stem} if has_lab else set()
+    assert "10_pipeline_schedules" in with_lab and "00_first_look" not in with_lab
+
+
 def test_no_page_is_large(site: str):
     for page in map(page_of, pages()):
         files = {page.path, *(target(page, one) for one in page.loads)}
@@ -159,6 +172,20 @@ def switch(page: Page, theme: str) -> None:
             return
         page.locator(".theme-toggle:visible").first.click()
     raise AssertionError(f"the button never comes to {theme}")
+
+
+REFUSED = """async (address) => {
+  const refused = new Promise((tell) => addEventListener("securitypolicyviolation", (event) => tell(event.blockedURI)));
+  await fetch(address).catch(() => {});
+  return Promise.race([refused, new Promise((tell) => setTimeout(() => tell("nothing"), 1000))]);
+}"""
+
+
+def test_a_page_can_ask_no_other_host(page: Page, site: str):
+    page.context.route("https://**", lambda route: route.fulfill(headers={"Access-Control-Allow-Origin": "*"}))
+    for path in (LAB, "labs/10_pipeline_schedules.html"):
+        page.goto(f"{site}/{path}")
+        assert page.evaluate(REFUSED, "https://elsewhere.example/").startswith("https://elsewhere.example")
 
 
 def plays(card: Locator) -> bool:
@@ -247,12 +274,17 @@ def test_answers_are_folded(page: Page, site: str, said: list[str]):
     expect(answer).to_be_visible()
 
 
-def test_headings_have_permanent_links(page: Page, site: str, said: list[str]):
-    page.goto(f"{site}/{LAB}")
+@pytest.mark.parametrize("how", ["clicked", "opened"])
+def test_headings_have_permanent_links(page: Page, site: str, said: list[str], how: str):
+    page.goto(f"{site}/{LAB}" + "#one-rank-s-program" * (how == "opened"))
     heading = page.get_by_role("heading", name=re.compile("One rank.s program"))
-    link = heading.locator("a.headerlink")
-    link.click(force=True)
-    expect(heading).to_be_in_viewport()
+    if how == "clicked":
+        heading.locator("a.headerlink").click(force=True)
+    expect(page.locator("figure.card.alive")).to_have_count(2)  # one above it, one below, higher than their pictures
+    in_place = "heading => Math.abs(heading.getBoundingClientRect().top - 40) < 30"
+    page.wait_for_function(in_place, arg=heading.element_handle())
+    page.wait_for_timeout(500)
+    assert heading.evaluate(in_place)
     assert urlsplit(page.url).fragment == "one-rank-s-program"
 
 

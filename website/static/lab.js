@@ -3,8 +3,9 @@ import { PageModel } from "./model.js";
 
 const REMINDER = 1000; // milliseconds: the widget takes a longer silence for a kernel that is gone
 const LOADING = { text: "Python is loading.", share: 0 }, COMPUTING = { text: "Python is computing." };
-const HINT = "These controls run Python in your browser. The first time you use one, the page loads Python from this site, "
-  + "about 14 MB, and NumPy from cdn.jsdelivr.net.";
+const PYTHON = new URL("../python/", import.meta.url);
+const hint = ({ bytes, numpyFrom }) => "These controls run Python in your browser. The first time you use one, the page loads "
+  + `Python from this site, about ${Math.ceil(bytes / 1e6)} MB, and NumPy from ${new URL(numpyFrom).host}.`;
 const OTHERWISE = "Check your connection and try again, or use the buttons at the top of the page to run it elsewhere.";
 const FAILURES = {
   python: () => `Python could not be loaded from this site. ${OTHERWISE}`,
@@ -21,8 +22,11 @@ export class LabModel extends PageModel {
     this.progress = LOADING;
   }
 
-  // What the reader should know before a control is touched.
-  introduce() { this.tell({ progress: { text: HINT } }); }
+  // What the reader should know before a control is touched. Without it, the controls work just as well.
+  async introduce() {
+    const about = await fetch(new URL("about.json", PYTHON)).then((response) => response.json()).catch(() => null);
+    if (about && !this.worker) this.tell({ progress: { text: hint(about) } });
+  }
 
   send(message) {
     this.worker ??= this.start();
@@ -33,7 +37,9 @@ export class LabModel extends PageModel {
   }
 
   start() {
-    const worker = new Worker(new URL("../python/worker.js", import.meta.url), { type: "module" });
+    const code = `import "${new URL("worker.js", PYTHON)}";`; // a blob, so that the page's policy binds the worker
+    const address = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+    const worker = new Worker(address, { type: "module" });
     worker.onmessage = ({ data }) => this.hear(data);
     worker.onerror = () => this.fail({ what: "python" });
     return worker;

@@ -22,6 +22,23 @@ async function draw(figure) {
   figure.classList.add("alive");
 }
 
+// What a link leads to stays in its place while pictures above it become widgets, which are higher than they were: for
+// as long as a page takes to come alive, or until the reader moves on.
+const SETTLED = 5000; // milliseconds
+let settles = 0;
+function seek() {
+  clearTimeout(settles);
+  settles = setTimeout(leave, SETTLED);
+}
+function leave() { settles = 0; }
+seek();
+addEventListener("hashchange", seek);
+for (const kind of ["wheel", "touchmove", "keydown", "pointerdown"]) addEventListener(kind, leave, { passive: true });
+const grown = new ResizeObserver(() => {
+  if (settles) document.querySelector(":target")?.scrollIntoView({ behavior: "instant" });
+});
+for (const article of document.querySelectorAll("article")) grown.observe(article);
+
 const near = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
     if (!isIntersecting) continue;
