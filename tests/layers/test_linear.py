@@ -1,6 +1,7 @@
 """Column- and row-parallel layers and the MLP of both, against the whole ones of torch: float64, every gradient."""
 
 import inspect
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.frameworks import FRAMEWORKS, Framework, gathers_alike
+from tests.frameworks import FRAMEWORKS, Framework, gathers_alike, in_both
 from tests.sharded import check, close, double, flat, nested, numbers
 from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError
@@ -62,8 +63,14 @@ def dense_mlp(activation):
 # ------------------------------------------------------------------------------------- against the whole layer
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("mode", ["pieces", "gathered", "sequence", "no bias"])
+@pytest.mark.parametrize(
+    "fw, mode, num_ranks",
+    in_both(
+        product(["pieces", "gathered", "sequence", "no bias"], RANKS),
+        [("pieces", 1), ("pieces", 8), ("gathered", 3), ("sequence", 3), ("sequence", 4), ("no bias", 2)],
+    ),
+    indirect=["fw"],
+)
 def test_column_parallel(fw, num_ranks, mode):
     options = {"gathered": {"gather_output": True}, "sequence": {"sequence_dim": 1}, "no bias": {"bias": False}}
     make = lambda lab: lab.ColumnParallelLinear(WIDTH, HIDDEN, "tp", **options.get(mode, {}))  # noqa: E731
@@ -75,8 +82,14 @@ def test_column_parallel(fw, num_ranks, mode):
     check(fw, Mesh(tp=num_ranks), make, dense_linear, state, specs, x, x_spec, y_spec)
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("mode", ["pieces", "whole", "sequence", "no bias"])
+@pytest.mark.parametrize(
+    "fw, mode, num_ranks",
+    in_both(
+        product(["pieces", "whole", "sequence", "no bias"], RANKS),
+        [("pieces", 1), ("pieces", 8), ("whole", 3), ("sequence", 3), ("sequence", 4), ("no bias", 2)],
+    ),
+    indirect=["fw"],
+)
 def test_row_parallel(fw, num_ranks, mode):
     options = {"whole": {"input_is_parallel": False}, "sequence": {"sequence_dim": -2}, "no bias": {"bias": False}}
     make = lambda lab: lab.RowParallelLinear(HIDDEN, WIDTH, "tp", **options.get(mode, {}))  # noqa: E731
@@ -89,11 +102,19 @@ def test_row_parallel(fw, num_ranks, mode):
     check(fw, Mesh(tp=num_ranks), make, dense_linear, state, specs, x, x_spec, y_spec)
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize(
-    "activation, sequence_dim", [("gelu", None), ("gelu_tanh", 1), ("swiglu", None), ("swiglu", 1)]
+    "fw, activation, sequence_dim, num_ranks",
+    in_both(
+        [
+            (*form, num_ranks)
+            for form in [("gelu", None), ("gelu_tanh", 1), ("swiglu", None), ("swiglu", 1)]
+            for num_ranks in RANKS
+        ],
+        [("gelu", None, 1), ("gelu", None, 4), ("gelu_tanh", 1, 2), ("swiglu", None, 8), ("swiglu", 1, 3)],
+    ),
+    indirect=["fw"],
 )
-def test_mlp(fw, num_ranks, activation, sequence_dim):
+def test_mlp(fw, activation, sequence_dim, num_ranks):
     make = lambda lab: lab.ParallelMLP(WIDTH, HIDDEN, "tp", activation=activation, sequence_dim=sequence_dim)  # noqa: E731
     state, specs = mlp_state(activation, True), mlp_specs(activation, True)
     outside = P() if sequence_dim is None else ACROSS

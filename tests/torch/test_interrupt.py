@@ -15,6 +15,8 @@ import torch
 from tplab import Mesh
 from tplab.torch import all_reduce, axis_index, barrier, ring_shift, run, start
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin deaf to it
+
 def press(after):
     '''Ctrl-C, so many seconds from now.'''
     def pressing():
@@ -187,6 +189,7 @@ def test_ctrl_c_while_another_run_has_the_floor():
     from tplab import Mesh
     from tplab.torch import barrier, run
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin deaf to it
     asleep, wake, found = threading.Event(), threading.Event(), []
 
     def sleeper():

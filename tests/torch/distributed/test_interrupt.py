@@ -21,6 +21,7 @@ SCRIPT = """
     from tplab.torch import launch, run
 
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin deaf to it
 
     def collectives():
         while True:
