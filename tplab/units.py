@@ -18,6 +18,12 @@ def plain(number: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks by number: rank 1; ranks 0, 2."""
+    numbers = [*map(str, ranks)]
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+
+
 def number_text(number: float) -> str:
     """An element of a tensor: whole numbers below a million as they are, others with four significant digits."""
     if math.isfinite(number) and number == int(number) and abs(number) < 1e6:

@@ -16,6 +16,7 @@ import numpy as np
 
 from tplab.layout import Layout, layouts_for, take
 from tplab.mesh import Mesh
+from tplab.units import ranks_text
 
 NEITHER = "neither a multiple of the reference nor parts of it"
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -128,9 +129,9 @@ def judge(
     if not all(np.isfinite(g).all() for g in got):
         ranks = [rank for rank, g in enumerate(got) if not np.isfinite(g).all()]
         if np.isfinite(reference).all():
-            words = f"not finite on {_ranks(ranks)}, but finite in the reference"
+            words = f"not finite on {ranks_text(ranks)}, but finite in the reference"
             return Verdict(False, np.inf, 0, words, "not finite")
-        return Verdict(False, np.inf, 0, f"not finite in the reference, nor on {_ranks(ranks)}", "not finite")
+        return Verdict(False, np.inf, 0, f"not finite in the reference, nor on {ranks_text(ranks)}", "not finite")
 
     size = _largest(reference)
     is_noise = own is None or 4 * own > 1
@@ -302,7 +303,7 @@ class _Case:
         if gap <= self.tolerance * self.size:
             return None
         right = [rank for rank in self.mesh.ranks if self._close(self.got[rank], self.want[rank])]
-        some = f"; only {_ranks(right)} {'are' if len(right) > 1 else 'is'} right" if right else ""
+        some = f"; only {ranks_text(right)} {'are' if len(right) > 1 else 'is'} right" if right else ""
         words = f"ranks should hold copies, but they differ by {gap / self.size:.2g} of the largest element along"
         return "disagree", f"{words} {_label(tuple(spare))}{some}", ()
 
@@ -332,7 +333,7 @@ def _judge_none(pieces: Sequence[np.ndarray | None], reference: np.ndarray | Non
         return Verdict(False, np.inf, 0.0, f"the reference has no {what} here, because it is not used there", "missing")
     if not np.any(reference):
         return Verdict(True, 0.0, 0.0, f"no {what}, and zero in the reference")
-    where = "every rank" if len(without) == len(pieces) else _ranks(without)
+    where = "every rank" if len(without) == len(pieces) else ranks_text(without)
     return Verdict(False, np.inf, 0.0, f"no {what} on {where}: it takes no part in the loss there", "missing")
 
 
@@ -353,10 +354,6 @@ def axis_sets(mesh: Mesh, without: Sequence[str] = ()) -> Iterator[tuple[str, ..
 
 def _label(names: Sequence[str]) -> str:
     return " and ".join(map(repr, names))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _others(ndim: int, dim: int) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from tplab import errors
-from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
+from tplab.errors import RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.program import Raised
+from tplab.torch.ranks import texts
 
 
 def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) -> TplabError:
@@ -44,16 +45,9 @@ def _made_anew(raised: Raised) -> BaseException:
 
 def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabError:
     """The error for `error`, which `rank` raised, as simulated ranks have it."""
-    at = f" at {raised.line}" if raised.line else ""
-    if isinstance(error, TplabError):
-        if raised.is_mismatch or raised.is_lost:
-            return error
-        if not isinstance(error, RankError | DeadlockError | CollectiveMismatchError):  # those are of a run inside it
-            error.add_note(f"on rank {rank} {mesh.coordinates(rank)}{at}")
-            return error
-    outer = RankError(f"rank {rank} raised {raised.kind}{at}: {raised.text}", rank)
-    outer.__cause__ = error
-    return outer
+    if isinstance(error, TplabError) and (raised.is_mismatch or raised.is_lost):
+        return error
+    return texts.raised(rank, error, raised.kind, raised.text, raised.line, mesh)
 
 
 def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:

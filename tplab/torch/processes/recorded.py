@@ -13,11 +13,9 @@ from torch import Tensor
 
 from tplab.errors import CollectiveMismatchError
 from tplab.mesh import Mesh
-from tplab.torch.private import graph_task
 from tplab.torch.processes.exchange import Exchange
-from tplab.torch.ranks.labels import Labels
 from tplab.torch.ranks.meter import Meter
-from tplab.torch.ranks.provenance import LABELS_UP_TO
+from tplab.torch.ranks.provenance import Provenance
 from tplab.torch.ranks.rank import Lines, Rank
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name, values_of
 from tplab.trace.journal import Added, Computed, Doing, Journal
@@ -45,10 +43,10 @@ class RecordedRank(Rank):
         self._seen_at = 0.0
         self._doing: Doing | None = None
         self._meter = Meter(rank, None)
-        self._num_left_to_keep, self._num_sums_to_keep = record, record * mesh.size
-        self._num_chunks = 0
-        self._sent = Labels()  # of what it has sent: sent again, it is the same chunk
-        self._has_lost_track = False  # something was received whose descendants are not known
+        self._num_left_to_keep = record
+        self._provenance = Provenance(
+            rank, self.labels, self._meter, lambda x, piece: rank + piece * mesh.size, record * mesh.size
+        )
 
     # --- the program's own work ----------------------------------------------------------------------------------
 
@@ -103,57 +101,22 @@ class RecordedRank(Rank):
     def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
         """Whose data is in a tensor that is sent, and its values, as far as they are kept."""
         if self._num_left_to_keep <= 0:
-            self._stop_following()
+            self._provenance.stop()
             return UNKNOWN, None
         self._num_left_to_keep -= 1
-        return self._label(x), values_of(x) if x.numel() <= VALUES_UP_TO else None
+        return self._provenance.of(x), values_of(x) if x.numel() <= VALUES_UP_TO else None
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
-        if self._doing is not None:
-            return
-        values = None
-        if self._num_sums_to_keep > 0 and x.numel() <= VALUES_UP_TO:
-            self._num_sums_to_keep -= 1
-            values = values_of(x)
-        now = time.perf_counter()
-        self.journal.added.append(Added(op, now, tuple(x.shape), dtype_name(x.dtype), label, values))
+        if self._doing is None:
+            now, values = time.perf_counter(), self._provenance.values(x)
+            self.journal.added.append(Added(op, now, tuple(x.shape), dtype_name(x.dtype), label, values))
 
     def starts_with(self, x: Tensor) -> None:
-        if self.labels.get(x) is None:
-            self._sent.set(x, self._new_chunk())
+        self._provenance.starts_with(x)
 
     def received(self, x: Tensor, label: Label | None) -> None:
-        """Follow the data of what was received through this rank's operations, where that is cheap.
-
-        Not through those on a large tensor; and not out of a backward pass, whose end would silently drop our mode.
-        """
-        if label is not None and label != UNKNOWN:
-            self.labels.set(x, label)
-        if self._meter.is_open or self._has_lost_track:
-            return
-        if x.numel() <= LABELS_UP_TO and graph_task() == -1:
-            self._meter.open()
-        else:
-            self._has_lost_track = True
-
-    def _stop_following(self) -> None:
-        self._has_lost_track = True
-        if self._meter.is_open and graph_task() == -1:
-            self._meter.close()
-
-    def _label(self, x: Tensor) -> Label:
-        label = self.labels.get(x) or self._sent.get(x)
-        if label is not None:
-            return label
-        if self._has_lost_track:
-            return UNKNOWN
-        label = self._new_chunk()
-        self._sent.set(x, label)
-        return label
-
-    def _new_chunk(self) -> Label:
-        self._num_chunks += 1
-        return Label(self.rank + (self._num_chunks - 1) * self.mesh.size, (self.rank,))
+        """Follow the data of what was received through this rank's operations."""
+        self._provenance.received(x, label)
 
 
 class _LinesOfNotebook(Lines):

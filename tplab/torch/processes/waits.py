@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.frames import Side, with_tuples
-from tplab.torch.ranks.rank import THE_SAME, call_text, rule, unmet_text
+from tplab.torch.ranks import texts
 
 REMEMBERED = 256
 """How many of its last collectives a rank can name."""
@@ -90,14 +90,8 @@ def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> C
 
 def mismatch(group: Group, number: int, sides: Sequence[Side]) -> CollectiveMismatchError:
     """The error for ranks whose collective number `number` over `group` is not the same one."""
-    lines = [
-        f"  rank {side.rank}: {call_text(*side.key)} of {side.dtype} {list(side.shape)} at {side.where}"
-        for side in sorted(sides, key=lambda side: side.rank)
-    ]
-    return CollectiveMismatchError(
-        f"collective number {number + 1} over axis {sides[0].key[1]!r} is not the same on all of ranks "
-        f"{', '.join(map(str, group))}:\n" + "\n".join(lines) + f"\n{THE_SAME}, with the same shapes and dtypes"
-    )
+    said = [(side.rank, texts.side_text(side.key, side.dtype, side.shape, side.where)) for side in sides]
+    return texts.mismatch(number, sides[0].key[1], group, said)
 
 
 def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
@@ -108,27 +102,21 @@ def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
         came = [report for report in members if report.has_begun(group, number)]
         if came:
             side = came[0].calls.get((group, number))
-            absent = _ranks([report.rank for report in members if report not in came])
+            absent = sorted(report.rank for report in members if report not in came)
             key, where = (side.key, side.where) if side else (None, None)
-            return CollectiveMismatchError(unmet_text(key, number, came[0].rank, where, absent))
+            return texts.unmet(key, number, came[0].rank, where, absent)
     return None
 
 
 def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
     """The error that says of every rank what it waits for."""
-    lines, ops = [], []
+    doing, ops = {}, []
     for rank, report in sorted(reports.items()):
-        wait = report.wait
-        if wait is None:
-            lines.append(f"  rank {rank} has returned")
+        if (wait := report.wait) is None:
+            doing[rank] = texts.HAS_RETURNED
             continue
         ops.append(wait.side.key[0])
-        absent = _unbegun(wait, reports) or wait.missing
+        absent = sorted(_unbegun(wait, reports) or wait.missing)
         is_message = wait.side.key[0] in ("ppermute", "ring_shift", "receive")
-        missing = ("a message from " if is_message else "") + _ranks(absent)
-        lines.append(f"  rank {rank} waits in {call_text(*wait.side.key)} at {wait.side.where} for {missing}")
-    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{rule(ops)}")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+        doing[rank] = texts.waits_text(wait.side.key, wait.side.where, absent, is_message)
+    return texts.deadlock(doing, ops)

@@ -1,34 +1,26 @@
-"""What went wrong among simulated ranks, in words."""
+"""What went wrong among simulated ranks: it is seen from where they stand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
+from tplab.errors import CollectiveMismatchError, DeadlockError
 from tplab.mesh import Mesh
+from tplab.torch.ranks import texts
 from tplab.torch.ranks.meeting import Group
-from tplab.torch.ranks.rank import Lines, rule, unmet_text
+from tplab.torch.ranks.rank import Lines
 from tplab.torch.ranks.simulated import SimulatedRank
-
-_OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
 
 
 def named(
     rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines, advice: str | None = None
 ) -> BaseException:
-    """What a rank raised, saying which rank it was, and `advice`. tplab's own errors stay what they are; but not those
-    of another run, which the rank has made inside its program. That of this run, `failure`, names its ranks already."""
+    """What a rank raised, saying which rank it was, and `advice`. The error of this run, `failure`, names its ranks
+    already."""
     if error is failure:
         return error
-    line = lines.of(error)
-    at = f" at {line}" if line else ""
-    if isinstance(error, TplabError) and not isinstance(error, _OF_A_RUN):
-        error.add_note(f"on rank {rank} {mesh.coordinates(rank)}{at}")
-        return error
     said = "; ".join(filter(None, (str(error), advice)))
-    found = RankError(f"rank {rank} raised {type(error).__name__}{at}: {said}", rank)
-    found.__cause__ = error
-    return found
+    return texts.raised(rank, error, type(error).__name__, said, lines.of(error), mesh)
 
 
 def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
@@ -36,22 +28,21 @@ def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
     for group in groups:
         for meeting in group.open.values():
             rank, site = meeting.first
-            return CollectiveMismatchError(unmet_text(site.call.key, meeting.number, rank, site.where, meeting.absent))
+            return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
     return None
 
 
 def deadlock(ranks: Iterable[SimulatedRank]) -> DeadlockError:
     """The error that says of every rank what it waits for."""
-    lines, ops = [], []
+    doing, ops = {}, []
     for rank in ranks:
         if rank.waits_in is None:
-            lines.append(f"  rank {rank.rank} has returned")
-            continue
-        if isinstance(rank.waits_in, str):
-            lines.append(f"  rank {rank.rank} waits in {rank.waits_in}")
-            continue
-        site, meeting = rank.waits_in
-        ops.append(site.call.op)
-        missing = meeting.absent if site.source is None else f"a message from rank {site.source}"
-        lines.append(f"  rank {rank.rank} waits in {site.call} at {site.where} for {missing}")
-    return DeadlockError("no rank can go on:\n" + "\n".join(lines) + f"\n{rule(ops)}")
+            doing[rank.rank] = texts.HAS_RETURNED
+        elif isinstance(rank.waits_in, str):
+            doing[rank.rank] = f"waits in {rank.waits_in}"
+        else:
+            site, meeting = rank.waits_in
+            ops.append(site.call.op)
+            missing = meeting.absent if site.source is None else [site.source]
+            doing[rank.rank] = texts.waits_text(site.call.key, site.where, missing, site.source is not None)
+    return texts.deadlock(doing, ops)

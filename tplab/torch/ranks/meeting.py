@@ -11,6 +11,7 @@ from torch import Tensor
 from tplab.cost import collectives as cost
 from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import Call
+from tplab.torch.ranks.texts import side_text
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
 from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
@@ -88,8 +89,7 @@ class Site:
         self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where, phase=phase)
 
     def __str__(self) -> str:
-        what = "" if self.call.op == "barrier" else f" of {self.dtype} {list(self.shape)}"
-        return f"{self.call}{what} at {self.where}"
+        return side_text(self.call.key, self.dtype, self.shape, self.where)
 
 
 class Meeting:
@@ -134,11 +134,10 @@ class Meeting:
         return site.group.ranks[index], site
 
     @property
-    def absent(self) -> str:
-        """The members that have not come, in words."""
+    def absent(self) -> list[int]:
+        """The members that have not come."""
         ranks = self.first[1].group.ranks
-        absent = [str(rank) for index, rank in enumerate(ranks) if index not in self.sites]
-        return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
+        return [rank for index, rank in enumerate(ranks) if index not in self.sites]
 
 
 def unfit(meeting: Meeting) -> str | None:

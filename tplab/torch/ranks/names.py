@@ -11,6 +11,9 @@ from torch.nn import Parameter
 
 from tplab.torch.ranks.rank import is_program
 
+NAMES_UP_TO = 64
+"""Chunks of a rank. Those that it sends later are not looked for in the program's variables."""
+
 _PLAIN = (Tensor, Parameter)
 
 

@@ -1,22 +1,21 @@
-"""Provenance: what a simulated rank notes of whose data it sends, receives and computes with."""
+"""Provenance: what a rank notes of whose data it sends, receives and computes with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.labels import Labels
-from tplab.torch.ranks.names import name_in_program
 from tplab.torch.ranks.values import VALUES_UP_TO, values_of
 from tplab.trace.label import UNKNOWN, Label
-from tplab.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from tplab.torch.ranks.meter import Meter
 
-NAMES_UP_TO = 64  # chunks of a rank; those that it sends later are not looked for in the program's variables
 LABELS_UP_TO = 1024  # elements; a larger received tensor alone does not make us watch every operation
 
 
@@ -28,14 +27,26 @@ class Provenance:
     that would cost more than it shows, the rank loses track: of what it computes from a large tensor, which nobody
     watches element by element; where operations are timed; and when contents have been kept of as many messages as
     was asked for. From there on it only knows the labels of what it passes on as it came.
+
+    number_of   (tensor, how many chunks came before) -> the number of a new chunk
+    keep        of how much that it computes from received data the contents are kept
+    is_timed    whether operations are timed, so that following them would be seen
     """
 
-    def __init__(self, rank: int, labels: Labels, recorder: Recorder, meter: Meter, record: int, is_timed: bool):
+    def __init__(
+        self,
+        rank: int,
+        labels: Labels,
+        meter: Meter,
+        number_of: Callable[[Tensor, int], int],
+        keep: int,
+        is_timed: bool = False,
+    ):
         self.rank, self.labels = rank, labels
-        self._recorder, self._meter, self._is_timed = recorder, meter, is_timed
+        self._meter, self._number_of, self._is_timed = meter, number_of, is_timed
         self._sent = Labels()  # sent again, it is the same chunk
         self._num_chunks = 0
-        self._num_values_left = record  # of what this rank computes
+        self._num_values_left = keep
         self.has_lost_track = False
 
     def of(self, x: Tensor) -> Label:
@@ -51,15 +62,14 @@ class Provenance:
             self._new_chunk(x)
 
     def _new_chunk(self, x: Tensor) -> Label:
-        name = name_in_program(x) if self._num_chunks < NAMES_UP_TO else ""
-        label = Label(self._recorder.chunk(self.rank, self._num_chunks, name), (self.rank,))
+        label = Label(self._number_of(x, self._num_chunks), (self.rank,))
         self._num_chunks += 1
         self._sent.set(x, label)
         return label
 
-    def received(self, x: Tensor, label: Label) -> None:
+    def received(self, x: Tensor, label: Label | None) -> None:
         """Note what came, and follow its data from here on."""
-        if label is not UNKNOWN:
+        if label is not None and label != UNKNOWN:
             self.labels.set(x, label)
         if self.has_lost_track or self._meter.is_open:
             return
@@ -75,12 +85,9 @@ class Provenance:
         if self._meter.is_open and self._meter.on_cost is None and graph_task() == -1:
             self._meter.close()
 
-    def contents(self, x: Tensor, label: Label | None) -> dict[str, Any]:
-        """What an event says of a tensor that was computed, where it holds received data."""
-        if label is None or label is UNKNOWN:
-            return {}
-        values = None
-        if self._num_values_left > 0 and x.numel() <= VALUES_UP_TO:
-            self._num_values_left -= 1
-            values = values_of(x)
-        return {"chunk": label.chunk, "contributors": label.contributors, "values": values}
+    def values(self, x: Tensor) -> np.ndarray | None:
+        """The contents of a tensor that was computed from received data, where they are kept."""
+        if self._num_values_left <= 0 or x.numel() > VALUES_UP_TO:
+            return None
+        self._num_values_left -= 1
+        return values_of(x)

@@ -8,7 +8,7 @@ import sysconfig
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -115,33 +115,8 @@ _GIVEN = {"reduce_scatter": 2, "send": 1}
 _REDUCTION = {"all_reduce": 0, "reduce_scatter": 1, "reduce": 1}  # its place among the parameters
 
 
-def rule(ops: Sequence[str]) -> str:
-    """What a program must keep to, for an error in which all ranks wait in `ops`."""
-    if ops and set(ops) <= set(MESSAGES):
-        return "a send waits for its receive, and a receive for its send: the order must be the same on both ranks"
-    return f"{THE_SAME}, and none may return before the others"
-
-
-THE_SAME = "every rank of a group must call the same collectives in the same order"
 MESSAGES = ("send", "receive")
 """What one rank calls to send to another, and what that one calls."""
-
-
-def unmet_text(key: tuple[Any, ...] | None, number: int, rank: int, where: str | None, absent: str) -> str:
-    """What is wrong where `rank` has called a collective that others of its group, the `absent` ones, never call.
-
-    key      the collective, as `Call.key`, and `where` it was called; None where that is not known any more
-    number   how many its group had before
-    """
-    called = f"rank {rank} called" + (f" at {where}" if where else "")
-    if key is not None and key[0] in MESSAGES:
-        (other,) = (op for op in MESSAGES if op != key[0])
-        return (
-            f"{call_text(*key)}, which {called}, meets no {other}: {absent} returned without calling it;\n"
-            "the k-th send to a rank meets the k-th receive there, so there must be as many of both"
-        )
-    about = f" over axis {key[1]!r}, {call_text(*key)}," if key is not None else ""
-    return f"collective number {number + 1}{about} which {called}:\n  {absent} returned without calling it\n{THE_SAME}"
 
 
 class Pending(ABC):

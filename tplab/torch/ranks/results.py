@@ -15,6 +15,7 @@ from tplab.sharding import P, join, replicas
 from tplab.torch.private import pytree
 from tplab.torch.ranks.arguments import spread
 from tplab.torch.ranks.outcomes import WITHOUT_KERNELS
+from tplab.units import ranks_text
 
 
 def without_graph(result: Any) -> Any:
@@ -96,7 +97,7 @@ def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: M
             )
     gaps = {rank: gap for rank in ranks[1:] if (gap := _gap(first, shards[rank])) is not None}
     if gaps:
-        others = f"rank{'s' * (len(gaps) > 1)} {', '.join(map(str, gaps))}"
+        others = ranks_text(gaps)
         how = f"by up to {max(gaps.values()):.3g}, where the largest value is {_largest(_exact(first)):.3g}"
         if max(gaps.values()) == math.inf:
             how = "where one is NaN or infinite and the other is not"

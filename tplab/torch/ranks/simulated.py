@@ -16,9 +16,11 @@ from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.memory import count
 from tplab.torch.ranks.meter import Cost, Meter
+from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
 from tplab.torch.ranks.outcomes import own, results
 from tplab.torch.ranks.provenance import Provenance
-from tplab.torch.ranks.rank import THE_SAME, Call, Pending, Rank
+from tplab.torch.ranks.rank import Call, Pending, Rank
+from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released, Seat
 from tplab.torch.ranks.values import dtype_name, values_of
 from tplab.torch.ranks.world import World
@@ -46,7 +48,7 @@ class SimulatedRank(Rank):
         is_modelled = world.cluster is not None and not world.is_timed
         self._meter = Meter(rank, self._computed if is_modelled else None)
         self._provenance = Provenance(
-            rank, self.labels, world.recorder, self._meter, world.num_left_to_keep, world.is_timed
+            rank, self.labels, self._meter, self._number_of, world.num_left_to_keep, world.is_timed
         )
 
     # --- the program's own work ----------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ class SimulatedRank(Rank):
             shape=tuple(done.output.shape),
             dtype=dtype,
             phase=phase(),
-            **self._provenance.contents(done.output, self.labels.get(done.output)),
+            **self._contents(done.output, self.labels.get(done.output)),
         )
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
@@ -100,11 +102,22 @@ class SimulatedRank(Rank):
                 shape=tuple(x.shape),
                 dtype=dtype_name(x.dtype),
                 phase=phase(),
-                **self._provenance.contents(x, label),
+                **self._contents(x, label),
             )
 
     def now(self) -> float:
         return self.clock + (self._now() - self._seen_at if self._is_timed else 0.0)
+
+    def _contents(self, x: Tensor, label: Label | None) -> dict[str, Any]:
+        """What an event says of a tensor that was computed, where it holds received data."""
+        if label is None or label is UNKNOWN:
+            return {}
+        return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values(x)}
+
+    def _number_of(self, x: Tensor, piece: int) -> int:
+        """The number of a new chunk of this rank's, which the program may have a name for."""
+        name = name_in_program(x) if piece < NAMES_UP_TO else ""
+        return self.world.recorder.chunk(self.rank, piece, name)
 
     def _now(self) -> float:
         """Seconds of this machine. A GPU runs behind the program: what is on its way there counts as done by now."""
@@ -416,13 +429,8 @@ class SimulatedRank(Rank):
     def _mismatch(self, meeting: Meeting, site: Site) -> CollectiveMismatchError:
         """The error for a call that is not the collective the others of its group are in. The run ends with it, also
         where the program goes on."""
-        sides = sorted([meeting.first, (self.rank, site)], key=lambda side: side[0])
-        lines = [f"  rank {rank}: {side}" for rank, side in sides]
-        error = CollectiveMismatchError(
-            f"collective number {meeting.number + 1} over axis {site.call.place.label!r} is not the same on all of "
-            f"ranks {', '.join(map(str, site.group.ranks))}:\n" + "\n".join(lines) + f"\n{THE_SAME}, "
-            "with the same shapes and dtypes"
-        )
+        sides = [(rank, str(side)) for rank, side in (meeting.first, (self.rank, site))]
+        error = mismatch(meeting.number, site.call.place.label, site.group.ranks, sides)
         self.seat.turns.fail(error)
         return error
 

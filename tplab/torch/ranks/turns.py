@@ -14,6 +14,7 @@ from tplab.torch.ranks.floor import Place
 from tplab.torch.ranks.gate import Gate
 from tplab.torch.ranks.one_core import OneCore
 from tplab.torch.ranks.process_state import Own, ProcessState
+from tplab.units import ranks_text
 
 
 class Released(BaseException):
@@ -194,10 +195,11 @@ class Turns:
                 self._called.acquire(timeout=_POLL)
             except BaseException:  # pressed again, or released again
                 continue
-        behind = [str(seat.number) for seat in self.seats if seat in self._running]
+        behind = [seat.number for seat in self.seats if seat in self._running]
         if behind:
-            whose = f"rank{'s' * (len(behind) > 1)} {', '.join(behind)}"
-            interrupt.add_note(f"left behind: {whose}, inside a call that cannot be interrupted and ends by itself")
+            interrupt.add_note(
+                f"left behind: {ranks_text(behind)}, inside a call that cannot be interrupted and ends by itself"
+            )
 
     # --- in a rank's thread --------------------------------------------------------------------------------------
 

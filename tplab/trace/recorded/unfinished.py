@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from tplab.mesh import Mesh, label_of
 from tplab.trace.recorded.meetings import Meeting
 from tplab.trace.recorded.rank_file import ANY, RankFile
+from tplab.units import ranks_text
 
 
 def unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh) -> Iterator[str]:
@@ -28,7 +29,7 @@ def unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mes
             is_done = is_waiting and side.end is not None
             lines.append(f"  rank {rank}: {side.op} at {side.where}{', which it finished' if is_done else ''}")
         if absent := [rank for rank in meeting.members if rank not in sides]:
-            lines.append(f"  {_names(absent)} never reached it")
+            lines.append(f"  {ranks_text(absent)} never reached it")
         yield "\n".join(lines)
     for rank, file in enumerate(files):
         for one in file.operations:
@@ -37,16 +38,12 @@ def unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mes
                 yield f"{what}\n  rank {rank}: {one.op} from any rank at {one.where}"
     broken = [rank for rank, file in enumerate(files) if not file.has_ended]
     if len(broken) == 1:
-        yield f"the file of {_names(broken)} breaks off: its process was killed, or was still running"
+        yield f"the file of {ranks_text(broken)} breaks off: its process was killed, or was still running"
     elif broken:
-        yield f"the files of {_names(broken)} break off: their processes were killed, or were still running"
+        yield f"the files of {ranks_text(broken)} break off: their processes were killed, or were still running"
 
 
 def _has_arrived(meeting: Meeting) -> bool:
     """A message that was received was sent, whether or not the program waited for that."""
     target = meeting.sides.get(meeting.members[1]) if meeting.is_message else None
     return target is not None and target.end is not None
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -29,9 +29,7 @@ def darkened(png: bytes) -> bytes:
     dark on light is light on dark, and letters on a coloured box stay as easy to read.
     """
     if b"PLTE" not in png:
-        raise ValueError(
-            "this PNG has no palette whose colours could change; the pictures of tplab's widgets have one"
-        )
+        raise ValueError("this PNG has no palette whose colours could change; the pictures of tplab's widgets have one")
     out, at = [png[:8]], 8
     while at < len(png):
         size = struct.unpack(">I", png[at : at + 4])[0]

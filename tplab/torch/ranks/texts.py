@@ -1,0 +1,95 @@
+"""What went wrong among ranks, in words: the same for simulated ranks and for processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
+from tplab.mesh import Mesh
+from tplab.torch.ranks.rank import MESSAGES, call_text
+from tplab.units import ranks_text
+
+CallKey = tuple[str, str, tuple[Any, ...]]
+"""A collective, as `Call.key`."""
+
+HAS_RETURNED = "has returned"
+_THE_SAME = "every rank of a group must call the same collectives in the same order"
+_OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
+
+
+def side_text(key: CallKey, dtype: str, shape: Iterable[int], where: str) -> str:
+    """How one rank calls a collective, with what, and where."""
+    what = "" if key[0] == "barrier" else f" of {dtype} {list(shape)}"
+    return f"{call_text(*key)}{what} at {where}"
+
+
+def waits_text(key: CallKey, where: str, missing: Sequence[int], is_message: bool) -> str:
+    """What a rank does that stands still: it waits for the ranks that are `missing`, or for a message from one."""
+    return f"waits in {call_text(*key)} at {where} for {'a message from ' * is_message}{ranks_text(missing)}"
+
+
+def raised(rank: int, error: BaseException, kind: str, text: str, line: str | None, mesh: Mesh) -> TplabError:
+    """What a rank raised, saying which rank it was. tplab's own errors stay what they are; but not those of another
+    run, which the rank has made inside its program.
+
+    kind, text   of the error; `line` of the program, from which it came
+    """
+    at = f" at {line}" if line else ""
+    if isinstance(error, TplabError) and not isinstance(error, _OF_A_RUN):
+        error.add_note(f"on rank {rank} {mesh.coordinates(rank)}{at}")
+        return error
+    found = RankError(f"rank {rank} raised {kind}{at}: {text}", rank)
+    found.__cause__ = error
+    return found
+
+
+def mismatch(
+    number: int, label: str, group: Sequence[int], sides: Iterable[tuple[int, str]]
+) -> CollectiveMismatchError:
+    """The error for ranks whose collective number `number` is not the same one.
+
+    sides   the ranks that differ, each with its `side_text`
+    """
+    lines = "\n".join(f"  rank {rank}: {side}" for rank, side in sorted(sides))
+    return CollectiveMismatchError(
+        f"collective number {number + 1} over axis {label!r} is not the same on all of ranks "
+        f"{', '.join(map(str, group))}:\n{lines}\n{_THE_SAME}, with the same shapes and dtypes"
+    )
+
+
+def unmet(
+    key: CallKey | None, number: int, rank: int, where: str | None, absent: Sequence[int]
+) -> CollectiveMismatchError:
+    """The error where `rank` has called a collective that others of its group, the `absent` ones, never call.
+
+    key      the collective, and `where` it was called; None where that is not known any more
+    number   how many its group had before
+    """
+    called = f"rank {rank} called" + (f" at {where}" if where else "")
+    if key is not None and key[0] in MESSAGES:
+        (other,) = (op for op in MESSAGES if op != key[0])
+        return CollectiveMismatchError(
+            f"{call_text(*key)}, which {called}, meets no {other}: {ranks_text(absent)} returned without calling it;\n"
+            "the k-th send to a rank meets the k-th receive there, so there must be as many of both"
+        )
+    about = f" over axis {key[1]!r}, {call_text(*key)}," if key is not None else ""
+    return CollectiveMismatchError(
+        f"collective number {number + 1}{about} which {called}:\n  {ranks_text(absent)} returned without calling it\n"
+        f"{_THE_SAME}"
+    )
+
+
+def deadlock(doing: Mapping[int, str], ops: Sequence[str]) -> DeadlockError:
+    """The error that says of every rank what it does, where none can go on.
+
+    doing   rank -> its `waits_text`, or that it has returned
+    ops     the operations that ranks wait in
+    """
+    if ops and set(ops) <= set(MESSAGES):
+        rule = "a send waits for its receive, and a receive for its send: the order must be the same on both ranks"
+    else:
+        rule = f"{_THE_SAME}, and none may return before the others"
+    return DeadlockError(
+        "\n".join(["no rank can go on:", *(f"  rank {rank} {it}" for rank, it in doing.items()), rule])
+    )
