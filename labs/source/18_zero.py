@@ -29,8 +29,8 @@ from torch import nn
 import tplab.torch as tt
 from tplab import Mesh, P
 from tplab.data.pieces import Pieces
-from tplab.data.zero import bytes_per_parameter
-from tplab.widgets import Bars, Row, knob, levels, timeline
+from tplab.data.zero import StateBytes, bytes_per_parameter, state_bytes
+from tplab.widgets import Bars, Row, knob, memory_timeline, timeline
 
 torch.set_num_threads(1)  # several threads do not pay for tensors this small
 AdamW = partial(torch.optim.AdamW, lr=0.01)
@@ -215,42 +215,60 @@ for a, b in zip(twin.per_rank, ours.per_rank):
 #
 # ## See it run: memory over time
 #
-# How much of the model is whole at once? In a model of eight layers, we count the bytes of all live tensors. Each point is
-# the most since the layer before, forward and then backward.
+# Who holds what during a step? With `count_memory=True`, a run follows the tensors of every rank. Here are two steps of
+# eight layers in float32: 4 bytes for a parameter, 4 for its gradient, 8 for Adam's two averages. The dashed line is the
+# sum by formula.
 
 # %%
-def memory(keep):
-    model = tt.shard_parameters(net(8), "dp", reshard_after_forward=not keep)
-    points = []
-    with tt.LiveBytes() as live:
-        def look(*_):
-            points.append(live.lap)
-            live.lap = live.now()
-        for layer in model:
-            layer.register_forward_hook(look)
-            layer.register_full_backward_hook(look)
-        model(torch.ones(1, 64, requires_grad=True)).sum().backward()
-        look()
-    return points
+EACH = StateBytes(parameters=4, gradients=4, optimizer=8)
+LAYER = 64 * 64  # parameters
 
-LAYER = 64 * 64 * 4  # bytes
-panels = {title: tt.run(memory, Mesh(dp=4), keep).per_rank[0]
-          for title, keep in [("kept after forward", True), ("let go", False)]}
-levels({title: {"rank 0": (list(range(len(y))), y)} for title, y in panels.items()},
-       title="Parameters and gradients on the way",
-       about="bytes of live tensors, beside this rank's pieces",
-       sentence="Layers that stay whole pile up until the backward pass. "
-                "If each is let go, only a few are whole at any time.",
-       along="layers, forward and then backward", stairs=True)
+def two_steps(stage):
+    model = net(8)
+    if stage == 3:
+        tt.shard_parameters(model, "dp")
+    shard = {1: tt.shard_optimizer, 2: tt.shard_gradients}.get(stage)
+    if shard:  # a message per layer
+        optimizer = shard(AdamW, model.parameters(), "dp", bucket_bytes=4 * LAYER)
+    else:
+        optimizer = AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(32, 64)).sum().backward()
+        if stage == 0:
+            tt.average_gradients(model, "dp")
+        optimizer.step()
 
-# %%
-for title, points in panels.items():
-    print(f"{title:18} at most {max(points) / LAYER:.1f} layers of {8}")
+runs, formula = {}, {}
+for name, stage in names.items():
+    runs[name] = tt.run(two_steps, Mesh(dp=4), stage, count_memory=True).memory
+    formula[name] = state_bytes(stage, [LAYER] * 8, 4, 0, EACH)._asdict()
+memory_timeline(runs, formula, title="Two steps of eight layers")
 
 # %% [markdown]
-# The first printed number is more than eight layers, because gradients count as well. In the second picture, the slow
-# rise during the backward pass is this rank's pieces of the gradients, a quarter of a layer each. This choice is called
-# `reshard_after_forward`, here and in PyTorch. If the parameters are kept, a step makes two passes instead of three.
+# Hover over a moment: parameters and states are what the formula says. In stage 1 the gradients stay whole until the step,
+# so the line is reached at the end of the second backward pass. In stage 2 they leave layer by layer. In stage 3 a layer
+# is whole, or *gathered*, only while it runs. No stage divides activations.
+#
+# How much of the model is whole at once in stage 3?
+
+# %%
+def forward_and_backward(keep):
+    model = tt.shard_parameters(net(8), "dp", reshard_after_forward=not keep)
+    model(torch.ones(1, 64, requires_grad=True)).sum().backward()
+
+kept_or_not = {
+    title: tt.run(forward_and_backward, Mesh(dp=4), keep, count_memory=True).memory
+    for title, keep in [("kept after forward", True), ("let go", False)]
+}
+for title, memory in kept_or_not.items():
+    whole = max(memory[0].of("gathered")) / (4 * LAYER)
+    print(f"{title:18} at most {whole:g} layers of 8 are gathered")
+memory_timeline(kept_or_not, title="Forward and backward, stage 3")
+
+# %% [markdown]
+# This choice is called `reshard_after_forward`, here and in PyTorch. If the parameters are kept, a step makes two passes
+# instead of three.
 #
 # ## See it run: time
 #

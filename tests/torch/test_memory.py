@@ -158,16 +158,31 @@ def test_on_meta_it_counts_what_real_tensors_would_take():
 # ------------------------------------------------------------------------------------------------- beside other counts
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_peaks_are_those_of_all_live_bytes(stage: int):
-    def program():
+def test_peaks_are_those_of_all_live_bytes():
+    def program(x):
         with lab.LiveBytes() as live:
-            kept = steps(stage)
-        return kept, live.peak
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(2):
+                model(lab.all_reduce(lab.all_gather(x, "dp"), "dp")).sum().backward()
+                optimizer.step()
+        return live.peak
 
-    out = lab.run(program, Mesh(dp=3), count_memory=True)
-    counters = 4 * len(SHAPES)  # torch.tensor(0.0), which LiveBytes takes for what was there before
-    assert out.peaks == out.memory.peaks == [peak + counters for _, peak in out.per_rank]
+    out = lab.run(program, Mesh(dp=3), x := torch.ones(4, 8), count_memory=True)
+    assert out.peaks == out.memory.peaks == [peak + x.nbytes for peak in out.per_rank]  # which was there before
+
+
+def test_what_a_collective_brings_counts_from_its_start():
+    def program(x):
+        arriving = lab.start(lab.all_gather, x, "tp")
+        busy = torch.ones(1000)
+        del busy
+        return arriving.wait() + 1
+
+    held = lab.run(program, Mesh(tp=4), torch.ones(50), count_memory=True).memory[2]
+    by_op = dict(zip(held.ops, held.totals.tolist()))
+    assert (by_op["start"], by_op["ones"]) == (200, 200 + 800 + 4000)
+    assert held.peak == 200 + 800 + 4000
 
 
 @pytest.mark.parametrize("every", [None, 1])

@@ -52,13 +52,19 @@ def hold(x: Tensor) -> object:
     return None if follower is None else follower.hold(x)
 
 
-def count(result: Tensor, op: str) -> None:
-    """Let all that counts memory on this rank count what the collective `op` has brought."""
+def begun() -> int:
+    """Where a collective begins that is waited for later: for `count`."""
+    follower = _follower()
+    return -1 if follower is None else follower.num_rows
+
+
+def count(result: Tensor, op: str, since: int = -1) -> None:
+    """Let all that counts memory on this rank count what the collective `op` has brought, which began at `since`."""
     for mode in dispatch_modes():
         if isinstance(mode, LiveBytes):
             mode.made(result)
         elif isinstance(mode, KindsOfMemory):
-            mode.brought(result, op)
+            mode.brought(result, op, since)
 
 
 class Counted:
@@ -81,8 +87,9 @@ class KindsOfMemory(DispatchMode):
     """Follows the memory of this rank's tensors, from what its program is given to the end: `memory` is what it held.
 
     Each piece of memory counts once, however many tensors are views of it, from the operation that makes it until the
-    first operation after it is gone. What a collective brings counts from when it is there. What the program finds
-    outside counts from its first use; an nn.Parameter from the start.
+    first operation after it is gone. What a collective brings counts from when it is started, as a message needs room
+    to arrive; on processes, from its first use. What the program finds outside counts from its first use too, but an
+    nn.Parameter from the start.
 
     optimizer     tensors in the state of an optimizer of torch.optim after its step
     parameters    memory of an nn.Parameter
@@ -143,11 +150,17 @@ class KindsOfMemory(DispatchMode):
         self._made(result)
         return result
 
-    def brought(self, result: Any, op: str) -> None:
-        """Count what the collective `op` has brought, which is no operation of torch's."""
+    @property
+    def num_rows(self) -> int:
+        return len(self._ledger)
+
+    def brought(self, result: Tensor, op: str, since: int) -> None:
+        """Count what the collective `op` has brought, which is no operation of torch's, from row `since` on."""
         self._look()
         self._open_row(op)
-        self._made(result)
+        held = self._meet(result)
+        if held is not None and 0 <= since < held.born == self.num_rows - 1:
+            held.born, held.kinds = since, [(since, held.kinds[0][1])]
 
     def mark(self, x: Tensor, kind: str) -> None:
         """From its beginning on, this is of this kind, whatever else is found."""
@@ -163,7 +176,7 @@ class KindsOfMemory(DispatchMode):
         if held is None or held.is_given or not held.can_be("activations"):
             return None
         is_new = x.grad_fn is not None and len(held.kinds) == 1
-        held.becomes("activations", held.born if is_new else len(self._ledger) - 1)
+        held.becomes("activations", held.came if is_new else len(self._ledger) - 1)
         return _Token(held, self._ledger)
 
     # --- what is where -------------------------------------------------------------------------------------------
@@ -243,16 +256,18 @@ class _Held:
     """A piece of memory.
 
     born       the row of the ledger from which on it is there
+    came       the same, but for what was on its way first: the row from which on there is something in it
     kinds      (row, kind): from when on it was of which kind
     is_marked  `count_as` has said so
     is_given   it came with the arguments of the program
     """
 
-    __slots__ = ("born", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "storage")
+    __slots__ = ("born", "came", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, born: int, kind: str):
         self.storage, self.num_bytes = StorageWeakRef(storage), storage.nbytes()
-        self.born, self.kinds = born, [(born, kind)]
+        self.born = self.came = born
+        self.kinds = [(born, kind)]
         self.is_marked = self.is_given = False
         self.num_saved = 0
 

@@ -14,7 +14,7 @@ from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, num_modes, phase
 from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
-from tplab.torch.ranks.memory import count
+from tplab.torch.ranks.memory import begun, count
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
 from tplab.torch.ranks.outcomes import own, results
@@ -161,8 +161,9 @@ class SimulatedRank(Rank):
 
     def begin(self, call: Call, x: Tensor) -> Pending:
         if num_modes():
+            since = begun()
             with no_dispatch():  # what follows is no operation of the program's
-                return self._begun(call, x)
+                return self._begun(call, x, since)
         return self._begun(call, x)
 
     def do(self, call: Call, x: Tensor) -> Tensor:
@@ -173,19 +174,19 @@ class SimulatedRank(Rank):
             return result
         return self._done(call, x)
 
-    def finish(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
+    def finish(self, site: Site, meeting: Meeting, x: Tensor, since: int) -> Tensor:
         """Wait for what this rank gets from what it has begun, and take it."""
         if self._is_timed:
             self._catch_up()
         with no_dispatch():
             result = self._outcome(site, meeting) if site.call.peers is None else self._received(site, meeting, x)
         if num_modes():
-            count(result, site.call.op)
+            count(result, site.call.op, since)
         if self._is_timed:
             self._seen_at = self._now()
         return result
 
-    def _begun(self, call: Call, x: Tensor) -> Pending:
+    def _begun(self, call: Call, x: Tensor, since: int = -1) -> Pending:
         if self._is_timed:
             self._catch_up()
         site = self._site(call, x)
@@ -196,7 +197,7 @@ class SimulatedRank(Rank):
             self._send(site, x, meeting)
         if self._is_timed:
             self._seen_at = self._now()
-        return _Pending(self, site, meeting, x)
+        return _Pending(self, site, meeting, x, since)
 
     def _done(self, call: Call, x: Tensor) -> Tensor:
         """As begun, then waited for; what is put in a meeting needs no copy, as the program cannot write meanwhile."""
@@ -436,17 +437,17 @@ class SimulatedRank(Rank):
 
 
 class _Pending(Pending):
-    __slots__ = ("meeting", "rank", "result", "site", "x")
+    __slots__ = ("meeting", "rank", "result", "since", "site", "x")
 
-    def __init__(self, rank: SimulatedRank, site: Site, meeting: Meeting, x: Tensor):
-        self.rank, self.site, self.meeting = rank, site, meeting
+    def __init__(self, rank: SimulatedRank, site: Site, meeting: Meeting, x: Tensor, since: int):
+        self.rank, self.site, self.meeting, self.since = rank, site, meeting, since
         self.x: Tensor | None = x  # says what zeros look like where nobody sends
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self.result is None:
             assert self.x is not None
-            self.result, self.x = self.rank.finish(self.site, self.meeting, self.x), None
+            self.result, self.x = self.rank.finish(self.site, self.meeting, self.x, self.since), None
         return self.result
 
     @property

@@ -80,7 +80,7 @@ def picture(memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[Pre
     if in_time:
         ends = dict.fromkeys(ends, max(ends.values()))
     width = (WIDTH - LEFT - 8 - GAP * (len(memories) - 1)) / len(memories)
-    most_ticks = max(2, int(width / 90))
+    most_ticks = max(3, int(width / 90))
     panels = []
     for number, (title, memory) in enumerate(memories.items()):
         x, end = LEFT + number * (width + GAP), ends[title] or 1.0
