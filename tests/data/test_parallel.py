@@ -1,5 +1,8 @@
 """data_parallel: gradients that leave during the backward pass, against one device with the whole batch."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,7 @@ from tplab.cost.collectives import bytes_sent
 from tplab.errors import RankError
 from tplab.pipeline import LayerSpec
 from tplab.schedules import one_f_one_b
-from tplab.torch import axis_index, data_parallel, run, split_batch, stages_of, train_batch
+from tplab.torch import axis_index, data_parallel, run, shard_gradients, split_batch, stages_of, train_batch
 from tplab.trace import overlap
 
 SHAPES = {"first": (5, 7), "bias": (7,), "second": (7, 7), "last": (7, 3)}
@@ -119,6 +122,30 @@ def test_buckets_leave_during_the_backward_pass():
     assert [event.start < last_product for event in sent] == [True, True, True, False]
     assert overlap(out.trace).exposed[0] == pytest.approx(sent[-1].end - sent[-1].start, rel=1e-6)
     assert overlap(out.trace).share == pytest.approx(0.75, rel=1e-6)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_in_a_pipeline_buckets_leave_during_the_last_backward_pass(shard):
+    """Once for both microbatches. In the first stage, which ends last, all but the last bucket is hidden."""
+
+    def step(x):
+        with torch.device("meta"):
+            stage = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])
+        options: Any = {"bucket_bytes": 8 << 20}
+        if shard:
+            shard_gradients(partial(torch.optim.SGD, lr=0.1), stage.parameters(), "dp", **options)
+        else:
+            data_parallel(stage, "dp", broadcast=False, **options)
+        pairs = [(half, half) for half in x.chunk(2)]
+        train_batch(one_f_one_b(2, 2), stage, pairs, lambda y, _: y.sum(), data_axis="dp", average=False)
+
+    out = run(step, Mesh(dp=2, pp=2), torch.empty(2048, 1024, device="meta"), cluster="h100")
+    sent = [e for e in out.trace.select(rank=0, kind="collective").events if e.axis == "dp" and e.bytes > 8]
+    (backward,) = out.trace.select(rank=0, op="B1").events
+    assert [backward.start < event.end < backward.end for event in sent] == [True, True, True, False]
+    for rank in range(4):
+        sent = [e for e in out.trace.select(rank=rank, kind="collective").events if e.axis == "dp" and e.bytes > 8]
+        assert sum(event.bytes for event in sent) == (16 if shard else 32) << 20
 
 
 def test_accumulation_sends_once_per_step():

@@ -26,7 +26,7 @@ def test_what_is_done_after_which_step():
     with pytest.raises(ValueError, match="save_every is 0"):
         Recipe(save_every=0)
     with pytest.raises(ValueError, match="zero"):
-        Recipe(zero=3)
+        Recipe(zero=4)
 
 
 def test_axes_that_are_left_out_have_one_rank():

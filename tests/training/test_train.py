@@ -53,7 +53,7 @@ def trained(
 
 
 @cache
-def by_hand():
+def by_hand(batch_size=4):
     """The same training as torch has it, on one device: losses, norms and the last weights."""
     from tplab.models.gpt import gpt_state
     from tplab.torch import GPT, run
@@ -67,7 +67,7 @@ def by_hand():
         losses, norms = [], []
         for step in range(STEPS):
             optimizer.param_groups[0]["lr"] = recipe.rate(step)
-            loss = model.loss(*map(torch.tensor, TEXT.batch(step, 4, CONFIG.context)))
+            loss = model.loss(*map(torch.tensor, TEXT.batch(step, batch_size, CONFIG.context)))
             optimizer.zero_grad()
             loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -78,9 +78,9 @@ def by_hand():
     return run(program, Mesh(tp=1)).per_rank[0]
 
 
-def same(got, tolerance=1e-12):
-    losses, _, state = by_hand()
-    np.testing.assert_allclose(got.losses, losses, rtol=tolerance)
+def same(got, tolerance=1e-12, batch_size=4):
+    losses, _, state = by_hand(batch_size)
+    np.testing.assert_allclose(got.losses, losses[got.first :], rtol=tolerance)
     for name, x in state.items():
         # AdamW divides the gradient of key's bias, which is nothing but roundings, by their size and 1e-8
         np.testing.assert_allclose(got.state[name], x, atol=1e-9, err_msg=name)
@@ -133,6 +133,38 @@ def test_from_mesh_to_mesh(tmp_path):
     assert got.first == 3
     np.testing.assert_allclose(got.losses, by_hand()[0][3:], rtol=1e-12)
     np.testing.assert_allclose(got.state["norm.weight"], by_hand()[2]["norm.weight"], rtol=1e-12)
+
+
+@pytest.mark.timeout(300)
+def test_every_stage_of_zero_goes_on_from_every_other(tmp_path):
+    """3 ranks have unequal pieces of the parameters. Torch and JAX take turns, and all of it is one training."""
+    jax = tplab.jax.train
+    how: dict[str, Any] = {"batch_size": 6, "save_every": 1}
+
+    def back_to(step):
+        for later in range(step + 1, STEPS + 1):
+            shutil.rmtree(tmp_path / f"step-{later:08}")
+
+    with in_float64():
+        seen = []
+        same(trained(Mesh(dp=3, tp=2), tmp_path, zero=3, checkpoint_every=1, show=seen.append, **how), batch_size=6)
+        np.testing.assert_allclose([step.gradient_norm for step in seen], by_hand(6)[1], rtol=1e-10)
+        back_to(2)
+        got = trained(Mesh(dp=3), tmp_path, train=jax, resume=True, zero=3, evaluate_every=1, **how)
+        np.testing.assert_allclose(got.losses, by_hand(6)[0][2:], rtol=1e-12)
+        assert got.held_out.keys() == {3, 4}
+        back_to(3)
+        trained(Mesh(dp=3), tmp_path, train=jax, resume=True, zero=2, **how)
+        back_to(3)
+        got = trained(Mesh(dp=3), tmp_path, resume=True, zero=2, bucket_bytes=2000, evaluate_every=1, **how)
+    same(got, batch_size=6)
+
+
+@pytest.mark.parametrize("framework", TRAIN)
+def test_zero_that_would_send_for_every_microbatch_is_refused_on_pipelines(framework):
+    for stage, what in ((2, "combine all gradients"), (3, "gather all parameters")):
+        with pytest.raises(ValueError, match=f"zero={stage} with pipelines of 2 ranks would {what} for each of the 2"):
+            trained(Mesh(dp=2, pp=2), train=TRAIN[framework], zero=stage)
 
 
 @pytest.mark.parametrize(("framework", "mesh"), [("torch", Mesh(dp=2, pp=2)), ("jax", Mesh(tp=1))], ids=str)

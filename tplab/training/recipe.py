@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
+from tplab.data.buckets import BUCKET_BYTES
+from tplab.data.zero import STAGES
 from tplab.errors import one_of
 from tplab.mesh import Mesh
 from tplab.schedules import Schedule, one_f_one_b
@@ -25,7 +27,11 @@ class Recipe:
     final                  to this share of the highest
     betas, weight_decay    of AdamW; every parameter decays
     clip                   the largest norm of all gradients together; None: they are not clipped
-    zero                   1: the optimizer's states are divided over the data-parallel ranks; 0: each has all of them
+    zero                   what is divided over the data-parallel ranks: 0 nothing; 1 the optimizer's states; 2 also
+                           the gradients, which are combined after every microbatch; 3 also the parameters, of which a
+                           layer is whole only while it runs. 2 and 3 are for a mesh without pipelines
+    bucket_bytes           the most that travels in one message of gradients, while the last backward pass runs; in JAX
+                           the compiler decides
     sequence_parallel      whether tensor-parallel ranks share the sequence between the layers
     checkpoint_every       every so many layers of a stage, activations are computed again; None: all are kept
     evaluate_every         how often the loss on held-out text is computed, which takes as long as a step; None: never
@@ -44,14 +50,15 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float | None = 1.0
     zero: int = 1
+    bucket_bytes: float | None = BUCKET_BYTES
     sequence_parallel: bool = False
     checkpoint_every: int | None = None
     evaluate_every: int | None = None
     save_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.zero not in (0, 1):
-            raise ValueError(f"zero is {self.zero!r}; train has ZeRO stages 0 and 1")
+        if self.zero not in STAGES:
+            raise ValueError(f"zero is {self.zero!r}; train has ZeRO stages 0 to 3")
         for name in ("evaluate_every", "save_every"):
             every = getattr(self, name)
             if every is not None and every < 1:
@@ -64,9 +71,23 @@ class Recipe:
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.learning_rate * (self.final + (1 - self.final) * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
 
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise ValueError where the mesh has pipelines, which the ZeRO stage is not for."""
+        if self.zero > 1 and mesh.axis_size("pp") > 1:
+            what = "combine all gradients" if self.zero == 2 else "gather all parameters"
+            raise ValueError(
+                f"zero={self.zero} with pipelines of {mesh.axis_size('pp')} ranks would {what} for each of the "
+                f"{self.microbatches} microbatches; take zero=1, which sends once per step, or a mesh with pp=1"
+            )
+
     def schedule_on(self, mesh: Mesh) -> Schedule:
-        """The schedule of each pipeline."""
-        return self.schedule(mesh.axis_size("pp"), self.microbatches)
+        """The schedule of each pipeline, for as many microbatches as run before gradients are combined."""
+        return self.schedule(mesh.axis_size("pp"), self.microbatches // self.num_parts)
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts a batch runs: gradients are combined after each."""
+        return self.microbatches if self.zero == 2 else 1
 
     def evaluates(self, step: int) -> bool:
         """Whether the loss on held-out text is computed after this step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,11 @@ class ShardedLayer:
 
     layer: Any
     about: About
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The layer's own: whoever calls it can see whether it takes a random key."""
+        return inspect.signature(self.layer)
 
     def init(self, key: Any) -> Any:
         return self.shard(self.layer.init(key)) if hasattr(self.layer, "init") else []

@@ -30,8 +30,11 @@ from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.jax.tracing.jaxprs import LAYOUTS
 from tplab.mesh import Axis
 
+PIECE = "piece"
+"""What the leaf of a parameter is called that is cut: "weight.piece" in a path."""
 
-@jax.tree_util.register_pytree_node_class
+
+@jax.tree_util.register_pytree_with_keys_class
 class Sharded:
     """A parameter of which each rank has a piece. A pytree, whose leaf is the piece [width], padded with zeros.
 
@@ -41,6 +44,9 @@ class Sharded:
 
     def __init__(self, piece: Any, shape: tuple[int, ...]):
         self.piece, self.whole_shape = piece, shape
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], tuple[int, ...]]:
+        return ((jax.tree_util.GetAttrKey(PIECE), self.piece),), self.whole_shape
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[int, ...]]:
         return (self.piece,), self.whole_shape

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tplab.jax.data.shard_parameters import ShardedLayer, shard_parameters
+from tplab.jax.data.unit import PIECE, is_sharded
 from tplab.jax.pipeline.flat import Kind, Slot
-from tplab.jax.pipeline.stages import Blueprints, Stages, blueprints_of
+from tplab.jax.pipeline.stages import Blueprint, Blueprints, Stages, blueprints_of
 from tplab.jax.run import run
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.models.state import merge_state, split_state
-from tplab.pipeline.layer_spec import LayerSpec
+from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 from tplab.schedules import Schedule
 from tplab.sharding import cut
 
@@ -32,11 +35,43 @@ def blueprints_on(mesh: Mesh, layers: Sequence[LayerSpec], schedule: Schedule, a
     return found[0]
 
 
+def sharded_layer(spec: LayerSpec, axis: str) -> LayerSpec:
+    """The same layer, whose parameters are cut over `axis` (ZeRO stage 3)."""
+    if isinstance(spec, TiedSpec) and spec.key is not None:
+        return TiedSpec(spec.key, _sharded, spec, axis, weight=f"{spec.weight}.{PIECE}")
+    return LayerSpec(_sharded, spec, axis)
+
+
+def _sharded(spec: LayerSpec, axis: str) -> ShardedLayer:
+    layer = shard_parameters(spec.build(), axis)
+    assert isinstance(layer, ShardedLayer)
+    return layer
+
+
+class _Place(NamedTuple):
+    """A parameter on a rank, and where its numbers are in the rank's row of a joined array.
+
+    name    in the whole state          shape   of the rank's tensor-parallel piece, padded as all ranks' are
+    held    which of its numbers, read row by row: with ZeRO 3 those of the data-parallel rank, else all
+    """
+
+    rank: int
+    name: str
+    shape: tuple[int, ...]
+    held: range
+    kind: Kind
+    begin: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.begin, self.begin + len(self.held))
+
+
 class GPTPacking:
     """Which elements of the joined arrays of `Stages` are which parameter of a GPT.
 
-    The joined array of a kind has a row per rank of the axes along which the kind differs: those of the pipeline, and
-    of tensor parallelism for what is spread over it.
+    The joined array of a kind has a row per rank of the axes along which the kind differs: those of the pipeline, of
+    tensor parallelism for what is spread over it, and of data parallelism where layers are `sharded_layer`s.
     """
 
     def __init__(self, blueprints: Blueprints, config: GPTConfig, mesh: Mesh, axis: str = "tp"):
@@ -48,27 +83,30 @@ class GPTPacking:
         """Stages of NumPy arrays, joined as Stages.specs say: name -> whole array goes in."""
         pieces = split_state({name: np.asarray(x) for name, x in state.items()}, self.specs, self.tp)
         rows = {kind: np.zeros((self._num_rows(kind), size), kind.dtype) for kind, size in self._sizes.items()}
-        for rank, name, slot, begin in self._places():
-            own = pieces[self.mesh.index(rank, self.axis)][name]
-            room = rows[slot.kind][self._row(rank, slot.kind), begin : begin + slot.size].reshape(slot.shape)
-            room[: len(own)] = own  # the last ranks have fewer words
+        for place in self._places():
+            own = pieces[self.mesh.index(place.rank, self.axis)][place.name]
+            whole = np.zeros(place.shape, place.kind.dtype)
+            whole[: len(own)] = own  # the last ranks have fewer words
+            row = rows[place.kind][self._row(place.rank, place.kind)]
+            row[place.columns] = whole.reshape(-1)[place.held.start : place.held.stop]
         return Stages({kind: jnp.asarray(x.reshape(-1)) for kind, x in rows.items()}, self.blueprints)
 
     def unpack(self, stages: Stages) -> dict[str, np.ndarray]:
         """The state of the whole GPT: the reverse of `pack`."""
         rows = {k: np.asarray(x).reshape(self._num_rows(k), self._sizes[k]) for k, x in stages.flat.items()}
         states: list[dict[str, np.ndarray]] = [{} for _ in self.tp.ranks]
-        for rank, name, slot, begin in self._places():
-            index = self.mesh.index(rank, self.axis)
-            x = rows[slot.kind][self._row(rank, slot.kind), begin : begin + slot.size].reshape(slot.shape)
-            if name == "embedding.weight":
-                x = x[: len(cut(self.config.vocab_size, self.tp.size, "ceil")[index])]
-            states[index].setdefault(name, x)
+        for place in self._places():
+            state = states[self.mesh.index(place.rank, self.axis)]
+            whole = state.setdefault(place.name, np.zeros(place.shape, place.kind.dtype)).reshape(-1)
+            row = rows[place.kind][self._row(place.rank, place.kind)]
+            whole[place.held.start : place.held.stop] = row[place.columns]
+        for state, words in zip(states, cut(self.config.vocab_size, self.tp.size, "ceil")):
+            state["embedding.weight"] = state["embedding.weight"][: len(words)]
         return merge_state(states, self.specs, self.tp, np.concatenate)
 
     def names_on(self, rank: int) -> list[str]:
         """The parameters that a rank has, each once."""
-        return list(dict.fromkeys(name for holder, name, *_ in self._places() if holder == rank))
+        return list(dict.fromkeys(place.name for place in self._places() if place.rank == rank))
 
     @property
     def _sizes(self) -> Mapping[Kind, int]:
@@ -80,15 +118,28 @@ class GPTPacking:
     def _row(self, rank: int, kind: Kind) -> int:
         return self.mesh.index(rank, kind.axes)
 
-    def _places(self) -> Iterator[tuple[int, str, Slot, int]]:
-        """(rank, name in the whole state, its shape there, where it begins in the rank's row)."""
+    def _places(self) -> Iterator[_Place]:
         about = self.blueprints
         assert about.partition is not None
         for rank in self.mesh.ranks:
             position = self.mesh.index(rank, about.axis)
             for stage in about.held(position):
                 begin, blueprint = about.begin(position, stage), about.stages[stage]
-                for name, slot in zip(blueprint.names(), blueprint.layout.slots, strict=True):
+                for name, slot, shape in zip(
+                    blueprint.names(), blueprint.layout.slots, whole_shapes(blueprint), strict=True
+                ):
                     place, _, rest = name.partition(".")
-                    whole = gpt_layer_name(self.config, about.partition.stages[stage][int(place)], rest)
-                    yield rank, whole, slot, begin[slot.kind] + slot.begin
+                    layer = about.partition.stages[stage][int(place)]
+                    whole = gpt_layer_name(self.config, layer, rest.removesuffix(f".{PIECE}"))
+                    held = range(slot.size)
+                    if rest.endswith(f".{PIECE}"):
+                        parts = cut(math.prod(shape), self.mesh.axis_size("dp"), "ceil")
+                        held = parts[self.mesh.index(rank, "dp")]
+                    yield _Place(rank, whole, shape, held, slot.kind, begin[slot.kind] + slot.begin)
+
+
+def whole_shapes(blueprint: Blueprint) -> list[tuple[int, ...]]:
+    """Of each parameter of a stage, also where ranks have pieces of it."""
+    params = blueprint.structure.unflatten(blueprint.layout.slots)
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: is_sharded(x) or isinstance(x, Slot))
+    return [leaf.whole_shape if is_sharded(leaf) else leaf.shape for leaf in leaves]

@@ -1,4 +1,4 @@
-"""AdamW over the stages of a GPT, its states divided over the data-parallel ranks or not; and clipping."""
+"""AdamW over the stages of a GPT, divided over the data-parallel ranks as ZeRO says; and clipping."""
 
 from __future__ import annotations
 
@@ -26,16 +26,26 @@ from tplab.training.recipe import Recipe
 class Optimizer:
     """AdamW as a recipe has it; the learning rate comes with each step.
 
-    Its states leave a rank's program and come back as `specs` say. With ZeRO each data-parallel rank has a part of
-    every flat array of `Stages`: of n numbers ceil(n / R).
+    Its states leave a rank's program and come back as `specs` say. With ZeRO 1 and 2 each data-parallel rank has a part
+    of every flat array of `Stages`: of n numbers ceil(n / R). With ZeRO 3 `Stages` themselves are divided.
     """
 
     def __init__(self, packing: GPTPacking, recipe: Recipe):
         self._packing, self._clip = packing, recipe.clip
         b1, b2 = recipe.betas
         self._adamw: Any = optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(recipe.weight_decay))
-        self._sharded = shard_optimizer(self._adamw, "dp") if recipe.zero else None
-        self._num_parts = packing.mesh.axis_size("dp") if recipe.zero else 1
+        self._sharded = shard_optimizer(self._adamw, "dp") if recipe.zero in (1, 2) else None
+        self._num_parts = packing.mesh.axis_size("dp") if self._sharded is not None else 1
+
+    def reduced(self, grads: Stages) -> Stages:
+        """Inside a rank's program: what `update` takes of gradients; with ZeRO 1 and 2 this rank's part of their
+        mean."""
+        return grads if self._sharded is None else self._sharded.reduce_gradients(grads).tree
+
+    def no_gradients(self) -> Stages:
+        """What `reduced` gives of gradients that are zero."""
+        zeros = {k: jnp.zeros(-(-size // self._num_parts), k.dtype) for k, size in self._sizes.items()}
+        return Stages({kind: vary(x, self._axes(kind)) for kind, x in zeros.items()}, self._blueprints)
 
     def update(self, stages: Stages, state: Any, grads: Stages, rate: Array) -> tuple[Stages, Any, Array]:
         """Inside a rank's program: (the stages after the step, the new state, the norm that the gradients had)."""
@@ -43,9 +53,8 @@ class Optimizer:
             norm = gradient_norm(grads)
             updates, state = self._adamw.update(self._clipped(grads, norm), state, stages)
         else:
-            pieces = self._sharded.reduce_gradients(grads).tree
-            norm = self._norm_of_pieces(pieces, stages)
-            updates, state = self._sharded.update(GradientPieces(self._clipped(pieces, norm)), state, stages)
+            norm = self._norm_of_pieces(grads, stages)
+            updates, state = self._sharded.update(GradientPieces(self._clipped(grads, norm)), state, stages)
         stages = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), stages, updates)
         return stages, state, norm
 

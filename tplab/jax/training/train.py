@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from tplab.data.text import Text
 from tplab.jax.layers.vocabulary import vocab_parallel_cross_entropy
@@ -16,7 +17,7 @@ from tplab.jax.pipeline.stages import Stages
 from tplab.jax.pipeline.train_batch import train_batch
 from tplab.jax.run import run
 from tplab.jax.training import checkpoint
-from tplab.jax.training.gpt_stages import GPTPacking, blueprints_on
+from tplab.jax.training.gpt_stages import GPTPacking, blueprints_on, sharded_layer
 from tplab.jax.training.optimizer import Optimizer
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_state
@@ -53,10 +54,12 @@ def train(
     seed      of the first weights, the batches and dropout
 
     Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
-    Raises ValueError for a checkpoint of another model, FileExistsError for one that is there without `resume`.
+    Raises ValueError for a checkpoint of another model, and for ZeRO stages that are not for pipelines; FileExistsError
+    for a checkpoint that is there without `resume`.
     Ctrl-C: the step that runs comes to its end, and what was trained until then is returned. The first step compiles.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
+    recipe.check_mesh(mesh)
     first, show = beginning(folder, resume, config), PlainLine() if show is None else show
     loop = _Loop(config, recipe, mesh, on, seed)
     stages, state = loop.start(gpt_state(config, seed)) if not first else loop.load(folder, first)
@@ -87,6 +90,8 @@ class _Loop:
     def __init__(self, config: GPTConfig, recipe: Recipe, mesh: Mesh, on: str | None, seed: int):
         self._config, self._recipe, self._mesh, self._on, self._seed = config, recipe, mesh, on, seed
         layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
+        if recipe.zero == 3:
+            layers = [sharded_layer(layer, "dp") for layer in layers]
         self._schedule = recipe.schedule_on(mesh)
         self.packing = GPTPacking(blueprints_on(mesh, layers, self._schedule), config, mesh)
         self.optimizer = Optimizer(self.packing, recipe)
@@ -129,15 +134,30 @@ class _Loop:
         )
 
     def _loss_and_grads(self, stages: Stages, ids: Array, targets: Array, key: Any) -> tuple[Array, Stages]:
+        """The loss, and the gradients as the optimizer takes them: with ZeRO 2 they are cut after every microbatch."""
+        num_parts = self._recipe.num_parts
+        if num_parts == 1:
+            return self._of_part(stages, ids, targets, key)
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            number, (ids, targets) = part
+            more = self._of_part(stages, ids, targets, None if key is None else jax.random.fold_in(key, number))
+            return jax.tree.map(lambda x, y: x + y / num_parts, total, more), None
+
+        pairs = jax.tree.map(lambda *xs: jnp.stack(xs), *split_batch(ids, targets, num_parts))
+        nothing = jnp.zeros((), jnp.result_type(float)), self.optimizer.no_gradients()
+        return lax.scan(add, nothing, (jnp.arange(num_parts), pairs))[0]
+
+    def _of_part(self, stages: Stages, ids: Array, targets: Array, key: Any) -> tuple[Array, Stages]:
         recipe, vocab_size = self._recipe, self._config.vocab_size
-        pairs = split_batch(ids, targets, recipe.microbatches)
-        return train_batch(
+        loss, grads = train_batch(
             self._schedule,
             stages,
-            pairs,
+            split_batch(ids, targets, self._schedule.num_microbatches),
             lambda y, t: vocab_parallel_cross_entropy(y, t, "tp", vocab_size),
             data_axis="dp",
             average=not recipe.zero,
             checkpoint_every=recipe.checkpoint_every,
             key=key,
         )
+        return loss, self.optimizer.reduced(grads)

@@ -13,7 +13,7 @@ from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, broadcast
 from tplab.torch.data.average import check_all_used, keep_mean, plan_of, send_bucket, used_anywhere
 from tplab.torch.data.parameters import Model, state_of, trainable
-from tplab.torch.private import at_end_of_backward, graph_task
+from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.ranks.rank import this_rank
 
 
@@ -81,9 +81,8 @@ class DataParallel:
             self._is_paused = before
 
     def wait(self) -> None:
-        """Send what has not left yet, and write the means to `.grad`. A backward pass does this itself when it ends;
-        after `train_batch`, which calls the hooks where it is done, it is needed only where a parameter was not used.
-        """
+        """Send what has not left yet, and write the means to `.grad`. A backward pass does this itself when it ends,
+        and so does `train_batch`."""
         if not self._missing:
             return
         try:
@@ -106,15 +105,11 @@ class DataParallel:
         """The gradient of `parameter` is complete."""
         if self._is_paused:
             return
-        in_backward = graph_task() >= 0
         if not self._missing:
             self._missing = [len(bucket.pieces) for bucket in self.buckets]
-            if in_backward:
-                at_end_of_backward(self.wait)
+            at_end_of_pass(self.wait)
         self._missing[self._bucket_of[parameter]] -= 1
         self._send_ready()
-        if not in_backward and not any(self._missing):
-            self.wait()
 
     def _send_ready(self) -> None:
         """Buckets leave in their order: on a rank whose gradients come in another one, some wait for others."""

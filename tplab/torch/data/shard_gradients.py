@@ -14,7 +14,7 @@ from tplab.data.buckets import BUCKET_BYTES
 from tplab.mesh import Axis
 from tplab.torch.data.pieces import Gather, Reduce
 from tplab.torch.data.sharded_optimizer import About, Params, ShardedOptimizer
-from tplab.torch.private import at_end_of_backward, graph_task
+from tplab.torch.pipeline.copies import at_end_of_pass
 
 
 def shard_gradients(
@@ -46,7 +46,8 @@ def shard_gradients(
     states    2 + 14/R bytes per parameter with Adam and master_dtype=float32
     sent      2(R-1)/R of the parameters by each rank; of k backward passes before a step, each sends its gradients: k+1
               times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
-    After `train_batch`, whose backward passes are several, buckets leave when a batch's gradients are complete.
+    In `train_batch`, whose backward passes are several, buckets leave during the last of them, when a batch's gradients
+    are complete.
     Other arguments as in `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
     about = About(axis, op, replicate_axis, master_dtype, reduce_dtype, bucket_bytes, False, gather, reduce)
@@ -60,21 +61,18 @@ class _Leaving(ShardedOptimizer):
         super().__init__(make, params, about)
         self._ready: dict[int, set[Tensor]] = {}  # place of a bucket -> parameters whose gradients are there
         self._next = 0
-        self._is_in_backward = False
+        self._is_waited_for = False
         for place, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
 
     def _arrived(self, place: int, parameter: Tensor) -> None:
-        in_backward = graph_task() >= 0  # train_batch calls hooks after it
-        if in_backward and not self._is_in_backward:
-            self._is_in_backward = True
-            at_end_of_backward(self._finish)
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            at_end_of_pass(self._finish)
         self._ready.setdefault(place, set()).add(parameter)
         while self._next < len(self.buckets) and self._is_full(self._next):
             self._leave()
-        if not in_backward and self._next == len(self.buckets):
-            self._finish()
 
     def _is_full(self, place: int) -> bool:
         return len(self._ready.get(place, ())) == len(self.buckets[place].parameters)
@@ -87,7 +85,7 @@ class _Leaving(ShardedOptimizer):
         self._next += 1
 
     def _finish(self) -> None:
-        """At the end of the backward pass: what has not left goes, and what is on its way arrives."""
+        """At the end of the pass: what has not left goes, and what is on its way arrives."""
         try:
             while self._next < len(self.buckets):
                 self._leave()
@@ -95,12 +93,10 @@ class _Leaving(ShardedOptimizer):
                 self.buckets[-1].end()
         finally:
             self._ready.clear()
-            self._next, self._is_in_backward = 0, False
+            self._next, self._is_waited_for = 0, False
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        if self._ready:  # train_batch has left a parameter without a gradient
-            self._finish()
         for bucket in self.buckets:
             if bucket.row is None:  # no backward pass has run
                 bucket.reduce()

@@ -76,7 +76,21 @@ def shard_parameters(
     for module in [model, *modules]:
         groups = _groups([sites for sites, owner in owners if owner is module], about)
         sharded.units.append(Unit(module, groups, sharded))
+    setattr(model, _SHARDED, sharded)
     return model
+
+
+_SHARDED = "_sharded_by_tplab"
+
+
+def sharded_model(model: nn.Module) -> Model:
+    """What `shard_parameters` has made of a model. Raises ValueError for one that it has not cut."""
+    found = getattr(model, _SHARDED, None)
+    if found is None:
+        raise ValueError(
+            f"this {type(model).__name__} has not been cut by shard_parameters; give the module that it was called with"
+        )
+    return found
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,8 +18,17 @@ from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.graph import Gradients
 from tplab.torch.pipeline.stage import Stage
-from tplab.torch.private import base_of, post_accumulate_hooks
+from tplab.torch.private import at_end_of_backward, base_of, post_accumulate_hooks
 from tplab.torch.ranks.rank import this_rank
+
+
+def at_end_of_pass(then: Callable[[], None]) -> None:
+    """Call `then` when the backward pass that runs is over; in `train_batch`, when those of the whole batch are."""
+    waiting = this_rank().after_batch
+    if waiting is None:
+        at_end_of_backward(then)
+    else:
+        waiting.append(then)
 
 
 class _Copies(NamedTuple):
@@ -32,7 +43,9 @@ class GradientSync:
 
     Over `data_axis` they are averaged, stage by stage. Then those of copies along `axis` are added up: each rank that
     holds one sends its part to the others, and adds all parts in the order of ranks, so that copies stay equal to the
-    last bit. At the end all go to `.grad`, and the parameters' post-accumulate-grad hooks are called.
+    last bit. At the end all go to `.grad`, and the parameters' post-accumulate-grad hooks are called. A parameter with
+    such hooks that needs nothing from other ranks does not wait for the end: `leaving` calls them as soon as the last
+    backward pass of its stage has its gradient.
     """
 
     def __init__(
@@ -43,6 +56,55 @@ class GradientSync:
         self._index = this_rank().place(axis).index
         self._copies = list(self._find(placement, tied))
         self._reduced: set[int] = set()
+        self._gone: set[nn.Parameter] = set()  # which have their gradients already
+        copied = {place for copies in self._copies for place in copies.here}
+        self._alone = {
+            n: [] if data_axis is not None else [p for name, p in names.items() if (n, name) not in copied]
+            for n, names in self._names.items()
+        }
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around a batch: what `at_end_of_pass` is given meanwhile is called when it is over."""
+        rank, waiting = this_rank(), list[Callable[[], None]]()
+        rank.after_batch = waiting
+        try:
+            yield
+        finally:
+            rank.after_batch = None
+        for then in waiting:
+            then()
+
+    @contextmanager
+    def leaving(self, stage: int, gradients: Gradients, in_one: bool) -> Iterator[None]:
+        """While the last backward pass of a stage runs: gradients go to `.grad` as they are complete.
+
+        in_one   whether each parameter's comes in one piece: not where W makes it of several products
+        """
+
+        def arrived(parameter: nn.Parameter, grad: Tensor) -> Tensor:
+            before = gradients.pop(parameter, None)
+            self._give(parameter, grad if before is None else before + grad)
+            return grad.new_zeros(()).expand_as(grad)  # the pass keeps this to its end, and so not the gradient
+
+        alone = [p for p in self._alone[stage] if p.requires_grad and post_accumulate_hooks(p)]
+        once = self._stages[stage].in_one_section() if in_one else ()
+        handles = [p.register_hook(partial(arrived, p)) for p in alone if p in once]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for parameter in alone:
+            grad = gradients.pop(parameter, None)
+            if grad is not None and parameter not in self._gone:
+                self._give(parameter, grad)
+
+    def _give(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        self._gone.add(parameter)
+        with torch.no_grad():
+            parameter.grad = _own(grad) if parameter.grad is None else parameter.grad + grad
+        _call_hooks(parameter)
 
     def reduce(self, stage: int, gradients: Mapping[int, Gradients]) -> None:
         """Average the gradients of one stage over the data-parallel ranks; once."""
@@ -88,8 +150,7 @@ class GradientSync:
             for parameter, grad in found.items():
                 parameter.grad = _own(grad) if parameter.grad is None else parameter.grad + grad
         for parameter in dict.fromkeys(parameter for found in gradients.values() for parameter in found):
-            for hook in list((post_accumulate_hooks(parameter) or {}).values()):
-                hook(parameter)
+            _call_hooks(parameter)
 
     def _part(self, copies: _Copies, gradients: Mapping[int, Gradients]) -> Tensor:
         """The sum of the gradients of this rank's copies."""
@@ -118,6 +179,11 @@ class GradientSync:
                 for name, parameter in self._names[stage].items():
                     if parameter.requires_grad and (stage, name) not in in_a_tie:
                         yield _Copies([(stage, name)], ranks_of[stage])
+
+
+def _call_hooks(parameter: nn.Parameter) -> None:
+    for hook in list((post_accumulate_hooks(parameter) or {}).values()):
+        hook(parameter)
 
 
 def _own(grad: Tensor) -> Tensor:

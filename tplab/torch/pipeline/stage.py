@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -58,6 +59,11 @@ class Stage:
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+    def in_one_section(self) -> set[nn.Parameter]:
+        """Those that are trained and whose gradient comes in one piece."""
+        counts = Counter(p for section in self.sections for p in section.parameters)
+        return {p for p, count in counts.items() if count == 1}
 
     def _groups(self, size: int) -> list[nn.Module]:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -61,7 +61,8 @@ def train_batch(
     ->            the mean of the microbatches' losses, in float64, the same on every rank. Its gradients are added to
                   `.grad` of the parameters, as `backward` would. Hooks of tensors run once per microbatch, as in plain
                   accumulation; a parameter's post-accumulate-grad hooks once per batch, when its gradient is complete:
-                  before that, other ranks' parts of it are missing
+                  at the end of the batch where other ranks have parts of it (data_axis, copies), else in the last
+                  backward pass of its stage
 
     data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
                   mean over it
@@ -93,12 +94,18 @@ def train_batch(
     worker = _Worker(schedule, stages, microbatches, loss, axis, checkpoint_every, costs)
     ties: Tied = getattr(stages, "tied", ()) if tied is None else tied
     sync = GradientSync(worker.stages, schedule.placement, axis, data_axis if average else None, ties)
-    for action in program(schedule)[worker.place.index]:
-        if action.kind == "REDUCE_GRAD":
-            sync.reduce(action.stage, worker.gradients)
-        else:
-            worker.run(action)
-    sync.finish(worker.gradients)
+    row = program(schedule)[worker.place.index]
+    last = {action.stage: action for action in row if action.kind in ("B", "W")}
+    with sync.batch():
+        for action in row:
+            if action.kind == "REDUCE_GRAD":
+                sync.reduce(action.stage, worker.gradients)
+            elif action is last.get(action.stage):
+                with sync.leaving(action.stage, worker.gradients[action.stage], in_one=action.kind == "B"):
+                    worker.run(action)
+            else:
+                worker.run(action)
+        sync.finish(worker.gradients)
     mean = all_reduce(worker.total_loss, axis) / len(microbatches)
     return mean if data_axis is None else all_reduce(mean, data_axis, "mean")
 

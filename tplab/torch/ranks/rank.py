@@ -179,6 +179,7 @@ class Rank(ABC):
         self._calls: dict[tuple[Any, ...], Call] = {}
         self.receipts: dict[Call, Any] = {}  # of each sender, what was last said to be taken
         self.held = -1  # bytes that it keeps for backward passes, where the program says so
+        self.after_batch: list[Callable[[], None]] | None = None  # what to call when the batch that runs is over
 
     def place(self, axis: Axis) -> Place:
         """This rank's place along `axis`. Raises MeshError for an axis that the mesh does not have."""

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tplab.models.gpt import GPTConfig, gpt_parameters
-from tplab.sharding import P, cut
+from tplab.sharding import P
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.layers.parameters import piece_of
 from tplab.torch.ranks.rank import this_rank
+from tplab.torch.training.gpt_stages import box_of
 from tplab.torch.training.optimizer import Optimizer
 from tplab.training import checkpoint
 from tplab.training.checkpoint import STATES, Owned, Part
@@ -22,15 +23,14 @@ def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
     """Write the model and the optimizer after `step` steps. Called by all ranks."""
     rank = this_rank()
     owned: dict[str, Owned] = {}
-    is_zero, specs = optimizer.is_zero, gpt_parameters(config)
+    specs = gpt_parameters(config)
     copies = tuple(name for name in ("dp", "tp") if name in rank.mesh.axis_names)
     for piece in optimizer.pieces:
-        shape, spec, *_ = specs[piece.name]
-        unlike = {"dp", *spec.axis_names} if is_zero else set(spec.axis_names)
+        about = specs[piece.name]
+        unlike = {*optimizer.cut_along, *about.spec.axis_names}
         is_writer = all(rank.place(name).index == 0 for name in copies if name not in unlike)
         if piece.is_counted and is_writer and len(piece.held):
-            start = _start(shape, spec)
-            part = Part.of(shape, start, tuple(piece.whole.shape), piece.held)
+            part = Part.of(about.shape, *box_of(about), piece.held)
             owned[f"model.{piece.name}"] = Owned(part, _numpy(piece.own))
             for kind in STATES:
                 owned[f"{kind}.{piece.name}"] = Owned(part, _numpy(optimizer.states(piece)[kind]))
@@ -52,22 +52,12 @@ def load(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
     specs = gpt_parameters(config)
     for piece in optimizer.pieces:
         here = {kind: _here(arrays[f"{kind}.{piece.name}"], specs[piece.name].spec) for kind in ("model", *STATES)}
-        piece.whole.copy_(here["model"])
+        if piece.whole is not None:
+            piece.whole.copy_(here["model"])
         states = optimizer.states(piece)
         states["step"].fill_(step)
-        for kind in STATES:
-            states[kind].copy_(here[kind].reshape(-1)[piece.held.start : piece.held.stop].view_as(piece.own))
-
-
-def _start(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
-    """The first element of this rank's piece of a whole parameter."""
-    rank = this_rank()
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    starts = []
-    for size, entry in zip(shape, entries):
-        place = None if entry is None else rank.place(entry)
-        starts.append(0 if place is None else cut(size, len(place.group), "ceil")[place.index].start)
-    return tuple(starts)
+        for kind, x in {"model": piece.own, **{kind: states[kind] for kind in STATES}}.items():
+            x.copy_(here[kind].reshape(-1)[piece.held.start : piece.held.stop].view_as(x))
 
 
 def _here(array: np.ndarray, spec: P) -> Tensor:

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tplab.mesh import Axis
-from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
+from tplab.models.gpt import GPTConfig, Parameter, gpt_layer_name, gpt_specs
+from tplab.sharding import cut
+from tplab.torch.data.gather_state import gather_state
 from tplab.torch.layers.parameters import piece_of
 from tplab.torch.pipeline.stages import Stages
+from tplab.torch.ranks.rank import this_rank
 
 
 def held_of(stages: Stages, config: GPTConfig) -> dict[str, list[nn.Parameter]]:
@@ -30,3 +33,29 @@ def load_whole(stages: Stages, config: GPTConfig, state: Mapping[str, Any], axis
     for name, parameters in held_of(stages, config).items():
         for parameter in parameters:
             parameter.copy_(piece_of(torch.as_tensor(state[name]), specs[name]))
+
+
+def whole_of(stages: Stages, config: GPTConfig, is_cut: bool) -> dict[str, Tensor]:
+    """The parameters of this rank's stages by name, each whole as its tensor-parallel piece is.
+
+    is_cut   whether `shard_parameters` has cut them: then all ranks call this, and gather them
+    """
+    if not is_cut:
+        return {name: parameters[0].detach() for name, parameters in held_of(stages, config).items()}
+    wholes = {stage: gather_state(module) for stage, module in stages.items()}
+    return {
+        gpt_layer_name(config, layer, name): wholes[stage][f"{layer - stages.partition.bounds[stage]}.{name}"]
+        for layer, name, _ in stages.by_layer()
+        for stage in [stages.partition.stage_of(layer)]
+    }
+
+
+def box_of(about: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's tensor-parallel piece of a parameter: its first element, and how many in each dim."""
+    rank, begins, sizes = this_rank(), list[int](), list[int]()
+    for size, entry in zip(about.shape, [*about.spec, *[None] * (len(about.shape) - len(about.spec))]):
+        place = None if entry is None else rank.place(entry)
+        held = range(size) if place is None else cut(size, len(place.group), "ceil")[place.index]
+        begins.append(held.start)
+        sizes.append(len(held))
+    return tuple(begins), tuple(sizes)

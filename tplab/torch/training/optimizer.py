@@ -1,58 +1,65 @@
-"""AdamW over a rank's stages of a GPT, its states divided over the data-parallel ranks or not; and clipping."""
+"""AdamW over the stages of a GPT that a rank has, divided over the data-parallel ranks as ZeRO says; and clipping."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
-from tplab.sharding import P
-from tplab.torch.comm.collectives import axis_index
+from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
+from tplab.sharding import P, cut
+from tplab.torch.comm.collectives import axis_index, axis_size
 from tplab.torch.data.clipping import gradient_norm, scale_to
-from tplab.torch.data.shard_optimizer import shard_optimizer
+from tplab.torch.data.parallel import data_parallel
+from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.sharded_optimizer import ShardedOptimizer
 from tplab.torch.pipeline.stages import Stages
+from tplab.torch.training.gpt_stages import box_of
 from tplab.training.recipe import Recipe
 
 
 class Piece(NamedTuple):
-    """What the optimizer steps: a parameter, or with ZeRO this rank's part of it.
+    """What the optimizer steps: a parameter, or with ZeRO this rank's numbers of it.
 
     name         in the state of the whole GPT
     is_counted   whether it is here that it counts: not where it is tied to another one, or on a second rank
-    whole        the parameter        own   what is stepped: the parameter itself, or some of its numbers [n]
+    whole        the parameter; None where no rank has it whole
+    own          what is stepped: the parameter itself, or some of its numbers [n]
     held         which numbers, read row by row
     """
 
     name: str
     is_counted: bool
-    whole: Tensor
+    whole: Tensor | None
     own: Tensor
     held: range
 
 
 class Optimizer:
-    """AdamW as a recipe has it."""
+    """AdamW as a recipe has it. Gradients leave while the last backward pass runs, of a stage or with ZeRO 2 of a part.
+
+    cut_along   ("dp",) where each data-parallel rank has a part of the states, else ()
+    """
 
     def __init__(self, stages: Stages, config: GPTConfig, recipe: Recipe):
         self._stages, self._config, self._clip = stages, config, recipe.clip
         adamw = partial(torch.optim.AdamW, lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
-        parameters = stages.parameters()
-        self.inner = shard_optimizer(adamw, parameters, "dp") if recipe.zero else adamw(parameters)
-        self.pieces = list(self._pieces())
+        parameters = _as_they_leave(stages)
+        if recipe.zero in (1, 2):  # they differ in how often a backward pass is the last: `Recipe.num_parts`
+            self.inner = shard_gradients(adamw, parameters, "dp", bucket_bytes=recipe.bucket_bytes)
+        else:
+            self.inner = adamw(parameters)
+        if recipe.zero == 0:
+            data_parallel(parameters, "dp", bucket_bytes=recipe.bucket_bytes, broadcast=False)
+        self.pieces = list(self._pieces(is_cut=recipe.zero == 3))
+        self.cut_along = ("dp",) if recipe.zero else ()
         specs = gpt_specs(config)
-        cut_along = ("pp", "dp") if recipe.zero else ("pp",)
         self._counted = {piece.name: piece.own for piece in self.pieces if piece.is_counted}
-        self._specs = {name: P((*cut_along, *specs[name].axis_names)) for name in specs}
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether each data-parallel rank has a part of the states."""
-        return isinstance(self.inner, ShardedOptimizer)
+        self._specs = {name: P(("pp", *self.cut_along, *specs[name].axis_names)) for name in specs}
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
@@ -76,11 +83,17 @@ class Optimizer:
             state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
         return state
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self, is_cut: bool) -> Iterator[Piece]:
+        wholes = gpt_parameters(self._config)
         about = {parameter: (name, is_counted) for name, is_counted, parameter in self._named()}
         if not isinstance(self.inner, ShardedOptimizer):
             for parameter, (name, is_counted) in about.items():
-                yield Piece(name, is_counted, parameter, parameter, range(parameter.numel()))
+                size = math.prod(box_of(wholes[name])[1])
+                if is_cut:
+                    held = cut(size, axis_size("dp"), "ceil")[axis_index("dp")]
+                    yield Piece(name, is_counted, None, parameter, held)
+                else:
+                    yield Piece(name, is_counted, parameter, parameter, range(size))
             return
         for bucket in self.inner.buckets:
             for parameter, own, ranges in zip(bucket.parameters, bucket.shards, bucket.pieces.ranges):
@@ -95,3 +108,15 @@ class Optimizer:
             is_tied = layer == config.num_layers + 1 and name == "embedding.weight"
             is_counted = first == axis_index(stages.axis) and not is_tied
             yield gpt_layer_name(config, layer, name), is_counted, parameter
+
+
+def _as_they_leave(stages: Stages) -> list[nn.Parameter]:
+    """The parameters, in the order in which buckets are filled from the last to the first: those with copies, whose
+    gradients wait for other ranks' at the end of the batch, leave last."""
+    tied = {place for tie in stages.tied for place in tie}
+    found: dict[nn.Parameter, bool] = {}
+    for stage, module in stages.items():
+        is_copied = sum(stage in held for held in stages.placement) > 1
+        for name, parameter in module.named_parameters():
+            found[parameter] = is_copied or (stage, name) in tied
+    return sorted(found, key=lambda parameter: not found[parameter])

@@ -17,6 +17,7 @@ from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
 from tplab.models.state import merge_state
 from tplab.pipeline.microbatches import split_batch
 from tplab.torch.comm.collectives import axis_index, axis_size
+from tplab.torch.data.shard_parameters import shard_parameters
 from tplab.torch.layers.vocabulary import vocab_parallel_cross_entropy
 from tplab.torch.models.gpt_layers import gpt_layers
 from tplab.torch.pipeline.stages import Stages, stages_of
@@ -24,7 +25,7 @@ from tplab.torch.pipeline.train_batch import train_batch
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.run import launched_by_torchrun, run
 from tplab.torch.training import checkpoint
-from tplab.torch.training.gpt_stages import held_of, load_whole
+from tplab.torch.training.gpt_stages import load_whole, whole_of
 from tplab.torch.training.optimizer import Optimizer
 from tplab.training.checkpoint import beginning
 from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
@@ -58,11 +59,13 @@ def train(
     seed      of the first weights, the batches and dropout
 
     Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
-    Raises ValueError for a checkpoint of another model, FileExistsError for one that is there without `resume`.
+    Raises ValueError for a checkpoint of another model, and for ZeRO stages that are not for pipelines; FileExistsError
+    for a checkpoint that is there without `resume`.
     Ctrl-C on simulated ranks: the step that runs comes to its end, and what was trained until then is returned.
     Elsewhere the newest checkpoint is what is kept.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
+    recipe.check_mesh(mesh)
     first = beginning(folder, resume, config)
     show = PlainLine() if show is None else show
     live = None if on == "processes" else show
@@ -92,13 +95,16 @@ def _train(
     layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
     stages = stages_of(layers, recipe.schedule_on(rank.mesh))
     load_whole(stages, config, gpt_state(config, seed))
+    if recipe.zero == 3:
+        for module in stages.values():
+            shard_parameters(module, "dp")
     optimizer = Optimizer(stages, config, recipe)
     if folder is not None and first:
         checkpoint.load(folder, first, optimizer, config)
     for step in range(first, recipe.steps):
         if stop is not None and not stop.may_begin(step):
             break
-        rank.draws["batches"] = step  # what dropout draws depends on it: the same after a break
+        rank.draws["batches"] = step * recipe.num_parts  # what dropout draws depends on it: the same after a break
         loss = _run_batch(stages, text.batch(step, recipe.batch_size, config.context, seed, **_share()), config, recipe)
         norm = optimizer.step(recipe.rate(step))
         held_out = _evaluate(stages, text, config, recipe) if recipe.evaluates(step) else None
@@ -110,23 +116,24 @@ def _train(
             checkpoint.save(folder, step + 1, optimizer, config)
     if folder is not None and done and not recipe.saves(done[-1].step - 1):  # it was stopped
         checkpoint.save(folder, done[-1].step, optimizer, config)
-    held = held_of(stages, config) if axis_index("dp") == 0 else {}
-    return done, {name: parameters[0].detach().cpu().numpy() for name, parameters in held.items()}
+    held = whole_of(stages, config, is_cut=recipe.zero == 3)
+    return done, {name: x.cpu().numpy() for name, x in held.items()} if axis_index("dp") == 0 else {}
 
 
 def _run_batch(stages: Stages, batch: tuple[np.ndarray, np.ndarray], config: GPTConfig, recipe: Recipe) -> float:
-    """Forward and backward: the mean loss over all data-parallel ranks. With ZeRO, gradients stay this rank's own."""
+    """Forward and backward: the mean loss over all data-parallel ranks. Hooks of the optimizer's see to gradients."""
+    num_parts = recipe.num_parts
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size)
+        return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size) / num_parts
 
     device = stages.parameters()[0].device
     ids, targets = (torch.from_numpy(x).to(device) for x in batch)
     pairs = split_batch(ids, targets, recipe.microbatches)
-    schedule = recipe.schedule_on(this_rank().mesh)
-    average = not recipe.zero
-    every = recipe.checkpoint_every
-    return float(train_batch(schedule, stages, pairs, loss, data_axis="dp", average=average, checkpoint_every=every))
+    schedule, size = recipe.schedule_on(this_rank().mesh), recipe.microbatches // num_parts
+    how: dict[str, Any] = {"data_axis": "dp", "average": False, "checkpoint_every": recipe.checkpoint_every}
+    parts = (pairs[part * size : (part + 1) * size] for part in range(num_parts))
+    return sum(float(train_batch(schedule, stages, part, loss, **how)) for part in parts)
 
 
 def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> float:
