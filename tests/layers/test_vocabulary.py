@@ -1,6 +1,7 @@
 """Embedding, tied head and loss with the vocabulary spread over ranks, against torch's own on one: float64."""
 
 import inspect
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.frameworks import FRAMEWORKS, Framework
+from tests.frameworks import FRAMEWORKS, Framework, in_both
 from tests.sharded import close, double, numbers
 from tplab import Mesh, P
 from tplab.errors import ShapeError
@@ -90,8 +91,11 @@ def check(fw, num_ranks, vocab_size, shape=(3, 8), sequence_dim=None, ignored=0,
         close(grad, want_grad, "gradient of the weight")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("sequence_dim", [None, 1])
+@pytest.mark.parametrize(
+    "fw, num_ranks, sequence_dim",
+    in_both(product([1, 2, 3, 4, 8], [None, 1]), [(1, None), (8, None), (3, 1), (4, 1)]),
+    indirect=["fw"],
+)
 def test_tied_model_with_a_vocabulary_that_does_not_divide(fw, num_ranks, sequence_dim):
     check(fw, num_ranks, 41, (2, 24), sequence_dim)
 
@@ -101,19 +105,15 @@ def test_ranks_without_any_word(fw):
     check(fw, 4, 5, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reduction": "sum"},
-        {"reduction": "none"},
-        {"label_smoothing": 0.1},
-        {"label_smoothing": 0.3, "reduction": "none"},
-        {"ignored": 5},
-        {"ignored": 5, "ignore_index": 2},
-        {"ignored": 5, "label_smoothing": 0.2, "reduction": "sum"},
-    ],
-    ids=str,
-)
+SEVERAL = [  # JAX: every option once, in company
+    ({"label_smoothing": 0.3, "reduction": "none"},),
+    ({"ignored": 5, "ignore_index": 2},),
+    ({"ignored": 5, "label_smoothing": 0.2, "reduction": "sum"},),
+]
+ALONE = [({"reduction": "sum"},), ({"reduction": "none"},), ({"label_smoothing": 0.1},), ({"ignored": 5},)]
+
+
+@pytest.mark.parametrize("fw, options", in_both(ALONE + SEVERAL, SEVERAL), indirect=["fw"], ids=str)
 def test_options_mean_what_they_mean_in_torch(fw, options):
     check(fw, 3, 13, **options)
 
@@ -154,8 +154,11 @@ def loss_and_gradient(fw, num_ranks, logits, targets, vocab_size, **options):
     return loss, grad[..., : logits.shape[-1]], out.trace
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-@pytest.mark.parametrize("scale", [1e4, -1e4, 1e30])
+@pytest.mark.parametrize(
+    "fw, num_ranks, scale",
+    in_both(product([1, 3, 4], [1e4, -1e4, 1e30]), [(1, 1e4), (3, -1e4), (4, 1e30)]),
+    indirect=["fw"],
+)
 def test_large_logits_in_float32(fw, num_ranks, scale):
     """exp(1e4) is infinite. The loss is exact to float32's rounding of the logits."""
     logits = (np.random.default_rng(1).normal(size=(6, 10)) * scale).astype(np.float32)
