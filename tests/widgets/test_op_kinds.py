@@ -1,8 +1,15 @@
 """On a timeline an operation has the colour of its kind."""
 
 import pytest
+import torch
 
+import tplab.torch as tt
+from tplab import Mesh
+from tplab.trace.trace import Trace
+from tplab.widgets import timeline
+from tplab.widgets.paper.palette import OPS
 from tplab.widgets.score.op_kinds import KINDS, kind_of
+from tplab.widgets.score.score import score
 
 
 @pytest.mark.parametrize(
@@ -17,3 +24,30 @@ from tplab.widgets.score.op_kinds import KINDS, kind_of
 def test_the_kind_of_an_operation(kind: str, ops: str):
     assert kind in KINDS
     assert {op: kind_of(op) for op in ops.split()} == dict.fromkeys(ops.split(), kind)
+
+
+def layer(x: torch.Tensor, w: torch.Tensor, is_trained: bool) -> None:
+    y = tt.all_reduce((x @ w).tanh(), "tp")
+    if is_trained:
+        (x.requires_grad_() @ w).sum().backward()
+    assert y.shape == x.shape
+
+
+def traced(is_trained: bool) -> Trace:
+    return tt.run(layer, Mesh(tp=2), torch.ones(4, 4), torch.ones(4, 4), is_trained, cluster="h100").trace
+
+
+def test_products_of_a_backward_pass_have_a_colour_and_a_name_of_their_own():
+    read = score(traced(is_trained=True))
+    products = [kind for kind in read.work_kinds if kind in ("product", "backward")]
+    assert sorted(products) == ["backward"] * 2 + ["product"] * 4, "on two ranks"
+    assert dict(read.work_legend)["product"] == "product, forward"
+    assert dict(read.work_legend)["backward"] == "product, backward"
+    assert {kind for kind, _ in read.work_legend} <= OPS.keys()
+
+
+def test_without_a_backward_pass_a_product_is_a_product():
+    read = score(traced(is_trained=False))
+    assert "backward" not in read.work_kinds
+    assert dict(read.work_legend) == {"product": "matrix product", "elementwise": "elementwise"}
+    assert timeline(traced(is_trained=False)).picture()

@@ -12,8 +12,8 @@ HUES = ("#2f6bd8", "#b45309", "#0f7d5c", "#b33a83", "#0b7a99", "#d0342c", "#537a
 KINDS = {"F": "#1f55bd", "I": "#55b3a6", "W": "#f0c969"}
 """Of a schedule's actions: dark, middle and light, so that a grey print tells them apart too. A B is an I and a W."""
 
-OPS = {"product": "#43558c", "norm": "#8f6fc4", "elementwise": "#8fa0bb", "copy": "#c3cbd9"}
-"""Of what a rank computes, by the kind of the operation."""
+OPS = {"product": "#43558c", "backward": "#4a9d97", "norm": "#8f6fc4", "elementwise": "#8fa0bb", "copy": "#c3cbd9"}
+"""Of what a rank computes, by the kind of the operation; "backward" is a product of a backward pass."""
 
 GRADIENT = "#1d7f72"
 """Of a message with gradients, in a pipeline: the colour of I, dark enough for white letters."""

@@ -23,6 +23,7 @@ from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import names
+from tplab.widgets.score.op_kinds import kind_of
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
 _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
@@ -87,6 +88,27 @@ class Score:
         if not self.is_pipeline:
             return hue(int(self.bars["item"][row]))
         return (WORK, KINDS["F"], GRADIENT)[self.bars["flow"][row]]
+
+    @cached_property
+    def work_kinds(self) -> list[str]:
+        """The kind of what each bar computes, for its colour: a product of a backward pass is "backward"; "" for bars
+        that compute nothing."""
+        kinds, phases = [kind_of(op) for op in self.ops], self.trace.codes("phase")[0]
+        phase = self.trace.codes("phase")[1][self.bars["row"]].tolist()
+        found = []
+        for row, (kind, op) in enumerate(zip(self.bars["kind"].tolist(), self.bars["op"].tolist(), strict=True)):
+            is_backward = kinds[op] == "product" and phases[phase[row]] == "backward"
+            found.append("" if kind != COMPUTE else "backward" if is_backward else kinds[op])
+        return found
+
+    @cached_property
+    def work_legend(self) -> list[tuple[str, str]]:
+        """The kinds of what is computed, as far as they are there, and what a legend calls each."""
+        there = {kind for kind, drawn in zip(self.work_kinds, self.bars["end"] > self.bars["start"]) if kind and drawn}
+        product = "product, forward" if "backward" in there else "matrix product"
+        says = {"product": product, "backward": "product, backward", "norm": "norm, softmax"}
+        says |= {"elementwise": "elementwise", "copy": "copy"}
+        return [(kind, text) for kind, text in says.items() if kind in there]
 
     @cached_property
     def table_caption(self) -> str:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from tplab.units import plain, range_text, time_text
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WORK, mix
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, LINE, OPS, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, fitted, on_curve, text_width
 from tplab.widgets.score import words
 from tplab.widgets.score.frame import Frame, frame
@@ -178,7 +178,8 @@ def timeline(score: Score) -> bytes:
     """The timeline alone, as PNG."""
     width = 760
     lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN)
-    pen = Pen(width, 52 + lanes.height + 38)
+    legend = [] if score.is_pipeline else score.work_legend
+    pen = Pen(width, 52 + lanes.height + (60 if legend else 38))
     _head(pen, score)
     lanes.draw(pen)
     span = score.trace.makespan
@@ -187,6 +188,14 @@ def timeline(score: Score) -> bytes:
     if score.computes:
         facts += f" · each rank is busy {range_text((100 * busy).round().tolist(), plain)} % of it"
     pen.text(MARGIN, 52 + lanes.height + 18, facts, size=11.5, anchor="lm")
+    x, y = float(MARGIN), 52 + lanes.height + 40
+    for kind, text in [*legend, *([("idle", "idle")] if legend else [])]:
+        if kind == "idle":
+            pen.box(x, y - 5, 18, 11, fill=SOFT)
+            pen.hatch(x, y - 5, 18, 11, HATCH)
+        else:
+            pen.box(x, y - 5, 18, 11, fill=mix(OPS[kind], 0.55), edge=OPS[kind], radius=2)
+        x += 24 + pen.text(x + 24, y, text, size=11, fill=DIM, anchor="lm") + 16
     return encode([pen.image()], [0])
 
 

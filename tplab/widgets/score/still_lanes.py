@@ -8,7 +8,6 @@ from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, SOFT, mix
 from tplab.widgets.paper.pen import Pen, text_width
-from tplab.widgets.score.op_kinds import kind_of
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
 
@@ -53,7 +52,7 @@ class Lanes:
             if action >= 0 and item >= 0:
                 draw_action(pen, action, score.ops[bars["op"][row]], x, right, y, height)
                 continue
-            colour = OPS[kind_of(score.ops[bars["op"][row]])] if kind == COMPUTE else score.bar_colour(row)
+            colour = OPS[score.work_kinds[row]] if kind == COMPUTE else score.bar_colour(row)
             fill = mix(colour, 0.55 if kind == COMPUTE else 0.24)
             edge = colour if height > 6 else None
             pen.box(x + 0.5, y, max(right - x - 1, 0.7), height, fill=fill, edge=edge, radius=2)

@@ -1,7 +1,7 @@
 // The timeline: one lane per rank, computing above and messages below, on one canvas; the playhead lies over it.
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
-import { COMPUTE, SEND, WAIT, barColour } from "./score.js";
+import { COMPUTE, SEND, WAIT, barColour, workKind } from "./score.js";
 import { describeBar } from "./bars.js";
 import { actionBar, hatch, shape } from "./canvas.js";
 
@@ -146,7 +146,7 @@ export class Lanes {
         actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
         continue;
       }
-      const colour = kind === COMPUTE ? paint.ops[score.op_kinds[score.op[row]]] : barColour(score, paint, row);
+      const colour = kind === COMPUTE ? paint.ops[workKind(score, row)] : barColour(score, paint, row);
       const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
       pen.fillStyle = paint.paper;
       if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching

@@ -6,6 +6,12 @@ export const OWN = 1, HELD = 2, PASSED = 3, GONE = 4;
 
 export const numSteps = (score) => score.times.length - 1;
 
+// The kind of what a bar computes, for its colour: a product of a backward pass has one of its own.
+export function workKind(score, row) {
+  const kind = score.op_kinds[score.op[row]];
+  return kind === "product" && score.phases?.[score.phase[row]] === "backward" ? "backward" : kind;
+}
+
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
 // When the playhead at `position` (in rounds) is.

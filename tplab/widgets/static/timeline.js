@@ -30,10 +30,7 @@ export function facts(score, busy) {
 
 // The kinds of what is computed, as far as they are there.
 function workKeys(score, key) {
-  const there = new Set();
-  score.kind.forEach((kind, row) => { if (kind === COMPUTE && score.end[row] > score.start[row]) there.add(score.op_kinds[score.op[row]]); });
-  const says = { product: "matrix product", norm: "norm, softmax", elementwise: "elementwise", copy: "copy" };
-  return score.pipeline ? [key("f", "F forward"), key("b", "B backward: I, then W")] : Object.keys(says).filter((kind) => there.has(kind)).map((kind) => key(kind, says[kind]));
+  return score.pipeline ? [key("f", "F forward"), key("b", "B backward: I, then W")] : score.work.map(([kind, text]) => key(kind, text));
 }
 
 // What travels, as far as anything does.
