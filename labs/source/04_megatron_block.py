@@ -234,6 +234,23 @@ def modelled(ranks, tokens=2048):
 timeline(modelled(4))
 
 # %% [markdown]
+# The next cell **measures** a smaller block, on one and on two processes of your machine. Each has a GPU if there are
+# enough. The modelled times beside it are those of a `laptop` with two idle cores that reach their peak, so yours will be
+# longer. Compare the *ratios*: how much does the second process gain? On a machine that is busy with other work it may even
+# lose, because each sum waits for the slower rank.
+
+# %% tags=["nbval-ignore-output"]
+smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
+torch.set_num_threads(1)  # one core per rank
+for ranks in (1, 2):
+    args = training_step, Mesh(tp=ranks), *smaller, block
+    runs = [tt.run(*args, in_specs=GIVEN, on="processes") for _ in range(4)]
+    took = 1e3 * min(out.trace.makespan for out in runs)
+    model = 1e3 * tt.run(*args, in_specs=GIVEN, cluster="laptop").trace.makespan
+    where = runs[0].per_rank[0][0].device.type
+    print(f"tp={ranks}: {took:.0f} ms measured ({where}), {model:.0f} ms modelled")
+
+# %% [markdown]
 # Two of the sums come from $g$ in the forward pass, and two from $f$ in the backward pass. Each adds up a whole
 # activation, `[B, S, D]`. So each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
 #

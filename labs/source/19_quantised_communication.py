@@ -306,7 +306,7 @@ for name, options in runs.items():
                  in_specs=(P(None, ALL), None), out_specs=P())
     lines[name] = range(1, STEPS + 1), out.value.tolist()
 levels({"loss of each step": lines}, title="The Zen of Python, letter by letter",
-       about="the same seed and batches", unit="", along="steps",
+       about="the same seed and batches", unit="", along="steps", from_zero=False,
        sentence="With blocks, the loss follows that of ZeRO-3.")
 
 # %% [markdown]

@@ -204,7 +204,6 @@ print(f"30 steps on 8 ranks, the losses of one device to 1e-4: {apart < 1e-4}")
 # In float32, sums over ranks are rounded differently, and over 30 steps the differences grow. In float64, the first steps
 # agree to 1e-12, as tplab's tests check. With `folder=`, the loop writes checkpoints that any other mesh can load, and
 # `resume=True` goes on from the newest. Ctrl-C ends the loop after the current step, and keeps what was trained.
-# `on="processes"` gives each rank a process of its own, and a script with the same call runs under `torchrun`.
 #
 # ## The twin
 #
@@ -219,6 +218,36 @@ twin = tj.train(config, text, Mesh(dp=2), short, show=quiet)
 torchs = train(config, text, Mesh(dp=2), short, show=quiet)
 apart = max(abs(a - b) for a, b in zip(twin.losses, torchs.losses))
 print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
+
+# %% [markdown]
+# So far the ranks were simulated. With `on="processes"`, each of them is a process of this machine. A script with the same call
+# also runs under `torchrun`, here and on many machines. This cell does both, and shows what rank 0 prints:
+
+# %% tags=["nbval-ignore-output"]
+import tempfile
+from pathlib import Path
+
+there = train(config, text, Mesh(dp=2), short, show=quiet, on="processes")
+apart = max(abs(a - b) for a, b in zip(there.losses, torchs.losses))
+print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
+
+script = Path(tempfile.mkdtemp()) / "train_gpt.py"
+script.write_text("""
+import torch.distributed as dist
+from tplab import Mesh
+from tplab.data.text import Text, python_source
+from tplab.torch import GPTConfig, train
+from tplab.training.recipe import Recipe
+
+config = GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
+train(config, Text(python_source()), Mesh(dp=2), Recipe(steps=3, batch_size=8))
+if dist.get_rank() == 0:
+    print(dist.get_world_size(), "ranks of torchrun, over", dist.get_backend())
+""")
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+command = [*torchrun, "--nproc-per-node=2", str(script)]
+done = subprocess.run(command, capture_output=True, text=True)
+print(done.stderr if done.returncode else done.stdout)
 
 # %% [markdown]
 # ## Turn the knob

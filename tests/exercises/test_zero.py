@@ -91,6 +91,11 @@ def test_a_layer_of_two_matrices_passes_in_both_frameworks():
     expect(in_jax, True, "y, dx, dpiece equal the plain answer")
 
 
+def in_two_places(x: Any, piece: Any) -> Any:
+    a, b = (tt.all_gather(half, "dp", 0).reshape(x.shape[1], -1) for half in piece.chunk(2))
+    return torch.relu(x @ a) @ b
+
+
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -104,12 +109,13 @@ class _Mean(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
+        (in_two_places, "Gather first, and cut the row then."),
         (layer(tt.all_gather, first=1), "The two matrices are exchanged"),
         (layer(tt.gather_from), "gather_from is for ranks that all go on alike"),
         (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "This is the mean"),
         (layer(lambda piece, *_: piece.repeat(tt.axis_size("dp"))), "entries are off"),
     ],
-    ids=["exchanged", "gather_from", "mean", "own piece"],
+    ids=["in two places", "exchanged", "gather_from", "mean", "own piece"],
 )
 def test_what_is_wrong_with_a_layer_is_told(fn: Callable[..., Any], hint: str):
     expect(check_layer(fn), False, hint, "Mesh(dp=2)")

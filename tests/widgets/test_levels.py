@@ -60,6 +60,20 @@ def test_runs_are_points_with_lines_between():
     assert card.figure.axes[0].get_xlabel() == "microbatches"
 
 
+def test_a_scale_that_frames_the_data_spreads_lines_that_are_close():
+    lines = {"loss": {"a": (range(4), [3.4, 3.1, 2.9, 2.8]), "b": (range(4), [3.41, 3.12, 2.93, 2.84])}}
+    framed, whole = (
+        levels(lines, title="T", sentence="S.", along="steps", unit="", from_zero=from_zero).figure.axes[0]
+        for from_zero in (False, True)
+    )
+    assert whole.get_ylim()[0] == 0
+    low, high = framed.get_ylim()
+    assert 2.7 < low < 2.8 < 3.41 < high < 3.5
+    assert sum(low <= tick <= high for tick in framed.get_yticks()) >= 3
+    alone = levels({"": {"a": ([0, 1], [2, 2])}}, title="T", sentence="S.", along="steps", from_zero=False)
+    assert alone.figure.axes[0].get_ylim() == (2, 3)
+
+
 def test_nothing_held_can_be_drawn():
     card = levels({"": {"rank 0": ([0, 1], [0, 0])}}, title="T", sentence="S.", along="steps", stairs=True)
     assert Image.open(io.BytesIO(card.picture())).format == "PNG"

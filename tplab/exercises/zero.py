@@ -116,6 +116,14 @@ def _own_rows_only(seen: Seen) -> np.ndarray:
     return whole[cut(whole.size, num_ranks, "equal")[index]]
 
 
+def _in_two_places(seen: Seen) -> np.ndarray:
+    """What the layer gives if every rank's piece is cut in two, and the halves are gathered one by one."""
+    x = seen.tensors["x"]
+    pieces = seen.tensors["piece"].reshape(seen.mesh.axis_size("dp"), 2, -1)
+    a, b = pieces.swapaxes(0, 1).reshape(2, x.shape[1], x.shape[1])
+    return np.maximum(seen.own["x"] @ a, 0) @ b
+
+
 def _exchanged(seen: Seen) -> np.ndarray:
     """What the layer gives if the second matrix comes first."""
     x = seen.tensors["x"]
@@ -132,6 +140,12 @@ LAYER = Exercise(
     gradients=("x", "piece"),
     mistakes=(
         Mistake("y", "The two matrices are exchanged: a comes first in the row of numbers, and b second.", _exchanged),
+        Mistake(
+            "y",
+            "You cut this rank's piece in two, as if it held a part of a and a part of b. It is one part of the row.\n"
+            "On two ranks, rank 0 has all of a, and rank 1 has all of b. Gather first, and cut the row then.",
+            _in_two_places,
+        ),
         Mistake(
             "dpiece",
             "y and dx are right, but dpiece comes from this rank's own rows of the batch only.\n"

@@ -27,8 +27,9 @@ def levels(
     stairs: bool = False,
     predicted: Mapping[str, Mapping[str, Line]] | None = None,
     unit: str = "B",
+    from_zero: bool = True,
 ) -> Curves:
-    """Draw bytes, or other amounts, over anything that grows, a panel beside the other, on one scale that begins at 0.
+    """Draw bytes, or other amounts, over anything that grows, a panel beside the other, on one scale.
 
     panels      panel title -> {line: (x, bytes)}
     along       what x is: "microbatches"
@@ -36,11 +37,13 @@ def levels(
                 connect
     predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in ink
     unit        "B", or what stands behind each number: "" for a loss
+    from_zero   whether the scale begins at 0, to compare heights; else it frames what is drawn, as suits a loss
     sentence    what is to be seen; it stands for the picture where none is shown
     """
     figure, axes = figure_of(panels, along)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
-    step = round_step(max(drawn, default=0.0), unit)
+    least, most = 0.0 if from_zero else min(drawn, default=0.0), max(drawn, default=0.0)
+    step, room = round_step(most - least, unit), 0.06 * (most - least)
     for ax, (name, lines) in zip(axes, panels.items()):
         _dress(ax, step, unit)
         for index, (label, (x, y)) in enumerate(lines.items()):
@@ -54,7 +57,7 @@ def levels(
             style = {"color": INK, "lw": 1, "ls": (0, (1, 2)), "ds": "steps-post" if stairs else "default"}
             ax.plot(x, y, zorder=4, **style)
             ax.lines[-1].set_label("predicted")
-    axes[0].set_ylim(0, 1.06 * max(drawn, default=1.0) or 1.0)
+    axes[0].set_ylim(least if from_zero else least - room, most + room if most > least else least + 1.0)
     explain(figure, axes[0])
     return Curves(title, about, sentence, figure, lambda x: f"{along}: {plain(x)}")
 
