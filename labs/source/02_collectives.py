@@ -335,7 +335,7 @@ curves(
 )
 
 # %% [markdown]
-# Ring and recursive doubling are equal at $\frac{14 - 3}{3 - 14/8} = 8.8$ times latency times bandwidth. The third curve,
+# Ring and recursive doubling take equally long at $\frac{14 - 3}{3 - 14/8} = 8.8$ times latency times bandwidth. The third curve,
 # halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few hops *and* few bytes.
 # Why are there rings at all, then? Because it sends to ranks four places away, and its formula assumes a link for every
 # pair of ranks. Where ranks are wired as a ring or a torus, its messages share links. A ring sends to neighbours only.
@@ -424,8 +424,8 @@ check_sum_up(sum_up)
 # %% [markdown]
 # ## Your turn: six puzzles
 #
-# Each puzzle has two budgets: how many rounds there may be, and how many bytes the busiest rank may send. In a round, a rank
-# may send one message and receive one. A piece is three numbers of 4 bytes. Use only `ring_shift`, `ppermute` and `start`.
+# Each puzzle sets two budgets: a number of rounds, and a number of bytes that no rank may exceed. In a round, a rank may send
+# one message and receive one. A piece is three numbers of 4 bytes. Use only `ring_shift`, `ppermute` and `start`.
 
 # %%
 from tplab.exercises.collective_puzzles import PUZZLES, check_puzzle
@@ -434,8 +434,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}")
 
 # %% [markdown]
-# Every program is tried on other numbers of ranks too. The check takes torch; for JAX, call `check_puzzle(1, puzzle_1, "jax")`.
-# Puzzle 1 has an answer that is right and too slow:
+# Your program is also tried on other numbers of ranks. The check expects torch. For a program in JAX, call
+# `check_puzzle(1, puzzle_1, "jax")`. Puzzle 1 has an answer that is right but too slow:
 
 # %%
 def puzzle_1(x):

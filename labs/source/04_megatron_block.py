@@ -34,7 +34,7 @@ from tplab.widgets import matrices, timeline
 # %% [markdown]
 # ## By hand: why f and g are a pair
 #
-# In lab 01, $f$ was where a whole tensor enters divided work, and $g$ was where the result comes out. One sums in the
+# In lab 01, $f$ marked where a whole tensor enters divided work, and $g$ where the result comes out. One sums in the
 # backward pass, the other in the forward pass. Why? Take two ranks and a single number, and write what the ranks hold as
 # a column with one row per rank. Then $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is
 # $dx = M^\top dy$:

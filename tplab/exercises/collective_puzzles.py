@@ -276,8 +276,8 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
     for trace in traces:
         if fault := _fault(trace, puzzle):
             return Moving(False, f"{name} is right, but {fault}", trace)
-    tried = ", ".join(map(str, puzzle.sizes[1:]))
-    text = f"{name} is solved.\n{puzzle.budget()}. It also keeps the budgets of {tried} ranks."
+    tried = " and ".join(str(ranks) for ranks in puzzle.sizes[1:] if ranks > 2)
+    text = f"{name} is solved.\n{puzzle.budget()}. It also keeps its budgets on {tried} ranks."
     return Moving(True, text, traces[0])
 
 
