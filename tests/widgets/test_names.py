@@ -47,6 +47,73 @@ def finals(piece: Score) -> dict[int, dict[str, tuple[str, str]]]:
     return found
 
 
+def doubling(lab: Any, x: Any) -> Any:
+    for away in (1, 2):
+        x = x + lab.ppermute(x, "tp", [(k, k ^ away) for k in range(4)])
+    return x
+
+
+def doubling_turned_round(lab: Any, x: Any) -> Any:
+    for away in (1, 2):
+        x = lab.ppermute(x, "tp", [(k, k ^ away) for k in range(4)]) + x
+    return x
+
+
+def passing_on(lab: Any, x: Any) -> Any:
+    total = x
+    for _ in range(3):
+        x = lab.ring_shift(x, "tp")
+        total = total + x
+    return total
+
+
+@pytest.mark.parametrize("cluster", [None, "h100"])
+@pytest.mark.parametrize("program", [doubling, doubling_turned_round], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_recursive_doubling_is_one_variable_that_grows_on_every_rank(framework: str, program: Any, cluster: str | None):
+    piece = scored(framework, program, TABLE[:, :1], cluster=cluster)
+    assert [(item.name, item.text, item.origin, item.how) for item in piece.items] == [("x", "x", -1, "sum")]
+    for step, expected in (
+        (0, [("0", "0"), ("1", "4"), ("2", "2"), ("3", "7")]),
+        (1.5, [("0+1", "4"), ("0+1", "4"), ("2+3", "9"), ("2+3", "9")]),  # adding takes a moment on a cluster's clock
+        (2, [("0+1+2+3", "13")] * 4),
+    ):
+        cells = frame(piece, step).cells
+        assert [cell_text(piece, 0, cells[rank, 0]) for rank in range(4)] == expected
+    assert piece.table_caption == "what each rank holds"
+
+
+def own_piece_first(lab: Any, x: Any) -> Any:
+    """A ring whose ranks all begin with a variable of one name."""
+    parts = [x.reshape(4, -1)[(lab.axis_index("tp") - hop) % 4] for hop in range(4)]
+    part = parts[0] * 1
+    for hop in range(1, 4):
+        part = lab.ring_shift(part, "tp") + parts[hop]
+    return part
+
+
+@pytest.mark.parametrize("program", [passing_on, own_piece_first], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_pieces_that_are_passed_on_are_no_versions_of_one_variable(framework: str, program: Any):
+    piece = scored(framework, program, TABLE)
+    assert len(piece.items) == 4 and [item.origin for item in piece.items] == [0, 1, 2, 3]
+    assert len(finals(piece)[0]) == 4
+
+
+def test_halves_are_no_versions_of_one_variable():
+    """Recursive halving: what is sent in the second hop is half as large."""
+
+    def halving(lab: Any, x: Any) -> Any:
+        for away in (1, 2):
+            low, high = x.chunk(2, 1)
+            upper = lab.axis_index("tp") // away % 2
+            y = low if upper else high
+            x = (high if upper else low) + lab.ppermute(y, "tp", [(k, k ^ away) for k in range(4)])
+        return x
+
+    assert all(item.origin >= 0 for item in scored("torch", halving, TABLE).items)
+
+
 @pytest.mark.parametrize("cluster", [None, "h100"])
 @pytest.mark.parametrize("program", [by_library, by_hand], ids=lambda program: program.__name__)
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -7,6 +7,8 @@ to is no longer worth much where it came from.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from tplab.trace.trace import Trace
@@ -52,14 +54,17 @@ class _Book:
             self.values.append(self._contents[row])
 
 
-def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, num_items: int):
-    """(distinct sets of contributors, columns time rank item set state value, the values) for a score's columns."""
+def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, num_items: int, versions: Set[int]):
+    """(distinct sets of contributors, columns time rank item set state value, the values) for a score's columns.
+
+    versions    the items of which each rank has a version of its own
+    """
     book = _Book(trace.values)
     who, who_codes = trace.codes("contributors")
     groups, group_codes = trace.codes("group")
     shapes = trace.codes("shape")[1]
     rank_of, item_of, kind = (columns[name].tolist() for name in ("rank", "item", "kind"))
-    rows, when = _in_order(columns)
+    rows, when = in_order(columns)
     members_of = {row: frozenset(who[who_codes[row]]) for row in rows}
     sums = _sums(rows, columns, members_of)
     first = _first_rounds(columns, times, num_items)
@@ -69,7 +74,8 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
     def added(rank: int, item: int) -> None:
         """`rank` has added a part of its own to what came: it had that part; the sender's is passed on."""
         time, sender, row = came[rank, item]
-        book.write(time, sender, item, members_of[row], PASSED)
+        if item not in versions:
+            book.write(time, sender, item, members_of[row], PASSED)
         if (rank, item) not in own:
             own.add((rank, item))
             book.write(float(times[first[item]]), rank, item, frozenset((rank,)), OWN)
@@ -83,6 +89,8 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
             book.hold(when[row], rank, item, members, HELD, row)
         elif kind[row] == _RECEIVE:
             came[rank, item] = when[row], int(columns["peer"][row]), row
+            if before is not None and item in versions:
+                continue  # it becomes a part of the rank's own version
             if before is None or not before > members:
                 book.hold(when[row], rank, item, members, HELD, row)
         elif before is None:
@@ -94,7 +102,7 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
             item in sums
             and (rank, item) in came
             and shapes[row] == shapes[came[rank, item][2]]
-            and members == before | {rank}
+            and members in (before | {rank}, before | members_of[came[rank, item][2]])
         ):
             if members > before and rank in members and (rank, item) in came:
                 added(rank, item)
@@ -110,7 +118,7 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
     return list(book.sets), holds, book.values
 
 
-def _in_order(columns: dict[str, np.ndarray]) -> tuple[list[int], dict[int, float]]:
+def in_order(columns: dict[str, np.ndarray]) -> tuple[list[int], dict[int, float]]:
     """The rows that are about an item, as they happen, and when. At one moment: what arrives, what is computed from
     it, then what is sent on. A receive is done when its message is there."""
     kind, end = columns["kind"], columns["end"]

@@ -24,6 +24,7 @@ from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import names
 from tplab.widgets.score.op_kinds import kind_of
+from tplab.widgets.score.versions import versions
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
 _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
@@ -35,7 +36,7 @@ class Item:
 
     name     written beside every use of the colour: "x₃" for piece 3 of x, else "a", "b", ...
     text     the same in a sentence: "x[3]", "piece a"
-    origin   the rank that it came from; -1: a collective's, every rank has a part of its own
+    origin   the rank that it came from; -1: every rank has a part of its own, as in a collective, or a version
     piece    how many that rank had sent before it
     op       the collective, or ""
     how      how ranks join their parts: "sum", "max", "min", "product"; "" where nothing is joined, or it is not known
@@ -154,12 +155,13 @@ def score(trace: Trace) -> Score:
     columns["group"] = trace.codes("group")[1]
     if pipeline.is_pipeline(trace):
         return _of_pipeline(trace, columns)
-    columns["item"], items = _items(trace, columns)
     if trace.clock == "measured":
         columns["end"] = _arrivals(trace, columns)
+    columns["item"], items = _items(trace, columns)
     columns["flow"] = np.zeros(len(trace), np.int8)
     times = _times(trace, columns)
-    sets, holds, values = holdings(trace, columns, times, len(items))
+    own_versions = {index for index, (_, _, origin, _, op) in enumerate(items) if origin < 0 and not op}
+    sets, holds, values = holdings(trace, columns, times, len(items), own_versions)
     seen = list(zip(holds["item"].tolist(), (sets[code] for code in holds["set"].tolist())))
     # What several ranks add to is meant to have a part of every rank of the group that it travels in.
     added = {item for item, members in seen if len(members) > 1}
@@ -208,6 +210,8 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
     """The item of each event, and all items as (name, text, origin, piece, op)."""
     item = np.where(columns["chunk"] < len(trace.chunks), columns["chunk"], -1)
     item = np.where(columns["kind"] == COLLECTIVE, -1, item)
+    merged = versions(trace, columns, item)
+    item = np.array([merged.get(chunk, chunk) for chunk in range(-1, len(trace.chunks))], np.intp)[item + 1]
     # A chunk that no message carries would be an empty column. Pieces of one tensor are in their order in it.
     met: dict[int, set[int]] = {}
     for row in np.flatnonzero((item >= 0) & np.isin(columns["kind"], (SEND, -1))).tolist():
@@ -217,7 +221,11 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
     index = np.full(len(trace.chunks) + 1, -1)
     index[used] = np.arange(len(used))
     item = index[item]
-    items = [(name_of[chunk].short, name_of[chunk].text, *trace.chunks[chunk], "") for chunk in used]
+    origin = [-1 if chunk in merged else trace.chunks[chunk][0] for chunk in used]
+    items = [
+        (name_of[chunk].short, name_of[chunk].text, home, trace.chunks[chunk][1], "")
+        for chunk, home in zip(used, origin)
+    ]
     taken = {name for name, *_ in items}
     free = (text for text in map(letter, range(len(items), 10**6)) if text not in taken)
     ops, axes = trace.codes("op")[0], trace.column("axis")

@@ -182,7 +182,7 @@ export function describe(score, now, { flight, rank, item }, values) {
   if (item === undefined) return aboutRank(score, now, rank);
   const hold = now.cells[rank * score.items.length + item], [, origin, , op] = score.items[item];
   const what = pieceText(score, item);
-  const born = op ? "" : `rank ${origin}`;
+  const born = op || origin < 0 ? "" : `rank ${origin}`;
   if (hold < 0) {
     const coming = now.arriving.get(rank * score.items.length + item);
     return [["", `rank ${rank} does not hold ${what}`], ["comes from", coming === undefined ? "" : `rank ${score.rank[coming]}, is on its way`]];

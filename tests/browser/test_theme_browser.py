@@ -1,0 +1,42 @@
+"""Every widget after a live switch of the theme looks as if it had been drawn in that theme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import Page, expect
+
+from tests.browser.plain_page import draw
+from tests.hand_traces import ring_all_reduce
+from tests.widgets.test_page import WIDGETS
+from tplab import Mesh
+from tplab.schedules import dualpipe
+from tplab.widgets import animate, gantt
+from tplab.widgets.paper.card import Card
+
+SHOWN = {
+    **{name: (lambda make=make: make("x")) for name, make in WIDGETS.items() if name != "gantt"},
+    "a table of 64 ranks": lambda: animate(ring_all_reduce(Mesh(tp=64), "tp"), step=3),
+    "colours by stage": lambda: gantt(dualpipe(4, 8), colour="stage"),
+}
+
+
+def pixels(page: Page) -> np.ndarray:
+    return np.asarray(Image.open(BytesIO(page.locator(".tplab").screenshot())).convert("RGB"), int)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_live_switch_is_as_good_as_drawing_anew(page: Page, name: str):
+    make: Callable[[], Card] = SHOWN[name]
+    draw(page, make(), theme="dark")
+    anew = pixels(page)
+    draw(page, make(), theme="light")
+    light = pixels(page)
+    assert light.shape == anew.shape and np.abs(light - anew).mean() > 50
+    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    expect(page.locator(".tplab")).to_have_attribute("data-theme", "dark")
+    assert np.abs(pixels(page) - anew).max() <= 3  # a smoothed corner may be one step off

@@ -1,0 +1,61 @@
+"""One variable of which every rank has a version of its own, as in recursive doubling: `x = x + received`.
+
+Where ranks pass pieces on, each piece is an item. Here there is only one: what a rank receives becomes a part of its
+own version, and what it sends is that version, with all that came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tplab.trace.trace import Trace
+from tplab.widgets.score.holds import JOINING, in_order
+
+_SEND, _RECEIVE, _COMPUTE = 1, -1, 0
+
+
+def versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) -> dict[int, int]:
+    """chunk -> the first chunk of its variable, for the chunks that are versions of one variable.
+
+    item    the chunk of each event, or -1
+    Chunks are that if the program has one name for them, which is not that of a piece, they have one shape, each rank
+    began at most one, and every rank does nothing with them but: send all that it has; receive, and join that to what
+    it has, in which no part of it is yet. In a ring, what is received next has parts that the rank had before.
+    """
+    shapes = trace.codes("shape")[1]
+    named: dict[str, list[int]] = {}
+    for chunk in np.unique(item[item >= 0]).tolist():
+        if trace.chunk_names and trace.chunk_names[chunk] and not trace.chunk_names[chunk].endswith("]"):
+            named.setdefault(trace.chunk_names[chunk], []).append(chunk)
+    found: dict[int, int] = {}
+    for chunks in named.values():
+        origins = {trace.chunks[chunk][0] for chunk in chunks}
+        mine = np.isin(item, chunks)
+        one_shape = len(np.unique(shapes[mine & (columns["kind"] == _SEND)])) == 1
+        if len(chunks) == len(origins) > 1 and one_shape and _are_versions(trace, columns, np.where(mine, item, -1)):
+            found |= dict.fromkeys(chunks, chunks[0])
+    return found
+
+
+def _are_versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) -> bool:
+    who, codes = trace.codes("contributors")
+    has: dict[int, frozenset[int]] = {}
+    waits: dict[int, frozenset[int]] = {}  # what a rank received, and has still to join to its own
+    joins = False
+    for row in in_order({**columns, "item": item})[0]:
+        rank, kind, members = int(columns["rank"][row]), int(columns["kind"][row]), frozenset(who[codes[row]])
+        if kind == _SEND:
+            if rank in waits or has.setdefault(rank, members) != members or rank not in members:
+                return False
+        elif kind == _RECEIVE:
+            if rank in waits or not members.isdisjoint(has.get(rank, {rank})):
+                return False
+            waits[rank] = members
+        elif kind == _COMPUTE and rank in waits and columns["op_name"][row] in JOINING:
+            if members != waits[rank] | has.get(rank, {rank}):
+                return False
+            has[rank], joins = members, True
+            del waits[rank]
+    return joins and not waits
