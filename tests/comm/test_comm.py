@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.frameworks import FRAMEWORKS, Framework, on_each_rank
+from tests.frameworks import FRAMEWORKS, Framework, in_both, on_each_rank
 from tplab import Mesh, P
 from tplab.errors import MeshError, OutsideRunError, RankError, ShapeError
 
@@ -13,7 +13,16 @@ MESHES = [
     *(Mesh(tp=size) for size in (1, 2, 3, 4, 8)),
     *(Mesh(dp=2, tp=3), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)),
 ]
-ON_MESHES = pytest.mark.parametrize("mesh", MESHES, ids=repr)
+FEW = [Mesh(tp=1), Mesh(tp=3), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)]
+
+
+def on_meshes(of_torch, of_jax):
+    return pytest.mark.parametrize(
+        "fw, mesh", in_both([(mesh,) for mesh in of_torch], [(mesh,) for mesh in of_jax]), indirect=["fw"], ids=str
+    )
+
+
+ON_MESHES = on_meshes(MESHES, FEW)
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -256,7 +265,7 @@ LINEAR = {
 REPLICATED = ("all_reduce", "mean", "broadcast", "reduce_from")
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=4)], ids=repr)
+@on_meshes([Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=4)], [Mesh(tp=3), Mesh(dp=2, tp=4)])
 @pytest.mark.parametrize("name", LINEAR)
 def test_gradient(fw, mesh, name):
     """Weights that differ from rank to rank give each rank a dy of its own, unless the result is replicated."""

@@ -7,11 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.frameworks import FRAMEWORKS, Framework, on_each_rank
+from tests.frameworks import FRAMEWORKS, Framework, in_both, on_each_rank
 from tplab import Mesh, P
 
 DIRECTIONS = ("up", "down", "both", "split")
 MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(tp=8), Mesh(dp=2, tp=3)]
+FEW = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=8), Mesh(dp=2, tp=3)]
+ON_MESHES = pytest.mark.parametrize(
+    "fw, mesh", in_both([(mesh,) for mesh in MESHES], [(mesh,) for mesh in FEW]), indirect=["fw"], ids=str
+)
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -106,7 +110,7 @@ def test_reduce_scatter_as_published(fw):
 # --------------------------------------------------------------------------------------------------------- the formulas
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+@ON_MESHES
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_all_gather(fw, mesh, direction):
     xs = arrays(mesh, (3, 5))
@@ -119,7 +123,7 @@ def test_all_gather(fw, mesh, direction):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+@ON_MESHES
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_reduce_scatter(fw, mesh, direction):
     num_ranks = mesh.axis_size("tp")
@@ -130,7 +134,7 @@ def test_reduce_scatter(fw, mesh, direction):
         np.testing.assert_array_equal(got, scattered(group, index, direction, 0))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+@ON_MESHES
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_all_reduce(fw, mesh, direction):
     """Of any shape: fewer elements than ranks, a number that does not divide, none, a scalar."""
@@ -200,7 +204,7 @@ def test_gathering_what_was_scattered_is_all_reduce(size, direction, shape, dim,
 # ------------------------------------------------------------------------------------------------------------ gradients
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("fw, size", in_both([(1,), (2,), (3,), (4,)], [(2,), (3,), (4,)]), indirect=["fw"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gradients(fw, size, direction):
     """Each rank weighs what it gets differently; the gradient is the weights, sent back the way the data came."""
@@ -250,7 +254,7 @@ def test_gradients(fw, size, direction):
 # --------------------------------------------------------------------------------------------------------- what is sent
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("fw, size", in_both([(1,), (2,), (3,), (4,), (8,)], [(2,), (3,), (8,)]), indirect=["fw"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_messages_and_steps(fw, size, direction):
     """R-1 pieces of x are sent by each rank whatever the way; both ways at once take half as many steps, or bytes."""
