@@ -5,8 +5,11 @@ They have no promise of torch's: a new version may rename them. All were tried o
 
 from __future__ import annotations
 
+import _random
+import ctypes
 import importlib
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -154,9 +157,33 @@ def dtensor_dispatcher() -> Any:
 
 def accelerate_states() -> dict[Any, dict[str, Any]]:
     """What Hugging Face's accelerate knows of a process, in dicts of classes; empty where it was not imported."""
-    home = sys.modules.get("accelerate.state")
+    if (home := sys.modules.get("accelerate.state")) is None:
+        return {}
     kinds = [getattr(home, name, None) for name in ("PartialState", "AcceleratorState", "GradientState")]
     return {kind: kind._shared_state for kind in kinds if kind is not None}
+
+
+class PythonRandom:
+    """The state of one of Python's random generators, as the bytes of its memory and `gauss_next`.
+
+    Ranks swap it at every turn, and `getstate` makes 625 numbers each time: half of the time that a turn takes.
+    """
+
+    def __init__(self, generator: Any):
+        self._generator = generator
+        start = object.__basicsize__  # what every object begins with
+        memory = ctypes.c_char * (_random.Random.__basicsize__ - start)
+        self._memory = memory.from_address(id(generator) + start)
+
+    def get(self) -> tuple[bytes, float | None]:
+        return self._memory.raw, self._generator.gauss_next
+
+    def set(self, state: tuple[bytes, float | None]) -> None:
+        self._memory.raw, self._generator.gauss_next = state
+
+
+python_random = PythonRandom(random._inst)  # type: ignore[attr-defined]
+"""The generator behind `random.random()` and the like."""
 
 
 c10d_C: Any = _C._distributed_c10d

@@ -295,6 +295,10 @@ def _write(output: Tensor, y: Tensor) -> None:
     """Write a result where the program wants it. Autograd does not see it, as with any other process group."""
     if num_modes():
         with no_dispatch():
-            output.data.copy_(y.view(output.shape))
+            _copy(output, y)
     else:
-        output.data.copy_(y.view(output.shape))
+        _copy(output, y)
+
+
+def _copy(output: Tensor, y: Tensor) -> None:
+    output.data.copy_(y if y.shape == output.shape else y.view(output.shape))

@@ -18,11 +18,13 @@ from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Groups, Hooks
 from tplab.torch.private import (
+    PythonRandom,
     accelerate_states,
     c10d_C,
     dtensor_dispatcher,
     environ_data,
     import_locks,
+    python_random,
     rng_tracker_home,
 )
 from tplab.torch.ranks.rank import is_program
@@ -106,7 +108,7 @@ class Processes:
             active = self._kernel = self._notebook()
             self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
             return active
-        active.argv, active.pythons = sys.argv, random.getstate()
+        active.argv, active.pythons = sys.argv, python_random.get()
         if (home := rng_tracker_home()) is not None:
             active.tracker = home._rng_tracker
         if (dispatcher := dtensor_dispatcher()) is not None:
@@ -129,7 +131,7 @@ class Processes:
         sys.argv = process.argv
         sys.modules.update({name: module for name, module in process.modules.items() if module is not None})
         np.random.set_bit_generator(process.numpys)  # type: ignore[attr-defined]
-        random.setstate(process.pythons)
+        python_random.set(process.pythons)
         if (home := rng_tracker_home()) is not None:
             home._rng_tracker = process.tracker
         if (dispatcher := dtensor_dispatcher()) is not None:
@@ -169,7 +171,7 @@ class Processes:
 
     def _notebook(self) -> Process:
         numpys = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        process = Process(c10d._world, environ_data(), sys.argv, numpys, random.getstate())
+        process = Process(c10d._world, environ_data(), sys.argv, numpys, python_random.get())
         process.locks = import_locks()
         if self.is_fresh:
             process.modules = {
@@ -188,7 +190,7 @@ class Processes:
         for name, value in self._variables(rank).items():
             environ[os.environ.encodekey(name)] = os.environ.encodevalue(value)  # type: ignore[attr-defined]
         seeds = np.random.SeedSequence(self.seed, spawn_key=(rank, 1))
-        pythons = random.Random(int(seeds.generate_state(1, np.uint64)[0])).getstate()
+        pythons = PythonRandom(random.Random(int(seeds.generate_state(1, np.uint64)[0]))).get()
         argv = list(kernel.argv if self._argv is None else self._argv)
         process = Process(None, environ, argv, np.random.MT19937(seeds), pythons)
         process.handlers = None if kernel.handlers is None else dict(kernel.handlers)
