@@ -270,6 +270,28 @@ def test_where_and_when():
     assert (held.peak, held.peak_row) == (4000 + 40 + 80, row)
 
 
+def test_fsdp2_lets_go_of_whole_parameters():
+    def program():
+        from torch.distributed.fsdp import fully_shard
+
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+        for part in [*model, model]:
+            fully_shard(part, mesh=lab.device_mesh(), reshard_after_forward=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        return model
+
+    held = lab.run(program, Mesh(dp=4), distributed=True, count_memory=True).memory[0]
+    layer = 16 * 16 * 4
+    pieces = 6 * layer // 4
+    assert held.at(-1)["parameters"] == held.at(-1)["gradients"] == pieces
+    began = next(row for row, phase in enumerate(held.phases) if phase == "backward")
+    sharded = next(row for row, op in enumerate(held.ops) if op == "all_gather")
+    assert pieces + layer <= held.of("parameters")[sharded:].max() <= pieces + 3 * layer
+    assert held.of("parameters")[began] < pieces + 3 * layer
+
+
 def test_on_processes_too():
     out = lab.run(steps, Mesh(dp=2), 1, on="processes", count_memory=True)
     sizes = [int(np.prod(shape)) for shape in SHAPES]

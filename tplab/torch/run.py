@@ -114,7 +114,8 @@ def run(
                 and Python's and NumPy's random numbers are each rank's own, and so are modules that it imports first
     count_memory  whether to follow each rank's tensors, for `Result.memory`: the bytes of parameters, gradients,
                 optimizer states and activations after every operation. It makes the run slower, and measured clocks
-                with it. With device="meta", what real tensors of these shapes would take
+                with it. With device="meta", what real tensors of these shapes would take. Not for programs
+                with torch.func.grad or vjp, which torch refuses where somebody sees what autograd saves
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
     Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks. torch's default dtype and

@@ -21,6 +21,7 @@ from tplab.torch.private import (
     phase,
     pytree,
     storage_id,
+    storage_of,
     version_of,
 )
 from tplab.torch.ranks.live_bytes import LiveBytes
@@ -194,12 +195,21 @@ class KindsOfMemory(DispatchMode):
         for place in [place for place, held in self._held.items() if held.storage.expired()]:
             self._book(self._held.pop(place))
             self._parameters.pop(place, None)
-        for found in self._parameters.values():
+        for place, found in self._parameters.items():
+            self._resize(self._held[place])
             parameter = found()
             if parameter is not None and parameter.grad is not None:
                 held = self._meet(parameter.grad)
                 if held is not None:
                     held.was("gradients")
+
+    def _resize(self, held: _Held) -> None:
+        """FSDP2 lets go of whole parameters, and makes them again, by the size of their memory."""
+        storage = storage_of(held.storage)
+        if storage is not None and storage.nbytes() != held.num_bytes:
+            self._book(held)
+            held.num_bytes, held.born = storage.nbytes(), self.num_rows
+            held.kinds = [(held.born, held.kinds[-1][1])]
 
     def _meet(self, x: Any, kind: str = "other") -> _Held | None:
         """What is known of the memory of `x`; None where it has none that counts."""
