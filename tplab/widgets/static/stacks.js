@@ -108,11 +108,18 @@ async function render({ model, el: host }) {
     show(stop, { clientX: frame.left + (x * frame.width) / width, clientY: frame.top + (top * frame.height) / height }, x);
     says.textContent = stop.rows.map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
   });
+  // In a narrow place, letters on the axes shrink less than the picture.
+  const resizer = new ResizeObserver(() => {
+    const larger = width / Math.max(figure.clientWidth, 1);
+    drawing.style.setProperty("--larger", Math.min(Math.max(larger, 1), 1.4).toFixed(2));
+  });
+  resizer.observe(figure);
   model.on("change:rank", draw);
   const unfollow = followTheme(root, leave);
   draw();
   return () => {
     model.off("change:rank", draw);
+    resizer.disconnect();
     unfollow();
   };
 }
