@@ -10,7 +10,6 @@ async function render({ model, el: host }) {
   const scene = await unpack(model.get("scene"));
   const { kinds, num_kinds: many, size: [width, height, top, bottom], panels, ranks } = scene;
   const root = card(host, { title: scene.title, about: scene.about, label: scene.title });
-  root.classList.add("tpl-memory");
   const choice = el("select.tpl-select", { "aria-label": "rank", onchange: () => choose(Number(choice.value)) },
     ...ranks.map((text, rank) => el("option", { value: rank }, text)));
   const isPredicted = panels.some(({ predicted }) => predicted.some(Boolean));
