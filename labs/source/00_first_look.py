@@ -3,7 +3,7 @@
 #
 # **What travels when eight ranks add up their numbers?**
 #
-# Prerequisites: you can read Python. You need no GPU, and you need to know nothing about parallel programs. Time: 15
+# Prerequisites: a reading knowledge of Python. You need no GPU and no knowledge of parallel programs. Time: 15
 # minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/00_first_look.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/00_first_look.ipynb)
@@ -11,7 +11,7 @@
 # ![Eight ranks in a ring. Each passes a sum to the next rank, which adds its own number. After seven hops every rank has the sum of all eight.](images/00_first_look.png)
 #
 # *Eight ranks start with one number each. In every step, each rank sends its sum to the next rank, receives one, and
-# adds its own number to it. After seven steps every sum is 28. This picture was drawn from a program that ran: the one
+# adds its own number to it. After seven steps every sum is 28. This picture was drawn from a run of the program
 # below.*
 
 # %%
@@ -53,7 +53,7 @@ in_torch = tt.run(add_up, Mesh(ring=8), numbers, in_specs=P("ring"))
 animate(in_torch.trace)
 
 # %% [markdown]
-# `in_specs=P("ring")` split the eight numbers along the axis `ring`, so each rank received one. `per_rank` has what
+# `in_specs=P("ring")` split the eight numbers along the axis `ring`, so each rank received one. `per_rank` lists what
 # each rank returned:
 
 # %%
@@ -65,12 +65,12 @@ print(totals)
 #
 # <details><summary>Answer</summary>
 #
-# 28 bytes. Rank 0 sends once in each of the seven steps, and what it sends is one float32, which takes four bytes. The
+# 28 bytes. In each of the seven steps, rank 0 sends one float32, which takes four bytes. The
 # result is also 28, but that is a coincidence.
 #
 # </details>
 #
-# `trace` has every message of the run. The animation is drawn from it, and from nothing else.
+# `trace` records every message of the run. The animation is drawn from it, and from nothing else.
 
 # %%
 trace = in_torch.trace
@@ -114,9 +114,9 @@ print(len(messages(in_jax.trace)), "messages, the same in both frameworks")
 #
 # - Use five ranks: `Mesh(ring=5)` and `np.arange(5, dtype="float32")`.
 # - Send in the other direction: `tt.ring_shift(total, "ring", -1)`.
-# - Make one hop too few: `tt.axis_size("ring") - 2`. Which number is missing on which rank?
+# - Leave out one hop: `tt.axis_size("ring") - 2`. Which number is missing on which rank?
 #
-# You can also break it. When a rank fails, tplab names it at once and stops the others, and the notebook lives on:
+# You can also break it. When a rank fails, tplab names it at once and stops the others, and the notebook keeps working:
 
 # %%
 from tplab.errors import RankError
@@ -154,7 +154,7 @@ animate(pieces.trace)
 # %% [markdown]
 # ## Your turn
 #
-# Every rank should end with the *largest* number of the ring. `torch.maximum(a, b)` returns the larger of two tensors,
+# Every rank should end up with the *largest* number in the ring. `torch.maximum(a, b)` returns the larger of two tensors,
 # element by element. Replace the `...` and run both cells. The check runs your program on rings of several lengths. If
 # something is off, it shows what, and on which rank.
 
@@ -181,7 +181,7 @@ check_largest(largest)
 #
 # - You write one rank's program; `run` runs it on every rank of a mesh, in torch or in JAX.
 # - A rank sees only its own tensors. Whatever it learns about the others was sent, and the trace has every message.
-# - The way in which ranks add up decides what it costs: 224 bytes per rank, or 56, for the same result.
+# - How the ranks add up decides the cost: 224 bytes per rank, or 56, for the same result.
 #
 # Next: [01 Split a layer](01_split_a_layer.ipynb), where ranks share one matrix product. [02
 # Collectives](02_collectives.ipynb) explains why 56 bytes is the minimum.

@@ -10,7 +10,7 @@
 # ![Four ranks, each with its own term of Z. The terms of each entry are added up around a ring, and the sums are passed on to all ranks.](images/01_split_a_layer.png)
 #
 # *Two layers split over four ranks. Each rank has computed one term of the result, Z. Now each entry is added up on its
-# way around the ring, and then the finished sums go around.*
+# way around the ring, and then the finished sums travel on.*
 
 # %%
 import subprocess
@@ -62,7 +62,7 @@ matrices(terms, "Rows of A give terms of Y")
 # ranks, and they have to add up their terms.
 #
 # `P` says how a tensor is split. It has one entry per dim: the name of a mesh axis, or `None` for a dim that is not
-# split. `P()` is a tensor that every rank has whole. Hover over a rank.
+# split. `P()` describes a tensor that every rank has whole. Hover over a rank.
 
 # %%
 shards(Mesh(tp=4), x=((8, 16), P()), a=((16, 12), P(None, "tp")))
@@ -131,7 +131,7 @@ out = tt.run(mlp_on_a_ring, Mesh(tp=4), X, A, B, in_specs=SPECS, out_specs=P())
 animate(out.trace)
 
 # %% [markdown]
-# What if you forget the sum? Then each rank returns its own term, `out_specs=P()` is not true, and `run` says so:
+# What if you forget the sum? Then each rank returns its own term, `out_specs=P()` is false, and `run` raises an error:
 
 # %%
 from tplab.errors import ReplicationError
@@ -156,7 +156,7 @@ except ReplicationError as error:
 # $$dZ = 2\,(Z - T) \qquad dB = Y^\top dZ \qquad dU = (dZ\, B^\top) \circ (1 - Y^2)$$
 # $$dA = X^\top dU \qquad dX = dU\, A^\top$$
 #
-# The previous layer needs `dX` to learn. To test the formulas, we take new numbers, change each entry a little, up and
+# The previous layer needs `dX` to learn. To test the formulas, we take new numbers, nudge each entry up and
 # down, and see how the loss changes.
 
 # %%
@@ -189,7 +189,7 @@ for name, slope in slopes.items():
 #
 # <details><summary>Answer</summary>
 #
-# All but `dX`. For `dZ` it takes `Z` and `T`. Then $dB_i = Y_i^\top dZ$ is the rank's rows of `dB`, and
+# All but `dX`. It computes `dZ` from `Z` and `T`. Then $dB_i = Y_i^\top dZ$ is the rank's rows of `dB`, and
 # $dA_i = X^\top dU_i$ is its columns of `dA`. But $dX = \sum_i dU_i A_i^\top$ has one term from every rank.
 #
 # </details>
@@ -214,7 +214,7 @@ matrices({**terms, "right": grads["dX"]}, "dX")
 # ## f and g
 #
 # The forward pass sums where the divided work *ends*. The backward pass sums where it *begins*, because the gradient
-# comes out there. Megatron-LM calls the two places $f$ and $g$:
+# comes out there. Megatron-LM calls the two operations $f$ and $g$:
 #
 # | | forward | backward |
 # |---|---|---|
@@ -364,8 +364,8 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # <details><summary>What there is to discover</summary>
 #
 # A wider hidden layer makes only the products longer, so eight ranks gain more. With few tokens they gain little, because
-# latencies and launches take most of the time. With many tokens only $F$ and the hardware count. An H100 does 2,198
-# operations in the time that it needs to send one byte. Divide the formulas above, at 2 bytes per element: sum and
+# latencies and launches take most of the time. With many tokens, only $F$ and the hardware matter. An H100 does 2,198
+# operations in the time it takes to send one byte. Divide the formulas above, at 2 bytes per element: sum and
 # products take equally long at $F = (R - 1) \cdot 2198$. On eight ranks that is about 15,000.
 #
 # </details>
@@ -391,7 +391,7 @@ unsplit = tt.run(backward, Mesh(tp=1), X, A, B, T, in_specs=specs, out_specs=SPE
 print(all(torch.allclose(one, other) for one, other in zip(split.value, unsplit.value)))
 
 # %% [markdown]
-# Both have the same mistake, so they agree. The check changes every weight a little and watches the loss. Mend `backward`
+# Both have the same mistake, so they agree. The check changes every weight a little and watches the loss. Fix `backward`
 # above, run its cell, and then run this one.
 
 # %%
@@ -403,7 +403,7 @@ check_backward(backward)
 # ## Your turn
 #
 # **A bias, added once.** Write a row-parallel layer in torch, `x @ w + bias`. Each rank holds some rows of `w`, all of `x`
-# and all of the bias. A well-known library once had this
+# and all of the bias. A well-known library once got this
 # [wrong](https://github.com/huggingface/text-generation-inference/issues/1036).
 
 # %%
@@ -448,7 +448,7 @@ check_gated(gated)
 # - Columns of a matrix give finished columns of the result. Rows give terms, and terms need a sum.
 # - Columns first, then rows: each pair of layers needs one `all_reduce` forward ($g$, of `Z`) and one backward ($f$, of
 #   `dX`).
-# - The sum is exposed. It pays when there are enough tokens and the hidden width is large.
+# - The sum is exposed. Splitting pays when there are enough tokens and the hidden width is large.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053) ($f$, $g$, columns then rows).
 # Misha Laskin, [Sharding Large Models with Tensor Parallelism](https://www.mishalaskin.com/posts/tensor_parallel)

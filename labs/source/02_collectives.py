@@ -34,7 +34,7 @@ from tplab.widgets import animate, curves, matrices, timeline
 # %% [markdown]
 # ## By hand: one table, seen from above
 #
-# A **collective** is something that all ranks of an axis do together. Four ranks hold four numbers each: a table with one
+# A **collective** is an operation that all ranks of an axis do together. Four ranks hold four numbers each: a table with one
 # row per rank. You can see all rows at once, so for you each collective is a line of NumPy:
 
 # %%
@@ -66,7 +66,7 @@ out = tt.run(in_two_steps, Mesh(tp=4), rows, in_specs=P("tp"))
 print("in two steps:", np.array_equal(np.stack(out.per_rank), after["all_reduce"]))
 
 # %% [markdown]
-# A rank does not see the table, though. It sees its own row. So we build everything from one call: `ring_shift` sends a
+# A rank does not see the table, though. It sees only its own row. So we build everything from one call: `ring_shift` sends a
 # tensor to the next rank and returns what the previous rank sent.
 #
 # ## Pass it on: all-gather
@@ -100,7 +100,7 @@ for rank, arrived in enumerate(out.per_rank):
 # the cell.
 
 # %%
-def add_on(parts):  # parts [R, n]: in the order in which they join a sum that comes by
+def add_on(parts):  # parts [R, n]: in the order in which a passing sum collects them
     total = parts[0]
     for hop in range(1, tt.axis_size("tp")):
         total = tt.ring_shift(total, "tp") + parts[hop]
@@ -114,7 +114,7 @@ print([int(total) for total in out.per_rank])
 #
 # We want the sums of the *columns*. So every rank cuts its tensor into $R$ **pieces**, and orders them so that rank $i$
 # ends with the sum of piece $i$. This sum starts on rank $i + 1$. So rank $j$ must begin with piece $j - 1$ and go on
-# with $j - 2$, $j - 3$, and so on, down to its own. Then the finished pieces are passed on and sorted.
+# with $j - 2$, $j - 3$, and so on, ending with its own. Then the finished pieces are passed on and sorted.
 
 # %% tags=["opening-picture"]
 def my_all_reduce(x):  # x: any shape whose size R divides
@@ -129,7 +129,7 @@ print("the sums:", ring.value[0].tolist())
 animate(ring.trace)
 
 # %% [markdown]
-# It works on any number of ranks. tplab has it as `ring_all_reduce`.
+# It works on any number of ranks. tplab calls it `ring_all_reduce`.
 
 # %%
 for ranks in (1, 2, 3, 5, 8):
@@ -160,7 +160,7 @@ print("the same sums:", torch.equal(wheel.value, ring.value))
 animate(wheel.trace)
 
 # %% [markdown]
-# **Predict.** Each rank's tensor has 16 bytes. How many bytes does each rank send in the star, and how many in the ring?
+# **Predict.** Each rank's tensor takes 16 bytes. How many bytes does each rank send in the star, and how many in the ring?
 #
 # <details><summary>Answer</summary>
 #
@@ -175,7 +175,7 @@ for name, out in (("star", wheel), ("ring", ring)):
     print(f"{name}: {sent}, in total {sum(sent)}")
 
 # %% [markdown]
-# So the ring saves no bytes. It shares them out evenly. Here are both with a larger tensor on a slow network. In the star,
+# So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on a slow network. In the star,
 # the others wait while rank 0 sends three times. In the ring, every rank sends at every step.
 
 # %%
@@ -186,9 +186,9 @@ timeline(tt.run(star, Mesh(tp=4), large, **options).trace)
 timeline(tt.run(my_all_reduce, Mesh(tp=4), large, **options).trace)
 
 # %% [markdown]
-# Can any method need fewer than 96? Follow one piece. Before the first rank can know its sum, every other rank must have
+# Can any method manage with fewer than 96? Follow one piece. Before the first rank can know its sum, every other rank must have
 # sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ messages more. The trace shows this.
-# Here is, for each piece, how many ranks' numbers are in each of its messages:
+# For each piece, here is how many ranks' numbers each of its messages contains:
 
 # %%
 sends = [event for event in ring.trace.events if event.kind == "send"]
@@ -337,7 +337,7 @@ curves(
 # %% [markdown]
 # Ring and recursive doubling take equally long at $\frac{14 - 3}{3 - 14/8} = 8.8$ times latency times bandwidth. The third curve,
 # halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few hops *and* few bytes.
-# Why are there rings at all, then? Because it sends to ranks four places away, and its formula assumes a link for every
+# Then why use rings at all? Halving-doubling sends to ranks four places away, and its formula assumes a link for every
 # pair of ranks. Where ranks are wired as a ring or a torus, its messages share links. A ring sends to neighbours only.
 #
 # Now **measured**: star and ring on four processes of one machine. The star may win here, even for a large tensor. A ring
@@ -357,7 +357,7 @@ for nbytes in (2**10, 2**23):
 # %% [markdown]
 # ## The same in JAX
 #
-# A JAX program may contain the same loop. (`ring_shift` is `lax.ppermute` there.)
+# A JAX program can contain the same loop. (`ring_shift` is `lax.ppermute` there.)
 
 # %%
 import jax.numpy as jnp
@@ -414,7 +414,7 @@ mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value
 matrices({"sum_up": mixed[None], "right": sums[None]})
 
 # %% [markdown]
-# The check runs it with other numbers, with one piece in each row. Mend `sum_up` above, run its cell, then run this one.
+# The check runs it with other numbers, with one piece in each row. Fix `sum_up` above, run its cell, then run this one.
 
 # %%
 from tplab.exercises.collectives import check_sum_up
@@ -475,12 +475,12 @@ check_puzzle(3, puzzle_3)
 # | `ring_shift`, `ppermute` | `dist.batch_isend_irecv` | `lax.ppermute` |
 # | `start`, `wait` | `async_op=True`, `work.wait()` | XLA decides |
 #
-# NCCL chooses between ring and tree by itself. `NCCL_ALGO` overrides its choice.
+# NCCL chooses between ring, tree and others by itself. `NCCL_ALGO` overrides its choice.
 #
 # ## To take away
 #
 # - All-gather passes on, reduce-scatter adds on the way, and an all-reduce is one after the other.
-# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes. In every other method some rank sends at least as much.
+# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes. In any other method, some rank sends at least as much.
 # - The price is $2(R-1)$ hops. Small tensors are faster with fewer hops.
 #
 # **Sources.** Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce](https://doi.org/10.1016/j.jpdc.2008.09.002).

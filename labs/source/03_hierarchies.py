@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 03 Hierarchies
 #
-# **Sixteen GPUs in two nodes: which messages should cross the slow network between the nodes, and how few can they be?**
+# **Sixteen GPUs are in two nodes. Which messages should cross the slow network between the nodes, and how few bytes are
+# enough?**
 #
 # Prerequisites: columns, rows, $f$ and $g$ from [lab 01](01_split_a_layer.ipynb); reduce-scatter and all-gather from
 # [lab 02](02_collectives.ipynb). Time: 50 minutes.
@@ -33,7 +34,7 @@ from tplab.widgets import Bars, Row, animate, bytes_text, knob, matrices, shards
 # ## By hand: add up inside first
 #
 # Inside a **node**, which is one machine, GPUs are connected by NVLink. Between nodes there is a network, and it is much
-# slower: in a cluster of H100s, by a factor of nine for each GPU. So we count separately what crosses it.
+# slower: in a cluster of H100s, by a factor of nine for each GPU. So we count the bytes that cross it separately.
 #
 # Take two nodes with two GPUs each. Every GPU has a row of four numbers, and all of them need the four sums. First, the
 # GPUs of a node do a reduce-scatter: each GPU ends with half of its node's sums.
@@ -49,7 +50,7 @@ matrices({"one row per GPU": table, **steps})
 
 # %% [markdown]
 # Then the two GPUs that have the *same half* add up across the nodes: row 0 with row 2, and row 1 with row 3. Only now do
-# messages cross the network, and they are only half as large as the tensor. Last, an all-gather inside each node gives
+# messages cross the network, and they are only half as large as the tensor. Finally, an all-gather inside each node gives
 # every GPU both halves.
 #
 # ## Build it
@@ -59,7 +60,7 @@ matrices({"one row per GPU": table, **steps})
 # %% tags=["opening-picture"]
 def two_levels(x):
     piece = tt.reduce_scatter(x, "gpu")  # inside each node
-    piece = tt.all_reduce(piece, "node")  # across, with those that have this piece
+    piece = tt.all_reduce(piece, "node")  # across, with the GPUs that have this piece
     return tt.all_gather(piece, "gpu")  # inside each node
 
 numbers = np.arange(64, dtype="float32")  # 8 numbers for each of 8 GPUs
@@ -104,11 +105,11 @@ for nodes in (2, 4):
 #
 # One assumption decides how large the difference is: here all bytes of a single ring pass through one network card per
 # node. NCCL runs several rings, each through a card of its own, and is about as fast as our two levels. You think in
-# levels when you place collectives yourself. Hybrid sharding (HSDP), for example, takes exactly these three steps.
+# levels when you place collectives yourself. Hybrid sharding (HSDP), for example, does exactly these three steps.
 #
 # ## Two axes of one training step
 #
-# Now sixteen ranks train the two layers of lab 01. Along one axis, `tp`, they split the weights, as there. Along the
+# Now sixteen ranks train the two layers of lab 01. Along one axis, `tp`, they split the weights, as before. Along the
 # other, `dp`, they split the batch. This is **data parallelism**: ranks with the same weights see different samples, so
 # they must average the gradients of these weights. Here is what one rank of a 2 × 4 mesh holds:
 
@@ -161,8 +162,8 @@ for batch in (32, 64, 128):
 # %% [markdown]
 # ## Turn the knob
 #
-# Here is a layer of the size that large language models use, in bfloat16, and every way to put sixteen ranks on two axes.
-# Turn the batch, in tokens. Which mesh sends the least, and in which direction does it move?
+# Here are the two layers at the size of a large language model, in bfloat16, and every way to put sixteen ranks on two
+# axes. Change the batch, in tokens. Which mesh sends the least, and which way does it move as the batch grows?
 
 # %%
 WIDTH, HIDDEN = 4096, 16384
@@ -199,7 +200,7 @@ knob("Five meshes", "tokens", batches, start=2**15, about=about, unit="B")
 # ## Which axis stays inside the node?
 #
 # The ranks along the last axis of a mesh are neighbours, so they share a node and have the fastest links. Which axis
-# should be last? We take the batch at which 4 × 4 and 8 × 2 send equally many bytes, and model the time of their sums,
+# should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of their sums,
 # for two nodes of eight H100s:
 
 # %%
@@ -223,7 +224,7 @@ for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
 #
 # ## The same in JAX
 #
-# The program is the same, and XLA keeps its three collectives. Read the ranks: the first and the last stay in a node, and the
+# The program is the same, and XLA keeps its three collectives. Look at the ranks: the first and the last stay in a node, and the
 # middle one pairs GPUs of different nodes.
 
 # %%
@@ -242,7 +243,7 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 # ## A bug to repair
 #
 # A colleague averages gradients over the data-parallel ranks. On `Mesh(dp=16, tp=1)` all tests pass. Then somebody trains
-# on `Mesh(dp=8, tp=2)`. No error is raised, and the loss goes down, only more slowly.
+# on `Mesh(dp=8, tp=2)`. No error is raised, and the loss goes down, just more slowly.
 
 # %%
 def average(gradient):  # this rank's gradient   ->   its mean over "dp"
@@ -255,8 +256,9 @@ from tplab.exercises.hierarchies import check_average
 check_average(average)
 
 # %% [markdown]
-# Mend `average`, run its cell, then run the check again. [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/pull/5555)
-# once had a bug of this kind: it divided by too large a group, and gradient norms were a quarter of the right ones. With
+# Fix `average`, run its cell, then run the check again. [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/pull/5555)
+# once had a bug of this kind: it divided by the size of too large a group, and gradient norms were a quarter of what
+# they should be. With
 # Adam, which ignores the scale of gradients, you may never notice.
 #
 # ## Your turn: gather on two levels
@@ -270,7 +272,7 @@ check_average(average)
 # <details><summary>A hint</summary>
 #
 # There are two orders: first inside the node and then across, or first across and then inside. One of them sends each
-# row across once. Its rows arrive in another order, so sort them: `reshape`, `transpose`, `flatten`.
+# row across once. Its rows arrive in a different order, so sort them: `reshape`, `transpose`, `flatten`.
 #
 # </details>
 
@@ -295,10 +297,10 @@ check_gather_all(gather_all)
 #
 # ## To take away
 #
-# - Add up inside the node, then across, then gather inside. Of $n$ bytes, each of $G$ GPUs sends less than $2n/G$ across.
+# - Add up inside the node, then across, then gather inside. With $n$ bytes and $G$ GPUs per node, each sends less than $2n/G$ across.
 # - Activations travel along `tp`, gradients along `dp`. The batch decides which mesh sends the least; 8 × 2 and 4 × 4
 #   are equal at $B = 2F$.
-# - Put the axis whose sums cannot be hidden inside the node, and divide by the size of the group that you summed over.
+# - The axis whose sums cannot be hidden belongs inside the node. Divide by the size of the group that you summed over.
 #
 # **Sources.** Misha Laskin, [Sharding Large Models](https://www.mishalaskin.com/posts/tensor_parallel) (8 × 2 and 4 × 4).
 # Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521). Zhao et al. 2023, [PyTorch

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 04 A Megatron block
 #
-# **A transformer block has six matrices. Why do its ranks exchange data only four times, and why are there rarely more
-# than eight of them?**
+# **A transformer block has six matrices. Why do the ranks that share it exchange data only four times, and why are there
+# rarely more than eight ranks?**
 #
 # Prerequisites: what attention and a residual connection are; columns, rows, $f$ and $g$ from [lab
 # 01](01_split_a_layer.ipynb). Time: one hour.
@@ -72,8 +72,8 @@ print(f"gelu(1 - 1) = {gelu(0.0):.2f}")
 print(f"gelu(1) + gelu(-1) = {gelu(1.0) + gelu(-1.0):.2f}")
 
 # %% [markdown]
-# Here are both. The hidden layer is four times as wide, as is usual in transformers, so what the row-first MLP sums in
-# the middle is four times as large.
+# Here are both. The hidden layer is four times as wide, as is usual in transformers, so the row-first MLP's sum in the
+# middle is four times as large.
 
 # %%
 def column_first(x, a, b):  # x [.., D]   a [D, H/tp]   b [H/tp, D]
@@ -108,7 +108,7 @@ for mlp, split in SPECS_OF.items():
 #
 # ## Attention: split between heads
 #
-# A head reads $x$ through a few columns of three matrices, mixes tokens, and goes out through a few rows of the output
+# A head reads $x$ through a few columns of three matrices, mixes tokens, and writes its result through a few rows of the output
 # matrix. This is the MLP's shape again: columns, then rows, with a head between them instead of `gelu`.
 #
 # Here are two tokens and two heads of one feature each. All queries are zero, so each token takes the mean of the values
@@ -126,7 +126,7 @@ whole = (mean_so_far @ values) @ output
 matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": whole})
 
 # %% [markdown]
-# Heads never look at each other. So a rank with whole heads can go from $x$ to its term of the result alone.
+# Heads never look at each other. So a rank with whole heads can get from $x$ to its term of the result by itself.
 #
 # **Predict.** There are two heads and four ranks. Can two ranks share a head, each with half of the head's features,
 # if each does its own softmax and the results are added at the end?
@@ -160,7 +160,7 @@ matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's sco
 #  on all ranks         per rank             on all ranks     per rank
 # ```
 #
-# All heads of a rank are computed at once. Outside of `run`, `heads` is plain attention.
+# All heads of a rank are computed at once. Given all heads, `heads` is plain attention.
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]: n heads
@@ -183,7 +183,7 @@ def plain_block(x, w):
     return block(x, w, f=lambda x, axis: x, g=lambda x, axis: x)
 
 # %% [markdown]
-# To try it, we need random weights, how they are split, and one training step.
+# To try it, we need random weights, their specs, and one training step.
 
 # %%
 SPECS = {"scale_1": P(), **dict.fromkeys("qkvo", P("tp"))}
@@ -221,8 +221,8 @@ print("y and the gradients of", ", ".join(right), "are those of the plain block"
 # %% [markdown]
 # ## See it run: four sums
 #
-# Now a block of the size that a model with seven billion parameters has, on four H100s of one node. On torch's `meta`
-# device tensors have shapes but no numbers. Every line runs, on the **modelled** clock.
+# Now we run a block of a seven-billion-parameter model, on four H100s of one node. On torch's `meta`
+# device, tensors have shapes but no numbers. Every line runs, on the **modelled** clock.
 
 # %% tags=["opening-picture"]
 def modelled(ranks, tokens=2048):
@@ -261,7 +261,7 @@ for ranks in (1, 2):
 #
 # In the forward pass $f$ does nothing, so `y` and the loss are right. The MLP's matrices come after $f$, and their
 # gradients are right too. Everything *before* it receives only this rank's part of a gradient: `scale_2`, all of
-# attention, and every block below.
+# attention, and every earlier block.
 #
 # </details>
 
@@ -294,8 +294,8 @@ except ReplicationError as error:
 # %% [markdown]
 # ## Why people stop at eight
 #
-# Here is the large block again, on more and more H100s, in nodes of eight. Turn the number of tokens. How many ranks are
-# fastest, and what keeps more of them from being faster?
+# Here is the large block again, on more and more H100s, in nodes of eight. Change the number of tokens. How many ranks are
+# fastest, and why are more not faster?
 
 # %%
 from tplab.widgets import Bars, Row, knob
@@ -322,7 +322,7 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Eight ranks are the fastest, with each of these numbers of tokens. Sixteen are *slower*, because then each sum crosses
+# Eight ranks are fastest at each of these token counts. Sixteen are *slower*, because then each sum crosses
 # the network between the nodes. But eight ranks are not eight times as fast either: norms, residuals and launches take as
 # long on every rank as on one. The model assumes unfused operations and 5 µs for each launch, as in eager PyTorch. With
 # fused kernels or CUDA graphs this part is smaller, and the sums weigh more.
@@ -334,7 +334,7 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 #
 # $$R - 1 = 4.5 \, D \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 #
-# The number of tokens cancels. (They must be so many that latencies and launches are small.) The width and the hardware
+# The number of tokens cancels. (There must be enough of them to make latencies and launches small.) The width and the hardware
 # remain:
 
 # %%
@@ -414,12 +414,12 @@ hidden, trained = rng.normal(size=(2, 6, 48)), np.linspace(0.5, 1.5, 12)
 split = {"in_specs": (features, ROWS, P()), "out_specs": P()}
 data = hidden, b, trained
 one, four = (tt.run(down, Mesh(tp=ranks), *data, **split).value for ranks in (1, 4))
-shown = {"1 rank": one, "4 ranks": four, "apart": four - one}
+shown = {"1 rank": one, "4 ranks": four, "difference": four - one}
 first = {name: y[0, 0, :4] for name, y in shown.items()} | {"bias": trained[:4]}
 matrices(first, "y of the first token, its first four features")
 
 # %% [markdown]
-# `check_parallel` sees this in a *new* layer, too. It builds the parallel module on every rank, and compares outputs and
+# `check_parallel` catches this even in a *new* layer. It builds the parallel module on every rank, and compares outputs and
 # gradients with those of the whole module:
 
 # %%
@@ -446,7 +446,7 @@ print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 # found: `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide
 # mistakes.
 #
-# Mend `down`, run its cell, and then this one. The check looks at the gradients as well. Two repairs that are good enough
+# Fix `down`, run its cell, and then this one. The check looks at the gradients as well. Two repairs that are good enough
 # for inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in
 # [nano-vllm](https://github.com/GeeeekExplorer/nano-vllm/issues/99).
 
@@ -459,7 +459,7 @@ check_down(down)
 # ## Your turn: half the sums
 #
 # The block needs two pairs of $f$ and $g$ because the MLP reads what attention has written. In some models
-# ([GPT-J](https://github.com/kingoflolz/mesh-transformer-jax), PaLM) both read the same:
+# ([GPT-J](https://github.com/kingoflolz/mesh-transformer-jax), PaLM) both read the same input:
 #
 # $$h = \mathrm{norm}(x) \qquad y = x + \mathrm{heads}(h) + \mathrm{gelu}(h A)\, B$$
 #
@@ -490,7 +490,7 @@ check_parallel_block(parallel_block)
 #
 # - Columns, then rows, need one sum in each pass, if every rank has whole features or whole heads in between. A block has
 #   two such pairs, so it has four sums.
-# - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, and with parameters that are not
+# - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, using parameters that are not
 #   zero.
 # - With a width of 4,096, the sums take as long as the products on about nine H100s over NVLink, and on two over the
 #   network. So `tp` stays inside the node.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 05 Block memory
 #
-# **What does a rank keep of a block for its backward pass, and which part of it does tensor parallelism not divide?**
+# **What does a rank keep for a block's backward pass, and which part of that does tensor parallelism not divide?**
 #
 # Prerequisites: the block of [lab 04](04_megatron_block.ipynb); `all_gather` and `reduce_scatter` from [lab
 # 02](02_collectives.ipynb). Time: 50 minutes.
@@ -34,8 +34,8 @@ from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards
 # %% [markdown]
 # ## By hand: what a backward pass needs
 #
-# The backward pass of a product $y = xw$ needs $x$, for $dw = x^\top dy$. That of `gelu` or of a norm needs its input, that
-# of softmax its output, and that of dropout its mask. So the forward pass keeps these tensors. They are the
+# The backward pass of a product $y = xw$ needs $x$, for $dw = x^\top dy$. For `gelu` or a norm it needs the input, for
+# softmax the output, and for dropout the mask. So the forward pass keeps these tensors. They are the
 # **activations**, and in training they can be most of the memory.
 #
 # Count them for one block. Let $s$ be the number of tokens, $b$ the batch and $h$ the width. A number takes 2 bytes, and an
@@ -64,12 +64,12 @@ for name, nbytes in activation_tensors(S, B, H, HEADS).items():
 #
 # ## Turn the knob
 #
-# Now $t$ ranks share the block. What is between $f$ and $g$ is divided: features of heads and of the MLP, and scores. Every
+# Now $t$ ranks share the block. Everything between $f$ and $g$ is divided: the features of heads and MLP, and the scores. Every
 # rank keeps the rest whole: the inputs of the norms and of $f$, and the masks after $g$:
 #
 # $$sbh \left(10 + \frac{24}{t} + 5\,\frac{as}{ht}\right)$$
 #
-# Turn the number of ranks. (The two lower bars are what we will build.)
+# Change the number of ranks. (We will build the two lower bars.)
 
 # %% tags=["opening-picture"]
 INSIDE = ("query", "key", "value", "input of the output projection", "input of gelu")
@@ -90,8 +90,8 @@ def bars(ranks):
     rows = [Row("tensor parallel", plain), Row("and tokens split", split)]
     rows += [Row("and scores recomputed", again)]
     outside = plain["outside f and g"]
-    share = f"{outside / sum(plain.values()):.0%} of all"
-    sentence = f"Tensor parallel alone: {bytes_text(outside)} are outside, {share}."
+    share = f"{outside / sum(plain.values()):.0%} of the total"
+    sentence = f"Tensor parallelism alone: {bytes_text(outside)} are outside, {share}."
     return Bars(rows, sentence)
 
 options = {ranks: bars(ranks) for ranks in (1, 2, 4, 8, 16, 32)}
@@ -132,13 +132,13 @@ for (name, nbytes), tensor in zip(counted.items(), large):
     print(f"{name:<31}{nbytes:>7,}   kept: {tensor.bytes:>6,}, {list(tensor.shape)}")
 
 # %% [markdown]
-# It is true, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. The formula leaves out only small tensors, such as the
+# The count is right, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. The formula leaves out only small tensors, such as the
 # mean and the deviation of each token in a norm.
 #
 # ## Sequence parallelism: split the tokens
 #
 # Between $g$ and the next $f$ all ranks do the same work: the same residuals, norms and dropout. None of these mixes
-# tokens. So give each rank some of the tokens there. Heads and hidden features still need all tokens. Therefore $f$
+# tokens. So give each rank some of the tokens there. A rank's heads and hidden features still need all tokens. So $f$
 # becomes an `all_gather` of tokens, and $g$ becomes a `reduce_scatter`:
 
 # %%
@@ -274,9 +274,9 @@ print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 #
 # ## A bug to repair
 #
-# There are two ways to gather. After `gather_from` all ranks go on *alike*, so its backward pass takes this rank's piece of
-# the gradient, and sends nothing. After `all_gather` each rank goes on *differently*, so its backward pass adds up the
-# gradients of all ranks. (In Megatron an argument decides, `tensor_parallel_output_grad`.) Here is the MLP with the wrong
+# There are two ways to gather. After `gather_from` all ranks do *the same*, so its backward pass takes this rank's piece of
+# the gradient, and sends nothing. After `all_gather` each rank does *something else*, so its backward pass adds up the
+# gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is the MLP with the wrong
 # one. Its output is right, and so is the loss.
 
 # %%
@@ -293,7 +293,7 @@ check_sequence_mlp(sequence_mlp)
 # ## Your turn: a block with its tokens split
 #
 # Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$, in
-# torch. Each rank has some of the tokens and returns the same ones. You may use `norm` from above and `heads` from here.
+# torch. Each rank has some of the tokens and returns results for them. You may use `norm` from above and `heads` from below.
 # Mind `scale`.
 
 # %%

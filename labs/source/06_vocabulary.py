@@ -10,7 +10,7 @@
 # ![Three numbers per token on each of four ranks, the combined numbers, and the loss that follows from them.](images/06_vocabulary.png)
 #
 # *The loss of four tokens, one per row. Each rank has the logits of a quarter of the words, and computes three numbers per
-# token from them. The ranks combine these by one maximum and two sums. Then every rank knows the loss.*
+# token from them. The ranks combine these with one maximum and two sums. Then every rank knows the loss.*
 
 # %%
 import subprocess
@@ -102,7 +102,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=3), Mesh(tp=4), Mesh(tp=5)):
     print(f"{mesh}:", "equal" if (rows.numpy() == table[ids]).all() else "off")
 
 # %% [markdown]
-# tplab has this as a layer, `VocabParallelEmbedding`.
+# tplab's layer for this is `VocabParallelEmbedding`.
 #
 # ## By hand: a loss without the logits
 #
@@ -191,7 +191,7 @@ panels["loss = log s - z_t"] = four_losses[:, None]
 matrices(panels, "Largest logit m, sum of exponentials s, logit of the right word z_t")
 
 # %% [markdown]
-# Now we compare the loss and its gradient with torch's own loss on all the logits, also for logits as large as ten
+# Now we compare the loss and its gradient with torch's own loss on all the logits, even for logits as large as ten
 # thousand. The backward pass sends nothing: the gradient of $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the right word,
 # and each rank already has these numbers.
 
@@ -280,7 +280,7 @@ matrices(panels, "Rank 2: the gradient of the rows of words 6, 7 and 8")
 # ## The same in JAX
 #
 # `detach` becomes `stop_gradient`, and `gather` becomes `take_along_axis`. JAX compiles one program for all ranks, so all
-# pieces must have one width, and ten words on four ranks have to be padded.
+# pieces must have the same width, and ten words on four ranks have to be padded.
 
 # %%
 import jax
@@ -397,7 +397,7 @@ knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 #
 # For $T$ tokens, width $D$, $V$ words and $R$ ranks, each rank
 #
-# - holds $VD/R$ weights and $TV/R$ logits. Gathered, these would be $TV$ on every rank, and their gradient as much again;
+# - holds $VD/R$ weights and $TV/R$ logits. If they are gathered, every rank holds $TV$, and as much again for the gradient;
 # - sends $2\frac{R-1}{R}TD$ elements for the embedding (forward), and as many for the head (backward, $f$);
 # - sends $3 \cdot 2\frac{R-1}{R}T$ elements for the loss. Gathering would send $\frac{R-1}{R}TV$, which is $V/6$
 #   times as many.
@@ -413,10 +413,10 @@ print(f"all logits {whole_logits:>12,} bytes, on each rank if they are gathered"
 # %% [markdown]
 # (The three numbers are float32 and the logits are bfloat16, so in bytes the ratio is $V/12$.)
 #
-# ## A bug to repair: one maximum fewer
+# ## A bug to repair: one maximum too few
 #
 # A colleague saves a collective: "A rank that subtracts its own largest logit cannot overflow. Why ask the others?" All
-# ranks agree on the result, and on one rank it is right. Try it with the exponentials from above:
+# ranks agree on the result, and with a single rank it is right. Try it with the exponentials from above:
 
 # %%
 def token_loss(logits, ids):  # logits [T, V/tp]   ids [T]   ->   [T], replicated
@@ -435,7 +435,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=4)):
     print(f"{mesh}: exp(loss) = {one.exp().item():.3g}")
 
 # %% [markdown]
-# Mend `token_loss` and run its cell, so that it prints 4 twice. Then run the check.
+# Fix `token_loss` and run its cell; it should print 4 twice. Then run the check.
 
 # %%
 from tplab.exercises.vocabulary import check_token_loss
@@ -447,7 +447,7 @@ check_token_loss(token_loss)
 #
 # To generate text, a model needs the word with the largest logit. Find its id for each token, without gathering the
 # logits: what you send must not grow with the vocabulary. If several words are equally likely, take the lowest id.
-# (The check takes a torch function. `framework="jax"` lets it take one in JAX.)
+# (The check takes a torch function, or with `framework="jax"` a JAX function.)
 #
 # <details><summary>A hint</summary>
 #
@@ -477,7 +477,7 @@ check_most_likely(most_likely)
 #
 # ## To take away
 #
-# - One rank has a word's row. With zeros from the other ranks, looking up is one sum. A tied table needs no sum.
+# - Each word's row is on one rank. The others add zeros, so a look-up is one sum. Tying the table needs no sum.
 # - A loss needs three numbers per token: one maximum and two sums. Gathering the logits sends $V/6$ times as many.
 # - With few tokens, launches decide, and gathering is faster until the loss is a single kernel.
 #

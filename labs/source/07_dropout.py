@@ -84,7 +84,7 @@ matrices({f"axis={axis!r}": compared(grid, axis) for axis in axes},
 # %% [markdown]
 # ## Different masks outside: the copies drift apart
 #
-# torch's own `F.dropout` uses a generator that each rank has for itself. After $g$ that is wrong. `run` compares
+# torch's own `F.dropout` draws from each rank's own generator. After $g$, that is wrong. `run` compares
 # tensors that should be copies, and names the ranks that differ:
 
 # %%
@@ -135,7 +135,7 @@ print("one weight:", list(same.value.shape), "bytes sent:", same.trace.bytes_sen
 # <details><summary>Answer</summary>
 #
 # If each rank draws its own mask, eight coins have to fall the same way, which happens once in 256 tokens. If all ranks
-# use the same mask, there are only two coins, and each decides for one feature on every rank. So it happens once in 4
+# use the same mask, there are only two coins, and each decides one feature on every rank. So it happens once in 4
 # tokens.
 #
 # </details>
@@ -165,7 +165,7 @@ for name, counts in coins.items():
 #
 # The usual recipe is to give all ranks the same seed. Inside, each rank switches to a second generator, whose seed
 # includes the rank's number. (In Megatron-LM this is `with get_cuda_rng_tracker().fork()`.) The recipe works as long
-# as all ranks draw equally often. Suppose that one rank draws a single number more from the shared generator, for
+# as all ranks draw equally often. Suppose that one rank draws one extra number from the shared generator, for
 # example to decide whether it logs a sample:
 
 # %%
@@ -216,7 +216,7 @@ for axis in (None, "tp"):
 # %% [markdown]
 # **What truly differs.** There is no state that can get out of step, and JAX knows that two masks are the same
 # *before* they are drawn, because it knows that the keys are. A key that differs between ranks is refused where the
-# copies must agree. On the other hand, JAX allows a mistake that torch does not have. If you use a key twice, two
+# copies must agree. On the other hand, JAX allows a mistake that torch rules out. If you use a key twice, two
 # layers get the same mask, so split the key first:
 
 # %%
@@ -260,7 +260,7 @@ for ranks in (1, 2, 4):
 
 # %% [markdown]
 # This GPT has dropout outside only, so it drops the same numbers on any number of ranks, and the losses are equal. If
-# it also had dropout inside, other masks would be drawn on other numbers of ranks. The model would be just as right,
+# it also had dropout inside, the masks would depend on the number of ranks. The model would be just as correct,
 # but you could no longer compare the losses.
 
 # %% [markdown]
@@ -277,7 +277,7 @@ def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], repli
     return x + tt.dropout(y, 0.5, axis="tp")
 
 # %% [markdown]
-# The check gives `block` weights that make every mask readable from the result: hidden feature $f$ adds $2^f$. Mend
+# The check gives `block` weights that make every mask readable from the result: hidden feature $f$ adds $2^f$. Fix
 # one mistake, and see what the check says about the other.
 
 # %%
@@ -289,8 +289,8 @@ check_block(block)
 # ## Your turn: a dropout of your own
 #
 # Write `drop` without tplab's `dropout`. All ranks get the same whole number as `key`, and a different one for each draw.
-# The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Nothing that a
-# rank has drawn before may change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
+# The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Earlier draws
+# on a rank must not change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
 # `tt.axis_index(axis)` is the rank's place along one axis or several. The check takes a torch function.)
 #
 # <details><summary>A hint</summary>
@@ -328,7 +328,7 @@ check_drop(drop)
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), appendix B. [Megatron-LM to
 # transformers](https://github.com/huggingface/transformers/issues/10321), which plans all of this for a library.
 #
-# Next: [08 Overlap](08_overlap.ipynb). How to hide the time that messages take.
+# Next: [08 Overlap](08_overlap.ipynb), and how to hide the time that messages take.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

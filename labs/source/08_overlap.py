@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 08 Overlap
 #
-# **How can a layer send its input around a ring and take hardly any longer for it?**
+# **How can a layer send its input around a ring and take hardly any longer?**
 #
 # Time: one hour. Prerequisites: the ring of [lab 02](02_collectives.ipynb), and column-parallel and row-parallel
 # layers ([lab 01](01_split_a_layer.ipynb)).
@@ -33,8 +33,8 @@ from tplab.trace import overlap
 from tplab.widgets import Bars, Row, knob, timeline
 
 # %% [markdown]
-# The layer below has its input split by features, and its weight split by output features. The times are
-# **modelled**, and for that sizes are enough: meta tensors have a shape but no numbers.
+# The input of the layer below is split by features, and its weight by output features. The times are
+# **modelled**, so sizes are enough: meta tensors have a shape but no numbers.
 
 # %% tags=["opening-picture"]
 FEATURES = P(None, "tp")  # [tokens, features]: each rank has some of the features
@@ -75,7 +75,7 @@ print(X @ W.T)
 # %% [markdown]
 # ## Build it
 #
-# `start` begins a hop and returns a handle at once. `handle.wait()` is the line at which the piece has to be there.
+# `start` begins a hop and returns a handle at once. `handle.wait()` is the line by which the piece must have arrived.
 # Everything between the two overlaps with the message.
 
 # %%
@@ -96,7 +96,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=8)):
     print(f"{mesh}:", "equal" if is_right else "off")
 
 # %% [markdown]
-# tplab has this as `all_gather_matmul`. It adds inside the product (`addmm`). Our `y +` is a separate operation that
+# tplab's version is `all_gather_matmul`. It adds inside the product (`addmm`). Our `y +` is a separate operation that
 # reads and writes the result once more.
 #
 # ## What is hidden
@@ -127,7 +127,7 @@ for name, trace in [("blocking", blocking), ("overlapped", overlapped)]:
     print(f"{'':10} {overlap(trace)}")
 
 # %% [markdown]
-# Both layers send the same bytes. The overlapped one sends them while something else is happening.
+# Both layers send the same bytes. The overlapped one sends them while it computes.
 #
 # ## The other direction: a sum that travels
 #
@@ -198,14 +198,14 @@ for tokens in (8192, 256):
         print(f"    {fn.__name__:15} {trace.makespan * 1e6:4.0f} µs")
 
 # %% [markdown]
-# With many tokens, both take equally long. With few tokens, cutting them up is expensive: each of the eight small
+# With many tokens, the two overlapped layers take equally long. With few tokens, cutting them up is expensive: each of the eight small
 # products has to read the rank's whole weight from memory. A piece of the features needs only an eighth of it.
 
 # %% [markdown]
 # ## When does it pay?
 #
 # Eight small products cost more than one large one, because each of them has to be launched and reads and writes the
-# result. Take fewer tokens. Where does the overlapped layer become the slower one? Guess first.
+# result. Take fewer tokens. When does the overlapped layer become slower? Guess first.
 
 # %%
 from tplab.cost import find, gather_seconds, pays_from
@@ -238,7 +238,7 @@ for microseconds in (5, 2, 1, 0):
 # the GPU always has some operations waiting, or if they were recorded as a CUDA graph, launches cost nearly nothing.
 # Then overlapping pays from a single token on: a rank also has to read its weight, and the hops hide behind that.
 #
-# The model leaves something out: messages also need a part of the chip. Here is the same pair of layers **measured**,
+# The model leaves something out: messages also use part of the chip. Here is the same pair of layers **measured**,
 # on two processes of your machine. The cores that compute the products must now move the messages as well, so little is
 # gained, if anything. On a GPU, a message takes some of the streaming multiprocessors, unless the copy engines move it.
 
@@ -276,7 +276,7 @@ for fn in (blocking_layer_in_jax, layer_in_jax):
 
 # %% [markdown]
 # **What truly differs.** There is no handle. `ring_shift` returns the next piece, and the product does not depend on
-# it, so the compiler *may* move the piece while the product runs. Whether it does is decided by XLA's scheduler: on
+# it, so the compiler *may* move the piece while the product runs. XLA's scheduler decides whether it does: on
 # GPUs and TPUs it splits the message into a start and a done, and moves work in between. The CPU devices of this
 # notebook do not overlap anything. If you draw the JAX trace on a modelled cluster, the overlap in it comes from
 # tplab's model, so it shows what the data flow permits, and not what XLA did.
@@ -350,7 +350,7 @@ check_product_scatter(product_scatter)
 #
 # - A product over split features is a sum of products. Add them in the order in which the pieces arrive.
 # - Overlap saves no bytes. It pays if the hidden hops take longer than the additional launches and passes over the
-#   result, so with many tokens or with cheap launches.
+#   result: with many tokens or cheap launches.
 # - Check overlap in a trace. The numbers stay right when it silently stops.
 #
 # **Sources.** Wang et al. 2023, [Overlap communication with dependent
@@ -359,7 +359,7 @@ check_product_scatter(product_scatter)
 # from which this lab grew. PyTorch, [Symmetric
 # memory](https://docs.pytorch.org/docs/main/distributed/symmetric_memory.html).
 #
-# Next: [09 A Hugging Face GPT-2](09_hugging_face_gpt2.ipynb). How to shard a model that someone else wrote.
+# Next: [09 A Hugging Face GPT-2](09_hugging_face_gpt2.ipynb), and how to shard a model that someone else wrote.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -120,7 +120,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=4)):
 #
 # ## Is it right?
 #
-# A loss that looks the same proves little. A model with a wrong gradient trains too, for a while, and people then
+# A loss that looks the same proves little. A model with a wrong gradient also trains for a while, and people then
 # [ask](https://github.com/NVIDIA/Megatron-LM/issues/1736) whether their gap is small enough. `check_parallel`
 # compares everything with the unsharded model: outputs, loss, every gradient, and the parameters after a step. It
 # knows how large rounding can be for the dtype and the sizes at hand.
@@ -138,15 +138,15 @@ print("\n" + "\n".join(report.notes))
 #
 # - The summary counts what is wrong. Every gradient is, which says little, because one wrong tensor makes everything
 #   after it wrong.
-# - So the report puts first what explains the rest. Here this is the first module in the forward pass whose output is
-#   wrong, and it has a cause: its bias is added once per rank.
-# - If all outputs are right and only gradients are wrong, it is the gradient that the backward pass reaches first.
+# - So the report begins with what explains the rest. Here that is the first module in the forward pass whose output is
+#   wrong, and the report names the cause: its bias is added once per rank.
+# - If all outputs are right and only gradients are wrong, it begins with the first gradient that the backward pass reaches.
 # - The note explains why the loss did not show it: these biases are zero in a new model. For its checks,
-#   `check_parallel` replaces parameters that are constant by other values.
+#   `check_parallel` replaces constant parameters with other values.
 #
 # ## A bug to repair
 #
-# Mend `MyRow` above, run its cell, and then run this one. (The check takes torch layers.)
+# Fix `MyRow` above, run its cell, and then run this one. (The check takes torch layers.)
 
 # %% tags=["nbval-ignore-output"]
 from tplab.exercises.hugging_face_gpt2 import check_row
@@ -167,8 +167,8 @@ for name, kind in plan.items():
     print(f"{name:34} {kind}")
 
 # %% [markdown]
-# The model's own `forward`, its loss and its `generate` stay as they are. The attention modules are told how many
-# heads they have left.
+# The model's own `forward`, its loss and its `generate` stay as they are. The attention modules are set to the number of
+# heads that they have left.
 #
 # **Predict.** The model has two blocks. How many times do the ranks add something up, forward and backward?
 #
@@ -201,7 +201,7 @@ def refused(model):
 print(tt.run(refused, Mesh(tp=4), gpt2()).per_rank[0])
 
 # %% [markdown]
-# Now the check, including one step of AdamW:
+# Now we run the check, including one step of AdamW:
 
 # %%
 def by_plan(model):
@@ -218,10 +218,10 @@ for mesh in (Mesh(tp=1), Mesh(tp=2), Mesh(tp=4)):
 report
 
 # %% [markdown]
-# ## Train, generate, and take the weights back
+# ## Train, generate, and get the weights back
 #
 # `whole_state` puts the pieces together again under their old names. Here is the state after five steps of training,
-# compared with the same five steps of the unsharded model. Generating works as well: each rank caches the keys and
+# compared with the same five steps of the unsharded model. Generation works as well: each rank caches the keys and
 # values of its own heads, and all ranks choose the same tokens.
 
 # %%
@@ -373,11 +373,11 @@ sent = {
 print(traffic_table(sent))
 
 # %% [markdown]
-# All four compute the same gradients. With a shared input, DTensor sends exactly the bytes of tplab, in one more
-# message: its loss adds up two sums that tplab puts into one. The 17 of `jit` are those of XLA's CPU compiler, which
+# All four compute the same gradients. With a shared input, DTensor sends exactly as many bytes as tplab, in one more
+# message: its loss sends two sums that tplab puts into one. The 17 of `jit` come from XLA's CPU compiler, which
 # this notebook uses. On a GPU or TPU there may be fewer, because XLA has a pass,
 # [all-reduce-reassociate](https://github.com/openxla/xla/blob/main/xla/hlo/transforms/collectives/all_reduce_reassociate.cc),
-# which replaces the sum of two `all_reduce`s by the `all_reduce` of their sum.
+# which replaces the sum of two `all_reduce`s with the `all_reduce` of their sum.
 #
 # ## Your turn: a plan for a Llama
 #
@@ -404,13 +404,13 @@ check_llama_plan(my_plan)
 #
 # ## To take away
 #
-# - You can shard a model from outside by naming which layers are columns, which are rows, and what is fused in them.
+# - You can shard a model from outside by naming which layers are split by columns, which by rows, and which are fused.
 # - A plan can be checked before it runs: columns must meet rows, heads must stay whole, and tied weights must stay
 #   tied.
 # - Compare every gradient with the unsharded model. A loss that agrees proves little.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). [Megatron-LM to
-# transformers](https://github.com/huggingface/transformers/issues/10321), the wish for this lab ("GPT2 would be
+# transformers](https://github.com/huggingface/transformers/issues/10321), which wished for this ("GPT2 would be
 # perfect"). Radford et al. 2019, GPT-2.
 #
 # Next: [10 Pipeline schedules](10_pipeline_schedules.ipynb), for models that have too many layers for one rank.

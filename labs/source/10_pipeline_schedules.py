@@ -37,8 +37,8 @@ gantt(one_f_one_b(ranks=4, microbatches=8), zb_h1(ranks=4, microbatches=8))
 # %% [markdown]
 # ## By hand: one rank at a time
 #
-# Cut a model into four **stages**, one per rank. Each stage needs what the one before it has computed. So the ranks take
-# turns: forwards go down the ranks, and backwards come up again. Here is one row per rank and one column per moment:
+# Cut a model into four **stages**, one per rank. Each stage needs the output of the one before it. So the ranks take
+# turns: forwards go down the ranks, and backwards come up again. Here is one row per rank and one column per time step:
 
 # %%
 print(naive(ranks=4))
@@ -73,7 +73,7 @@ gantt(all_f_then_all_b)
 #
 # $$\frac{p-1}{m+p-1} \text{ of the makespan} \qquad\qquad \frac{p-1}{m} \text{ of the ideal time (Megatron's papers)}$$
 #
-# **Predict.** With 16 ranks, how many microbatches does it take until less than a tenth of the makespan is bubble?
+# **Predict.** With 16 ranks, how many microbatches does it take to make the bubble less than a tenth of the makespan?
 #
 # <details><summary>Answer</summary>
 #
@@ -90,9 +90,9 @@ for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
 # ## One forward, one backward
 #
 # The last rank could run its first backward at once, and then free that microbatch. In **1F1B** (or PipeDream-Flush),
-# rank $r$ runs $p - 1 - r$ forwards ahead, and then one forward and one backward in turn.
+# rank $r$ runs $p - 1 - r$ forwards ahead, and then alternates forwards and backwards.
 #
-# **Predict.** With the same $m$, how much smaller is the bubble of 1F1B than that of GPipe?
+# **Predict.** With the same $m$, how much smaller is 1F1B's bubble than GPipe's?
 #
 # <details><summary>Answer</summary>
 #
@@ -164,7 +164,7 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 # %% [markdown]
 # The price is more memory and more messages. **Looped breadth-first** takes all microbatches through a stage before it turns
 # to the next one. It keeps all microbatches, but it needs the weights of each stage only once in each direction. That
-# helps if data-parallel ranks share the weights and have to gather them.
+# helps if data-parallel ranks shard the weights and have to gather them.
 
 # %%
 print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
@@ -172,12 +172,12 @@ print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
 # %% [markdown]
 # ## Split the backward
 #
-# A backward has two parts. **I** is the gradient of the stage's input, for which the rank before it waits. **W** is the
+# A backward has two parts. **I** is the gradient of the stage's input, which the rank before it waits for. **W** is the
 # gradient of the weights, which no rank needs before the optimizer step. So W can fill bubbles. A microbatch's activations
 # are kept until its W. (Qi et al., who had this idea, write B for our I.)
 #
 # **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end each rank adds only $I$ to the
-# gradient's way up, instead of $I + W$, and the waiting passes fill the bubble.
+# gradient's path, instead of $I + W$, and the waiting passes fill the bubble.
 #
 # **ZB-H2** runs twice as many forwards ahead, and keeps $2p - 1$ microbatches. Its authors write that it has no bubble.
 #
@@ -204,8 +204,8 @@ gantt(h1, h2)
 # %% [markdown]
 # ## Other places: V shapes and two directions
 #
-# In **ZB-V** rank $r$ has the stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. The last stage is
-# on the rank of the first one, and the last backward ends there, too. **V-Half** and **V-Min** repeat the pattern of one
+# In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. The last stage is
+# on the same rank as the first, and the last backward ends there, too. **V-Half** and **V-Min** repeat the pattern of one
 # microbatch, their **building block**, every 6 steps. Each W goes where there is room. A microbatch is kept from its first
 # F to its last W, so a shorter block takes less memory:
 
@@ -315,7 +315,7 @@ check_one_f_one_b(my_row)
 # ## Your turn: six puzzles
 #
 # In each puzzle F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its actions, as text
-# with one row per rank. Every action then runs as soon as it can. You may write the rows by a function, as `row` did.
+# with one row per rank. Every action then runs as soon as it can. You may write the rows with a function, as `row` did.
 
 # %%
 from tplab.exercises.pipeline_schedules import PUZZLES, check_puzzle
@@ -324,7 +324,7 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# Puzzle 1 has a wrong answer. Correct it, and then solve the others, in cells like these:
+# The answer to puzzle 1 is wrong. Correct it, and then solve the others, in cells like these:
 
 # %%
 def puzzle_1():

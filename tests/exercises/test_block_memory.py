@@ -113,7 +113,7 @@ def test_the_block_in_jax_passes():
     [
         (tokens_split(dim=0), "only the tokens of its own rank"),
         (lambda x, *rest: tokens_split()(x, *rest) - x, "x itself is missing"),
-        (tokens_split(gather=gather_from), "gather_from is for ranks that all go on alike"),
+        (tokens_split(gather=gather_from), "gather_from is for ranks that all do the same afterwards"),
         (tokens_split(shared=plainly), "Megatron-LM #1446"),
         (norm_behind(plainly), "own heads and features only"),
         (tokens_split(shared=lambda scale: f(f(scale))), "R times too large"),

@@ -146,7 +146,7 @@ def test_seven_hops_are_not_right_on_every_ring():
 
 
 def test_a_hop_too_many_is_remarked_upon():
-    expect(check_largest(hops(None)), True, "On Mesh(ring=4) it sends 128 bytes, and 96 would do")
+    expect(check_largest(hops(None)), True, "On Mesh(ring=4) it sends 128 bytes, where 96 would do")
     verdict = check_largest(largest(tt, torch.maximum))
     assert "would do" not in verdict.text
 
@@ -193,7 +193,7 @@ def test_backward():
     ("fn", "hint"),
     [
         (backward(tt, torch.tanh, as_in_the_tutorials), "compares z with the hidden activation"),
-        (backward(tt, torch.tanh, lambda z, y, t: z - t), "half of what is right"),
+        (backward(tt, torch.tanh, lambda z, y, t: z - t), "half the right value"),
         (backward(tt, torch.tanh, lambda z, y, t: 2 * (t - z)), "The sign is wrong"),
         (backward(tt, torch.tanh, lambda z, y, t: 2 * (z - t), sums=False), "this rank's own term"),
         (backward(tt, torch.tanh, lambda z, y, t: 3 * (z - t)), "entries are off"),

@@ -23,7 +23,7 @@ def in_the_lab(start: str) -> dict[str, Any]:
 
 
 def test_the_labs_bug_is_told():
-    expect(check_average(in_the_lab("def average")["average"]), False, "divided by the number of all ranks", "tp=3")
+    expect(check_average(in_the_lab("def average")["average"]), False, "divided by the total number of ranks", "tp=3")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_gathering_across_first_passes():
     [
         (lambda x: tt.all_gather(tt.all_gather(x, "node"), "gpu"), "ordered by GPU and then by node"),
         (lambda x: tt.all_gather(tt.all_gather(x, "gpu"), "node"), "a GPU sends 3 rows over axes other than gpu"),
-        (lambda x: tt.all_gather(x, ("node", "gpu")), "a GPU sends 5 rows over axes other than gpu, and 1 would do"),
+        (lambda x: tt.all_gather(x, ("node", "gpu")), "a GPU sends 5 rows over axes other than gpu, where 1 would do"),
         (lambda x: tt.all_gather(x, "gpu"), "shape [3, 3]"),
     ],
     ids=["unsorted", "inside first", "one ring", "inside only"],

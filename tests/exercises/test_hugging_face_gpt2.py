@@ -108,7 +108,7 @@ def test_the_layer():
         (OthersRows, ("value of transformer.h.0.mlp.c_proj.weight", "rank 0 has that of rank 1")),
         (NoGradient, ("gradient of transformer.h.1.mlp.c_proj.weight", "no gradient on every rank")),
         (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
-        (Whole, ("the numbers are right", "4,128 parameters of this layer, and 2,080 would do")),
+        (Whole, ("the numbers are right", "4,128 parameters of this layer, where 2,080 would do")),
         (Raises, ("RuntimeError", "return x @ self.weight.T")),
         (lambda given: given.missing, ("AttributeError", "given.missing")),
     ],

@@ -199,7 +199,7 @@ def terms(x, scale, q, k, v, o, a, b):
     ("fn", "hint"),
     [
         (no_sum, "the sum over the ranks is missing"),
-        (x_summed, "x is in it once for every rank"),
+        (x_summed, "y has x once per rank"),
         (no_x, "x itself is missing"),
         (sequential, "both read the same h"),
         (block_of(plainly, plainly), "this rank's own part of dx"),

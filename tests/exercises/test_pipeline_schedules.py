@@ -33,7 +33,7 @@ def test_the_right_row():
     [
         (lambda rank, ranks, m: rank, "deadlock(.|\n)*Which rank waits longest"),
         (lambda rank, ranks, m: ranks - rank, "One forward too many"),
-        (lambda rank, ranks, m: ranks - 1, "equally many forwards ahead"),
+        (lambda rank, ranks, m: ranks - 1, "the same number of forwards ahead"),
         (lambda rank, ranks, m: m, "that is GPipe"),
         (lambda rank, ranks, m: 0, "No forwards run ahead"),
     ],

@@ -106,13 +106,13 @@ def test_the_librarys_loss_is_right():
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (token_loss(largest="own"), "sums of the ranks are in different units"),
+        (token_loss(largest="own"), "ranks' sums are on different scales"),
         (token_loss(total=False), "The sum of exponentials covers only this rank's words"),
         (token_loss(label=False), "Only the rank that has the right word"),
         (token_loss(masks=False), "They should add 0"),
         (token_loss(largest="none"), "exp of a large logit overflows"),
         (token_loss(largest="mean"), "the mean of the ranks' maxima"),
-        (token_loss(in_label=False), "the logit of the right word still has it"),
+        (token_loss(in_label=False), "not from the logit of the right word"),
         (
             lambda z, t: F.cross_entropy(tt.all_gather(z, "tp", dim=1), t, reduction="none"),
             "The backward pass of all_gather",
@@ -146,7 +146,7 @@ def test_the_lab_shows_the_first_bug():
     names: dict[str, Any] = {"torch": torch, "tt": tt}
     bug = code_of("token_loss")
     exec(bug, names)
-    expect(check_token_loss(names["token_loss"]), False, "sums of the ranks are in different units")
+    expect(check_token_loss(names["token_loss"]), False, "ranks' sums are on different scales")
     logits, ids = lab.TOKEN_LOSS.tensors(np.random.default_rng(0), Mesh(tp=4)).values()
     loss = tt.run(names["token_loss"], Mesh(tp=4), logits, ids, in_specs=(P(None, "tp"), P()), out_specs=P()).value
     assert (loss >= 0).all()

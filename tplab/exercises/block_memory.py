@@ -28,7 +28,7 @@ TOKENS = P(None, "tp")
 _KEPT = (
     "y is right, but dx is only the part that comes through this rank's own heads and hidden features. The "
     "other ranks' parts are missing.\n"
-    "gather_from is for ranks that all go on alike. Here each rank goes on with its own weights."
+    "gather_from is for ranks that all do the same afterwards. Here each rank uses its own weights."
 )
 
 
@@ -131,7 +131,7 @@ TOKENS_SPLIT = Exercise(
         Mistake(
             "dscale",
             "y and dx are right, but the gradient of scale comes from this rank's own heads and features only.\n"
-            "The ranks share scale, and each goes on in its own way. Which of f and g belongs there?",
+            "The ranks share scale, and each then does different work. Which of f and g belongs there?",
             lambda seen: own_weights(seen)["dscale"],
         ),
         added_up_again(

@@ -184,7 +184,7 @@ def grade(
             needed = exercise.fewest(mesh, tensors) // (1 if framework == "torch" else 2)  # JAX computes in float32
             if num_bytes > needed:
                 remark = (
-                    f"\nOn {mesh} it sends {num_bytes:,} bytes, and {needed:,} would do: "
+                    f"\nOn {mesh} it sends {num_bytes:,} bytes, where {needed:,} would do: "
                     "is there a collective that you can do without?"
                 )
     listed = ", ".join(map(str, exercise.meshes))

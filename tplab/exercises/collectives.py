@@ -25,7 +25,7 @@ def _shifted(places: int) -> Callable[[Seen], np.ndarray]:
 
 
 def _reversed_pieces(seen: Seen) -> np.ndarray:
-    """Place j holds the sum of piece i - j: they came in that order, and nobody sorted them."""
+    """Place j holds the sum of piece i - j: they came in that order and were not sorted."""
     num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
     pieces = seen.want.reshape(num_ranks, -1)
     return pieces[(index - np.arange(num_ranks)) % num_ranks].reshape(seen.want.shape)
@@ -33,7 +33,7 @@ def _reversed_pieces(seen: Seen) -> np.ndarray:
 
 SUM_UP = Exercise(
     name="sum_up",
-    # One row a piece, so that pieces in the wrong place are seen at a glance.
+    # One row per piece, so that a piece in the wrong place is seen at a glance.
     tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.axis_size("tp"), mesh.axis_size("tp"), 3)).astype(float)},
     specs={"x": P("tp")},
     plain=lambda tensors: {"y": tensors["x"].sum(0, keepdims=True)},

@@ -74,7 +74,7 @@ def _fault_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> _F
         if differs.any():
             sums_agree = (array == added[0])[(array != 0) & (added[0] != 0)].all()
             hint = (
-                "Outside, every rank has a copy of the same tensor, but each rank has dropped other entries of it, so "
+                "Outside, every rank has a copy of the same tensor, but each rank has dropped different entries, so "
                 "the copies\ndrift apart. Which ranks must draw the same mask here?"
                 if sums_agree
                 else "The ranks also differ in entries that both of them keep. Is the sum over the ranks missing?"
@@ -85,7 +85,7 @@ def _fault_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> _F
     tokens = added[0][added[0].any(-1)]  # a token without any entry may have lost all of its hidden features
     share = float((tokens == 0).mean()) if tokens.size else 1.0
     if _is_off(share, added[0].size):
-        hint = f"{share:.0%} of what the block adds to x is dropped, and it should be half. Drop once, after the sum."
+        hint = f"{share:.0%} of what the block adds to x is dropped, but it should be half. Drop once, after the sum."
         return f"block: outside, p is not 1/2 on {mesh}.\n{hint}", known
     codes = added[0] / 4
     if not ((codes == codes.round()) & (codes >= 0) & (codes < 2**num_features)).all():
@@ -108,7 +108,7 @@ def _fault_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> _Fault | 
         )
         return f"block: inside, every rank of {mesh} draws the same mask.\n{hint}", panels
     if _is_off(1 - kept.mean(), kept.size):
-        hint = f"{1 - kept.mean():.0%} of the hidden features are dropped, and it should be half."
+        hint = f"{1 - kept.mean():.0%} of the hidden features are dropped, but it should be half."
         return f"block: inside, p is not 1/2 on {mesh}.\n{hint}", panels
     return None
 
@@ -216,7 +216,7 @@ def _fault_of_ranks(axis: Any, key: int, drawn: list[np.ndarray], mesh: Mesh) ->
             hint = (
                 f"ranks {one} and {other} draw different masks with axis={axis!r}, but they hold the same data.\n"
                 "A generator made from the key alone is the same on every rank. torch's own generator is not: "
-                "here the ranks\nhave drawn from it differently often."
+                "here the ranks\nhave drawn from it a different number of times."
             )
         yield hint, panels
         return
@@ -234,7 +234,7 @@ def _fault_of_keys(masks: _Masks, mesh: Mesh) -> Iterator[_Fault]:
                 panels = [_corner(f"key {other_key}, rank {other}", masks[axis, other_key][other])]
                 panels.append(_corner(f"key {key}, rank {rank}", mask))
                 hint = (
-                    f"with axis={axis!r}, rank {rank} draws with key {key} the mask that rank {other} draws with key "
+                    f"with axis={axis!r}, rank {rank} draws the same mask with key {key} as rank {other} with key "
                     f"{other_key}.\nIf you add the rank's index to the key, other pairs have the same sum."
                     if rank != other
                     else f"keys {other_key} and {key} give the same mask."

@@ -44,8 +44,8 @@ LARGEST = Exercise(
         ),
         Mistake(
             "result",
-            "This is the largest of all numbers but one. With R ranks, a number needs R - 1 hops to reach every rank, "
-            "and the check uses rings of several lengths: axis_size gives R.",
+            "One number is missing: this is the largest of all the others. With R ranks, a number needs R - 1 hops to "
+            "reach every rank, and the check uses rings of several lengths: axis_size gives R.",
             lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True),
         ),
         Mistake(

@@ -42,7 +42,7 @@ AVERAGE = Exercise(
     mistakes=(
         Mistake(
             "mean",
-            "It is too small by a factor: the sum runs over the ranks of dp, but it is divided by the number of all "
+            "It is too small by a factor: the sum runs over the ranks of dp, but it is divided by the total number of "
             "ranks.\nDivide by the size of the group that the sum runs over.",
             lambda seen: seen.want / seen.mesh.axis_size("tp"),
         ),
@@ -58,7 +58,7 @@ AVERAGE = Exercise(
             "dp.",
             _over("tp", divide=True),
         ),
-        Mistake("mean", "This is this rank's own gradient: nothing is added to it.", lambda seen: seen.own["gradient"]),
+        Mistake("mean", "This is the rank's own gradient: nothing is added to it.", lambda seen: seen.own["gradient"]),
         added_up_again("mean", "dp", "This is the sum over dp. The mean is the sum divided by the size of the group."),
     ),
 )
@@ -134,7 +134,7 @@ def _too_much_across(trace: Trace, mesh: Mesh) -> Verdict | None:
     shape = mesh.axis_size("node"), mesh.axis_size("gpu")
     sent = np.array(across).reshape(shape)
     text = (
-        f"gather_all is right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than gpu, and "
+        f"gather_all is right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than gpu, where "
         f"{enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
         "Which of the two levels should come first?"
     )

@@ -122,7 +122,7 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
         if max(held) > share:
             text = (
                 f"{name}: the numbers are right, but on {mesh} a rank holds {max(held):,} parameters of this layer, "
-                f"and {share:,} would do.\nIn a row-parallel layer, each rank holds its own rows of the weight."
+                f"where {share:,} would do.\nIn a row-parallel layer, each rank holds its own rows of the weight."
             )
             return Verdict(False, text)
     assert report is not None

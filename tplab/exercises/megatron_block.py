@@ -67,14 +67,14 @@ DOWN = Exercise(
     mistakes=(
         Mistake(
             "y",
-            "The bias is in it once for every rank: each rank adds it to its own term, and then the terms are added.",
+            "y has the bias once per rank: each rank adds it to its own term, and then the terms are added.",
             _added_before,
         ),
         Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
         own_part(_down, "y", "This is this rank's own term and the bias: the sum over the ranks is missing."),
         Mistake(
             "dbias",
-            "y is right, but the bias learns R times too slowly. Each rank adds an R-th of it, and receives the "
+            "y is right, but the bias learns R times too slowly. Each rank adds 1/R of it, and receives the "
             "gradient of that part only.\nWhich gradient would the bias receive if it were added after g?",
             lambda seen: seen.want / seen.mesh.axis_size("tp"),
         ),
@@ -132,7 +132,7 @@ PARALLEL_BLOCK = Exercise(
         own_part(one_norm, "y", "This is x and this rank's own terms: the sum over the ranks is missing."),
         Mistake(
             "y",
-            "x is in it once for every rank. Every rank has all of x, so add up only the terms of the heads and of the "
+            "y has x once per rank. Every rank has all of x, so add up only the terms of the heads and of the "
             "hidden features.",
             lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["x"],
         ),

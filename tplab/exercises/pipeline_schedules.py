@@ -62,7 +62,7 @@ def _hint(schedule: Schedule) -> str:
             [min(rank, microbatches - 1) + 1 for rank in range(ranks)],
         "One forward too many before the first backward: the last rank needs none ahead of its pair.":
             [min(ranks - rank, microbatches - 1) + 1 for rank in range(ranks)],
-        "Every rank runs equally many forwards ahead. The last one could send a gradient back at once.":
+        "Every rank runs the same number of forwards ahead. The last one could send a gradient back at once.":
             [min(ranks - 1, microbatches - 1) + 1] * ranks,
         "All forwards come first: that is GPipe.": [microbatches] * ranks,
         "No forwards run ahead: each microbatch waits for the one before it to come back.": [1] * ranks,
@@ -95,7 +95,7 @@ PUZZLES = {
     4: Puzzle(3, 6, 20, 3, "How long must rank 2 wait for its first F? If it never idles after that, what is the sum?"),
     5: Puzzle(
         4, 8, 32, 3,
-        "Splitting B helps: with the rule 'I if it can run, else F, else W' every rank waits little, and that takes 33 "
+        "Splitting B helps: with the rule 'I if it can run, else F, else W' no rank waits long, and that takes 33 "
         "steps.\nAll other ranks wait for the forwards of rank 0. What should rank 0 prefer?",
     ),
     6: Puzzle(

@@ -79,7 +79,7 @@ def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
         ),
         Mistake(
             result,
-            "This is half of what is right: the derivative of (z - target)**2 is 2 * (z - target).",
+            "This is half the right value: the derivative of (z - target)**2 is 2 * (z - target).",
             lambda seen: seen.want / 2,
         ),
         Mistake(

@@ -118,7 +118,7 @@ TOKEN_LOSS = Exercise(
     mistakes=(
         Mistake(
             "loss",
-            "Each rank subtracts its own largest logit, so the sums of the ranks are in different units when they are "
+            "Each rank subtracts its own largest logit, so the ranks' sums are on different scales when they are "
             "added.\nSubtract the same number on every rank. Which number keeps every exponent at or below zero?",
             _own_maximum,
         ),
@@ -152,7 +152,7 @@ TOKEN_LOSS = Exercise(
         ),
         Mistake(
             "loss",
-            "The maximum is subtracted inside the sum of exponentials, but the logit of the right word still has it.",
+            "The maximum is subtracted inside the sum of exponentials, but not from the logit of the right word.",
             _maximum_in_one_place,
         ),
         added_up_again(
