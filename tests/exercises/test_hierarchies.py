@@ -45,7 +45,7 @@ def test_a_repair_in_jax_passes():
     ("average", "hint"),
     [
         (lambda gradient: tt.all_reduce(gradient, "dp"), "This is the sum over dp"),
-        (lambda gradient: gradient, "this rank's own gradient"),
+        (lambda gradient: gradient, "the rank's own gradient"),
         (lambda gradient: tt.all_reduce(gradient, ("dp", "tp"), op="mean"), "the mean over all ranks"),
         (lambda gradient: tt.all_reduce(gradient, "tp", op="mean"), "the mean over tp"),
         (lambda gradient: tt.all_reduce(gradient, "dp") / 8, "entries are off"),

@@ -40,7 +40,7 @@ def defined(source: str) -> dict[str, Any]:
 
 def test_the_lab_shows_the_bug_and_its_repair_passes():
     bug = in_the_lab("def down(")
-    expect(check_down(defined(bug)["down"]), False, "once for every rank: each rank adds it", "rank 0 of Mesh(tp=2)")
+    expect(check_down(defined(bug)["down"]), False, "once per rank: each rank adds it", "rank 0 of Mesh(tp=2)")
     mended = bug.replace('tt.reduce_from(hidden @ b + bias, "tp")', 'tt.reduce_from(hidden @ b, "tp") + bias')
     assert mended != bug
     verdict = check_down(defined(mended)["down"])
