@@ -7,7 +7,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/11_run_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/11_run_a_pipeline.ipynb)
 #
-# ![A small GPT trains on four ranks. Above, every forward and backward where it ran; beneath, where the schedule promised it. They agree.](images/11_run_a_pipeline.png)
+# ![A small GPT trains on four ranks. The upper boxes show when each forward and backward ran, and the lower ones when the schedule promised it. They agree.](images/11_run_a_pipeline.png)
 #
 # *A small GPT trains on four ranks with real tensors: eight microbatches under 1F1B. The filled boxes show what ran, and the
 # outlines beneath show what the schedule promised. A message takes one step here, as long as a forward.*
@@ -39,12 +39,12 @@ from tplab.torch import split_batch, stages_of, train_batch
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, knob, timeline
 
-torch.set_num_threads(1)  # several threads do not pay for tensors this small
+torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 p, m = 4, 8  # ranks, microbatches
 
 # %% [markdown]
 # The model is a list of layers. A `LayerSpec` describes a layer without making it, so each rank can make the layers of its
-# own stages, and no rank ever holds the whole model. `PlainBlock` is a transformer block in torch's own layers.
+# own stages, and no rank ever holds the whole model. `PlainBlock` is a transformer block built from torch's own layers.
 
 # %%
 V, D, S = 61, 48, 16  # words, width, tokens in a sequence
@@ -93,8 +93,9 @@ da = dy * x  # on rank 0 again
 print(f"y {y}, loss {loss}, db {db}, dy {dy}, da {da}")
 
 # %% [markdown]
-# Two numbers cross the cut: $y$ goes down, and its gradient comes back. In torch, rank 0 sends $y$ without its graph. Rank 1
-# treats $y$ as an input that needs a gradient, and sends that gradient back. With it, rank 0 continues in its own graph.
+# Two numbers cross the cut: $y$ goes down, and its gradient comes back. In torch, rank 0 sends $y$ without its graph.
+# Rank 1 treats $y$ as an input that needs a gradient, and sends that gradient back. With it, rank 0 continues the
+# backward pass through its own graph.
 
 # %%
 def two_ranks():
@@ -118,9 +119,9 @@ print("messages", *(event.values.item() for event in sent))
 # %% [markdown]
 # ## Build it: a worker that follows a schedule
 #
-# A rank's row of the schedule says what it does, and its position says with which ranks it exchanges messages. With one
-# stage per rank no message needs a name, because all ranks go through the microbatches in the same order. This is the row
-# of rank 1 of three:
+# A rank's row of the schedule says what it does, and its position says which ranks it exchanges messages with. With one
+# stage per rank, no message needs a tag, because all ranks go through the microbatches in the same order. This is the
+# row of rank 1 of three:
 
 # %%
 print(*one_f_one_b(ranks=3, microbatches=4).by_rank()[1])  # the first digit: stage 1
@@ -154,8 +155,8 @@ def train(schedule, stage, microbatches, loss):
 # <details><summary>Answer</summary>
 #
 # They are equal to the last bit. A schedule says *when* each term is computed, and not *which* terms there are. Both
-# schedules add the terms of microbatches 0, 1, 2, ... in this order. A schedule that adds them in another order would
-# differ by rounding.
+# schedules add the terms of microbatches 0, 1, 2, ... in this order. A schedule that adds them in a different order
+# would differ by rounding errors.
 #
 # </details>
 
@@ -176,8 +177,9 @@ for how, rule in others:
     print(f"{how.__name__:11} {rule.__name__:11} equal to the last bit: {same}")
 
 # %% [markdown]
-# `train_batch` is tplab's worker. It runs any schedule, also one with several stages per rank. We compare five schedules with
-# one device that takes one microbatch after another. `stages_of` gives a layer the same weights on whichever rank it is.
+# `train_batch` is tplab's worker. It runs any schedule, even one with several stages per rank. We compare five
+# schedules with one device that takes one microbatch after another. `stages_of` gives a layer the same weights,
+# whichever rank it is on.
 
 # %%
 def one_device():
@@ -203,11 +205,11 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
 #
 # $$\text{I:}\quad dx = dy\, w^T \qquad\qquad \text{W:}\quad dw = x^T dy$$
 #
-# Each has as many FLOPs as the forward, so $B = I + W = 2F$. `train_batch` splits the backward of any module in this way: I
-# goes from the output to the input and keeps the gradient of each layer's output, and W computes the weights' gradients from
-# these. Nothing is computed twice.
+# Each takes as many FLOPs as the forward, so $B = I + W = 2F$. `train_batch` splits the backward of any module in this
+# way: I goes from the output to the input and keeps the gradient of each layer's output, and W computes the weights'
+# gradients from these. Nothing is computed twice.
 #
-# **Predict.** In our GPT, which one has more FLOPs, I or W?
+# **Predict.** In our GPT, which takes more FLOPs, I or W?
 #
 # <details><summary>Answer</summary>
 #
@@ -236,18 +238,18 @@ print(f"(I + W) / B = {(split['I'] + split['W']) / whole['B']:.2f}")
 #
 # ## See it run
 #
-# The picture at the top was drawn on a clock that counts steps, and the simulation predicted every action exactly. Now we
-# measure seconds. Two ranks are real processes, which send real messages, and the model is wider, so that there is something
-# to measure. The first batch warms up. The trace itself says how long each action takes (`measured_costs`), and the
-# simulation predicts *when* each of them can begin.
+# The picture at the top was drawn on a clock that counts steps, and the simulation predicted every action exactly. Now
+# we measure seconds. Two ranks are real processes that send real messages, and the model is wider, so that there is
+# something to measure. The first batch warms up. The trace itself says how long each action takes (`measured_costs`),
+# and the simulation predicts *when* each of them can begin.
 #
 # **Predict.** Will the real run be faster or slower than the prediction?
 #
 # <details><summary>Answer</summary>
 #
-# It is slower. The simulation knows how long each action computes, and what it waits for. It does not know the time between
-# actions, in which messages are posted and copied. This rest is called the **residual**. With small tensors it is large, and
-# it shrinks as the actions get longer.
+# It is slower. The simulation knows how long each action computes, and what it waits for. It does not know about the
+# time between actions, when messages are posted and copied. This remainder is called the **residual**. It is large for
+# small tensors, and shrinks as the actions get longer.
 #
 # </details>
 
@@ -325,9 +327,9 @@ knob("One batch on four ranks", "microbatches",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With launches, eight microbatches are best: 16.6 ms, and 18.2 ms with sixteen. The bubble still shrinks from 28 % to 18 %,
-# but every rank launches twice as many operations, each of them half as large. Without launches, sixteen are better. The
-# formula is right about the bubble in both cases. It says nothing about the rest.
+# With launches, eight microbatches are best: 16.6 ms, and 18.2 ms with sixteen. The bubble still shrinks from 28 % to
+# 18 %, but every rank launches twice as many operations, each of them half as large. Without launches, sixteen are
+# better. The formula is right about the bubble in both cases. It says nothing about launches.
 #
 # </details>
 #
@@ -339,9 +341,9 @@ knob("One batch on four ranks", "microbatches",
 # |---|---|
 # | an activation or a gradient over one cut | $bSD$ |
 # | all $pv - 1$ cuts, in both directions | $2m(pv - 1)\,bSD$ |
-# | in a V, whose middle cut is inside a rank | $2m(2p - 2)\,bSD$ |
+# | under ZB-V, whose middle cut is inside a rank | $2m(2p - 2)\,bSD$ |
 # | the loss, an all_reduce of one number | $2(p - 1)$ |
-# | to compare: one block, tensor-parallel over $p$ ranks | $8m(p-1)\,bSD$ |
+# | for comparison: one block, tensor-parallel over $p$ ranks | $8m(p-1)\,bSD$ |
 
 # %%
 b = 2  # sequences per microbatch; float32, and the loss in float64
@@ -356,9 +358,9 @@ for rule, cuts in num_cuts.items():
 #
 # ## A bug to repair: a deadlock
 #
-# When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39, because ranks wait for messages. More
-# forwards ahead would hide them. So we double their number, except on the first rank, which already holds the most
-# microbatches:
+# When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39, because ranks wait for messages.
+# Running more forwards ahead would hide the messages. So we double the number, except on the first rank, which already
+# holds the most microbatches:
 
 # %%
 def ahead(rank, ranks):  # forwards before the first pair of forward and backward
@@ -378,9 +380,9 @@ except DeadlockError as error:
     print(*(line.split(" at ")[0] for line in str(error).splitlines()[:-1]), sep="\n")
 
 # %% [markdown]
-# On a real cluster the program would hang until some timeout ends it. Simulated ranks notice at once that none of them can
-# go on. (`train_batch` would not have started, because it checks its schedule first.) Repair `ahead`, and run the cells from
-# there again:
+# On a real cluster, the program would hang until a timeout ended it. Simulated ranks notice at once that none of them
+# can continue. (`train_batch` would not have started, because it checks its schedule first.) Repair `ahead`, and rerun
+# the cells from that one on:
 
 # %%
 check_ahead(ahead)
@@ -413,8 +415,8 @@ check_train_split(train_split)
 # | `interleaved_zb`, `zb_v` | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | |
 # | `send`, `receive` | `P2POp` and `batch_isend_irecv` | `p2p_communication` | `ppermute` |
 #
-# `Schedule.from_torch` reads a schedule of torch, so that you can simulate it before you train. Here torch itself makes one,
-# on four simulated ranks with two stages each:
+# `Schedule.from_torch` reads one of torch's schedules, so that you can simulate it before you train. Here torch itself
+# makes one, on four simulated ranks with two stages each:
 
 # %%
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
@@ -436,8 +438,8 @@ print(f"interleaved 1F1B {ours.makespan:g}")
 #
 # - A schedule says when, not what. Every legal schedule gives the same gradients as one device, if each loss is divided by
 #   $m$.
-# - A run keeps to its schedule, at the speed of its actions. Put your own measured costs into the simulation.
-# - A pipeline sends little, but it waits: for its neighbours, and forever where the order of two ranks has a cycle.
+# - A run follows its schedule, but only as fast as its actions. Simulate it with the costs that you measured.
+# - A pipeline sends little, but its ranks wait for their neighbours, and forever if their orders form a cycle.
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 12 A pipeline in JAX
 #
-# **How can one compiled program run a pipeline, where every rank does something else?**
+# **How can one compiled program run a pipeline, where every rank does something different?**
 #
 # Prerequisites: the schedules of [lab 10](10_pipeline_schedules.ipynb), and a little JAX: `jax.grad` and `jax.lax.scan`.
 # Time: 45 minutes.
@@ -97,9 +97,9 @@ for name, rule in rules.items():
 # %% [markdown]
 # ## Build it: GPipe is a scan
 #
-# The forward half of GPipe needs very little. Rank $r$ computes microbatch $t - r$ in tick $t$. It takes its input from the
-# rank before it, except for rank 0, which takes the next microbatch. After $m + p - 1$ ticks the last rank has computed all
-# microbatches.
+# The forward half of GPipe needs very little code. Rank $r$ computes microbatch $t - r$ in tick $t$. Rank 0 takes the
+# next microbatch as its input, and every other rank takes the output of the rank before it. After $m + p - 1$ ticks the
+# last rank has computed all microbatches.
 
 # %%
 def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D]
@@ -133,7 +133,7 @@ print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 # %% [markdown]
 # We never wrote a backward pass. The gradient of a message from rank 0 to rank 1 is a message from rank 1 to rank 0, and the
 # gradient of a loop is a loop in the other direction. So `jax.grad` made the backward half of the pipeline. But it runs
-# *after* the scan: all forwards, then all backwards. This way there is no 1F1B, and every rank keeps $m$ microbatches.
+# *after* the scan: all forwards, then all backwards. So this cannot be 1F1B, and every rank keeps all $m$ microbatches.
 #
 # ## Any schedule: a table of actions
 #
@@ -150,7 +150,7 @@ print(np.array(table[:6]))
 # %% [markdown]
 # In each tick `lax.switch` chooses what the rank does:
 #
-# - **F** runs the stage by `jax.vjp` and puts what the backward pass needs into a buffer.
+# - **F** runs the stage with `jax.vjp` and puts what the backward pass needs into a buffer.
 # - **B** takes it out and computes both gradients. **I** and **W** compute one each.
 #
 # Two `ppermute`s come *after* the switch, one for each direction, because every rank has to take part in them.
@@ -165,8 +165,8 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# The trace of this program has every action at its place. On this clock an exchange takes one step, in each tick that has
-# one. The simulation counts in the same way, and predicts every action exactly.
+# In the trace of this program, every action is in its place. On this clock, each tick with an exchange takes one step
+# more. The simulation counts the same way, and predicts every action exactly.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -190,8 +190,8 @@ timeline(results["ZB-H1"].trace, predicted=predicted)
 #
 # ## Every rank pays for the fullest one
 #
-# One program also means that arrays have one shape on all ranks. A buffer for activations has as many places as the fullest
-# rank needs. Stages with different parameters are packed into flat arrays of equal length.
+# One program also means that arrays have the same shape on all ranks. A buffer for activations has as many slots as the
+# fullest rank needs. Stages with different parameters are packed into flat arrays of equal length.
 #
 # **Predict.** To spare rank 0, we cut 12 layers into 2, 3, 3 and 4 instead of 3, 3, 3 and 3. How many layers' weights does
 # rank 0 hold now?
@@ -224,8 +224,8 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # %% [markdown]
 # ## Turn the knob: activations
 #
-# The same is true of activations. Each bar shows what a rank keeps at its peak, and the empty room that it has because
-# another rank needs that much. Which schedule wastes the most?
+# The same is true of activations. Each bar shows how much a rank keeps at its peak, and how much room stays empty
+# because another rank needs more. Which schedule wastes the most?
 
 # %%
 def bars(rule, every):
@@ -264,9 +264,9 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 #
 # | | ticks | time in lock-step |
 # |---|---|---|
-# | GPipe | $2(m + p - 1)$ | $(m + p - 1)(F + B)$, and at most $c$ per tick |
-# | 1F1B | $2(m + p - 1)$ | up to $2(m + p - 1) \max(F, B)$, and at most $c$ per tick |
-# | ZB-H1, if $F = I = W$ | $3m + p - 1$ | $(3m + p - 1) F$, and at most $c$ per tick |
+# | GPipe | $2(m + p - 1)$ | $(m + p - 1)(F + B)$, plus at most $c$ per tick |
+# | 1F1B | $2(m + p - 1)$ | up to $2(m + p - 1) \max(F, B)$, plus at most $c$ per tick |
+# | ZB-H1, if $F = I = W$ | $3m + p - 1$ | $(3m + p - 1) F$, plus at most $c$ per tick |
 
 # %%
 for ranks, num in [(4, 8), (8, 32), (16, 64)]:
@@ -318,7 +318,7 @@ check_pipeline(my_pipeline)
 # - A scan with a `ppermute` is a pipeline, and its gradient is a pipeline in the other direction: GPipe.
 # - In lock-step each tick takes as long as its slowest rank. A schedule loses nothing if its actions take equal time, or if
 #   all ranks are in the same phase.
-# - One program has one shape for all ranks, so every rank has the memory of the fullest one.
+# - One program has one shape for all ranks, so every rank takes as much memory as the fullest one.
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Xu et al. 2021,

@@ -34,11 +34,11 @@ from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, bytes_text, knob, levels
 
-torch.set_num_threads(1)  # several threads do not pay for tensors this small
+torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
 # The model is a small GPT, written as a list of layers. A `LayerSpec` describes a layer without making it: it holds the
-# class and its arguments. (There are no positions in this GPT, to keep it short.)
+# class and its arguments. (To keep it short, this GPT has no position embeddings.)
 
 # %%
 def gpt(blocks=12, width=64, words=65):
@@ -62,8 +62,8 @@ def train(schedule, layers, bounds=None):
     return stages
 
 # %% [markdown]
-# One microbatch is enough to measure what a stage keeps. The simulation of lab 10 does the rest, and we draw it over
-# what four ranks really hold.
+# One microbatch is enough to measure what a stage keeps. The simulation of lab 10 does the rest, and we draw its
+# prediction over what four ranks really hold.
 
 # %% tags=["opening-picture"]
 p, m = 4, 8  # ranks, microbatches
@@ -88,9 +88,9 @@ levels(
 # %% [markdown]
 # ## By hand: twelve blocks
 #
-# A backward pass needs what its forward pass computed: the **activations**. Let one **unit** be what one block keeps of one
-# microbatch. Each of the four ranks has three blocks. Under 1F1B, rank $r$ runs $p - 1 - r$ forwards ahead, so it keeps up
-# to $p - r$ microbatches.
+# A backward pass needs what its forward pass computed: the **activations**. Let one **unit** be what one block keeps
+# for one microbatch. Each of the four ranks has three blocks. Under 1F1B, rank $r$ runs $p - 1 - r$ forwards ahead, so
+# it keeps up to $p - r$ microbatches.
 #
 # **Predict.** Four ranks divide the weights by four. How many units does rank 0 keep, compared with a single device that
 # trains the whole model, one microbatch after another?
@@ -116,8 +116,8 @@ assert [round(most / unit) for most in real["1F1B"].peak_bytes] == [12, 9, 6, 3]
 #
 # ## Build it: count along a row
 #
-# A forward adds a microbatch, and a backward removes one. If the backward is split, the microbatch goes when its W is
-# done.
+# A forward adds a microbatch, and a backward removes one. If the backward is split, the microbatch is freed when its W
+# is done.
 
 # %%
 def most_kept(row):
@@ -134,14 +134,14 @@ for rule in (gpipe, one_f_one_b, zb_h1):
     print(f"{rule.__name__:12} microbatches {ours}, in bytes {bytes_kept}")
 
 # %% [markdown]
-# For GPipe and 1F1B the count is exact. Under ZB-H1 a rank never holds more than four microbatches, but their bytes are
-# those of up to five. Between I and W it keeps the input of every weight *and* the gradient of its output, and together
-# these can be more than the forward pass left. So count bytes, too.
+# For GPipe and 1F1B the count is exact. Under ZB-H1, a rank never holds more than four microbatches, but up to five
+# microbatches' worth of bytes. Between I and W it keeps the input of every layer with weights *and* the gradient of its
+# output, and together these can exceed what the forward pass left. So count bytes, too.
 #
 # ## A model that is never whole
 #
-# If a rank builds the whole model and then keeps a part of it, it needs room for all of it for a moment. `stages_of` cuts
-# the list of specs first, and makes only the layers of this rank. `LiveBytes` counts the tensors that are alive:
+# If a rank builds the whole model and then keeps a part of it, it briefly needs room for all of it. `stages_of` cuts
+# the list of specs first, and builds only this rank's layers. `LiveBytes` counts the tensors that are alive:
 
 # %%
 def built_whole():
@@ -161,11 +161,11 @@ for ranks in (1, 2, 4, 8):
     print(f"{ranks} ranks: at most {100 * most / whole:.0f} % of the model on one rank")
 
 # %% [markdown]
-# Eight ranks take more than an eighth, because 12 blocks cannot be shared equally by 8 ranks.
+# With eight ranks, some have more than an eighth, because 8 ranks cannot share 12 blocks equally.
 #
 # ## Turn the knob: everything a rank holds
 #
-# A rank holds weights, their gradients, two averages per weight for Adam, and activations. Here are the bytes of real
+# A rank holds weights, their gradients, Adam's two averages per weight, and activations. Here are the bytes of real
 # tensors after a real step, for a model of eight blocks. Before you turn the knob, guess: which schedule gives its fullest
 # rank the least?
 
@@ -224,9 +224,9 @@ print(printed)
 # <details><summary>Answer</summary>
 #
 # Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one
-# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings are missing,
-# too, because they hide in a lambda. With Adam they add 3 MB, so the table is also wrong about the largest stage. Here is
-# the count, for sequences of 200 characters:
+# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings are
+# missing, too, because they hide in a lambda. With Adam they add 3 MB, so the table is also wrong about which stage is
+# the largest. Here is the count, for sequences of 200 characters:
 #
 # </details>
 
@@ -241,12 +241,12 @@ for r in range(p):
 print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]")
 
 # %% [markdown]
-# A parameter that hides in a function is not trained either, because no optimizer knows of it.
+# A parameter that hides in a function is not trained either, because no optimizer knows about it.
 #
 # ## What it costs
 #
-# $N$ is the number of parameters, $A$ the bytes that the whole model keeps of one microbatch, and $m \ge p$. A parameter
-# takes 16 bytes with its gradient and Adam's averages, in float32.
+# $N$ is the number of parameters, $A$ the bytes that the whole model keeps for one microbatch, and $m \ge p$. A
+# parameter takes 16 bytes with its gradient and Adam's averages, in float32.
 #
 # | | parameters and Adam | activations of rank $r$ |
 # |---|---|---|
@@ -254,7 +254,7 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 # | GPipe | $16 N / p$ | $m A / p$ |
 # | 1F1B | $16 N / p$ | $(p - r) A / p$ |
 #
-# Does this matter at sizes that people train at? Take a model of 32 blocks, 4,096 wide, with sequences of 4,096 tokens in
+# Does this matter at realistic sizes? Take a model of 32 blocks, 4,096 wide, with sequences of 4,096 tokens in
 # bfloat16, one sequence per microbatch. We assume a fused attention, which does not keep the scores.
 
 # %%
@@ -267,13 +267,13 @@ for ranks in (4, 8, 16):
               f"activations of rank 0 {sizes[1]:5.1f} GB")
 
 # %% [markdown]
-# Under 1F1B more ranks divide everything except the activations of rank 0. At 16 ranks these are nearly three times as large
-# as everything else. There are two remedies: give the first rank fewer layers ([lab 14](14_cut_a_pipeline.ipynb)), or keep
-# less of each microbatch ([lab 15](15_recomputation.ipynb)).
+# Under 1F1B more ranks divide everything except the activations of rank 0. At 16 ranks these are nearly three times as
+# large as everything else. There are two remedies: give the first rank fewer layers
+# ([lab 14](14_cut_a_pipeline.ipynb)), or keep less for each microbatch ([lab 15](15_recomputation.ipynb)).
 #
 # ## A bug to repair
 #
-# GPT-2 uses one matrix at both ends: for words in and for words out. Here is a list of layers that does so. On one rank the
+# GPT-2 uses one matrix at both ends, as the embedding and as the head. So does this list of layers. On one rank the
 # model trains as it should. Run the check, then repair `my_layers`. A `TiedSpec` is a `LayerSpec` with a key; see
 # `help(TiedSpec)`.
 

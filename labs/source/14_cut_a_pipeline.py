@@ -37,7 +37,7 @@ from tplab.torch import run, split_batch, stages_of, train_batch
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, gantt, knob
 
-torch.set_num_threads(1)  # several threads do not pay for tensors this small
+torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% tags=["opening-picture"]
 def step(stages, microbatches=8):  # 1F1B over stages of these costs; F = I = W
@@ -83,7 +83,7 @@ for inner in reversed([*combinations(range(1, 5), 3)]):
 #
 # $$7 + 8 \cdot 3 \cdot 4 + 14 = 117$$
 #
-# In [1, 4, 4, 2] the slow ranks are further up, so both trips are shorter. With more microbatches the difference stays
+# In [1, 4, 4, 2] the slow ranks come earlier, so both trips are shorter. With more microbatches the difference stays
 # the same, and matters less and less. `partition` makes the largest stage as small as possible. Among ties it takes the
 # most even cut. So if you have few microbatches, let the simulation decide.
 
@@ -98,9 +98,9 @@ for m in (8, 32, 128):
 # %% [markdown]
 # ## Build it
 #
-# Trying all cuts is too slow for a hundred layers. There is a quick way for costs that are whole numbers. First answer a
-# simpler question: can we cut stages that are no larger than `most`? Fill each stage as far as it goes. Then find the
-# smallest such `most` by halving the interval in which it must be.
+# Trying all cuts is too slow for a hundred layers. There is a quick way for costs that are whole numbers. First answer
+# a simpler question: can we cut stages that are no larger than `most`? Fill each stage as far as possible. Then find
+# the smallest such `most` by bisection.
 
 # %%
 def fits(costs, parts, most):
@@ -119,7 +119,7 @@ def smallest(costs, parts):
     return low
 
 random = np.random.default_rng(0)
-for _ in range(50):  # compared with every cut there is
+for _ in range(50):  # compared with every possible cut
     costs = random.integers(1, 20, 9).tolist()
     cuts = [(0, *inner, 9) for inner in combinations(range(1, 9), 3)]
     best = min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in cuts)
@@ -129,9 +129,9 @@ print("50 random models: as good as the best of 56 cuts")
 # %% [markdown]
 # ## What to balance: parameters are not time
 #
-# Which numbers should we give to `partition`? Parameters are easy to count, and many programs use them. But an embedding
-# of 3,000 words has as many parameters as four of the small blocks below, and takes almost no time, because it only looks
-# words up. The head has just as many, and is a large product.
+# Which numbers should we give to `partition`? Parameters are easy to count, and many programs use them. But an
+# embedding of 3,000 words has about as many parameters as four of the small blocks below, and takes almost no time,
+# because it only looks words up. The head has just as many, but is a large matrix product.
 #
 # **Predict.** Four ranks share an embedding, 12 blocks, a norm and a head. If they are balanced by parameters, how many
 # blocks does the first rank get? And if they are balanced by time?
@@ -143,7 +143,8 @@ print("50 random models: as good as the best of 56 cuts")
 #
 # </details>
 #
-# We measure it. With one layer per stage, all of them on one rank, the trace of a batch has the time of every layer:
+# Let us measure it. With one layer per stage, and all stages on one rank, the trace of a batch has the time of every
+# layer:
 
 # %%
 def gpt(words, blocks=12, width=64):
@@ -178,13 +179,15 @@ for name, cut in [("parameters", by_parameters), ("time", by_time)]:
 # %% [markdown]
 # ## Turn the knob: a limit on memory
 #
-# A balanced cut can still fail, because the first rank keeps the most microbatches. Under 1F1B, rank $r$ needs
+# A balanced cut can still run out of memory, because the first rank keeps the most microbatches. Under 1F1B, rank $r$
+# needs
 #
-# $$\text{weights of its layers} + (p - r) \cdot \text{what they keep of one microbatch}$$
+# $$\text{weights of its layers} + (p - r) \cdot \text{what they keep for one microbatch}$$
 #
-# `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. We count both for a GPT with 65 words,
-# where the parameters matter less: 16 bytes for each with Adam, and the bytes of one microbatch of four sequences. Then we
-# lower the limit. How much longer does a step take when every rank has 15 % less memory? Guess, then turn the knob.
+# `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. We count both for a GPT with 65
+# words, where parameters matter less: 16 bytes per parameter with Adam, and the bytes kept for one microbatch of four
+# sequences. Then we lower the limit. How much longer does a step take when every rank has 15 % less memory? Guess, then
+# turn the knob.
 
 # %%
 from tplab.exercises.cut_a_pipeline import measured_layers
@@ -219,20 +222,20 @@ knob("The best cut that fits", "memory per rank, in % of what the even cut needs
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With 95 % a step already takes 1.16 times as long. Blocks cannot be divided, so a whole block moves from rank 0 to rank 2,
-# and this cut is good enough down to 85 %. With 80 % a second block moves, and a step takes 1.42 times as long. For 75 %
-# there is no cut at all.
+# At 95 %, a step already takes 1.16 times as long. Blocks cannot be divided, so a whole block moves from rank 0 to rank
+# 2, and this cut still fits at 85 %. At 80 %, rank 3 gets two more blocks than in the even cut, and a step takes 1.42
+# times as long. At 75 %, no cut fits.
 #
 # </details>
 #
 # ## What it costs
 #
-# $F_s$ and $B_s$ are what stage $s$ takes for a microbatch. Stage $s$ has to wait for the first forward to come down, does
-# its own work, and then its last gradient has to go up:
+# $F_s$ and $B_s$ are the times that stage $s$ takes for one microbatch. Stage $s$ has to wait for the first forward to
+# reach it and to do its own work, and then its last gradient has to travel up:
 #
 # $$\text{time of a step} \;\ge\; \max_s \Big( \sum_{t<s} F_t + m \, (F_s + B_s) + \sum_{t<s} B_t \Big)$$
 #
-# For the four cuts above, this bound and the simulation:
+# Here are this bound and the simulation for the four cuts above:
 
 # %%
 def bound(stages, m=8):  # B = 2 F
@@ -250,13 +253,13 @@ for stages in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
 # %% [markdown]
 # ## Your turn: room for the first rank
 #
-# Write `my_cut`. It gets a list with the cost of each layer (FLOPs), the bytes of its weights (with gradient and Adam), and
-# the bytes that it keeps of one microbatch. It returns the bounds of the stages for 1F1B, such as `[0, 4, 7, 10, 15]`. Every
-# stage has at least one layer, no rank may take more than `limit` bytes, and the busiest rank should have as little to do
-# as possible. Trying every cut is fine: `combinations`, as above.
+# Write `my_cut`. It gets a list of the layers' costs (FLOPs), a list of the bytes of their weights (with gradient and
+# Adam), and a list of the bytes that they keep for one microbatch. It returns the bounds of the stages for 1F1B, such
+# as `[0, 4, 7, 10, 15]`. Every stage has at least one layer, no rank may take more than `limit` bytes, and the busiest
+# rank should have as little to do as possible. You may try every cut with `combinations`, as above.
 #
-# The check tries your function on four models that you can work out in your head, then on the GPT of this lab, and runs
-# your cut of it.
+# The check tries your function on four models that you can work out in your head, then on the GPT of this lab, which it
+# runs with your cut.
 
 # %%
 def my_cut(costs, weights, kept, ranks, limit):
@@ -270,8 +273,8 @@ check_cut(my_cut, gpt(words=65), ids[:4])
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# How many bytes does rank $r$ take if it has the layers $a$ to $b - 1$? It has their weights once, and what they keep once
-# for each microbatch.
+# How many bytes does rank $r$ take if it has the layers $a$ to $b - 1$? It has their weights once, and what they keep
+# once for each microbatch that it holds.
 #
 # </details>
 #
@@ -280,7 +283,7 @@ check_cut(my_cut, gpt(words=65), ids[:4])
 # | | where to cut |
 # |---|---|
 # | torch | you cut: `PipelineStage` takes your submodule. `pipeline(..., split_spec=...)` cuts where you name a module, and does not balance |
-# | Megatron | equal numbers of blocks; `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` give the end stages fewer. `--pipeline-model-parallel-layout` writes the whole cut as text |
+# | Megatron | equal numbers of blocks; `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` give the end stages fewer. `--pipeline-model-parallel-layout` describes the whole cut as text |
 # | DeepSpeed | `PipelineModule(layers, partition_method=...)`, with "parameters", "uniform" or "type:regex" |
 # | JAX | you cut; blocks of one shape are stacked and sharded along `pp` |
 #

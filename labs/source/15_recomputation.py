@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 15 Recomputation
 #
-# **How can a rank keep less of each microbatch, and what does it pay for that?**
+# **How can a rank keep less for each microbatch, and what does that cost?**
 #
 # Prerequisites: [lab 13](13_pipeline_memory.ipynb), for what a rank keeps. Time: 50 minutes.
 #
@@ -9,9 +9,9 @@
 #
 # ![Memory of 16 layers over the distance between checkpoints: it falls, is least at 4, and rises again.](images/15_recomputation.png)
 #
-# *16 layers are trained. Only every k-th layer's input is kept, and everything else is computed again when the backward pass
-# needs it. The line shows the bytes that were alive at the peak, and the dotted line is a formula. Both are lowest in the
-# middle.*
+# *A network of 16 layers trains. It keeps only the input of every k-th layer, and computes everything else again when
+# the backward pass needs it. The line shows the live bytes at the peak, and the dotted line shows a formula. Both are
+# lowest in the middle.*
 
 # %%
 import subprocess
@@ -33,7 +33,7 @@ from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, knob, levels
 
-torch.set_num_threads(1)  # several threads do not pay for tensors this small
+torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
 # Each of these layers keeps `a` tensors as large as its input. With `a = 1` that is the output of the tanh, which is also
@@ -70,9 +70,9 @@ levels(
 # %% [markdown]
 # ## By hand: 16 layers
 #
-# **Recomputation** (torch calls it activation checkpointing) keeps only the input of every $k$-th layer: a **checkpoint**. The
-# backward pass takes one piece of $k$ layers after the other, from the end. It computes the piece again, this time keeping
-# everything, goes back through it, and frees it.
+# **Recomputation** (torch calls it activation checkpointing) keeps only the input of every $k$-th layer: a
+# **checkpoint**. The backward pass handles one piece of $k$ layers at a time, starting from the end. It computes the
+# piece again, this time keeping everything, goes back through it, and frees it.
 #
 # With $L$ layers that keep $a$ tensors of their input's size each, memory is
 #
@@ -94,7 +94,7 @@ for k in ks:
     print(f"k = {k:2}: {16 / k + k:2.0f} inputs by the formula, {counted:4.1f} counted")
 
 # %% [markdown]
-# The count is about 2 inputs above the formula, because gradients are passed back, and weights are alive as well.
+# The count is about 2 inputs above the formula, because gradients and weights are alive as well.
 
 # %%
 def flops(every):  # the clock of a cluster counts them
@@ -175,8 +175,8 @@ knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs",
 #
 # ## In a pipeline
 #
-# Under 1F1B rank 0 keeps $p$ microbatches of each of its $L / p$ layers. With recomputation it keeps $p$ times $L / (pk)$
-# checkpoints, and one piece while it computes it again.
+# Under 1F1B, rank 0 keeps the activations of its $L / p$ layers for $p$ microbatches. With recomputation it keeps $p$
+# times $L / (pk)$ checkpoints, and one piece while that piece is recomputed.
 
 # %%
 p, m = 4, 8  # ranks, microbatches
@@ -222,9 +222,9 @@ for name, every in [("no", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)
 #
 # <details><summary>Answer</summary>
 #
-# Under GPipe they grow with every microbatch. Under 1F1B they grow until $m = p$ and then no more. That is what one device
-# needs for the whole model, since $p$ microbatches of $1/p$ of the layers are kept. With recomputation each microbatch
-# keeps far less, but under GPipe the sum still grows. The GPipe paper recomputes for this reason.
+# Under GPipe they grow with every microbatch. Under 1F1B they grow until $m = p$ and then stop. That is what one device
+# needs for the whole model, since rank 0 keeps $p$ microbatches of $1/p$ of the layers. With recomputation each
+# microbatch keeps far less, but under GPipe the sum still grows. The GPipe paper recomputes for this reason.
 #
 # </details>
 
@@ -255,11 +255,13 @@ for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
           f"{microbatches / ranks:g} model, {100 * idle:.0f} % of the time idle")
 
 # %% [markdown]
-# Longer pipelines divide the weights further, and idle more. Rank 0 keeps equally many activations in all three.
+# Longer pipelines divide the weights further, but are idle for longer. Rank 0 keeps the same amount of activations in
+# all three.
 #
 # ## What it costs
 #
-# $A$ is what the whole model keeps of one microbatch, $L$ its number of layers, $s$ the size of a layer's input, and $m \ge p$.
+# $A$ is what the whole model keeps for one microbatch, $L$ its number of layers, $s$ the size of a layer's input, and
+# $m \ge p$.
 #
 # | | kept by rank $r$ | FLOPs |
 # |---|---|---|
@@ -268,7 +270,8 @@ for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
 # | GPipe, a checkpoint every $k$ | $m L s / (p k)$, and one piece | 4/3 |
 # | 1F1B, a checkpoint every $k$ | $(p - r) L s / (p k)$, and one piece | 4/3 |
 #
-# Is it worth a third more FLOPs? Take 32 blocks, 4,096 wide, with 4,096 tokens in bfloat16, on 8 ranks with 80 GB each.
+# Is it worth a third more FLOPs? Take 32 blocks, 4,096 wide, with sequences of 4,096 tokens in bfloat16, under 1F1B on
+# 8 ranks with 80 GB each.
 
 # %%
 blocks, width, tokens, ranks = 32, 4096, 4096, 8
@@ -281,15 +284,15 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
           f"recomputed {(held + checkpoints) / 1e9:4.1f} GB")
 
 # %% [markdown]
-# With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four it just fails
-# to fit, and with eight there is no other way. A compromise is **selective** recomputation, which recomputes only what is
-# large and cheap, such as the scores of attention. Fused attention already does this.
+# With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four it does
+# not quite fit, and with eight it takes nearly twice the memory. A compromise is **selective** recomputation, which
+# recomputes only what is large but cheap, such as attention scores. Fused attention already does this.
 #
 # ## A bug to repair
 #
 # Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Run the check,
-# read what it says, and repair them. What a piece keeps may be anything, such as a tuple, but only one tensor as large as
-# its input. (`torch.get_rng_state`, `torch.set_rng_state` and `torch.random.fork_rng` will help.)
+# read what it says, and repair them. A piece may keep anything, such as a tuple, but only one tensor as large as its
+# input. (`torch.get_rng_state`, `torch.set_rng_state` and `torch.random.fork_rng` will help.)
 
 # %%
 def my_forget(piece, x):  # -> y, what to keep
@@ -311,7 +314,7 @@ check_recomputed(my_forget, my_again)
 #
 # | | |
 # |---|---|
-# | torch | `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)`; it keeps the random state unless told otherwise |
+# | torch | `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)`; it saves and restores the random state by default |
 # | DTensor, FSDP | `apply_activation_checkpointing`, or `checkpoint_wrapper` around a block; under DTensor nothing changes |
 # | Megatron | `--recompute-granularity full` or `selective`; `--recompute-method uniform --recompute-num-layers k` |
 # | DeepSpeed | `activation_checkpoint_interval` of a `PipelineModule` |

@@ -101,9 +101,10 @@ print(summary(ddp.trace))
 timeline(ddp.trace)
 
 # %% [markdown]
-# The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does not
-# know yet in which order the gradients become ready, so it puts them all in one bucket. In the second step there are four
-# buckets, and the first three are sent while the backward pass goes on. `overlap` says how much of the traffic is hidden:
+# The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does
+# not yet know the order in which gradients become ready, so it puts them all in one bucket. In the second step there
+# are four buckets, and the first three are sent while the backward pass goes on. `overlap` says how much of the traffic
+# is hidden:
 
 # %%
 print(overlap(ddp.trace))
@@ -146,9 +147,9 @@ for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
 
 # %% [markdown]
 # FSDP takes about 15% longer than DDP in both cases. It is worth that if the model does not fit on one GPU, and not
-# otherwise. In two nodes the ranks are idle for about half of the time: with 256 rows per rank and layers of 512, there is
-# too little computing to hide the traffic. With larger batches and layers there is more, because computing grows faster
-# than the traffic. All this assumes that nothing else uses the links.
+# otherwise. On two nodes, the ranks are idle for about half of the time: with 256 rows per rank and layers of 512,
+# there is too little computing to hide the traffic. With larger batches and layers there is more, because computing
+# grows faster than the traffic. All this assumes that nothing else uses the links.
 #
 # ## It hangs
 #
@@ -184,7 +185,7 @@ except Exception as error:
 # is the loss of rank 0's batch alone.
 # </details>
 #
-# ## It may not hang, but it is wrong
+# ## It may not hang, and still be wrong
 #
 # Another classic mistake is a branch that depends on the data. To clip the gradients, the ranks ask for the largest norm,
 # but each rank does so only if its own loss is large:
@@ -244,10 +245,10 @@ for name, spec in (("like DDP", ()), ("like FSDP", ("dp",))):
     print(name, Traffic.of_trace(tj.trace(jitted, params, x)), sep="\n")
 
 # %% [markdown]
-# With replicated parameters, XLA sends exactly what DDP sends in a step: 6,291,456 bytes per rank. With sharded parameters,
-# it gathers each layer once and keeps it for the backward pass, where FSDP gathers it again. It sums the gradients with an
-# `all_reduce` because it compiles for a CPU here; for GPUs and TPUs it makes a `reduce_scatter` of it. `explain` says which
-# line and which operand made XLA insert each collective:
+# With replicated parameters, XLA sends exactly what DDP sends in a step: 6,291,456 bytes per rank. With sharded
+# parameters, it gathers each layer once and keeps it for the backward pass, whereas FSDP gathers it again. It sums the
+# gradients with an `all_reduce` because it compiles for a CPU here; for GPUs and TPUs it turns this into a
+# `reduce_scatter`. `explain` says which line and which operand made XLA insert each collective:
 
 # %% tags=["nbval-ignore-output"]
 print(tj.explain(jitted, params, x))
@@ -289,13 +290,14 @@ check_accumulate(accumulate)
 #
 # - In DDP, each rank sends 2(R-1)/R of the gradients per step, and can hide most of that behind the backward pass. In FSDP
 #   it sends 3/2 as much and stores 1/R of the model.
-# - Most hangs are a collective that some ranks call and others do not. Ask which rank waits, in which line, and for whom.
+# - Most hangs come from a collective that some ranks call and others do not. Ask which rank waits, on which line, and
+#   for which ranks.
 # - You can look at a script before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs.
 #
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
 # 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 #
-# Next: [17 Data parallel](17_data_parallel.ipynb). What DDP does between your backward pass and your optimizer.
+# Next: [17 Data parallel](17_data_parallel.ipynb), on what DDP does between your backward pass and your optimizer.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

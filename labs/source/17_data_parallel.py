@@ -136,7 +136,7 @@ for bucket_bytes in (None, 25e6):
 
 # %% [markdown]
 # The backward pass begins at the loss, so the gradient of the *last* layer is complete first, long before that of the first
-# layer. Nothing keeps it from leaving at once. In torch, a parameter tells us when its gradient is complete:
+# layer. So it can leave at once. In torch, a parameter tells us when its gradient is complete:
 # `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` at that moment.
 #
 # `data_parallel` puts such a hook on every parameter. It fills the buckets from the last parameter to the first. When all
@@ -147,8 +147,8 @@ for bucket_bytes in (None, 25e6):
 #
 # <details><summary>Answer</summary>
 #
-# The last bucket holds the gradients of the *first* layers. It is full only when the backward pass is over, so nothing is
-# left to hide it. Smaller buckets make the last one shorter, but they pay more latency.
+# The last bucket holds the gradients of the *first* layers. It is full only when the backward pass is over, so nothing
+# is left to hide it behind. Smaller buckets make the last one shorter, but they pay more latency.
 #
 # </details>
 
@@ -160,9 +160,9 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
     print(f"{label:17} {trace.makespan * 1e3:.2f} ms, {hidden:.0%} hidden")
 
 # %% [markdown]
-# Buckets of 5 MB hide more, and yet 25 MB are quicker: packing a bucket is one more operation, and each takes 5 µs to launch in
-# this model. One message per parameter needs no packing, but pays the most latency. With a single bucket nothing is hidden,
-# because it is full only at the end. torch's own DistributedDataParallel uses 25 MiB.
+# Buckets of 5 MB hide more, yet buckets of 25 MB are faster: packing a bucket is one more operation, and each takes 5
+# µs to launch in this model. One message per parameter needs no packing, but pays the most latency. With a single
+# bucket nothing is hidden, because it is full only at the end. torch's own DistributedDataParallel uses 25 MiB.
 #
 # The next cell **measures** both programs on two processes. Each has a GPU if your machine has two. Without GPUs, the cores
 # that compute must also move the messages, so overlapping gains little, if anything.
@@ -178,7 +178,7 @@ for program in (afterwards, overlapped):
           f"{model * 1e3:.0f} ms modelled")
 
 # %% [markdown]
-# ## Turn the knob: when does the gradient hide?
+# ## Turn the knob: when are the gradients hidden?
 #
 # More tokens per rank make the backward pass longer, while the gradients stay as large as the model. How many tokens per
 # rank does it take to hide the communication, inside a node and across two nodes? Guess first.
@@ -212,9 +212,9 @@ knob("One step of a large model", "tokens per rank", options, start=2048, about=
 #
 # ## What it costs: decide
 #
-# The backward pass of $N$ parameters and $T$ tokens per rank takes $4NT$ FLOPs. In bfloat16 the gradients have $2N$ bytes,
-# and each rank sends $2\frac{R-1}{R}$ times as many. With $F$ FLOP/s and links of $B$ bytes per second, both take equally
-# long if
+# The backward pass of $N$ parameters and $T$ tokens per rank takes $4NT$ FLOPs. In bfloat16 the gradients take $2N$
+# bytes, and each rank sends $2\frac{R-1}{R}$ times that. With $F$ FLOP/s and links of $B$ bytes per second, computing
+# and sending take the same time if
 #
 # $$\frac{4NT}{F} = \frac{4N}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
@@ -242,17 +242,17 @@ for name, nodes in [("h100", 1), ("h100", 2), ("h100", 64), ("a100", 64)]:
 #
 # <details><summary>Answer</summary>
 #
-# With two levels, a rank needs about 4,400 tokens, so about 900 GPUs. That assumes chips at their peak. If products reach half
-# of it, the backward pass takes twice as long, and 1,800 GPUs are possible. Beyond that, you can send
-# fewer bytes, or let several ranks share a replica, as in tensor parallelism. Then the tokens of a whole replica count, and
-# not those of one rank.
+# With two levels, a rank needs about 4,400 tokens, so about 900 GPUs. That assumes that chips compute at their peak. If
+# they reach half of it, the backward pass takes twice as long, and 1,800 GPUs are possible. Beyond that, you can send
+# fewer bytes, or let several ranks share a replica, as in tensor parallelism. Then what counts is the tokens per
+# replica, not per rank.
 #
 # </details>
 #
 # ## Send once per step
 #
-# A batch that is too large for the memory is computed in parts, and their gradients are added up: **gradient accumulation**.
-# The sum has to be sent only once, with the last part:
+# A batch that is too large for memory is computed in parts, and their gradients are added up: **gradient
+# accumulation**. The sum has to be sent only once, with the last part:
 
 # %%
 def accumulated(model, x, parts=4, once=True):
@@ -337,8 +337,8 @@ check_loss(my_loss)
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# The mean of means is not the mean. All ranks must divide the *sum* of their losses by the same number. Which one makes the
-# mean over the ranks right? `F.cross_entropy` has `reduction="sum"`, and `all_reduce` can add up counts.
+# The mean of means is not the mean. All ranks must divide the *sum* of their losses by the same number. Which number
+# makes the mean over the ranks right? `F.cross_entropy` has `reduction="sum"`, and `all_reduce` can add up counts.
 #
 # </details>
 #
@@ -348,7 +348,7 @@ check_loss(my_loss)
 # ## Your turn: gradients that leave early
 #
 # Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers a hook
-# on every parameter, and returns a function, which is called after every backward pass and writes the means to `p.grad`.
+# on every parameter, and returns a function that is called after every backward pass and writes the means to `p.grad`.
 #
 # <details><summary>A hint</summary>
 #
@@ -376,7 +376,7 @@ check_replicas(my_replicas)
 # | `no_sync()` | `model.no_sync()` | `no_sync_func` | add up first, then differentiate once |
 # | no counterpart | `model.register_comm_hook(...)` | | |
 # | `find_unused=True` | `find_unused_parameters=True` | | an unused parameter has a gradient of zeros |
-# | `tokens_per_rank` | yours to do | `--calculate-per-token-loss` | `lax.psum` of the counts |
+# | `tokens_per_rank` | your own code | `--calculate-per-token-loss` | `lax.psum` of the counts |
 #
 # ## To take away
 #

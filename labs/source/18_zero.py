@@ -32,7 +32,7 @@ from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, bytes_per_parameter, state_bytes
 from tplab.widgets import Bars, Row, knob, memory_timeline, timeline
 
-torch.set_num_threads(1)  # several threads do not pay for tensors this small
+torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 AdamW = partial(torch.optim.AdamW, lr=0.01)
 
 # %% [markdown]
@@ -89,21 +89,22 @@ knob("Bytes per parameter", "ranks", {n: bars(n) for n in (2, 4, 8)}, start=4,
      about="counted in real tensors of a rank", unit="B")
 
 # %% [markdown]
-# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does. The bfloat16 parameter is made only when it is
-# needed. So the 16 bytes, over all ranks, are distributed differently: 4 for the parameter, 4 for its gradient, and 8 for
-# Adam's momentum and variance.
+# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does. The bfloat16 parameter is made only when
+# it is needed. So the 16 bytes, summed over all ranks, are made up differently: 4 for the parameter, 4 for its
+# gradient, and 8 for Adam's momentum and variance.
 #
 # ## By hand: who holds what
 #
-# Read a parameter as a row of numbers, and cut the row. Here are a weight of 10 numbers and a bias of 3, on four ranks. The
-# digits are positions in the row, and a dot is padding.
+# Think of a parameter as a row of numbers, and cut the row. Here are a weight of 10 numbers and a bias of 3, on four
+# ranks. The digits are positions in the row, and a dot is padding.
 
 # %%
 print(Pieces(((2, 5), (3,)), 4))
 
 # %% [markdown]
-# Adam updates each number on its own, so a rank can update its piece without the others. First it needs its piece of the
-# *averaged* gradient, and gets it from a `reduce_scatter`. Afterwards, an `all_gather` gives every rank all new parameters.
+# Adam updates each number on its own, so a rank can update its piece without the others. First it needs its piece of
+# the *averaged* gradient, which it gets from a `reduce_scatter`. Afterwards, an `all_gather` gives every rank all new
+# parameters.
 #
 # **Predict.** Data parallelism averages gradients with an `all_reduce`, in which each rank sends $2 \frac{R-1}{R}$ times
 # the gradients. How much more does stage 1 send? And what does stage 3 add?
@@ -204,14 +205,14 @@ def in_jax(x, weights):
 
 weights = [layer.weight.detach().numpy() for layer in net()]
 twin = tj.run(in_jax, Mesh(dp=4), x.float().numpy(), weights, in_specs=(P("dp"), P()))
-print("passes:", twin.trace.bytes_sent(0) / (one_pass / 2))  # float32 is half as long
+print("passes:", twin.trace.bytes_sent(0) / (one_pass / 2))  # float32 is half as large
 for a, b in zip(twin.per_rank, ours.per_rank):
     gaps = [abs(one.piece - two.numpy()).max() for one, two in zip(a, b)]
     assert max(gaps) < 1e-6
 
 # %% [markdown]
-# No hooks are needed, because the gather has a rule for its backward pass, as our class has. In JAX, even this is often left
-# to the compiler: you give the parameters a `NamedSharding`, and XLA inserts the gathers.
+# No hooks are needed, because the gather defines its own backward pass, as our class does. In JAX, even this is often
+# left to the compiler: you give the parameters a `NamedSharding`, and XLA inserts the gathers.
 #
 # ## See it run: memory over time
 #
@@ -301,8 +302,8 @@ timeline(traces[True])
 #
 # ## Turn the knob: how many ranks?
 #
-# Take a model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Before you turn the knob, guess: how many ranks does each
-# stage need until it fits?
+# Take a model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Before you turn the knob, guess: how many ranks
+# does each stage need before it fits?
 
 # %%
 def sizes(ranks):
@@ -339,8 +340,9 @@ knob("States of 30 billion parameters", "ranks",
 # | ZeRO 2 | $2 + 14/R$ | $2M\frac{R-1}{R}$; with $k$ microbatches $(k + 1) M\frac{R-1}{R}$ | during backward, after the step |
 # | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ | in every layer, forward and backward |
 #
-# **Decide.** When does a gather cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its gather brings
-# 2 bytes per parameter. Take a GPU that reaches 400 TFLOP/s, and links of 400 GB/s inside a node and 50 GB/s between nodes:
+# **Decide.** When does a gather cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its gather
+# moves 2 bytes per parameter. Take a GPU that reaches 400 TFLOP/s, and links of 400 GB/s inside a node and 50 GB/s
+# between nodes:
 
 # %%
 links = [("inside a node, 400 GB/s", 400e9), ("between nodes, 50 GB/s", 50e9)]
@@ -350,7 +352,7 @@ for where, bandwidth in links:
 
 # %% [markdown]
 # So inside a node, stage 3 is nearly free. Between nodes, a small batch waits for its parameters. There are three ways out:
-# take stage 1, shard inside each node and keep a copy per node (`replicate_axis`), or send fewer bits per number
+# use stage 1, shard inside each node and keep a copy per node (`replicate_axis`), or send fewer bits per number
 # ([ZeRO++, lab 19](19_quantised_communication.ipynb)).
 #
 # ## A bug to repair
@@ -375,9 +377,9 @@ check_step(my_step)
 # %% [markdown]
 # ## Your turn: two matrices, one message
 #
-# A unit gathers all its parameters in one message. Write `relu(x @ a) @ b` for such a unit. `a` [D, D] and `b` [D, D] lie one
-# behind the other in a single row of numbers, and `piece` is this rank's part of the row. The gradient of `piece` must be
-# summed over the whole batch, so over all ranks. Do you need a class as above?
+# A unit gathers all its parameters in one message. Write `relu(x @ a) @ b` for such a unit. `a` [D, D] and `b` [D, D]
+# come one after the other in a single row of numbers, and `piece` is this rank's part of the row. The gradient of
+# `piece` must be summed over the whole batch, and therefore over all ranks. Do you need a class as above?
 
 # %%
 def my_layer(x, piece):  # x [B/dp, D]   piece [2 D D / dp]   ->   y [B/dp, D]
@@ -401,8 +403,8 @@ check_layer(my_layer)
 # | `shard_parameters` | `fully_shard(layer)`, then `fully_shard(model)` | `"stage": 3`; `--use-megatron-fsdp` with `--data-parallel-sharding-strategy optim_grads_params` | parameters with that sharding |
 # | `replicate_axis` | a two-dimensional mesh (HSDP) | MiCS | two mesh axes |
 #
-# Together with DDP, `ZeroRedundancyOptimizer` sends three passes: DDP's `all_reduce` counts as two, and the new parameters
-# are the third.
+# Together with DDP, `ZeroRedundancyOptimizer` takes three passes: DDP's `all_reduce` counts as two, and the new
+# parameters are the third.
 #
 # ## To take away
 #

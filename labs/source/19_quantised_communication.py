@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 19 Quantised communication
 #
-# **How can a training step send a quarter of the bytes, and still learn the same?**
+# **How can a training step send a quarter of the bytes between nodes, and still learn as well?**
 #
 # Prerequisites: ZeRO's stage 3 ([lab 18](18_zero.ipynb)), and the two levels of [lab 03](03_hierarchies.ipynb).
 # Time: 50 minutes.
@@ -31,12 +31,12 @@ from tplab.data.zero_plus_plus import ZeroPlusPlus, secondary_bytes, step_bytes
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
 
-torch.set_num_threads(1)  # several threads do not pay for tensors this small
+torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
 # In ZeRO's stage 3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. For $M$ parameters, that makes three passes of $M$ numbers of 2 bytes. ZeRO++ makes each pass smaller, by three
-# savings called qwZ, hpZ and qgZ.
+# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++ makes each pass smaller, with
+# three savings called qwZ, hpZ and qgZ.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -83,9 +83,9 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 # %% [markdown]
 # ## By hand: codes and a scale
 #
-# To **quantise** numbers to 4 bits, divide them by a **scale**, and round. The scale is chosen so that the largest number
-# becomes 7, since -7 to 7 fit into 4 bits. With 8 bits it becomes 127. What travels is one small **code** per number, and
-# the scale. The receiver multiplies:
+# To **quantise** numbers to 4 bits, divide them by a **scale**, and round. The scale is chosen so that the largest
+# number becomes 7, since -7 to 7 fit into 4 bits. With 8 bits it becomes 127. One small **code** per number travels,
+# along with the scale. The receiver multiplies:
 #
 # $$s = \frac{\max |x|}{7} \qquad c = \mathrm{round}(x / s) \qquad x' = c \, s$$
 #
@@ -136,8 +136,8 @@ for gather in (in_full_size, gather_codes, quantised):
     print(f"{gather.__name__:13} {out.trace.bytes_sent(rank=0):2} bytes  {numbers}")
 
 # %% [markdown]
-# Our codes take a byte each. tplab puts two into a byte, so four weights travel as 2 bytes of codes and 4 bytes of scale. For
-# four weights, the scale is a heavy load. For a block of 256, it adds only 4 bytes to 128.
+# Our codes take a byte each. tplab puts two into a byte, so four weights travel as 2 bytes of codes and 4 bytes of
+# scale. For four weights, the scale is a large overhead. For a block of 256, it adds only 4 bytes to 128.
 #
 # See it run on four ranks. First the codes (a) are gathered, then the scales (b).
 
@@ -145,7 +145,7 @@ for gather in (in_full_size, gather_codes, quantised):
 animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).trace)
 
 # %% [markdown]
-# ## Turn the knob: who pays for an outlier
+# ## Turn the knob: which weights pay for an outlier
 #
 # Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show the
 # largest error in each eighth of the weights. Before you turn the knob, guess: which weights get smaller errors if fewer of
@@ -171,8 +171,8 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=51
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is half a step of 1/127, a fifth of a typical
-# weight. With blocks of 512, only the outlier's own block pays. With smaller blocks, fewer weights share the block of the
-# outlier, and the others gain a little more. But at 32, the scales already add an eighth to the bytes.
+# weight. With blocks of 512, only the outlier's own block pays. With smaller blocks, fewer weights share a block with
+# the outlier, and the others gain a little more. But at 32, the scales already add an eighth to the bytes.
 #
 # </details>
 #
@@ -212,9 +212,9 @@ for ranks in (2, 4, 16, 64):
 # So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner adds
 # in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
-# An all_to_all over all ranks has a weakness. With eight ranks on two nodes, each rank sends four of its seven pieces to the
-# other node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only the *sums*
-# cross, in codes again, so each number is rounded twice.
+# An all_to_all over all ranks has a weakness. With eight ranks on two nodes, each rank sends four of its seven pieces
+# to the other node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only
+# the *sums* cross, as codes again, so each number is rounded twice.
 
 # %%
 def one_level(x):  # x [R, n], a row for each rank   ->   [1, n]
@@ -233,9 +233,9 @@ for reduce in (one_level, two_levels):
           f"across {sent[2]:,} bytes, {off:.0%} off")
 
 # %% [markdown]
-# On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels only 528 do, a quarter, because a node
-# has four GPUs. The price is a second rounding: 18% off instead of 13%. The rows must also be sorted, so that every sum ends
-# on the right rank. You will do that below.
+# On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels only 528 do, a quarter, because a
+# node has four GPUs. The price is a second rounding: 18% off instead of 13%. The rows must also be sorted, so that
+# every sum ends up on the right rank. You will do that below.
 #
 # ## The whole step
 #
@@ -246,7 +246,7 @@ for reduce in (one_level, two_levels):
 #   stays inside the node.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
-# Counted in numbers of 2 bytes, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
+# Counted in 2-byte numbers, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
 # the same bytes as the trace:
 
 # %%
@@ -263,7 +263,7 @@ for name, options in SAVINGS.items():
 # ## Does it still learn?
 #
 # A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. All three runs have the same seed and the
-# same batches. Only what travels is different. The third run has a single scale for each message.
+# same batches. They differ only in what travels. The third run has a single scale for each message.
 
 # %%
 import codecs
@@ -310,10 +310,11 @@ levels({"loss of each step": lines}, title="The Zen of Python, letter by letter"
        sentence="With blocks, the loss follows that of ZeRO-3.")
 
 # %% [markdown]
-# The lines of ZeRO-3 and ZeRO++ coincide, although every weight was rounded to 8 bits, and every gradient twice to 4. The
-# owner of a piece keeps its parameters in full precision and adds every small update to them, so the rounding of weights never
-# adds up. The rounding of gradients does enter the updates, but it makes no visible difference here. With one scale per
-# message, the largest number of the whole message sets the step, and the loss stays a little behind.
+# The lines of ZeRO-3 and ZeRO++ coincide, although every weight was rounded to 8 bits, and every gradient twice to 4.
+# The owner of a piece keeps its parameters in full precision and adds every small update to them, so the rounding
+# errors of weights never accumulate. The rounding of gradients does enter the updates, but it makes no visible
+# difference here. With one scale per message, the largest number of the whole message sets the step, and the loss stays
+# a little higher.
 #
 # In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same bits,
 # and XLA keeps a collective for each:
@@ -331,10 +332,11 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # %% [markdown]
 # ## Where it pays
 #
-# Bytes matter only where a GPU waits for them. Take 13 billion parameters on eight nodes of eight GPUs. Suppose that a step
-# computes at half the chip's peak, and that computing and sending overlap completely. Then the step takes as long as the
-# slower of the two. The links between nodes are InfiniBand, as in the named clusters, or Ethernet at 400 Gb/s per *node*. More
-# **tokens per GPU** mean more computing, but not one byte more. Turn the knob: when does ZeRO++ stop paying?
+# Bytes matter only where a GPU waits for them. Take 13 billion parameters on eight nodes of eight GPUs. Suppose that a
+# step computes at half the chip's peak, and that computing and sending overlap completely. Then the step takes as long
+# as the slower of the two. The links between nodes are InfiniBand, as in the named clusters, or Ethernet at 400 Gb/s
+# per *node*. More **tokens per GPU** mean more computing, but no more bytes. Turn the knob: when does ZeRO++ stop
+# paying off?
 
 # %%
 from dataclasses import replace
@@ -371,11 +373,11 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand, ZeRO++ pays while the batch per GPU is small. From about 2,048 tokens, computing hides ZeRO-3's messages too.
-# On Ethernet, ZeRO++ still pays at 8,192 tokens. It gains at most a factor of 3.5 on Ethernet and 2.6 on InfiniBand, not
-# four, because the bytes *inside* the node shrink less than those between nodes. The model leaves
-# out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $I$ GPUs per node, $2M / I$ bytes
-# on every GPU, which is 3.25 GB here.
+# On InfiniBand, ZeRO++ pays off while the batch per GPU is small. From about 2,048 tokens, computing hides ZeRO-3's
+# messages too. On Ethernet, ZeRO++ still pays off at 8,192 tokens. It gains at most a factor of 3.5 on Ethernet and 2.6
+# on InfiniBand, not four, because the bytes *inside* the node shrink less than those between nodes. The model leaves
+# out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $I$ GPUs per node, $2M / I$
+# bytes on every GPU, which is 3.25 GB here.
 #
 # </details>
 #
@@ -386,8 +388,8 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 #
 # <details><summary>A hint</summary>
 #
-# `tt.all_to_all(codes, "dp")` gives row $i$ to rank $i$, and returns the rows that all ranks have sent to this one. Each row
-# needs the scale of the rank that sent it.
+# `tt.all_to_all(codes, "dp")` sends row $i$ to rank $i$, and returns the rows that all ranks have sent to this one.
+# Each row needs the scale of the rank that sent it.
 #
 # </details>
 
@@ -405,9 +407,10 @@ check_add_up(add_up)
 # %% [markdown]
 # ## Your turn: reduce on two levels
 #
-# Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and
-# rank = node × (GPUs per node) + gpu. Only sums of a whole node may cross to other nodes. On $N$ nodes, these are $N - 1$ rows
-# from each GPU. `tt.reduce_scatter(x, axis)` gives the first rows to index 0 of the axis, the next ones to index 1, and so on.
+# Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and rank =
+# node × (GPUs per node) + gpu. Only sums of a whole node may cross to other nodes. On $N$ nodes, that means $N - 1$
+# rows from each GPU. `tt.reduce_scatter(x, axis)` gives the first rows to index 0 of the axis, the next ones to index
+# 1, and so on.
 #
 # <details><summary>A hint</summary>
 #
@@ -437,7 +440,8 @@ check_reduce_twice(reduce_twice)
 # ## To take away
 #
 # - The numbers of a block share a scale. The largest error is half a step, and an outlier spoils only its own block.
-# - Codes can be gathered, but not added. Send them straight to the rank that owns the piece. It adds in full precision.
+# - Codes can be gathered, but not added. Send them straight to the rank that owns the piece, which adds in full
+#   precision.
 # - Between nodes, $3M$ becomes $0.75M$. This pays where links between nodes are slow, or the batch per GPU is small.
 #
 # **Sources.** Wang et al. 2023, [ZeRO++](https://arxiv.org/abs/2306.10209). DeepSpeed's

@@ -10,8 +10,9 @@
 #
 # ![A training step on two nodes of four GPUs. It is fastest with the pipeline across the nodes, and slowest with tensor parallelism across them.](images/20_three_dimensions.png)
 #
-# *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2. Only the order
-# of its axes differs, and with it the axis whose messages cross from node to node. Waiting includes the time of messages.*
+# *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2. Only
+# the order of its axes differs, and with it the axis whose messages cross from node to node. Waiting includes the time
+# that messages take.*
 
 # %%
 import subprocess
@@ -40,7 +41,7 @@ from tplab.torch import (
 from tplab.training.recipe import Recipe
 from tplab.widgets import Bars, LossCurve, Row, animate, bytes_text, knob, shards
 
-torch.set_num_threads(1)  # several threads do not pay for tensors this small
+torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
 # `modelled` runs one step on simulated ranks. Its tensors have shapes but no numbers, so a large model takes no memory. Every
@@ -92,7 +93,7 @@ for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
 # <details><summary>Answer</summary>
 #
 # Rank 4 has the other half of its tensors, because neighbours differ along `tp`, the last axis. Rank 7 has the same weights
-# and another part of the batch. Rank 1 has the stage before. The next cell prints all groups.
+# and another part of the batch. Rank 1 has the previous stage. The next cell prints all groups.
 #
 # </details>
 
@@ -116,7 +117,7 @@ for axis in ("tp", "dp", "pp"):
 # |---|---|---|
 # | tp | 4 all_reduces per block and microbatch, 1 for the embedding | $m (4 \cdot L/2 + 1) A$ |
 # | pp | the output of the stage, per microbatch; the gradient of the tied embedding | $m A + VD/2$ |
-# | dp | the average of all its gradients | the number of its parameters |
+# | dp | the averaging of all its gradients | the number of its parameters |
 #
 # **Predict.** The model at the top has 2 blocks of width 4,096, sequences of 2,048 tokens and 2 microbatches of 4 sequences.
 # Which axis sends the most?
@@ -135,14 +136,14 @@ for axis, numbers in by_hand.items():
     print(f"{axis}: by hand {bytes_text(2 * numbers)}, counted {bytes_text(counted)}")
 
 # %% [markdown]
-# The formula leaves out the layer norms, which are too small to be seen. Tensor parallelism sends the most, and the next
-# operation has to wait for each of its messages. So it belongs on the fastest links. A pipeline sends the least, so it may
+# The formula leaves out the layer norms, which are too small to show. Tensor parallelism sends the most, and each of
+# its messages holds up the next operation. So it belongs on the fastest links. A pipeline sends the least, so it may
 # cross the slowest.
 #
 # ## Build it
 #
-# A step in three dimensions is made of what you know. The layers of a GPT are cut into stages. Inside a stage they are
-# tensor-parallel. Each data-parallel rank takes its own rows of the batch.
+# A step in three dimensions combines what you already know. The layers of a GPT are cut into stages. Inside a stage
+# they are tensor-parallel. Each data-parallel rank takes its own rows of the batch.
 
 # %%
 config = GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
@@ -155,7 +156,7 @@ def step(mesh, clip=clip_gradients):
     schedule = one_f_one_b(mesh.shape["pp"], 2)
     stages = stages_of(gpt_layers(config), schedule)
     ids, targets = map(torch.tensor, text.batch(0, size=8, length=32))
-    rows = slice(axis_index("dp"), None, mesh.shape["dp"])  # any share of the rows
+    rows = slice(axis_index("dp"), None, mesh.shape["dp"])  # any split works
     pairs = split_batch(ids[rows], targets[rows], 2)
     loss = train_batch(schedule, stages, pairs, loss_of, data_axis="dp")
     norm = clip(stages, 1.0, stage_specs(config, stages.partition.bounds))
@@ -165,7 +166,7 @@ one = run(step, Mesh(dp=1, pp=1, tp=1), Mesh(dp=1, pp=1, tp=1)).per_rank[0]
 out = run(step, mesh, mesh)
 for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
     apart = max(abs(x - want) for x in got).item()
-    print(f"{name}: all 8 ranks have that of one device to 1e-5: {apart < 1e-5}")
+    print(f"{name}: all 8 ranks agree with one device to 1e-5: {apart < 1e-5}")
 
 # %% [markdown]
 # ## See it run
@@ -179,9 +180,10 @@ animate(out.trace)
 # %% [markdown]
 # ## Train it
 #
-# `train` is the step above in a loop. AdamW divides its states over the data-parallel ranks (ZeRO's stage 1), the learning rate
-# warms up and then follows a cosine, and now and then the loss is computed on held-out text. The text is the source of Python's
-# standard library, so nothing is downloaded, and a token is a byte. The dotted line is the same training on one device.
+# `train` is the step above in a loop. AdamW's states are divided over the data-parallel ranks (ZeRO's stage 1), the
+# learning rate warms up and then follows a cosine, and from time to time the loss is computed on held-out text. The
+# text is the source of Python's standard library, so nothing is downloaded, and a token is a byte. The dotted line is
+# the same training on one device.
 
 # %%
 def quiet(progress):
@@ -198,7 +200,7 @@ shown.update(curve)  # and this is its picture for readers without a kernel
 
 # %%
 apart = max(abs(a - b) for a, b in zip(alone.losses, both.losses))
-print(f"30 steps on 8 ranks, the losses of one device to 1e-4: {apart < 1e-4}")
+print(f"30 steps on 8 ranks: losses agree with one device to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
 # In float32, sums over ranks are rounded differently, and over 30 steps the differences grow. In float64, the first steps
@@ -263,10 +265,10 @@ for first, trace in networks["10 Gb Ethernet"].items():
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# The order stays the same, and tensor parallelism across the nodes loses the most by far: what crosses a slow link decides the
-# time of the step. The modelled clock has no contention between groups that share a network card. And nothing here overlaps the
-# average of the gradients with the backward pass, as [lab 17](17_data_parallel.ipynb) does. With overlap, data parallelism
-# across the nodes would cost less.
+# The order stays the same, and tensor parallelism across the nodes loses the most by far: traffic over a slow link
+# decides how long the step takes. The modelled clock has no contention between groups that share a network card. And
+# nothing here overlaps the averaging of the gradients with the backward pass, as [lab 17](17_data_parallel.ipynb) does.
+# With overlap, data parallelism across the nodes would cost less.
 #
 # </details>
 #
@@ -314,18 +316,19 @@ check_layouts(my_layouts)
 # | Megatron-LM | `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer`; the other ranks are data-parallel, and ranks are numbered along tp first, then dp, then pp |
 # | torchtitan | `tensor_parallel_degree`, `pipeline_parallel_degree`, `data_parallel_shard_degree` |
 # | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))` |
-# | JAX | `jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"))`, and shardings by the names of its axes |
+# | JAX | `jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"))`, and shardings that name its axes |
 #
 # ## To take away
 #
 # - Tensor parallelism sends the most, and ranks wait for every message. It belongs inside the node.
 # - A pipeline sends the least, so it may cross the slowest links. Its price is the bubble.
-# - The mesh must not change the result. The norm of the gradients sums over all ranks, and counts every copy only once.
+# - The mesh must not change the result. The gradient norm is a sum over all ranks, and counts every copied parameter
+#   only once.
 
 # %% [markdown]
 # **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU clusters](https://arxiv.org/abs/2104.04473),
 # for three dimensions and the order of their axes. Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053),
-# whose appendix has the groups. Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
+# whose appendix lists the groups. Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
 #
 # Back to the [list of labs](../README.md#labs).
 

@@ -71,7 +71,7 @@ def test_the_small_models_can_be_checked_in_the_head():
 @pytest.mark.parametrize(
     "cut, said",
     [
-        (best_cut(lambda sums: max(sums) - min(sums)), "The busiest rank has 7, where 6 is possible"),
+        (best_cut(lambda sums: max(sums) - min(sums)), "The busiest rank's work is 7, where 6 is possible"),
         (best_cut(max, lambda rank, ranks: ranks), "Later ranks have more room than that"),
         (best_cut(max, lambda rank, ranks: 1), "[0, 2, 4, 6] gives rank 0 10 bytes.\nUnder 1F1B, rank 0 of 3 keeps 3"),
         (best_cut(max, lambda rank, ranks: 0), "[0, 1, 7] gives rank 1 24 bytes.\nUnder 1F1B, rank 1 of 2 keeps 1"),

@@ -120,7 +120,7 @@ def test_right_replicas(fn):
         (lambda model: by_hooks(model, writes=False), "every rank keeps its own gradients"),
         (keeps_the_first, "step 1 was right"),
         (late, "0% of the communication is hidden.\nBelow is one step"),
-        (lambda model: by_hooks(model, at_once=True), "the rank stands still until each one is there"),
+        (lambda model: by_hooks(model, at_once=True), "the rank waits until each one has arrived"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),
         (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "are not the means over the ranks"),
     ],

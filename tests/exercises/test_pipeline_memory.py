@@ -78,8 +78,8 @@ def test_the_bug_is_shown():
     "layers, said",
     [
         (hidden_embedding, "layer 0, lambda, computes with a tensor [65, 16]"),
-        (two_matrices, "head and embedding are two matrices now"),
-        (lambda: tied("words", "head"), "head and embedding are two matrices now"),
+        (two_matrices, "the head and the embedding are now two matrices"),
+        (lambda: tied("words", "head"), "the head and the embedding are now two matrices"),
         (tied_by_assignment, "Layers 0 and 5 share one tensor [65, 16], but only on a rank that has both"),
         (without_forward, "RuntimeError"),
         (lambda: object(), "TypeError"),

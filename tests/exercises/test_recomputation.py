@@ -83,7 +83,10 @@ def test_the_solution():
 @pytest.mark.parametrize(
     "mine, said",
     [
-        ((forget_plainly, again_plainly), "It is right without dropout. The second pass drops other numbers"),
+        (
+            (forget_plainly, again_plainly),
+            "It is right without dropout. The second pass does not drop the same numbers",
+        ),
         ((forget, again_rewound), "it leaves the random generator where the piece began"),
         ((forget_seeded, again_plainly), "The first pass must draw the numbers that it would have drawn"),
         ((forget_plainly, again_without_weights), "gradient of layer 0's weight is not right, without dropout"),

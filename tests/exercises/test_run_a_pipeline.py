@@ -22,8 +22,8 @@ def test_ahead_solved():
 @pytest.mark.parametrize(
     "ahead, said",
     [
-        (lambda rank, ranks: ranks - 1 if rank == 0 else 2 * (ranks - 1 - rank), "rank 1 wants F4, which rank 0 runs"),
-        (lambda rank, ranks: ranks - 1 - rank, "need 49 steps over the slow link, where 39 will do.\nThis is 1F1B"),
+        (lambda rank, ranks: ranks - 1 if rank == 0 else 2 * (ranks - 1 - rank), "rank 1 needs F4, which rank 0 runs"),
+        (lambda rank, ranks: ranks - 1 - rank, "need 49 steps over the slow link, where 39 would do.\nThis is 1F1B"),
         (lambda rank, ranks: ranks - 1, "How many messages is that, there and back?"),
         (lambda rank, ranks: 99, "holds 8 microbatches. 7 are enough"),
         (lambda rank, ranks: rank, "deadlock: rank 0"),

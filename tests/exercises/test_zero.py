@@ -110,7 +110,7 @@ class _Mean(torch.autograd.Function):
     ("fn", "hint"),
     [
         (in_two_places, "Gather first, and cut the row then."),
-        (layer(tt.all_gather, first=1), "The two matrices are exchanged"),
+        (layer(tt.all_gather, first=1), "The two matrices are swapped"),
         (layer(tt.gather_from), "gather_from is for ranks that all do the same afterwards"),
         (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "This is the mean"),
         (layer(lambda piece, *_: piece.repeat(tt.axis_size("dp"))), "entries are off"),

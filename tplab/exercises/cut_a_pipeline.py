@@ -25,7 +25,7 @@ Cut = Callable[[Sequence[float], Sequence[int], Sequence[int], int, float], Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """A model to cut: what each layer costs, weighs and keeps [layers]; for so many ranks, of which each has `limit`.
+    """A model to cut: what each layer costs, weighs and keeps [layers]; for so many ranks with `limit` bytes each.
 
     Rank r of 1F1B takes the sum of weights of its layers, and ranks - r times the sum of what they keep.
     """
@@ -88,7 +88,7 @@ def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[in
 
 
 def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
-    """Whether `cut(costs, weights, kept, ranks, limit)` gives the bounds of the stages, [0, ..., layers], so that no
+    """Whether `cut(costs, weights, kept, ranks, limit)` gives bounds of the stages, [0, ..., layers], such that no
     rank of 1F1B takes more than `limit` bytes and the busiest rank has as little to do as can be.
 
     It is tried on small models by number, then on `layers`, measured with a microbatch `ids`; and that cut is run.
@@ -178,7 +178,7 @@ def _hint(trial: Trial, bounds: list[int], largest: float, least: float) -> str:
     """What a cut that is not the best looks like."""
     if _careful(trial) == tuple(bounds):
         return "Only rank 0 keeps as many microbatches as there are ranks. Later ranks have more room than that."
-    return f"The busiest rank has {largest:,g}, where {least:,g} is possible. All the others wait for it."
+    return f"The busiest rank's work is {largest:,g}, where {least:,g} is possible. All other ranks wait for it."
 
 
 def _careful(trial: Trial) -> tuple[int, ...] | None:

@@ -30,8 +30,8 @@ WORDS = 3
 def check_loss(my_loss: Loss) -> Verdict:
     """Whether the mean over ranks of `my_loss(logits, targets)` has the gradients of the mean over all counted tokens.
 
-    logits [n, V], targets [n], of this rank; -100 does not count. Runs on 2, 3 and 1 simulated ranks of axis "dp", of
-    which one has no token that counts.
+    logits [n, V], targets [n], of this rank; -100 does not count. Runs on 2, 3 and 1 simulated ranks of axis "dp"; on
+    three, one rank has no token that counts.
     """
     if not_started(my_loss):
         return untouched("my_loss")
@@ -93,7 +93,7 @@ def _hint(mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
 
     if each_is((total / num_ranks / np.maximum(here, 1))[:, None]):
         return (
-            "Each rank takes the mean of its own tokens.\nSo the tokens of a rank that counts few of them weigh more. "
+            "Each rank takes the mean of its own tokens.\nSo tokens weigh more on a rank that counts few of them. "
             "How many tokens must every rank divide by?"
         )
     if each_is(1 / num_ranks):
@@ -139,7 +139,7 @@ def check_replicas(my_replicas: Replicas) -> Verdict:
         text = f"{name}: the gradients are right, but {hidden:.0%} of the communication is hidden.\n"
         if _leaves_early(trace):
             text += (
-                "Gradients leave while the backward pass runs, but the rank stands still until each one is there.\n"
+                "Gradients leave while the backward pass runs, but the rank waits until each one has arrived.\n"
                 "start(all_reduce, ...) begins to send. When is the mean needed?"
             )
         else:

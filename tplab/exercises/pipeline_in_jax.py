@@ -75,7 +75,7 @@ PIPELINE = Exercise(
         ),
         Mistake("ys", "It begins one tick too late: microbatch 0 is missing.", _once_too_late),
         Mistake("ys", "Every rank has added its own output. Only those of the last rank are wanted.", _of_all_ranks),
-        Mistake("ys", "All outputs are zero: does the rank that you take them from have them?", lambda s: 0 * s.want),
+        Mistake("ys", "All outputs are zero: do you take them from the rank that has them?", lambda s: 0 * s.want),
     ),
     meshes=(Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1)),
 )

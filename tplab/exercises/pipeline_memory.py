@@ -1,4 +1,4 @@
-"""The exercise of lab 13: a model of which one matrix hides from the pipeline."""
+"""The exercise of lab 13: a model with a matrix that hides from the pipeline."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     if not any({0, len(layers) - 1} <= set(places) for places in ties(layers).values()):
         return Verdict(
             False,
-            f"{name}: every rank trains what it has, but head and embedding are two matrices now.\n"
+            f"{name}: every rank trains what it has, but the head and the embedding are now two matrices.\n"
             "Which spec says that two layers share one matrix, whichever ranks they are on?",
         )
-    text = f"{name} is right: on 2 and 4 ranks every gradient equals that of one rank, also the tied one."
+    text = f"{name} is right: on 2 and 4 ranks every gradient equals that of one rank, including the tied one."
     return Verdict(True, text, _panels(4, found["0.weight"], right["0.weight"]) if "0.weight" in found else [])
 
 

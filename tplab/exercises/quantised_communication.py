@@ -90,9 +90,9 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     sent = run_of(framework)(fn, mesh, x, in_specs=ADD_UP.specs["x"]).trace.bytes_sent(rank=0)
     in_full = 3 * 24 * 4  # rows for three other ranks, in float32
     if sent > in_full // 2:
-        text = f"add_up is right, but on {mesh} a rank sends {sent} bytes, and numbers in full would be {in_full}."
-        return Verdict(False, f"{text}\nLet the codes travel, which take a byte each here, and the scales beside them.")
-    remark = f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would be {in_full}."
+        text = f"add_up is right, but on {mesh} a rank sends {sent} bytes, and numbers in full would take {in_full}."
+        return Verdict(False, f"{text}\nSend the codes, which take a byte each here, along with the scales.")
+    remark = f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
     return Verdict(True, f"{verdict.text}\n{remark}", verdict.panels)
 
 

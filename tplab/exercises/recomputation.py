@@ -1,4 +1,4 @@
-"""The exercise of lab 15: recomputation that draws other random numbers the second time."""
+"""The exercise of lab 15: recomputation that draws different random numbers the second time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_recomputed(forget: Forget, again: Again) -> Verdict:
                 return found
             panels = found
     text = f"{name} are right: y, dx and every gradient of a weight, with dropout and without."
-    return Verdict(True, f"{text}\nThe random numbers that come afterwards are the right ones too.", panels)
+    return Verdict(True, f"{text}\nThe random numbers drawn afterwards are right too.", panels)
 
 
 def _line_of(error: Exception, *functions: Callable[..., Any]) -> str:
@@ -160,7 +160,7 @@ def _hint(key: str, got: np.ndarray, want: np.ndarray, dropout: float) -> str:
     if key == "y" and dropout:
         return "The first pass must draw the numbers that it would have drawn without recomputation."
     if dropout:
-        return "It is right without dropout. The second pass drops other numbers than the first one did."
+        return "It is right without dropout. The second pass does not drop the same numbers as the first one."
     if not got.any():
         return "It is zero: does the second pass go back to the weights?"
     if np.allclose(got, 2 * want, rtol=0, atol=1e-9):

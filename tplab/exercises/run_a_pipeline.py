@@ -36,7 +36,7 @@ def running_ahead(ahead: Sequence[int], microbatches: int) -> Schedule:
 
 def check_ahead(ahead: Ahead) -> Verdict:
     """Whether `ahead(rank, ranks)` gives numbers of forwards that hide messages which take as long as a forward: a
-    schedule without a deadlock, as quick as GPipe, that holds fewer than 2 p microbatches."""
+    schedule without a deadlock, as fast as GPipe, that holds fewer than 2 p microbatches."""
     name = "ahead"
     for ranks, microbatches in SIZES:
         where = f"{ranks} ranks and {microbatches} microbatches"
@@ -54,13 +54,13 @@ def check_ahead(ahead: Ahead) -> Verdict:
             rank = next(rank for rank in range(1, ranks) if numbers[rank] > numbers[rank - 1])  # no other way to it
             return Drawn(
                 False,
-                f"{name}: {stuck[0]}.\n{given}. Before its first backward, rank {rank} wants F{numbers[rank - 1] + 1}, "
+                f"{name}: {stuck[0]}.\n{given}. Before its first backward, rank {rank} needs F{numbers[rank - 1] + 1}, "
                 f"which rank {rank - 1} runs only after its own first backward.",
                 schedule,
             )
         run, best = simulate(schedule, SLOW), 3 * (microbatches + ranks - 1) + 2 * (ranks - 1)
         if run.makespan > best:
-            steps = f"{run.makespan:g} steps over the slow link, where {best} will do"
+            steps = f"{run.makespan:g} steps over the slow link, where {best} would do"
             text = f"{name}: no deadlock. {given}, and need {steps}."
             return Drawn(False, f"{text}\n{_who_waits(numbers)}", schedule, SLOW)
         if run.peak_activations.max() > 2 * ranks - 1 and microbatches >= 2 * ranks:
@@ -75,7 +75,7 @@ def check_ahead(ahead: Ahead) -> Verdict:
     listed = ", ".join(f"{ranks} x {microbatches}" for ranks, microbatches in SIZES)
     return Drawn(
         True,
-        f"{name} is right: no deadlock, as quick as GPipe, and no more microbatches held than are needed to hide the "
+        f"{name} is right: no deadlock, as fast as GPipe, and no more microbatches held than are needed to hide the "
         f"messages.\nTried with ranks x microbatches {listed}. This is the first of them:",
         running_ahead([ahead(rank, SIZES[0][0]) for rank in range(SIZES[0][0])], SIZES[0][1]),
         SLOW,
@@ -153,9 +153,9 @@ def _hint(grad: np.ndarray, want: np.ndarray, last: np.ndarray) -> str:
     """What the wrong gradient looks like."""
     known: Iterator[tuple[Any, str]] = iter(
         [
-            (0 * want, "Nothing has been added to it: does each W do its work?"),
+            (0 * want, "Nothing has been added to it: does each W add its part?"),
             (2 * want, "It is twice what it should be: `backward` in I has added it already, before W does."),
-            (MICROBATCHES * want, "It is as many times too large as there are microbatches: the loss is their mean."),
+            (MICROBATCHES * want, "It is too large by the number of microbatches: the loss is their mean."),
             (last, "It is that of the last microbatch alone: W must add to `.grad`."),
         ]
     )

@@ -1,4 +1,4 @@
-"""The exercises of lab 20: clipping that one device would do, and the layout that a cluster is fastest with."""
+"""The exercises of lab 20: clipping as one device would do it, and the fastest layout for a cluster."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def _hint(layout: str, cluster: str) -> str:
     if tp > node:
         return "Its tensor-parallel groups send activations over the slow links, several times per block."
     if cluster == "8 machines":
-        return "Here every message is slow: count which layout sends the fewest bytes in total."
-    return "Compare what crosses the slow links, and what each block sends inside."
+        return "Here every message is slow: work out which layout sends the fewest bytes in total."
+    return "Compare what crosses the slow links, and what each block sends inside a node."
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ Clip = Callable[[Any, float, Any], Any]
 
 
 def stage_specs(config: GPTConfig, bounds: Any) -> dict[int, dict[str, P]]:
-    """How the parameters of every stage lie on the mesh, as `clip_gradients` takes it: {stage: {name: P}}."""
+    """How the parameters of every stage are spread over the mesh, as `clip_gradients` takes it: {stage: {name: P}}."""
     specs, found = gpt_specs(config), {}
     for stage, (begin, end) in enumerate(pairwise(bounds)):
         found[stage] = {
@@ -146,7 +146,7 @@ def check_clipping(clip: Clip) -> Verdict:
         wrong = {rank: scale for rank, scale in enumerate(scales) if abs(scale / whole - 1) > 1e-9}
         if wrong:
             rank, scale = next(iter(wrong.items()))
-            said = f"On {mesh} rank {rank} scales its gradients by {scale:.4f}, and one device by {whole:.4f}."
+            said = f"On {mesh} rank {rank} scales its gradients by {scale:.4f}, but one device by {whole:.4f}."
             return Verdict(False, f"my_clip: {said}\n{_why(scales, scale / whole)}")
     return Verdict(True, "my_clip is right: every rank scales by the same factor, that of one device, on three meshes.")
 

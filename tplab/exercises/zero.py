@@ -1,4 +1,4 @@
-"""The exercises of lab 18: mend a step after which ranks have different weights, and gather two matrices at once."""
+"""The exercises of lab 18: repair a step that leaves ranks with different weights, and gather two matrices at once."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ LAYER = Exercise(
     results={"y": P("dp")},
     gradients=("x", "piece"),
     mistakes=(
-        Mistake("y", "The two matrices are exchanged: a comes first in the row of numbers, and b second.", _exchanged),
+        Mistake("y", "The two matrices are swapped: a comes first in the row of numbers, and b second.", _exchanged),
         Mistake(
             "y",
             "You cut this rank's piece in two, as if it held a part of a and a part of b. It is one part of the row.\n"
@@ -149,7 +149,7 @@ LAYER = Exercise(
         Mistake(
             "dpiece",
             "y and dx are right, but dpiece comes from this rank's own rows of the batch only.\n"
-            "gather_from is for ranks that all go on alike. Here each rank goes on with its own rows: which gather has "
+            "gather_from is for ranks that all do the same afterwards. Here each rank uses its own rows: which gather has "
             "a reduce_scatter as its backward pass?",
             _own_rows_only,
         ),
@@ -168,6 +168,6 @@ def check_layer(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
     """Whether `fn` is relu(x @ a) @ b, whose two matrices are one row of numbers that the ranks share.
 
     x [B/dp, D], this rank's rows of the batch   piece [2 D D / dp]   ->   y [B/dp, D]
-    The whole row has a [D, D], and behind it b [D, D]. The gradient of `piece` is that of all rows of the batch.
+    The whole row has a [D, D], followed by b [D, D]. The gradient of `piece` is that of all rows of the batch.
     """
     return grade(fn, LAYER, framework)
