@@ -104,7 +104,7 @@ def test_train_split_solved():
     "mistake, said",
     [
         ("backward in I", "It is twice what it should be"),
-        ("sum, not mean", "as many times too large as there are microbatches"),
+        ("sum, not mean", "too large by the number of microbatches"),
         ("last only", "It is that of the last microbatch alone"),
         ("no W", "Nothing has been added to it"),
         ("sign", "It is off by up to"),

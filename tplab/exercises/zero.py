@@ -149,8 +149,8 @@ LAYER = Exercise(
         Mistake(
             "dpiece",
             "y and dx are right, but dpiece comes from this rank's own rows of the batch only.\n"
-            "gather_from is for ranks that all do the same afterwards. Here each rank uses its own rows: which gather has "
-            "a reduce_scatter as its backward pass?",
+            "gather_from is for ranks that all do the same afterwards. Here each rank uses its own rows: which gather "
+            "has a reduce_scatter as its backward pass?",
             _own_rows_only,
         ),
         Mistake(
