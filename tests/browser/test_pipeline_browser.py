@@ -40,6 +40,14 @@ def test_controls_ask_python(page: Page, open_notebook, theme: str):
     expect(figure(root, "makespan")).to_have_text("33")
     expect(root.get_by_label("schedule")).to_have_value("one_f_one_b")
     expect(root.locator(".tpl-notice")).to_have_text("")
+    costs = root.get_by_label("cost of each stage")
+    costs.press_sequentially("1, 1, 1")
+    expect(root.locator(".tpl-notice")).to_contain_text("3 figures and the schedule has 4 stages")
+    expect(root).to_have_attribute("data-stale", "true")
+    costs.press_sequentially(", 2")
+    expect(figure(root, "makespan")).to_have_text("57")
+    expect(root).to_have_attribute("data-stale", "false")
+    assert book.run("print(lab.run.makespan, lab.schedule.name)") == "57.0 one_f_one_b\n"
 
 
 def test_without_a_kernel_it_says_so_once_something_is_asked(page: Page, open_notebook):
