@@ -66,6 +66,9 @@ bench: .venv/test ## print the table of figures
 lock: .venv/test ## work the lock files out anew from pyproject.toml
 	$(call lock_file,lab,,--extra all --extra build)
 	$(call lock_file,test,lab,--extra dev)
+	$(BIN)/uv pip compile --quiet requirements/browser.in $(UPGRADE) --python-version 3.14 --generate-hashes \
+	  --python-platform wasm32-pyodide2024 --no-annotate --custom-compile-command 'make lock' \
+	  --output-file requirements/browser.lock
 
 # $(1): its name   $(2): the lock files before it   $(3): what to lock
 locks = $(patsubst %,requirements/%.lock,$(1))

@@ -13,9 +13,9 @@ from nbclient.exceptions import CellExecutionError
 from sphinx.cmd.build import build_main
 
 from labs.source import build
-from website import pyodide
+from website import lite, pyodide
 from website.cards import Cards
-from website.pages import Pages, StaleLabError
+from website.pages import Pages, StaleLabError, address
 from website.states import OPENING, states
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +30,8 @@ def make(labs: list[str], out: Path = OUT) -> int:
     (opening,) = shown.pop(OPENING)[OPENING]
     Pages(PAGES, Cards(out), shown, opening).write()
     pyodide.write(out)
+    if in_browser := lite.labs(labs):
+        lite.write(out, in_browser, address())
     options = ["--fail-on-warning", "--keep-going", "--quiet"]
     return build_main([*options, "-c", str(Path(__file__).parent), "-d", str(DOCTREES), str(PAGES), str(out)])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 
 from labs.source import build
-from website import monday, reference
+from website import lite, monday, reference
 from website.cards import Cards
 from website.states import Output
 
@@ -169,9 +169,11 @@ def address() -> str:
 
 
 def launch(name: str) -> str:
-    """The buttons that run lab `name`: the addresses are those of its badges."""
+    """The buttons that run lab `name`: the addresses are those of its badges, and of the notebook on this site."""
     colab, binder = re.findall(r"\]\((https://[^)]+)\)", re.sub(r"!\[[^)]+\)", "", build.badges(name)))
-    places = [("Colab", colab), ("Binder", binder), ("GitHub", f"{build.repository()}/blob/main/labs/{name}.ipynb")]
+    own = [("Your browser", lite.page(name))] if lite.labs([name]) else []
+    source = f"{build.repository()}/blob/main/labs/{name}.ipynb"
+    places = [("Colab", colab), ("Binder", binder), *own, ("GitHub", source)]
     links = "\n".join(f'<a href="{html.escape(address)}">{label}</a>' for label, address in places)
     return f'<nav class="launch" aria-label="Run this page">\n<span>Run this page:</span>\n{links}\n</nav>'
 

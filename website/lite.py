@@ -1,0 +1,241 @@
+"""Labs as notebooks in the reader's browser: JupyterLite, in lite/ of the site, for the labs that need no framework.
+
+JupyterLite and what its Python imports are the wheels that requirements/browser.lock pins, with hashes. Python itself
+is the Pyodide of the pipeline lab. A list of packages, in the form of Pyodide's own, tells it where each of them is:
+all are files of the site, except for what is compiled, which browsers load from Pyodide's CDN when a cell imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import email
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from email.message import Message
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jupyter_server
+import nbformat
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from labs.source import build
+from website import pyodide
+
+ROOT = Path(__file__).parent.parent
+LOCK = ROOT / "requirements" / "browser.lock"
+WHEELS = ROOT / "build" / "site-wheels"
+WORK = ROOT / "build" / "site-lite"
+FOLDER = "lite"  # of the site
+LIST = "lite-lock.json"  # beside Pyodide
+FRAMEWORKS = {"torch", "jax", "tplab.torch", "tplab.jax", "transformers"}
+EXTENSIONS = ("jupyterlite_pyodide_kernel", "jupyterlab_widgets", "anywidget")  # of JupyterLab: the kernel, widgets
+KERNEL = "@jupyterlite/pyodide-kernel-extension:kernel"
+STARTS_WITH = ["micropip", "piplite", "ipykernel", "comm", "pyodide-kernel", "jedi", "ipython"]
+COMPILED = ("numpy", "pillow")
+TPLAB = ["numpy", "pillow", "ipywidgets", "anywidget", "traitlets"]
+"""What tplab imports for the labs that are shown here. It does without matplotlib, whose fonts are nicer."""
+NO_USE = {"jupyterlab-widgets", "widgetsnbextension"}  # ipywidgets asks for them, and they are no Python
+MARKERS = {"sys_platform": "emscripten", "platform_system": "Emscripten", "python_version": "3.14", "extra": ""}
+
+
+_NOTE = f"""\
+*This notebook runs in your browser. When a cell first imports tplab, NumPy and Pillow come from \
+{urlsplit(pyodide.numpy_from()).netloc}. If your network does not let you reach it, the cell says that there is no module \
+named numpy.*"""
+
+
+def labs(names: Iterable[str]) -> list[str]:
+    """Those of the labs that import no framework."""
+    return [name for name in names if not _imports(name) & FRAMEWORKS]
+
+
+def _imports(name: str) -> set[str]:
+    found: set[str] = set()
+    for cell in nbformat.read(build.LABS / f"{name}.ipynb", as_version=4).cells:
+        for node in ast.walk(ast.parse(cell.source)) if cell.cell_type == "code" else ():
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module or "")
+    return found | {name.partition(".")[0] for name in found}
+
+
+def write(site: Path, names: Iterable[str], address: str) -> None:
+    """Write the notebooks of these labs and what opens and runs them; links to other pages lead to `address`."""
+    books = {name: notebook(name, address) for name in names}
+    mark, made_of = _mark(books), site / FOLDER / "made_of"
+    if made_of.is_file() and made_of.read_text() == mark:
+        return
+    shutil.rmtree(WORK, ignore_errors=True)
+    contents = WORK / "contents"
+    (contents / "images").mkdir(parents=True)
+    for name, text in books.items():
+        (contents / f"{name}.ipynb").write_text(text, encoding="utf8")
+        shutil.copy(build.LABS / "images" / f"{name}.png", contents / "images")
+    wheels = _downloaded()
+    for name in ("jupyterlite_core", "jupyterlite_pyodide_kernel", "doit", "pkginfo"):
+        zipfile.ZipFile(_named(wheels, name)).extractall(WORK / "tools")
+    kernel = WORK / "tools" / f"{_named(wheels, 'jupyterlite_pyodide_kernel').name.rsplit('-', 3)[0]}.data"
+    own = sorted(path for path in kernel.rglob("*.whl") if not path.name.startswith("widgetsnbextension"))
+    _write_packages(site / pyodide.FOLDER, [*wheels, *own])
+    _build(site / FOLDER, [_named(wheels, name) for name in EXTENSIONS])
+    made_of.write_text(mark)
+
+
+def _mark(books: Mapping[str, str]) -> str:
+    """It differs where anything differs of which lite/ is made."""
+    files = [LOCK, Path(__file__), pyodide.HERE / "package.json", *_sources()]
+    parts = [*(text.encode() for text in books.values()), *(file.read_bytes() for file in files)]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def page(name: str) -> str:
+    """What opens the notebook of a lab, from the lab's page."""
+    return f"../{FOLDER}/notebooks/index.html?path={name}.ipynb"
+
+
+def notebook(name: str, address: str) -> str:
+    """The notebook as it is in JupyterLite: without its badges, and with links to the pages of other labs."""
+    book = nbformat.read(build.LABS / f"{name}.ipynb", as_version=4)
+    book.cells = [cell for cell in book.cells if cell.source != build.closing_line()]
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            text = cell.source.replace(build.badges(name), _NOTE)
+            cell.source = re.sub(r"\]\((\w+)\.ipynb(#[^)]*)?\)", rf"]({address}labs/\1.html\2)", text)
+    return nbformat.writes(book)
+
+
+# ------------------------------------------------------------------------------------------------------------- wheels
+
+
+def _downloaded() -> list[Path]:
+    """The wheels that the lock file pins; they are downloaded if it has changed."""
+    stamp, mark = WHEELS / "lock", hashlib.sha256(LOCK.read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != mark:
+        shutil.rmtree(WHEELS, ignore_errors=True)
+        for_browsers = ["--python-version", "3.14", "--implementation", "py", "--abi", "none", "--platform", "any"]
+        options = ["--quiet", "--require-hashes", "--no-deps", "--only-binary=:all:", *for_browsers]
+        command = [sys.executable, "-m", "pip", "download", *options, "-r", str(LOCK), "-d", str(WHEELS)]
+        _run(command, "the wheels that requirements/browser.lock pins could not be downloaded")
+        stamp.write_text(mark)
+    return sorted(WHEELS.glob("*.whl"))
+
+
+def _named(wheels: list[Path], name: str) -> Path:
+    (wheel,) = (wheel for wheel in wheels if wheel.name.partition("-")[0] == name)
+    return wheel
+
+
+def _write_packages(folder: Path, wheels: Iterable[Path]) -> None:
+    """Write the wheels that Python needs, and the list of them."""
+    lock = json.loads((pyodide.installed() / "pyodide-lock.json").read_text(encoding="utf8"))
+    found = {name: lock["packages"][name] for name in COMPILED}
+    for package in found.values():
+        package["file_name"] = pyodide.numpy_from() + package["file_name"]
+    (folder / "wheels").mkdir(parents=True, exist_ok=True)
+    tplab = WORK / "tplab-0-py3-none-any.whl"
+    _write_tplab(tplab)
+    known = {str(entry["name"]): (wheel, entry) for wheel in [*wheels, tplab] for entry in [_entry(wheel)]}
+    known["tplab"][1]["depends"] = TPLAB
+    waiting = [*STARTS_WITH, "tplab"]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            wheel, found[name] = known[name]
+            shutil.copy(wheel, folder / "wheels")
+            waiting += found[name]["depends"]
+    (folder / LIST).write_text(json.dumps({**lock, "packages": found}), encoding="utf8")
+
+
+def _entry(wheel: Path) -> dict[str, Any]:
+    """What Pyodide's list says of a package."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        about = email.message_from_bytes(archive.read(metadata))
+    modules = {name.partition("/")[0].removesuffix(".py") for name in names if name.endswith(".py")}
+    return {
+        "name": canonicalize_name(about["Name"]),
+        "version": about["Version"],
+        "file_name": f"wheels/{wheel.name}",
+        "install_dir": "site",
+        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "package_type": "package",
+        "imports": sorted(name for name in modules if "." not in name),
+        "depends": _needs(about),
+        "unvendored_tests": False,
+    }
+
+
+def _needs(about: Message) -> list[str]:
+    asked = map(Requirement, about.get_all("Requires-Dist") or [])
+    names = {canonicalize_name(one.name) for one in asked if not one.marker or one.marker.evaluate(MARKERS)}
+    return sorted(names - NO_USE)
+
+
+def _sources() -> list[Path]:
+    """Of tplab, without its twins, which need a framework."""
+    files = (path for path in sorted((ROOT / "tplab").rglob("*.*")) if path.suffix in (".py", ".js", ".css"))
+    return [path for path in files if path.relative_to(ROOT).parts[1] not in ("torch", "jax")]
+
+
+def _write_tplab(wheel: Path) -> None:
+    """tplab as a wheel: its files as they are."""
+    about = "Metadata-Version: 2.1\nName: tplab\nVersion: 0\n"
+    files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in _sources()}
+    files |= {"tplab-0.dist-info/METADATA": about.encode(), "tplab-0.dist-info/RECORD": b""}
+    files["tplab-0.dist-info/WHEEL"] = b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)
+
+
+# ---------------------------------------------------------------------------------------------------------------- app
+
+
+def _build(out: Path, extensions: list[Path]) -> None:
+    """Let JupyterLite put its app together."""
+    options = {"lockFileURL": f"../{pyodide.FOLDER}/{LIST}", "packages": STARTS_WITH}
+    kernel = {
+        "pyodideUrl": f"../../{pyodide.FOLDER}/pyodide.mjs",
+        "disablePyPIFallback": True,
+        "loadPyodideOptions": options,
+    }
+    page = {"appName": "tplab", "exposeAppInBrowser": True, "litePluginSettings": {KERNEL: kernel}}
+    how = {
+        "apps": ["notebooks"],
+        "no_sourcemaps": True,
+        "contents": ["contents"],
+        "output_dir": str(out),
+        "ignore_sys_prefix": True,
+        "federated_extensions": [str(path) for path in extensions],
+    }
+    for name, text in {
+        "jupyter-lite.json": {"jupyter-lite-schema-version": 0, "jupyter-config-data": page},
+        "jupyter_lite_config.json": {"LiteBuildConfig": how},
+    }.items():
+        (WORK / name).write_text(json.dumps(text), encoding="utf8")
+    shutil.rmtree(out, ignore_errors=True)
+    paths = os.pathsep.join([str(WORK / "tools"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", "-m", "jupyterlite_core", "build"]
+    _run(command, "JupyterLite could not be put together", cwd=WORK, env={**os.environ, "PYTHONPATH": paths})
+    favicons = (
+        Path(jupyter_server.__file__).parent / "static" / "favicons"
+    )  # which a page shows while its kernel is busy
+    shutil.copytree(favicons, out / "static" / "favicons")
+
+
+def _run(command: list[str], otherwise: str, **options: Any) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode:
+        raise RuntimeError(f"{otherwise}:\n{done.stdout}{done.stderr}")
