@@ -50,8 +50,8 @@ MARKERS = {"sys_platform": "emscripten", "platform_system": "Emscripten", "pytho
 
 _NOTE = f"""\
 *This notebook runs in your browser. When a cell first imports tplab, NumPy and Pillow come from \
-{urlsplit(pyodide.numpy_from()).netloc}. If your network does not let you reach it, the cell says that there is no module \
-named numpy.*"""
+{urlsplit(pyodide.numpy_from()).netloc}. If your network does not let you reach it, the cell says that \
+there is no module named numpy.*"""
 
 
 def labs(names: Iterable[str]) -> list[str]:
