@@ -12,7 +12,8 @@ from tplab.widgets.score.still import moving
 
 
 def all_reduce_around_a_ring():
-    return ring_all_reduce(torch.ones(8 * 1024), "tp")
+    x = torch.ones(8 * 1024)
+    return ring_all_reduce(x, "tp")
 
 
 if __name__ == "__main__":
