@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from playwright.sync_api import Page, expect
 
 LAB = """
@@ -20,11 +19,10 @@ def figure(root, name: str):
     return root.locator(".tpl-facts > div", has_text=name).first.locator("b")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_controls_ask_python(page: Page, open_notebook, theme: str):
-    book = open_notebook([LAB], theme=theme)
+def test_controls_ask_python(page: Page, open_notebook):
+    book = open_notebook([LAB], theme="dark")
     root = book.output(0).locator(".tplab")
-    expect(root).to_have_attribute("data-theme", theme)
+    expect(root).to_have_attribute("data-theme", "dark")
     expect(figure(root, "makespan")).to_have_text("27")
     root.get_by_label("schedule").select_option("gpipe")
     expect(figure(root, "makespan")).to_have_text("33")
@@ -123,9 +121,8 @@ def test_the_playhead_and_files(page: Page, open_notebook):
     expect(root.locator(".tpl-hint")).to_contain_text("I0 of stage 1 on rank 1")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_two_schedules_under_one_playhead(open_notebook, theme: str):
-    book = open_notebook([LAB.replace("\nlab\n", "\n"), GANTT], theme=theme)
+def test_two_schedules_under_one_playhead(open_notebook):
+    book = open_notebook([LAB.replace("\nlab\n", "\n"), GANTT])
     root = book.output(1).locator(".tplab")
     expect(root.locator(".tpl-of")).to_have_text(["1F1B", "ZB-V"])
     expect(root.locator(".tpl-playhead")).to_have_count(1)
