@@ -299,6 +299,10 @@ def test_on_paper_there_is_only_the_lab(page: Page, site: str, said: list[str]):
     expect(page.locator("figure.card .tplab").first).to_have_attribute("data-theme", "light")
     for furniture in (".launch", ".sidebar-drawer", ".toc-drawer", ".related-pages"):
         expect(page.locator(furniture).first).to_be_hidden()
+    answer = page.get_by_text("Rank 0 sends once in each of the seven steps")
+    expect(answer).to_be_visible()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    expect(answer).to_be_hidden()
 
 
 RUN = """async (code) => {

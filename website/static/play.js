@@ -48,6 +48,18 @@ const near = new IntersectionObserver((entries) => {
 }, { rootMargin: "800px 0px" });
 for (const figure of document.querySelectorAll("figure.card")) near.observe(figure);
 
-// On paper, everything is light.
-addEventListener("beforeprint", () => { document.body.dataset.jpThemeLight = "true"; });
-addEventListener("afterprint", () => { delete document.body.dataset.jpThemeLight; });
+// On paper, everything is light, and answers are unfolded: nobody can unfold them there.
+addEventListener("beforeprint", () => {
+  document.body.dataset.jpThemeLight = "true";
+  for (const answer of document.querySelectorAll("article details:not(.hide, [open])")) {
+    answer.open = true;
+    answer.dataset.folded = "";
+  }
+});
+addEventListener("afterprint", () => {
+  delete document.body.dataset.jpThemeLight;
+  for (const answer of document.querySelectorAll("[data-folded]")) {
+    answer.open = false;
+    delete answer.dataset.folded;
+  }
+});
