@@ -11,8 +11,8 @@
 #
 # ![Two nodes with four GPUs each. They add up inside each node, then across the nodes, then gather inside each node.](images/03_hierarchies.png)
 #
-# *Two nodes with four GPUs each add up a tensor in three steps: inside each node, across the nodes, and inside each node
-# again. Each GPU sends only a quarter of the tensor to the other node.*
+# *Two nodes with four GPUs each add up a tensor in three steps: inside each node, across the nodes, and inside each
+# node again. Each GPU sends only a quarter of the tensor to the other node.*
 
 # %%
 import subprocess
@@ -33,8 +33,8 @@ from tplab.widgets import Bars, Row, animate, bytes_text, knob, matrices, shards
 # %% [markdown]
 # ## By hand: add up inside first
 #
-# Inside a **node**, which is one machine, GPUs are connected by NVLink. Between nodes there is a network, and it is much
-# slower: in a cluster of H100s, by a factor of nine for each GPU. So we count the bytes that cross it separately.
+# Inside a **node**, which is one machine, GPUs are connected by NVLink. Between nodes there is a network, and it is
+# much slower: in a cluster of H100s, by a factor of nine for each GPU. So we count the bytes that cross it separately.
 #
 # Take two nodes with two GPUs each. Every GPU has a row of four numbers, and all of them need the four sums. First, the
 # GPUs of a node do a reduce-scatter: each GPU ends with half of its node's sums.
@@ -49,9 +49,9 @@ steps = {"1: inside": halves, "2: across": across, "3: inside": gathered}
 matrices({"one row per GPU": table, **steps})
 
 # %% [markdown]
-# Then the two GPUs that have the *same half* add up across the nodes: row 0 with row 2, and row 1 with row 3. Only now do
-# messages cross the network, and they are only half as large as the tensor. Finally, an all-gather inside each node gives
-# every GPU both halves.
+# Then the two GPUs that have the *same half* add up across the nodes: row 0 with row 2, and row 1 with row 3. Only now
+# do messages cross the network, and they are only half as large as the tensor. Finally, an all-gather inside each node
+# gives every GPU both halves.
 #
 # ## Build it
 #
@@ -81,18 +81,18 @@ animate(out.trace)
 #
 # </details>
 #
-# Here are both, for a gigabyte of gradients. The times are **modelled** from data sheets. (On torch's `meta` device,
+# Here are both, for 1 GiB of gradients. The times are **modelled** from data sheets. (On torch's `meta` device,
 # tensors have shapes but no numbers, so this run takes no memory.)
 
 # %%
 def one_ring(x):
     return tt.all_reduce(x, ("node", "gpu"))
 
-gigabyte = torch.empty(2**29, dtype=torch.bfloat16, device="meta")
+gradients = torch.empty(2**29, dtype=torch.bfloat16, device="meta")
 for nodes in (2, 4):
     for program in (one_ring, two_levels):
         mesh = Mesh(node=nodes, gpu=8)
-        trace = tt.run(program, mesh, gigabyte, cluster="h100", device="meta").trace
+        trace = tt.run(program, mesh, gradients, cluster="h100", device="meta").trace
         total = bytes_text(trace.bytes_sent(rank=0))
         took = f"{program.__name__:<10} {trace.makespan * 1e3:4.1f} ms"
         print(f"{mesh}, {took}: each GPU sends {total}")
@@ -118,10 +118,11 @@ shards(Mesh(dp=2, tp=4), x=((16, 8), P("dp")), a=((8, 16), P(None, "tp")))
 
 # %% [markdown]
 # Along `tp` a step sums **activations**: $Z$ in the forward pass and $dX$ in the backward pass, each of size
-# $B/\text{dp} \times D$. Along `dp` it sums **gradients**: of $A$ and of $B$, each of size $D \times F/\text{tp}$.
+# $N/\text{dp} \times D$, where $N$ is the batch. Along `dp` it sums **gradients**: of $A$ and of $B$, each of size
+# $D \times F/\text{tp}$.
 
 # %%
-def step(x, a, b):  # x [B/dp, D]   a [D, F/tp]   b [F/tp, D]
+def step(x, a, b):  # x [N/dp, D]   a [D, F/tp]   b [F/tp, D]
     for tensor in (x, a, b):
         tensor.requires_grad_()
     z = tt.reduce_from(torch.tanh(tt.copy_to(x, "tp") @ a) @ b, "tp")
@@ -182,16 +183,16 @@ def bars(batch):
 
 batches = {2**k: bars(2**k) for k in range(9, 20)}
 about = f"data × tensor; two layers, width {WIDTH:,}, hidden width {HIDDEN:,}, bfloat16"
-knob("Five meshes", "tokens", batches, start=2**15, about=about, unit="B")
+knob("Five meshes", "tokens", batches, start=2**12, about=about, unit="B")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
 # As the batch grows, the best mesh moves from tensor to data parallelism, by one step each time the batch grows by a
-# factor of four. From 4 × 4 to 8 × 2, a rank sends $DF$ more elements of gradients and $\frac12 BD$ fewer of activations. So
-# the two meshes are equal at
+# factor of four. From 4 × 4 to 8 × 2, a rank sends $DF$ more elements of gradients and $\frac12 ND$ fewer of
+# activations. So the two meshes are equal at
 #
-# $$B = 2F$$
+# $$N = 2F$$
 #
 # whatever the width is. Here that is 32,768 tokens.
 #
@@ -200,32 +201,42 @@ knob("Five meshes", "tokens", batches, start=2**15, about=about, unit="B")
 # ## Which axis stays inside the node?
 #
 # The ranks along the last axis of a mesh are neighbours, so they share a node and have the fastest links. Which axis
-# should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of their sums,
-# for two nodes of eight H100s:
+# should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of their
+# sums, for two nodes of eight H100s. Each sum takes two levels:
 
 # %%
 h100, batch = cost.find("h100"), 2 * HIDDEN
+
+def seconds_of_sum(nbytes, group):  # inside each node, then across
+    gpus = sum(rank < 8 for rank in group)  # ranks of the group in each node
+    nodes = len(group) // gpus
+    inside = cost.collective("all_reduce", nbytes, gpus, h100.inner_link)
+    across = cost.collective("all_reduce", nbytes / gpus, nodes, h100.outer_link)
+    return inside.seconds + across.seconds
+
 for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
     sizes = {
         "tp": batch * WIDTH // mesh.shape["dp"],
         "dp": WIDTH * HIDDEN // mesh.shape["tp"],
     }
     for axis, elements in sizes.items():
-        link = h100.group_link(mesh.group(0, axis))
-        one = cost.collective("all_reduce", 2 * elements, mesh.shape[axis], link)
-        took = f"{2e3 * one.seconds:5.2f} ms over {link.name}"
-        print(f"{mesh!s:<17} sums along {axis}: {took}")
+        one = seconds_of_sum(2 * elements, mesh.group(0, axis))
+        both = 2 * one * 1e3  # Z and dX, or the gradients of A and B
+        print(f"{mesh!s:<17} sums along {axis}: {both:4.2f} ms")
 
 # %% [markdown]
-# The first two meshes send equally many bytes, but 4 × 4 takes half as long, because fewer of its bytes cross the network.
-# The axis that carries activations should be last. Its sums are on the critical path, because nothing can be computed
-# until they have arrived. Gradients can be summed in the background, while the backward pass goes on. This is why
-# tensor parallelism rarely leaves the node, and why its size is usually at most 8 on nodes with eight GPUs.
+# In total, the first two meshes take equally long. But sums of activations are on the critical path: the next product
+# needs them, so the ranks wait. A gradient of the weights is needed only at the optimizer step. It can be summed in the
+# background while the backward pass goes on.
+#
+# The first mesh and the third differ only in the order of the axes. With `tp` last, the ranks wait 0.47 ms for their
+# activations. With `tp` first, they wait 1.66 ms. So the axis that carries activations should be last. This is why
+# tensor parallelism rarely leaves the node, and its size is rarely above 8.
 #
 # ## The same in JAX
 #
-# The program is the same, and XLA keeps its three collectives. Look at the ranks: the first and the last stay in a node, and the
-# middle one pairs GPUs of different nodes.
+# The program is the same, and XLA keeps its three collectives. Look at the ranks: the first and the last stay in a
+# node, and the middle one pairs GPUs of different nodes.
 
 # %%
 import tplab.jax as tj
@@ -242,8 +253,8 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 # %% [markdown]
 # ## A bug to repair
 #
-# A colleague averages gradients over the data-parallel ranks. On `Mesh(dp=16, tp=1)` all tests pass. Then somebody trains
-# on `Mesh(dp=8, tp=2)`. No error is raised, and the loss goes down, just more slowly.
+# A colleague averages gradients over the data-parallel ranks. On `Mesh(dp=16, tp=1)` all tests pass. Then somebody
+# trains on `Mesh(dp=8, tp=2)`. No error is raised, and the loss goes down, just more slowly.
 
 # %%
 def average(gradient):  # this rank's gradient   ->   its mean over "dp"
@@ -263,9 +274,9 @@ check_average(average)
 #
 # ## Your turn: gather on two levels
 #
-# Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. Each GPU may send
-# only its *own* row to other nodes, once to each: $N - 1$ rows on $N$ nodes. All other messages must stay inside a node.
-# A GPU's rank is node × (GPUs per node) + gpu.
+# Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. Each GPU
+# may send only its *own* row to other nodes, once to each: $N - 1$ rows on $N$ nodes. All other messages must stay
+# inside a node. A GPU's rank is node × (GPUs per node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #
@@ -297,13 +308,14 @@ check_gather_all(gather_all)
 #
 # ## To take away
 #
-# - Add up inside the node, then across, then gather inside. With $n$ bytes and $G$ GPUs per node, each sends less than $2n/G$ across.
+# - Add up inside the node, then across, then gather inside. With $n$ bytes and $G$ GPUs per node, each sends less than
+#   $2n/G$ across.
 # - Activations travel along `tp`, gradients along `dp`. The batch decides which mesh sends the least; 8 × 2 and 4 × 4
-#   are equal at $B = 2F$.
+#   are equal at a batch of $2F$.
 # - The axis whose sums cannot be hidden belongs inside the node. Divide by the size of the group that you summed over.
 #
-# **Sources.** Misha Laskin, [Sharding Large Models](https://www.mishalaskin.com/posts/tensor_parallel) (8 × 2 and 4 × 4).
-# Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521). Zhao et al. 2023, [PyTorch
+# **Sources.** Misha Laskin, [Sharding Large Models](https://www.mishalaskin.com/posts/tensor_parallel) (8 × 2 and 4 ×
+# 4). Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521). Zhao et al. 2023, [PyTorch
 # FSDP](https://arxiv.org/abs/2304.11277) (hybrid sharding).
 #
 # Next: [04 A Megatron block](04_megatron_block.ipynb), where one layer becomes a whole transformer block.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 04 A Megatron block
 #
-# **A transformer block has six matrices. Why do the ranks that share it exchange data only four times, and why are there
-# rarely more than eight ranks?**
+# **A transformer block has six matrices. Why do the ranks that share it exchange data only four times in a training
+# step, and why are there rarely more than eight ranks?**
 #
 # Prerequisites: what attention and a residual connection are; columns, rows, $f$ and $g$ from [lab
 # 01](01_split_a_layer.ipynb). Time: one hour.
@@ -35,8 +35,8 @@ from tplab.widgets import matrices, timeline
 # ## By hand: why f and g are a pair
 #
 # In lab 01, $f$ marked where a whole tensor enters divided work, and $g$ where the result comes out. One sums in the
-# backward pass, the other in the forward pass. Why? Take two ranks and a single number, and write what the ranks hold as
-# a column with one row per rank. Then $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is
+# backward pass, the other in the forward pass. Why? Take two ranks and a single number, and write what the ranks hold
+# as a column with one row per rank. Then $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is
 # $dx = M^\top dy$:
 
 # %%
@@ -72,8 +72,8 @@ print(f"gelu(1 - 1) = {gelu(0.0):.2f}")
 print(f"gelu(1) + gelu(-1) = {gelu(1.0) + gelu(-1.0):.2f}")
 
 # %% [markdown]
-# Here are both. The hidden layer is four times as wide, as is usual in transformers, so the row-first MLP's sum in the
-# middle is four times as large.
+# Here are both, forward and backward. The hidden layer is four times as wide, as is usual in transformers, so the
+# row-first MLP's sum in the middle is four times as large.
 
 # %%
 def column_first(x, a, b):  # x [.., D]   a [D, H/tp]   b [H/tp, D]
@@ -108,11 +108,11 @@ for mlp, split in SPECS_OF.items():
 #
 # ## Attention: split between heads
 #
-# A head reads $x$ through a few columns of three matrices, mixes tokens, and writes its result through a few rows of the output
-# matrix. This is the MLP's shape again: columns, then rows, with a head between them instead of `gelu`.
+# A head reads $x$ through a few columns of three matrices, mixes tokens, and writes its result through a few rows of
+# the output matrix. This is the MLP's shape again: columns, then rows, with a head between them instead of `gelu`.
 #
-# Here are two tokens and two heads of one feature each. All queries are zero, so each token takes the mean of the values
-# up to and including its own.
+# Here are two tokens and two heads of one feature each. All queries are zero, so each token takes the mean of the
+# values up to and including its own.
 
 # %%
 def softmax(scores):
@@ -146,8 +146,9 @@ shown = {"softmax, rank 0": softmax(half_0), "softmax, rank 1": softmax(half_1)}
 matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's scores")
 
 # %% [markdown]
-# So each rank has whole heads. With **grouped queries**, several query heads share one head of keys and values. If there
-# are more ranks than shared heads, each of these is copied to several ranks, and the gradients of the copies are summed.
+# So each rank has whole heads. With **grouped queries**, several query heads share one head of keys and values. If
+# there are more ranks than shared heads, each of these is copied to several ranks, and the gradients of the copies are
+# summed.
 #
 # ## Build it
 #
@@ -183,7 +184,8 @@ def plain_block(x, w):
     return block(x, w, f=lambda x, axis: x, g=lambda x, axis: x)
 
 # %% [markdown]
-# To try it, we need random weights, their specs, and one training step.
+# To try it, we need random weights, their specs, and one training step. You can skim this cell: only
+# `SPECS` matters, which says how each weight is split.
 
 # %%
 SPECS = {"scale_1": P(), **dict.fromkeys("qkvo", P("tp"))}
@@ -235,9 +237,9 @@ timeline(modelled(4))
 
 # %% [markdown]
 # The next cell **measures** a smaller block, on one and on two processes of your machine. Each has a GPU if there are
-# enough. The modelled times beside it are those of a `laptop` with two idle cores that reach their peak, so yours will be
-# longer. Compare the *ratios*: how much does the second process gain? On a machine that is busy with other work it may even
-# lose, because each sum waits for the slower rank.
+# enough. The modelled times beside it are those of a `laptop` with two idle cores that reach their peak, so yours will
+# be longer. Compare the *ratios*: how much does the second process gain? On a machine that is busy with other work it
+# may even lose, because each sum waits for the slower rank.
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -280,8 +282,8 @@ first = {name: grad[:4] for name, grad in shown.items()}
 matrices(first, "The gradient of scale_2, its first four entries")
 
 # %% [markdown]
-# Each rank would now train a different `scale_2`. If you tell `run` what should be the same on all ranks, it compares the
-# copies and says which differ:
+# Each rank would now train a different `scale_2`. If you tell `run` what should be the same on all ranks, it compares
+# the copies and says which differ:
 
 # %%
 from tplab.errors import ReplicationError
@@ -294,26 +296,34 @@ except ReplicationError as error:
 # %% [markdown]
 # ## Why people stop at eight
 #
-# Here is the large block again, on more and more H100s, in nodes of eight. Change the number of tokens. How many ranks are
-# fastest, and why are more not faster?
+# Here is the large block again, on more and more H100s, in nodes of eight. From two nodes on, each sum takes two
+# levels, as in [lab 03](03_hierarchies.ipynb). Change the number of tokens. How much time does each doubling of the
+# ranks save?
 
 # %%
+from tplab import cost
 from tplab.widgets import Bars, Row, knob
 
-KINDS = {"compute": "other operations", "collective": "sums"}
+h100 = cost.find("h100")
+
+def seconds_of_sum(nbytes, ranks):  # inside each node, then across
+    gpus = min(ranks, 8)
+    inside = cost.collective("all_reduce", nbytes, gpus, h100.inner_link)
+    nodes = ranks // gpus
+    across = cost.collective("all_reduce", nbytes / gpus, nodes, h100.outer_link)
+    return inside.seconds + across.seconds
 
 def bars(tokens):
     rows = []
     for ranks in (1, 2, 4, 8, 16, 32):
-        parts = {"products": 0.0, "other operations": 0.0, "sums": 0.0}
-        for event in modelled(ranks, tokens).select(rank=0).events:
-            is_product = event.op in ("mm", "bmm")
-            part = "products" if is_product else KINDS.get(event.kind)
-            if part:
-                parts[part] += event.end - event.start
+        parts = {"products": 0.0, "other operations": 0.0}
+        for event in modelled(ranks, tokens).select(rank=0, kind="compute").events:
+            part = "products" if event.op in ("mm", "bmm") else "other operations"
+            parts[part] += event.end - event.start
+        parts["sums"] = 4 * seconds_of_sum(tokens * 4096 * 2, ranks)
         rows.append(Row("1 rank" if ranks == 1 else f"{ranks} ranks", parts))
-    fastest = min(rows, key=lambda row: row.total)
-    return Bars(rows, f"The fastest: {fastest.label}.")
+    eight, sixteen = rows[3].total, rows[4].total
+    return Bars(rows, f"16 ranks take {sixteen / eight:.0%} of the time of 8 ranks.")
 
 options = {tokens: bars(tokens) for tokens in (512, 2048, 8192)}
 about = "one training step of one block, width 4,096, bfloat16, modelled"
@@ -322,38 +332,42 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Eight ranks are fastest at each of these token counts. Sixteen are *slower*, because then each sum crosses
-# the network between the nodes. But eight ranks are not eight times as fast either: norms, residuals and launches take as
-# long on every rank as on one. The model assumes unfused operations and 5 µs for each launch, as in eager PyTorch. With
-# fused kernels or CUDA graphs this part is smaller, and the sums weigh more.
+# Each doubling saves less. With 2,048 tokens, the second rank saves 38% of the time, but going from 8 ranks to 16 saves
+# only 2%. With 8,192 tokens it saves 17%, and with 512 it saves nothing. The products and operations on scores and
+# hidden features are divided among the ranks. Norms, residuals and launches are not. And the sums become longer, most
+# of all when they begin to cross the network.
+#
+# # Used for data parallelism, eight more GPUs train on twice as many tokens in about the same time. This is why people
+# stop at eight.
+#
+# # The model assumes unfused operations and 5 µs per launch, as in eager PyTorch. With fused kernels or CUDA graphs the sums
+# weigh more. It also assumes that all eight network cards of a node work at once. If every sum went through one card, 16
+# ranks would take twice as long as 8.
 #
 # </details>
 #
-# Here is a rule of thumb. Apart from the scores, the products of a step take $72\,BSD^2 / R$ operations. The four sums send
-# $8\frac{R-1}{R}BSD$ elements of 2 bytes. Both take equally long when
+# Here is a rule of thumb. Apart from the scores, the products of a step take $72\,BSD^2 / R$ operations. In a single
+# ring, the four sums send $8\frac{R-1}{R}BSD$ elements of 2 bytes. Both take equally long when
 #
 # $$R - 1 = 4.5 \, D \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 #
-# The number of tokens cancels. (There must be enough of them to make latencies and launches small.) The width and the hardware
-# remain:
+# The number of tokens cancels. (There must be enough of them to make latencies and launches small.) The width and the
+# link remain:
 
 # %%
-from tplab import cost
-
-h100 = cost.find("h100")
 for link in (h100.inner_link, h100.outer_link):
     for width in (4096, 12288):
         equal = 1 + 4.5 * width * link.bandwidth / h100.chip.flops["bfloat16"]
         print(f"width {width:>6,}, {link.name:<14} {equal:4.1f} ranks")
 
 # %% [markdown]
-# With a width of 4,096 over NVLink, sums and products take equally long on about nine ranks. Over the network, two ranks
-# are enough for that.
+# With a width of 4,096 over NVLink, sums and products take equally long on about nine ranks. If every rank were in a
+# node of its own, two ranks would be enough. (Both rates are peaks. Real products and real messages take longer.)
 #
 # ## The same in JAX
 #
-# As in lab 01, JAX needs no $f$ to be right, because its types know where a shared tensor meets divided weights. Here is
-# the block without $f$ and with it:
+# As in lab 01, JAX needs no $f$ to be right, because its types know where a shared tensor meets divided weights. Here
+# is the block without $f$ and with it:
 
 # %%
 import jax
@@ -395,15 +409,15 @@ for f in (no_f, with_f):
     print(f"{f.__name__}: gradients {is_right}, {sums} sums")
 
 # %% [markdown]
-# Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights. These are `q`, `k` and
-# `v`, so there are three sums. A `copy_to` before them makes it one. So in JAX $f$ only makes the program faster. (XLA on
-# a GPU or TPU may combine the three.)
+# Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights. These are `q`, `k`
+# and `v`, so there are three sums. A `copy_to` before them makes it one. So in JAX $f$ only makes the program faster.
+# (XLA on a GPU or TPU may combine the three.)
 #
 # ## A bug to repair
 #
 # This is a row-parallel layer with a bias, as
-# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. A test of a
-# new layer passes, because a new bias is zero. With a trained bias it looks like this:
+# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. A test
+# of a new layer passes where libraries start biases at zero. With a trained bias it looks like this:
 
 # %%
 def down(hidden, b, bias):  # hidden [B, S, H/tp]   b [H/tp, D]   bias [D]
@@ -419,8 +433,8 @@ first = {name: y[0, 0, :4] for name, y in shown.items()} | {"bias": trained[:4]}
 matrices(first, "y of the first token, its first four features")
 
 # %% [markdown]
-# `check_parallel` catches this even in a *new* layer. It builds the parallel module on every rank, and compares outputs and
-# gradients with those of the whole module:
+# `check_parallel` catches this even in a *new* layer. It builds the parallel module on every rank, and compares outputs
+# and gradients with those of the whole module:
 
 # %%
 from torch import nn
@@ -441,13 +455,13 @@ given = {"inputs": (torch.tensor(hidden),), "in_specs": features}
 print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 
 # %% [markdown]
-# Read it line by line. Four tensors were compared: the output and three gradients. Only the output is wrong, because $g$
-# passes the whole gradient to every copy of the bias. The second line names the cause. The third line says how it was
-# found: `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide
+# Read it line by line. Four tensors were compared: the output and three gradients. Only the output is wrong, because
+# $g$ passes the whole gradient to every copy of the bias. The second line names the cause. The third line says how it
+# was found: `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide
 # mistakes.
 #
-# Fix `down`, run its cell, and then this one. The check looks at the gradients as well. Two repairs that are good enough
-# for inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in
+# Fix `down`, run its cell, and then this one. The check looks at the gradients as well. Two repairs that are good
+# enough for inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in
 # [nano-vllm](https://github.com/GeeeekExplorer/nano-vllm/issues/99).
 
 # %%
@@ -488,12 +502,12 @@ check_parallel_block(parallel_block)
 #
 # ## To take away
 #
-# - Columns, then rows, need one sum in each pass, if every rank has whole features or whole heads in between. A block has
-#   two such pairs, so it has four sums.
+# - Columns, then rows, need one sum in each pass, if every rank has whole features or whole heads in between. A block
+#   has two such pairs, so a training step has four sums.
 # - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, using parameters that are not
 #   zero.
-# - With a width of 4,096, the sums take as long as the products on about nine H100s over NVLink, and on two over the
-#   network. So `tp` stays inside the node.
+# - With a width of 4,096, the sums take as long as the products on about nine H100s over NVLink. On a second node,
+#   twice the ranks save less than a fifth of the time. So `tp` stays inside the node.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). [Megatron-LM to
 # transformers](https://github.com/huggingface/transformers/issues/10321). Chowdhery et al. 2022,

@@ -10,8 +10,8 @@
 #
 # ![Bars: with tensor parallelism alone, the part that is outside f and g stays whole; with the tokens split, it is divided too.](images/05_block_memory.png)
 #
-# *What each of eight ranks keeps of one layer of GPT-3. Tensor parallelism divides what is between $f$ and $g$. The blue part
-# is outside, and every rank keeps all of it. Splitting the tokens divides it as well.*
+# *What each of eight ranks keeps of one layer of GPT-3. Tensor parallelism divides what is between $f$ and $g$. The
+# blue part is outside, and every rank keeps all of it. Splitting the tokens divides it as well.*
 
 # %%
 import subprocess
@@ -38,8 +38,8 @@ from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards
 # softmax the output, and for dropout the mask. So the forward pass keeps these tensors. They are the
 # **activations**, and in training they can be most of the memory.
 #
-# Count them for one block. Let $s$ be the number of tokens, $b$ the batch and $h$ the width. A number takes 2 bytes, and an
-# entry of a mask 1 byte, so each tensor is a multiple of $sbh$ bytes. Korthikanti et al. count these:
+# Count them for one block. Let $s$ be the number of tokens, $b$ the batch and $h$ the width. A number takes 2 bytes,
+# and an entry of a mask 1 byte, so most tensors are a multiple of $sbh$ bytes. Korthikanti et al. count these:
 
 # %%
 S, B, H, HEADS = 2048, 1, 12288, 96  # GPT-3
@@ -48,8 +48,8 @@ for name, nbytes in activation_tensors(S, B, H, HEADS).items():
     print(f"{nbytes / sbh:5.0f}  {name}")
 
 # %% [markdown]
-# Without the three tensors of scores, these add up to $34\,sbh$. The scores have an entry for each head and each pair of
-# tokens, $a s^2 b$ in total with $a$ heads, and they take 5 bytes per entry. So a block keeps
+# Without the three tensors of scores, these add up to $34\,sbh$. The scores have an entry for each head and each pair
+# of tokens, $a s^2 b$ in total with $a$ heads, and they take 5 bytes per entry. So a block keeps
 #
 # $$sbh \left(34 + 5\,\frac{as}{h}\right)$$
 #
@@ -57,19 +57,19 @@ for name, nbytes in activation_tensors(S, B, H, HEADS).items():
 #
 # <details><summary>Answer</summary>
 #
-# $\frac{as}{h}$ is 16, so it is $114 \cdot 2048 \cdot 12288$ bytes: 2.7 GiB for one layer, and 257 GiB for 96. This is for a
-# batch of a single sequence.
+# $\frac{as}{h}$ is 16, so it is $114 \cdot 2048 \cdot 12288$ bytes: 2.7 GiB for one layer, and 257 GiB for 96. This is
+# for a batch of a single sequence.
 #
 # </details>
 #
 # ## Turn the knob
 #
-# Now $t$ ranks share the block. Everything between $f$ and $g$ is divided: the features of heads and MLP, and the scores. Every
-# rank keeps the rest whole: the inputs of the norms and of $f$, and the masks after $g$:
+# Now $t$ ranks share the block. Everything between $f$ and $g$ is divided: the features of heads and MLP, and the
+# scores. Every rank keeps the rest whole: the inputs of the norms and of $f$, and the masks after $g$:
 #
 # $$sbh \left(10 + \frac{24}{t} + 5\,\frac{as}{ht}\right)$$
 #
-# Change the number of ranks. (We will build the two lower bars.)
+# Change the number of ranks. (We will build the second bar. Fused attention gives the third.)
 
 # %% tags=["opening-picture"]
 INSIDE = ("query", "key", "value", "input of the output projection", "input of gelu")
@@ -101,10 +101,10 @@ knob("What a rank keeps of one layer", "ranks", options, start=8, about=about, u
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# The blue part of the first bar does not shrink. It is 240 MiB per layer, and 22.5 GiB for the 96 layers of GPT-3, on every
-# rank, however many ranks there are. On 8 ranks it is 43 % of the total, and on 32 ranks 75 %. If the tokens are split, it
-# is divided like everything else. Then the scores are the largest part. Fused attention kernels do not keep them. They
-# compute them again.
+# The blue part of the first bar does not shrink. It is 240 MiB per layer, and 22.5 GiB for the 96 layers of GPT-3, on
+# every rank, however many ranks there are. On 8 ranks it is 43 % of the total, and on 32 ranks 75 %. If the tokens are
+# split, it is divided like everything else. Then the scores are the largest part. Fused attention kernels do not keep
+# them. They compute them again.
 #
 # </details>
 #
@@ -132,14 +132,15 @@ for (name, nbytes), tensor in zip(counted.items(), large):
     print(f"{name:<31}{nbytes:>7,}   kept: {tensor.bytes:>6,}, {list(tensor.shape)}")
 
 # %% [markdown]
-# The count is right, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. The formula leaves out only small tensors, such as the
-# mean and the deviation of each token in a norm.
+# The count is right, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. The formula leaves out only small tensors,
+# such as the mean and the deviation of each token in a norm.
 #
 # ## Sequence parallelism: split the tokens
 #
 # Between $g$ and the next $f$ all ranks do the same work: the same residuals, norms and dropout. None of these mixes
-# tokens. So give each rank some of the tokens there. A rank's heads and hidden features still need all tokens. So $f$
-# becomes an `all_gather` of tokens, and $g$ becomes a `reduce_scatter`:
+# tokens. So give each rank some of the tokens there. A rank has only its own heads and hidden features, and every token
+# needs all of them, so the part between $f$ and $g$ still sees all tokens. Therefore $f$ becomes an `all_gather` of
+# tokens, and $g$ becomes a `reduce_scatter`:
 
 # %%
 shards(Mesh(tp=4), (12, 24), P("tp"), name="x, one row per token")
@@ -157,13 +158,13 @@ def split_mlp(x, scale, a, b):  # x [B, S/tp, D]
     return x + tt.reduce_scatter(F.gelu(h @ a) @ b, "tp", 1)
 
 # %% [markdown]
-# **Predict.** There are now four collectives in a training step, instead of two. How many more bytes do they send? And one
-# gradient comes out wrong. Which one?
+# **Predict.** The MLP half now has four collectives in a training step, instead of two. How many more bytes do they
+# send? And one gradient comes out wrong. Which one?
 #
 # <details><summary>Answer</summary>
 #
-# They send no more bytes, because an all-reduce *is* a reduce-scatter and an all-gather. The gradient of `scale` is wrong:
-# each rank has used `scale` on its own tokens, and has only their part of the gradient.
+# They send no more bytes, because an all-reduce *is* a reduce-scatter and an all-gather. The gradient of `scale` is
+# wrong: each rank has used `scale` on its own tokens, and has only their part of the gradient.
 #
 # </details>
 
@@ -191,9 +192,9 @@ first = {name: grad[:4] for name, grad in found.items()}
 matrices(first, "The gradient of scale, its first four entries")
 
 # %% [markdown]
-# [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows four such rows, from the last norm of a real
-# model. Megatron adds them up in an extra step after the backward pass, which is easy to forget. There is a better way.
-# All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$ belongs:
+# [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows four such rows, from the last norm of a
+# real model. Megatron adds them up in an extra step after the backward pass, which is easy to forget. There is a better
+# way. All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$ belongs:
 
 # %%
 def sequence_parallel(x, scale, a, b):
@@ -212,9 +213,9 @@ for ranks in (2, 3, 4, 6, 12):
 # %% [markdown]
 # ## What it saves, and what it costs
 #
-# With split tokens a rank should keep $34\,sbh/t$. But for the gradients of the weights autograd also keeps the *gathered*
-# input of each product. Megatron keeps only the rank's own tokens, and gathers a second time in the backward pass. It pays
-# for memory with messages. `tt.gather_again` does the same:
+# With split tokens a rank should keep $34\,sbh/t$. But for the gradients of the weights autograd also keeps the
+# *gathered* input of each product. Megatron keeps only the rank's own tokens, and gathers a second time in the backward
+# pass. It pays for memory with messages. `tt.gather_again` does the same:
 
 # %%
 def kept_again(x):
@@ -228,8 +229,8 @@ for name, found in (("whole", whole), ("split", halves), ("gathered again", agai
     print(f"{name:<15} {found.bytes:>8,} bytes, {found.bytes / (S * B * H):5.2f} sbh")
 
 # %% [markdown]
-# The last is $34/4 = 8.5$, apart from the small tensors. What about time? Here is the MLP half at real size, on four H100s,
-# **modelled** (with unfused norms, as in eager PyTorch):
+# The last is $34/4 = 8.5$, apart from the small tensors. What about time? Here is the MLP half at real size, on four
+# H100s, **modelled** (with unfused norms, as in eager PyTorch):
 
 # %%
 sizes = ((1, 2048, 4096), (1, 2048, 4096), (4096,), (4096, 16384), (16384, 4096))
@@ -240,7 +241,9 @@ for mlp, tokens in ((plain_mlp, P()), (sequence_parallel, TOKENS)):
     print(f"{mlp.__name__:<18} {trace.makespan * 1e6:5,.0f} µs")
 
 # %% [markdown]
-# It is faster, too. Equal bytes take equal time, but each rank does a quarter of the norms and residuals.
+# Without the second gather, it is faster, too: equal bytes take equal time, and each rank does a quarter of the norms
+# and residuals. (The program timed here keeps its gathered input.) A second gather adds 34 µs, so the MLP half that
+# keeps least memory is still faster than the plain one.
 #
 # ## The same in JAX
 #
@@ -269,15 +272,15 @@ off = max(np.abs(in_jax[name] - want[name].numpy()).max() for name in want)
 print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 
 # %% [markdown]
-# JAX's types know that tokens vary from rank to rank and that `scale` does not. Where the two meet, JAX adds $f$ by itself.
-# So the bug of #1446 cannot happen.
+# JAX's types know that tokens vary from rank to rank and that `scale` does not. Where the two meet, JAX adds $f$ by
+# itself. So the bug of #1446 cannot happen.
 #
 # ## A bug to repair
 #
-# There are two ways to gather. After `gather_from` all ranks do *the same*, so its backward pass takes this rank's piece of
-# the gradient, and sends nothing. After `all_gather` each rank does *something else*, so its backward pass adds up the
-# gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is the MLP with the wrong
-# one. Its output is right, and so is the loss.
+# There are two ways to gather. After `gather_from` all ranks do *the same*, so its backward pass takes this rank's
+# piece of the gradient, and sends nothing. After `all_gather` each rank does *something else*, so its backward pass
+# adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is the MLP
+# with the wrong one. Its output is right, and so is the loss.
 
 # %%
 def sequence_mlp(x, scale, a, b):  # x [B, S/tp, D]   ->   [B, S/tp, D]
@@ -292,9 +295,9 @@ check_sequence_mlp(sequence_mlp)
 # %% [markdown]
 # ## Your turn: a block with its tokens split
 #
-# Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$, in
-# torch. Each rank has some of the tokens and returns results for them. You may use `norm` from above and `heads` from below.
-# Mind `scale`.
+# Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$,
+# in torch. Each rank has some of the tokens and returns results for them. You may use `norm` from above and `heads`
+# from below. Mind `scale`.
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]
@@ -325,15 +328,15 @@ check_tokens_split(tokens_split)
 #
 # ## To take away
 #
-# - A block keeps $sbh(34 + 5as/h)$ bytes. Tensor parallelism divides what is between $f$ and $g$, and leaves $10\,sbh$ on
-#   every rank.
+# - A block keeps $sbh(34 + 5as/h)$ bytes. Tensor parallelism divides what is between $f$ and $g$, and leaves $10\,sbh$
+#   on every rank.
 # - Splitting the tokens there divides that as well, and sends only a little more: the gradients of the norms. To divide
 #   everything, gather the tokens again in the backward pass.
 # - Ranks that share a parameter and use it on different tokens must add up its gradient.
 #
-# **Sources.** Korthikanti et al. 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198). Megatron-LM
-# [#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) and [#443](https://github.com/NVIDIA/Megatron-LM/issues/443),
-# where somebody asks why the gradients of norms are added up.
+# **Sources.** Korthikanti et al. 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198).
+# Megatron-LM [#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) and
+# [#443](https://github.com/NVIDIA/Megatron-LM/issues/443), where somebody asks why the gradients of norms are added up.
 #
 # Next: [06 Vocabulary](06_vocabulary.ipynb), where the last matrix of the model is split.
 

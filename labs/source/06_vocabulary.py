@@ -9,8 +9,8 @@
 #
 # ![Three numbers per token on each of four ranks, the combined numbers, and the loss that follows from them.](images/06_vocabulary.png)
 #
-# *The loss of four tokens, one per row. Each rank has the logits of a quarter of the words, and computes three numbers per
-# token from them. The ranks combine these with one maximum and two sums. Then every rank knows the loss.*
+# *The loss of four tokens, one per row. Each rank has the logits of a quarter of the words, and computes three numbers
+# per token from them. The ranks combine these with one maximum and two sums. Then every rank knows the loss.*
 
 # %%
 import subprocess
@@ -75,8 +75,8 @@ matrices({**panels, "the sum": sum(found)}, "The rows of words 7, 2, 9 and 4")
 #
 # ## Build the embedding
 #
-# Four ranks cannot share ten words equally. You can pad the table with unused rows, as Megatron-LM does, or the last ranks
-# can have fewer words, as above and in tplab's torch layers. So each rank has to know where its words begin:
+# Four ranks cannot share ten words equally. You can pad the table with unused rows, as Megatron-LM does, or the last
+# ranks can have fewer words, as above and in tplab's torch layers. So each rank has to know where its words begin:
 
 # %%
 def own_words(vocab_size):  # the first word of this rank, and how many it has
@@ -106,13 +106,13 @@ for mesh in (Mesh(tp=1), Mesh(tp=3), Mesh(tp=4), Mesh(tp=5)):
 #
 # ## By hand: a loss without the logits
 #
-# At the other end, the model computes a **logit** $z_v$ for each word $v$. The loss of a token whose right word is
-# $t$ is
+# At the other end, the model computes a **logit** $z_v$ for each word $v$. A model predicts the *next* word of a text.
+# The loss of a token whose correct next word is $t$ is
 #
 # $$-\log \frac{e^{z_t}}{\sum_v e^{z_v}} = \log \sum_v e^{z_v} - z_t$$
 #
 # A rank has the logits of its own words. Here they are logarithms of small integers, so you can add up the exponentials
-# in your head. The right word is number 3, the first word of rank 1.
+# in your head. The correct word is number 3, the first word of rank 1.
 
 # %%
 exps = [np.array(piece, float) for piece in ([1, 2, 1], [4, 1, 1], [2, 1, 2], [1])]
@@ -126,7 +126,7 @@ matrices({**by_rank, "sums": sums}, "The exponentials of ten logits, on four ran
 #
 # <details><summary>Answer</summary>
 #
-# The exponentials add up to $4 + 6 + 5 + 1 = 16$, and that of the right word is 4. So the loss is
+# The exponentials add up to $4 + 6 + 5 + 1 = 16$, and that of the correct word is 4. So the loss is
 # $\log \frac{16}{4} = \log 4$. Each rank has one term of the 16. Only rank 1 knows the 4, and the other ranks add 0 to
 # it. That makes two sums of one number per token.
 #
@@ -172,8 +172,9 @@ out = tt.run(loss_of_four_tokens, Mesh(tp=4), twelve, ids, **on_four)
 animate(out.trace)
 
 # %% [markdown]
-# Each of the three collectives combines one number per token. Here are these numbers, on each rank and combined. A row is
-# a token, and the columns are $m$, $s$ and $z_t$. The right words are 7, 2, 9 and 4, and each rank has three words.
+# Each of the three collectives combines one number per token. Here are these numbers, on each rank and combined. A row
+# is a token, and the columns are $m$, $s$ and $z_t$. To keep the numbers few, the correct words are again 7, 2, 9 and
+# 4, and each rank has three words.
 
 # %% tags=["opening-picture"]
 def three_numbers(own, m, rank):  # own [T, 3]: the logits of this rank's words
@@ -188,12 +189,12 @@ panels = {f"rank {rank}": three for rank, three in enumerate(per_rank)}
 four_losses = np.log(s) - z_t
 panels["max, sum, sum"] = np.stack([m, s, z_t], 1)
 panels["loss = log s - z_t"] = four_losses[:, None]
-matrices(panels, "Largest logit m, sum of exponentials s, logit of the right word z_t")
+matrices(panels, "Largest logit m, sum of exponentials s, correct word's logit z_t")
 
 # %% [markdown]
 # Now we compare the loss and its gradient with torch's own loss on all the logits, even for logits as large as ten
-# thousand. The backward pass sends nothing: the gradient of $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the right word,
-# and each rank already has these numbers.
+# thousand. The backward pass sends nothing: the gradient of $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the correct
+# word, and each rank already has these numbers.
 
 # %%
 def own_columns(logits):
@@ -264,11 +265,11 @@ for event in out.trace.select(rank=0, kind="collective").events:
     print(event.op, list(event.shape))
 
 # %% [markdown]
-# There are four sums: one for the embedding, two for the loss, and in the backward pass the one of $f$. None of them
-# is for the table.
+# There are four all_reduces: one for the embedding, two for the loss (the maximum, then both sums in one), and the one
+# of $f$ in the backward pass. None of them is for the table.
 #
-# Now break the tie on one rank, as happens when a checkpoint is loaded into a copy of the table. No error is raised, and
-# the first loss is still exactly right. But rank 2 loses the part of its gradient that comes from the head:
+# Now break the tie on one rank, as happens when a checkpoint is loaded into a copy of the table. No error is raised,
+# and the first loss is still exactly right. But rank 2 loses the part of its gradient that comes from the head:
 
 # %%
 broken_losses, broken = zip(*tt.run(step, Mesh(tp=4), W, ids, targets, 2).per_rank)
@@ -279,8 +280,8 @@ matrices(panels, "Rank 2: the gradient of the rows of words 6, 7 and 8")
 # %% [markdown]
 # ## The same in JAX
 #
-# `detach` becomes `stop_gradient`, and `gather` becomes `take_along_axis`. JAX compiles one program for all ranks, so all
-# pieces must have the same width, and ten words on four ranks have to be padded.
+# `detach` becomes `stop_gradient`, and `gather` becomes `take_along_axis`. JAX compiles one program for all ranks, so
+# all pieces must have the same width, and ten words on four ranks have to be padded.
 
 # %%
 import jax
@@ -354,8 +355,8 @@ timeline(traced(gathering, 2048))
 timeline(traced(in_place, 2048))
 
 # %% [markdown]
-# The long message is gone. The computing is no shorter, although each rank now works on a quarter of the words. torch's
-# loss is a single operation, and ours is more than twenty, of which several read and write all logits of the rank.
+# The long message is gone. The computing even takes longer, although each rank now works on a quarter of the words.
+# torch's loss is two operations. Ours is more than twenty, and several of them read and write all of the rank's logits.
 #
 # Now turn the knob. With fewer tokens, which way is faster, and why?
 
@@ -385,10 +386,10 @@ knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Up to about 900 tokens gathering is faster, because each of our many operations has to be launched. The model charges
-# 5 µs per launch. Without launches the three numbers win from about 128 tokens on. A compiler or a hand-written kernel
-# ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most launches. A server that generates
-# text has few tokens at a time, and there
+# Up to 512 tokens gathering is faster, because each of our many operations has to be launched. The model charges 5 µs
+# per launch. Take the launches off the bars, and the three numbers win from about 128 tokens on. A compiler or a
+# hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most launches. A
+# server that generates text has few tokens at a time, and there
 # [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/logits_processor.py) does gather.
 #
 # </details>
@@ -397,10 +398,10 @@ knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 #
 # For $T$ tokens, width $D$, $V$ words and $R$ ranks, each rank
 #
-# - holds $VD/R$ weights and $TV/R$ logits. If they are gathered, every rank holds $TV$, and as much again for the gradient;
+# - holds $VD/R$ weights and $TV/R$ logits. If they are gathered, every rank holds $TV$, and as much again for the
+#   gradient;
 # - sends $2\frac{R-1}{R}TD$ elements for the embedding (forward), and as many for the head (backward, $f$);
-# - sends $3 \cdot 2\frac{R-1}{R}T$ elements for the loss. Gathering would send $\frac{R-1}{R}TV$, which is $V/6$
-#   times as many.
+# - sends $3 \cdot 2\frac{R-1}{R}T$ elements for the loss. Gathering would send $\frac{R-1}{R}TV$.
 
 # %%
 tokens = 2048
@@ -411,7 +412,7 @@ whole_logits = tokens * WORDS * 2
 print(f"all logits {whole_logits:>12,} bytes, on each rank if they are gathered")
 
 # %% [markdown]
-# (The three numbers are float32 and the logits are bfloat16, so in bytes the ratio is $V/12$.)
+# The three numbers are float32 and the logits are bfloat16, so gathering sends $V/12$ times as many bytes: 4,188.
 #
 # ## A bug to repair: one maximum too few
 #
@@ -478,7 +479,8 @@ check_most_likely(most_likely)
 # ## To take away
 #
 # - Each word's row is on one rank. The others add zeros, so a look-up is one sum. Tying the table needs no sum.
-# - A loss needs three numbers per token: one maximum and two sums. Gathering the logits sends $V/6$ times as many.
+# - A loss needs three numbers per token: one maximum and two sums. For GPT-2, gathering the logits
+#   sends about 4,000 times as many bytes.
 # - With few tokens, launches decide, and gathering is faster until the loss is a single kernel.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3. [transformers
