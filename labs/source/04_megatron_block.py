@@ -337,12 +337,12 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # hidden features are divided among the ranks. Norms, residuals and launches are not. And the sums become longer, most
 # of all when they begin to cross the network.
 #
-# # Used for data parallelism, eight more GPUs train on twice as many tokens in about the same time. This is why people
+# Used for data parallelism, eight more GPUs train on twice as many tokens in about the same time. This is why people
 # stop at eight.
 #
-# # The model assumes unfused operations and 5 µs per launch, as in eager PyTorch. With fused kernels or CUDA graphs the sums
-# weigh more. It also assumes that all eight network cards of a node work at once. If every sum went through one card, 16
-# ranks would take twice as long as 8.
+# The model assumes unfused operations and 5 µs per launch, as in eager PyTorch. With fused kernels or CUDA graphs the
+# sums weigh more. It also assumes that all eight network cards of a node work at once. If every sum went through one
+# card, 16 ranks would take about twice as long as 8.
 #
 # </details>
 #
