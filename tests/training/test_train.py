@@ -46,14 +46,16 @@ def trained(
     text=TEXT,
     seed=0,
     on=None,
+    device=None,
     **recipe,
 ):
     how = Recipe(**{"steps": STEPS, "batch_size": 4, "warmup": 2, "clip": 0.5, **recipe})
-    return train(config, text, mesh, how, folder=folder, resume=resume, show=show, seed=seed, on=on)
+    where = {"on": on} if device is None else {"on": on, "device": device}
+    return train(config, text, mesh, how, folder=folder, resume=resume, show=show, seed=seed, **where)
 
 
 @cache
-def by_hand(batch_size=4):
+def by_hand(batch_size):
     """The same training as torch has it, on one device: losses, norms and the last weights."""
     from tplab.models.gpt import gpt_state
     from tplab.torch import GPT, run
@@ -101,7 +103,7 @@ def test_torch_alone_would_train_the_same(mesh, how):
     got = trained(mesh, show=seen.append, **how)
     same(got)
     assert [progress.loss for progress in seen] == got.losses
-    np.testing.assert_allclose([progress.gradient_norm for progress in seen], by_hand()[1], rtol=1e-10)
+    np.testing.assert_allclose([progress.gradient_norm for progress in seen], by_hand(4)[1], rtol=1e-10)
     assert [progress.step for progress in seen] == [1, 2, 3, 4]
     assert list(got.held_out) == ([2, 4] if "evaluate_every" in how else [])
     assert repr(got) == f"Trained for 4 steps, to a loss of {got.losses[-1]:.4f}"
@@ -131,8 +133,8 @@ def test_from_mesh_to_mesh(tmp_path):
     shutil.rmtree(tmp_path / "step-00000004")
     got = trained(Mesh(tp=1), tmp_path, resume=True)
     assert got.first == 3
-    np.testing.assert_allclose(got.losses, by_hand()[0][3:], rtol=1e-12)
-    np.testing.assert_allclose(got.state["norm.weight"], by_hand()[2]["norm.weight"], rtol=1e-12)
+    np.testing.assert_allclose(got.losses, by_hand(4)[0][3:], rtol=1e-12)
+    np.testing.assert_allclose(got.state["norm.weight"], by_hand(4)[2]["norm.weight"], rtol=1e-12)
 
 
 @pytest.mark.timeout(300)
@@ -183,10 +185,10 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path, framework, mesh):
         got = trained(mesh, tmp_path, train=TRAIN[framework], show=press)
         assert 2 <= got.steps <= 3
         assert signal.getsignal(signal.SIGINT) is before
-        assert got.losses == pytest.approx(by_hand()[0][: got.steps])
+        assert got.losses == pytest.approx(by_hand(4)[0][: got.steps])
         rest = trained(mesh, tmp_path, train=TRAIN[framework], resume=True)
     assert (rest.first, rest.steps) == (got.steps, 4)
-    assert got.losses + rest.losses == pytest.approx(by_hand()[0])
+    assert got.losses + rest.losses == pytest.approx(by_hand(4)[0])
 
 
 @pytest.mark.parametrize("framework", TRAIN)
@@ -212,11 +214,32 @@ def test_on_processes(tmp_path):
     assert checkpoint.latest(tmp_path) == 4
 
 
+@pytest.mark.parametrize("how", [{}, {"zero": 3, "checkpoint_every": 1}], ids=str)
+def test_nothing_is_made_on_the_default_device(tmp_path, monkeypatch, how):
+    """As on a GPU, where that is the CPU. The default device has no numbers here, so that a loss would have none. Only
+    AdamW counts its steps there, which on the CPU is right."""
+
+    class AdamW(torch.optim.AdamW):
+        def step(self, closure=None):
+            with torch.device("cpu"):
+                return super().step(closure)
+
+    by_hand(4)
+    monkeypatch.setattr(torch.optim, "AdamW", AdamW)
+    config = GPTConfig(32, 16, 2, 2, 8, dropout=0.1)
+    with torch.device("meta"):
+        mesh = Mesh(dp=2, tp=2) if how else Mesh(dp=2, pp=2)
+        same(trained(mesh, tmp_path, device="cpu", save_every=2, **how))
+        shutil.rmtree(tmp_path / "step-00000004")
+        same(trained(mesh, tmp_path, device="cpu", resume=True, evaluate_every=1, **how))
+        trained(mesh, device="cpu", steps=1, config=config, **how)
+
+
 def test_dropout_draws_the_same_on_every_tensor_parallel_mesh():
     config = GPTConfig(32, 16, 2, 2, 8, dropout=0.2)
     one, two = (trained(mesh, config=config) for mesh in (Mesh(pp=2), Mesh(pp=2, tp=2)))
     np.testing.assert_allclose(one.losses, two.losses, rtol=1e-12)
-    assert abs(one.losses[0] - by_hand()[0][0]) > 1e-3
+    assert abs(one.losses[0] - by_hand(4)[0][0]) > 1e-3
 
 
 @pytest.mark.parametrize("framework", TRAIN)
@@ -250,7 +273,7 @@ def test_clipping_is_clip_gradients_own(tmp_path):
 def test_a_plain_line_now_and_then(capsys):
     trained(Mesh(dp=2), show=None, evaluate_every=4)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"step 1 of 4: loss {by_hand()[0][0]:.4f}"
+    assert lines[0] == f"step 1 of 4: loss {by_hand(4)[0][0]:.4f}"
     assert "held out" in lines[-1]
     assert len(lines) == 4
 

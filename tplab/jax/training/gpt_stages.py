@@ -23,7 +23,9 @@ from tplab.schedules import Schedule
 from tplab.sharding import cut
 
 
-def blueprints_on(mesh: Mesh, layers: Sequence[LayerSpec], schedule: Schedule, axis: str = "pp") -> Blueprints:
+def blueprints_on(
+    mesh: Mesh, layers: Sequence[LayerSpec], schedule: Schedule, axis: str = "pp", on: str | None = None
+) -> Blueprints:
     """What `stages_of` would make of the layers on this mesh, without numbers. Nothing is compiled or run."""
     found = []
 
@@ -31,7 +33,7 @@ def blueprints_on(mesh: Mesh, layers: Sequence[LayerSpec], schedule: Schedule, a
         found.append(blueprints_of(layers, schedule, axis=axis))
         return nothing
 
-    run(look, mesh, jax.ShapeDtypeStruct((), jnp.float32))
+    run(look, mesh, jax.ShapeDtypeStruct((), jnp.float32), on=on)
     return found[0]
 
 

@@ -93,7 +93,7 @@ class _Loop:
         if recipe.zero == 3:
             layers = [sharded_layer(layer, "dp") for layer in layers]
         self._schedule = recipe.schedule_on(mesh)
-        self.packing = GPTPacking(blueprints_on(mesh, layers, self._schedule), config, mesh)
+        self.packing = GPTPacking(blueprints_on(mesh, layers, self._schedule, on=on), config, mesh)
         self.optimizer = Optimizer(self.packing, recipe)
 
         def step(stages: Stages, state: Any, ids: Array, targets: Array, rate: Array, key: Any) -> Any:

@@ -32,7 +32,7 @@ def load_whole(stages: Stages, config: GPTConfig, state: Mapping[str, Any], axis
     specs = gpt_specs(config, axis)
     for name, parameters in held_of(stages, config).items():
         for parameter in parameters:
-            parameter.copy_(piece_of(torch.as_tensor(state[name]), specs[name]))
+            parameter.copy_(piece_of(torch.as_tensor(state[name], device=parameter.device), specs[name]))
 
 
 def whole_of(stages: Stages, config: GPTConfig, is_cut: bool) -> dict[str, Tensor]:

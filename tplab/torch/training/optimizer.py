@@ -80,7 +80,7 @@ class Optimizer:
         state = self.inner.state[piece.own]
         if not state:
             zeros = torch.zeros_like(piece.own.detach())
-            state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
+            state.update(step=torch.tensor(0.0, device="cpu"), exp_avg=zeros, exp_avg_sq=zeros.clone())
         return state
 
     def _pieces(self, is_cut: bool) -> Iterator[Piece]:

@@ -44,6 +44,7 @@ def train(
     show: Show | None = None,
     on: str | None = None,
     seed: int = 0,
+    device: str | torch.device | None = None,
 ) -> Trained:
     """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp" and tensor parallelism "tp".
 
@@ -57,6 +58,8 @@ def train(
     on        where ranks run, as for `run`: simulated, on processes, or as torchrun has started them. On processes what
               is to be shown is shown at the end
     seed      of the first weights, the batches and dropout
+    device    where ranks compute, as for `run`: "cuda" for simulated ranks that share one GPU. Under torchrun each rank
+              has a GPU of its own, where there are enough
 
     Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
     Raises ValueError for a checkpoint of another model, and for ZeRO stages that are not for pipelines; FileExistsError
@@ -71,7 +74,8 @@ def train(
     live = None if on == "processes" else show
     with Stop() if on != "processes" and not launched_by_torchrun() else nullcontext() as stop:
         program = partial(_train, config, text, recipe, first, folder, seed, live, stop)
-        results = run(lambda: program(), mesh, on=on, seed=seed, keep_values=0).per_rank
+        here = torch.empty(0, device=device)  # under torchrun, run puts it on the GPU of the rank
+        results = run(lambda x: program(x.device), mesh, here, on=on, seed=seed, keep_values=0, device=device).per_rank
     steps: list[Progress] = results[0][0]
     for progress in steps if live is None else ():
         show(progress)
@@ -89,11 +93,13 @@ def _train(
     seed: int,
     show: Show | None,
     stop: Stop | None,
+    device: torch.device,
 ) -> tuple[list[Progress], dict[str, np.ndarray]]:
     """The program of one rank: what happened in each step, and what the rank holds of the model in the end."""
     rank, done, clock = this_rank(), [], Clock(first, recipe.steps)
     layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
-    stages = stages_of(layers, recipe.schedule_on(rank.mesh))
+    with device:
+        stages = stages_of(layers, recipe.schedule_on(rank.mesh))
     load_whole(stages, config, gpt_state(config, seed))
     if recipe.zero == 3:
         for module in stages.values():
