@@ -31,16 +31,18 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
 def _sent(trace: Trace) -> str:
     """One line per group and operation."""
     rows: dict[tuple[str, str], list[int]] = {}
+    members: dict[tuple[str, str], set[int]] = {}
     for event in (*trace.select(kind="collective").events, *trace.select(kind="send").events):
-        row = rows.setdefault((event.axis or "", event.op), [0, 0])
+        name = event.axis or "", event.op
+        row = rows.setdefault(name, [0, 0])
         row[0] += 1
         row[1] += event.bytes
+        members.setdefault(name, set()).update(event.group or trace.mesh.ranks)
     if not rows:
         return "nothing was sent: there is only 1 rank" if trace.mesh.size == 1 else "nothing was sent"
-    num_ranks = trace.mesh.size
     lines = [["group", "operation", "calls per rank", "sent by all ranks"]]
     for (axis, op), (count, num_bytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
-        lines.append([axis, op, f"{count / num_ranks:.4g}", bytes_text(num_bytes)])
+        lines.append([axis, op, f"{count / len(members[axis, op]):.4g}", bytes_text(num_bytes)])
     widths = [max(len(line[place]) for line in lines) for place in range(4)]
     names = [[cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)] for line in lines]
     figures = [[cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)] for line in lines]

@@ -267,6 +267,28 @@ def test_a_thread_of_a_rank_finds_its_groups():
     assert run(program, Mesh(dp=2, tp=2), distributed=True).per_rank == [0, 1, 0, 1]
 
 
+def test_a_checkpoint_that_a_thread_saves(tmp_path):
+    """Its collectives are called in a thread, while the rank waits for that."""
+
+    def program() -> Tensor:
+        import torch.distributed.checkpoint as checkpoint
+
+        model = sharded(device_mesh())
+        future: Any = checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+        future.result()
+        kept = [p.full_tensor().detach().clone() for p in model.parameters()]  # type: ignore[union-attr]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        state = model.state_dict()
+        checkpoint.load({"model": state}, checkpoint_id=tmp_path)
+        loaded = [p.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+        return torch.tensor([torch.equal(one, other) for one, other in zip(kept, loaded, strict=True)])
+
+    for same in run(program, Mesh(dp=2), distributed=True).per_rank:
+        assert same.all()
+
+
 def test_transformers_with_a_plan_of_its_own(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", minversion="5")
     from transformers import modeling_utils
