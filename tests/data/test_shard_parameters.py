@@ -423,6 +423,28 @@ WIDTH, DEPTH = 64, 8
 LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
+def test_the_whole_state_is_gathered():
+    """Bit for bit, with tied, frozen and uneven parameters, also where they travel as bfloat16; a snapshot."""
+
+    def program():
+        net = lab.shard_parameters(Tied(), compute_dtype=torch.bfloat16)
+        state = lab.gather_state(net)
+        with torch.no_grad():
+            net.scale.add_(1)
+        return state
+
+    def uncut():
+        return lab.gather_state(nn.Linear(2, 2))
+
+    want = Tied().state_dict()
+    for state in lab.run(program, Mesh(dp=3)).per_rank:
+        assert list(state) == list(want)
+        for name, x in want.items():
+            assert torch.equal(state[name], x), name
+    with pytest.raises(RankError, match="this Linear has not been cut by shard_parameters; give the module that it"):
+        lab.run(uncut, Mesh(dp=1))
+
+
 def deep() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))

@@ -35,6 +35,7 @@ from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce
 from tplab.torch.data.average import average_gradients
 from tplab.torch.data.batch_norm import batch_norm, batch_statistics
 from tplab.torch.data.clipping import clip_gradients, gradient_norm
+from tplab.torch.data.gather_state import gather_state
 from tplab.torch.data.parallel import data_parallel
 from tplab.torch.data.quantization import dequantize, quantize
 from tplab.torch.data.quantized import quantized_all_gather, quantized_reduce_scatter
@@ -114,6 +115,7 @@ __all__ = [
     "dropout",
     "gather_again",
     "gather_from",
+    "gather_state",
     "gpt2_config",
     "gpt2_plan",
     "gpt2_state",
