@@ -7,10 +7,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/14_cut_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/14_cut_a_pipeline.ipynb)
 #
-# ![The same five layers on four ranks, cut in two ways. Above, rank 0 has two layers and is never idle, and the others wait for it. Below, the work is more even and ends sooner.](images/14_cut_a_pipeline.png)
+# ![The same five layers on four ranks, cut in two ways. Above, rank 0 has two layers and is hardly ever idle, and the others wait for it. Below, the work is more even and ends sooner.](images/14_cut_a_pipeline.png)
 #
-# *Five layers take 1, 4, 2, 2 and 2 steps. Above, the first rank has 5 of these steps and the other ranks wait for it. Below,
-# no rank has more than 4. The microbatches are the same, and the schedule is 1F1B in both.*
+# *Five layers take 2, 3, 1, 3 and 2 steps. Above, the first rank has 5 of these steps and the other ranks wait for it. Below,
+# no rank has more than 4. The microbatches are the same, and the schedule is 1F1B in both. A backward takes twice as long
+# as its forward.*
 
 # %%
 import subprocess
@@ -45,7 +46,7 @@ def step(stages, microbatches=8):  # 1F1B over stages of these costs; F = I = W
     schedule = Schedule(rows, name=f"stages of {stages} steps")
     return simulate(schedule, Costs(stages, stages, stages))
 
-gantt(step([5, 2, 2, 2]), step([1, 4, 4, 2]))
+gantt(step([5, 1, 3, 2]), step([2, 4, 3, 2]))
 
 # %% [markdown]
 # ## By hand: five layers, four ranks
@@ -61,8 +62,9 @@ gantt(step([5, 2, 2, 2]), step([1, 4, 4, 2]))
 #
 # <details><summary>Answer</summary>
 #
-# The largest stages are 5, 6, 4 and 4, so the first rule takes one of the last two cuts. The differences are 3, 5, 3 and 3.
-# By the second rule the cut with 5 is as good as the two with 4, and DeepSpeed's code returns the one with 5.
+# The cuts are [5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2] and [1, 4, 2, 4]. Their largest stages are 5, 6, 4 and 4, so the
+# first rule takes one of the last two. Their differences are 3, 5, 3 and 3. By the second rule the cut with 5 is as good
+# as the two with 4, and DeepSpeed's code returns the one with 5.
 #
 # </details>
 
@@ -76,7 +78,7 @@ for inner in reversed([*combinations(range(1, 5), 3)]):
 # %% [markdown]
 # ## Ties are not equal
 #
-# Look at the last two cuts. Their largest stage is 4, and yet one needs 113 steps and the other 117. The largest stage sets
+# The last two cuts have the same largest stage, 4, and yet one needs 113 steps and the other 117. The largest stage sets
 # the pace, but it does not decide how long the pipeline takes to fill and to drain. In [1, 4, 2, 4] the last rank is one of
 # the slow ones. It cannot start before 7 steps of forwards have passed, and after its last backward the gradient still has
 # to travel up through 14 more:
@@ -85,7 +87,8 @@ for inner in reversed([*combinations(range(1, 5), 3)]):
 #
 # In [1, 4, 4, 2] the slow ranks come earlier, so both trips are shorter. With more microbatches the difference stays
 # the same, and matters less and less. `partition` makes the largest stage as small as possible. Among ties it takes the
-# most even cut. So if you have few microbatches, let the simulation decide.
+# most even cut. These two are equally even, and it returns the slower one. So with few microbatches, let the simulation
+# decide.
 
 # %%
 chosen = partition(layers, 4)
@@ -138,13 +141,14 @@ print("50 random models: as good as the best of 56 cuts")
 #
 # <details><summary>Answer</summary>
 #
-# By parameters it gets one block, because the embedding counts as four. By time it gets three or four, because the
-# embedding takes almost no time. The last rank gets few blocks in both, because the head has parameters and takes time.
+# By parameters it gets one block, because the embedding counts as four. By time it gets about four, because the embedding
+# takes almost no time. The head has as many parameters as the embedding, and also takes as long as several blocks, so
+# the last rank gets few blocks or none. A layer is measured here in milliseconds, so on a busy machine a block may move.
 #
 # </details>
 #
 # Let us measure it. With one layer per stage, and all stages on one rank, the trace of a batch has the time of every
-# layer:
+# layer. We take the shortest of 20 measurements:
 
 # %%
 def gpt(words, blocks=12, width=64):
@@ -157,16 +161,18 @@ def gpt(words, blocks=12, width=64):
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-large, each = gpt(words=3000), interleaved_1f1b(1, 2, virtual_stages=15)
-ids = torch.randint(65, (8, 32), generator=torch.Generator().manual_seed(0))
+large, each = gpt(words=3000), interleaved_1f1b(1, 4, virtual_stages=15)
+ids = torch.randint(65, (16, 32), generator=torch.Generator().manual_seed(0))
 
 def timed():
     stages = stages_of(large, each, "uniform")  # one layer per stage
-    for _ in range(3):  # the first batch warms up
-        train_batch(each, stages, split_batch(ids, ids, 2), cross_entropy)
+    for _ in range(6):  # the first batch warms up
+        train_batch(each, stages, split_batch(ids, ids, 4), cross_entropy)
 
-measured = measured_costs(each, run(timed, Mesh(pp=1), clock="measured").trace)
-milliseconds = 1e3 * (measured.forward + measured.full_backward).min(1)
+trace = run(timed, Mesh(pp=1), clock="measured").trace
+batches = [measured_costs(each, trace, batch=k) for k in range(1, 6)]
+seconds = np.array([costs.forward + costs.full_backward for costs in batches])
+milliseconds = 1e3 * seconds.min((0, 2))  # [batches, layers, microbatches] -> [layers]
 by_parameters = partition(num_parameters(large), 4)
 by_time = partition(num_parameters(large), 4, milliseconds.tolist())
 

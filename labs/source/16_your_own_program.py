@@ -63,8 +63,8 @@ def train(net, steps=2):
         loss.backward()
         optimizer.step()
 
-def ddp_training():
-    train(DistributedDataParallel(model(), bucket_cap_mb=1))
+def ddp_training(steps=2):
+    train(DistributedDataParallel(model(), bucket_cap_mb=1), steps)
 
 ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
 
@@ -79,9 +79,11 @@ ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
 # </details>
 
 # %%
-gradients = 4 * WIDTH * WIDTH * 4
-sent = ddp.trace.bytes_sent(rank=0, op="all_reduce")
-print(f"formula: {2 * 2 * 3 / 4 * gradients:,.0f} B    counted: {sent:,} B")
+formula = 2 * 3 / 4 * (4 * WIDTH * WIDTH * 4)  # one rank, one step
+one_rank = ddp.trace.bytes_sent(rank=0, op="all_reduce") // 2
+all_ranks = ddp.trace.bytes_sent(op="all_reduce")
+print(f"a rank in a step:    formula {formula:12,.0f} B, counted {one_rank:12,} B")
+print(f"all in two steps:    formula {8 * formula:12,.0f} B, counted {all_ranks:12,} B")
 
 # %% tags=["nbval-ignore-output"]
 print(summary(ddp.trace))
@@ -90,8 +92,8 @@ print(summary(ddp.trace))
 # The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled:
 # tplab calculates them from the speeds of an H100 and of NVLink, and assumes that operations are launched one by one.
 #
-# You did not write the broadcasts. When DDP is constructed, it sends the parameters of rank 0 to every rank, so that all
-# ranks start from the same model.
+# You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
+# parameters. Then rank 0 sends its parameters to every rank, so that all ranks start from the same model.
 #
 # ## Where the time goes
 #
@@ -104,14 +106,15 @@ timeline(ddp.trace)
 # The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does
 # not yet know the order in which gradients become ready, so it puts them all in one bucket. In the second step there
 # are four buckets, and the first three are sent while the backward pass goes on. `overlap` says how much of the traffic
-# is hidden:
+# is hidden. It counts the whole run: the start and the first step, which hide nothing, are included.
 
 # %%
 print(overlap(ddp.trace))
 
 # %% [markdown]
-# **Turn the knob.** Change `bucket_cap_mb` above from 1 to 25, which is the default. Run that cell again, then the timeline
-# and `overlap`. This model is so small that one bucket holds all of it, and nothing overlaps any more.
+# **Turn the knob.** Change `bucket_cap_mb` above from 1 to 25. Run that cell again, then the timeline and `overlap`. This
+# model is so small that one bucket holds all of it, and nothing overlaps any more. If you leave the argument out, the
+# limit is 25 MiB too, but torch makes the first bucket small, so that a little still overlaps.
 #
 # ## FSDP: the same model in pieces
 #
@@ -119,11 +122,11 @@ print(overlap(ddp.trace))
 # layer when it is needed. `device_mesh()` gives PyTorch the mesh of this run, as a `DeviceMesh`:
 
 # %%
-def fsdp_training():
+def fsdp_training(steps=2):
     net = model()
     for layer in net:
         fully_shard(layer, mesh=device_mesh())
-    train(fully_shard(net, mesh=device_mesh()))
+    train(fully_shard(net, mesh=device_mesh()), steps)
 
 fsdp = run(fsdp_training, Mesh(dp=4), distributed=True, cluster="h100")
 columns = {"DDP": Traffic.of_trace(ddp.trace), "FSDP": Traffic.of_trace(fsdp.trace)}
@@ -135,21 +138,28 @@ print(traffic_table(columns))
 # an `all_reduce` it sends twice that. So FSDP sends 3/2 of what DDP sends in a step, and stores a quarter of the model.
 #
 # **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and then in
-# two nodes of two ranks, where each ring crosses the slow link between the nodes:
+# two nodes of two ranks, where each ring crosses the slow link between the nodes. We subtract a run of two steps from one
+# of six, so that the start and the first step do not count:
 
 # %%
 two_nodes = replace(NAMED["h100"], node_size=2)
+
+def traced(program, steps, cluster):
+    return run(program, Mesh(dp=4), steps, distributed=True, cluster=cluster).trace
+
 for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
     for program in (ddp_training, fsdp_training):
-        trace = run(program, Mesh(dp=4), distributed=True, cluster=cluster).trace
-        time, idle = trace.makespan * 1e6, trace.idle_share().mean()
-        print(f"{nodes}, {program.__name__}: {time:.0f} us, idle {idle:.0%}")
+        short, long = (traced(program, steps, cluster) for steps in (2, 6))
+        a_step = (long.makespan - short.makespan) / 4 * 1e6
+        idle = long.idle_share().mean()
+        print(f"{nodes}, {program.__name__}: {a_step:.0f} us a step, idle {idle:.0%}")
 
 # %% [markdown]
-# FSDP takes about 15% longer than DDP in both cases. It is worth that if the model does not fit on one GPU, and not
-# otherwise. On two nodes, the ranks are idle for about half of the time: with 256 rows per rank and layers of 512,
-# there is too little computing to hide the traffic. With larger batches and layers there is more, because computing
-# grows faster than the traffic. All this assumes that nothing else uses the links.
+# In one node, a step of FSDP takes 30% longer than one of DDP. Across two nodes it takes 46% longer, because its gathers
+# cross the slow link as well. It is worth that if the model does not fit on one GPU, and not otherwise. Across two nodes,
+# the ranks are idle for about half of the time: with 256 rows per rank and layers of 512, there is too little computing to
+# hide the traffic. Computing grows faster than the traffic if batches and layers get larger. All this assumes that nothing
+# else uses the links.
 #
 # ## It hangs
 #
@@ -177,7 +187,7 @@ except Exception as error:
 # The error names the rank that waits, the line where it waits, and the ranks that will never join it. Nothing had to time
 # out, because tplab notices when no rank can continue.
 #
-# **A bug to repair.** Fix `train_and_validate` above. There are two ways, and one of them changes what `loss` means.
+# **A bug to repair.** Fix `train_and_validate` above. How many ways are there, and what does `loss` mean in each?
 #
 # <details><summary>Answer</summary>
 #
@@ -292,7 +302,8 @@ check_accumulate(accumulate)
 #   it sends 3/2 as much and stores 1/R of the model.
 # - Most hangs come from a collective that some ranks call and others do not. Ask which rank waits, on which line, and
 #   for which ranks.
-# - You can look at a script before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs.
+# - You can look at a script before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs
+#   that use the ring algorithm.
 #
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
 # 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).

@@ -8,7 +8,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/20_three_dimensions.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/20_three_dimensions.ipynb)
 #
-# ![A training step on two nodes of four GPUs. It is fastest with the pipeline across the nodes, and slowest with tensor parallelism across them.](images/20_three_dimensions.png)
+# ![A training step on two nodes of four GPUs. With the pipeline or data parallelism across the nodes it takes nearly the same time, and with tensor parallelism across them it is slowest.](images/20_three_dimensions.png)
 #
 # *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2. Only
 # the order of its axes differs, and with it the axis whose messages cross from node to node. Waiting includes the time
@@ -68,7 +68,7 @@ networks = {"InfiniBand": steps_on(CLUSTERS["2 nodes of 4"]),
             "10 Gb Ethernet": steps_on(ethernet)}
 knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes",
      {name: Bars([bar(*step) for step in steps.items()],
-      "Tensor parallelism across nodes is slowest, a pipeline across them fastest.")
+      "Tensor parallelism across the nodes is slowest. The other two are nearly equal.")
       for name, steps in networks.items()},
      start="InfiniBand", about="modelled, rank 0", unit="s")
 
@@ -87,12 +87,12 @@ for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
 # With tensor parallelism inside each stage, there are three dimensions, and each rank is in one group per axis. Rank 5 of
 # `Mesh(pp=2, dp=2, tp=2)` has the coordinates `pp=1, dp=0, tp=1`.
 #
-# **Predict.** With which rank does rank 5 share its stage and its batch? Which rank has the same weights? From which rank does
-# it receive activations?
+# **Predict.** Which rank works on the same batch as rank 5, with another part of the same layers? Which rank has the same
+# weights? From which rank does it receive activations?
 #
 # <details><summary>Answer</summary>
 #
-# Rank 4 has the other half of its tensors, because neighbours differ along `tp`, the last axis. Rank 7 has the same weights
+# Rank 4 has the other half of its layers, because neighbours differ along `tp`, the last axis. Rank 7 has the same weights
 # and another part of the batch. Rank 1 has the previous stage. The next cell prints all groups.
 #
 # </details>
@@ -123,10 +123,10 @@ for axis in ("tp", "dp", "pp"):
 # Which axis sends the most?
 
 # %%
-A, m, here = 4 * 2048 * 4096, 2, LARGE.num_layers // 2
-blocks = here * 12 * 4096**2 / 2  # parameters on a rank: half of each block
-words, positions = 32768 / 2 * 4096, 2048 * 4096
-by_hand = {"tp": m * (4 * here + 1) * A, "pp": m * A + words,
+A, m, blocks_per_stage = 4 * 2048 * 4096, 2, LARGE.num_layers // 2
+blocks = blocks_per_stage * 12 * 4096**2 / 2  # parameters on a rank: half of each
+words, positions = 32768 / 2 * 4096, 2048 * 4096  # those of the two embeddings
+by_hand = {"tp": m * (4 * blocks_per_stage + 1) * A, "pp": m * A + words,
            "dp": blocks + words + positions}
 trace = networks["InfiniBand"]["pp"]
 events = [event for event in trace.events if event.rank == 0]
@@ -137,8 +137,10 @@ for axis, numbers in by_hand.items():
 
 # %% [markdown]
 # The formula leaves out the layer norms, which are too small to show. Tensor parallelism sends the most, and each of
-# its messages holds up the next operation. So it belongs on the fastest links. A pipeline sends the least, so it may
-# cross the slowest.
+# its messages holds up the next operation. So it belongs on the fastest links. Here the pipeline sends the least. That
+# depends on the model: a stage sends one activation per microbatch, however many blocks it has, while tensor and data
+# parallelism send more with every block. It also depends on the batch. With twice the batch, this model would send 384
+# MiB along pp, and still 336 MiB along dp.
 #
 # ## Build it
 #
@@ -265,8 +267,8 @@ for first, trace in networks["10 Gb Ethernet"].items():
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# The order stays the same, and tensor parallelism across the nodes loses the most by far: traffic over a slow link
-# decides how long the step takes. The modelled clock has no contention between groups that share a network card. And
+# The order stays the same, with the pipeline and data parallelism nearly equal, and tensor parallelism loses the most by
+# far: traffic over a slow link decides how long the step takes. The modelled clock has no contention between groups that share a network card. And
 # nothing here overlaps the averaging of the gradients with the backward pass, as [lab 17](17_data_parallel.ipynb) does.
 # With overlap, data parallelism across the nodes would cost less.
 #
@@ -290,9 +292,12 @@ check_clipping(my_clip)
 # %% [markdown]
 # ## Your turn: three clusters
 #
-# You have eight H100 GPUs, the model from the top, and a batch of 16 sequences. The GPUs may be in one node, in two nodes of
-# four with InfiniBand, or in eight machines with 10 Gb Ethernet. Choose the fastest layout for each cluster. In the name of a
-# layout, the ranks of the last axis are neighbours. The check models a step of every layout, which may take a minute.
+# So far the mesh was always 2 x 2 x 2. How many ranks should each axis have? You have eight H100 GPUs, the model from the
+# top, and a batch of 16 sequences, in two microbatches per pipeline. The GPUs may be in one node, in two nodes of four
+# with InfiniBand, or in eight machines with 10 Gb Ethernet. Choose the fastest layout for each cluster. In the name of a
+# layout, the ranks of the last axis are neighbours. Count what each rank sends, and remember that with $m$ microbatches
+# a pipeline of $p$ stages is idle for $(p-1)/(m+p-1)$ of the time. The check models a step of every layout, which may
+# take a minute.
 
 # %%
 print(", ".join(LAYOUTS))
@@ -309,6 +314,16 @@ from tplab.exercises.three_dimensions import check_layouts
 check_layouts(my_layouts)
 
 # %% [markdown]
+# <details><summary>Why each winner wins</summary>
+#
+# With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, sending takes less
+# than that, and of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. In two nodes, `2 dp x
+# 4 tp` keeps activations inside the nodes, and each rank averages only a quarter of the gradients across them. On eight
+# machines, sending takes much longer than computing, so the bubble hardly matters. There, `4 dp x 2 pp` sends the fewest
+# bytes, because each rank averages only the gradients of its own stage.
+#
+# </details>
+#
 # ## On Monday
 #
 # | | |
@@ -321,7 +336,8 @@ check_layouts(my_layouts)
 # ## To take away
 #
 # - Tensor parallelism sends the most, and ranks wait for every message. It belongs inside the node.
-# - A pipeline sends the least, so it may cross the slowest links. Its price is the bubble.
+# - What a pipeline sends does not grow with the number of its blocks, so it may cross slow links. Its price is the bubble:
+#   with few microbatches, data parallelism across the nodes can be faster.
 # - The mesh must not change the result. The gradient norm is a sum over all ranks, and counts every copied parameter
 #   only once.
 

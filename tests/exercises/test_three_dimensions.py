@@ -49,7 +49,12 @@ def test_clipping(clip, right, hint):
 def test_layouts_of_two_nodes():
     """Tensor parallelism fills a node, and data parallelism crosses. The last answer is the right one."""
     assert "not started" in str(check_layouts({"2 nodes of 4": ""}))
-    for layout, hint in (("8 tp", "send activations over the slow links"), ("9 tp", "'9 tp' is not among the layouts")):
+    for layout, hint in (
+        ("8 tp", "send activations over the slow links"),
+        ("2 pp x 4 tp", "idle for a third of the time"),
+        ("4 dp x 2 tp", "Only gradients cross the slow links"),
+        ("9 tp", "'9 tp' is not among the layouts"),
+    ):
         verdict = check_layouts({"2 nodes of 4": layout})
         assert verdict.passed is False
         assert hint in str(verdict)

@@ -99,12 +99,16 @@ def check_layouts(chosen: Mapping[str, str]) -> Verdict:
 
 def _hint(layout: str, cluster: str) -> str:
     mesh, node = LAYOUTS[layout], CLUSTERS[cluster].node_size or 8
-    tp = mesh.shape.get("tp", 1)
+    tp, pp = mesh.shape.get("tp", 1), mesh.shape.get("pp", 1)
     if tp > node:
         return "Its tensor-parallel groups send activations over the slow links, several times per block."
     if cluster == "8 machines":
-        return "Here every message is slow: work out which layout sends the fewest bytes in total."
-    return "Compare what crosses the slow links, and what each block sends inside a node."
+        return "Here every message is slow: work out with which layout a rank sends the fewest bytes."
+    if pp > 1:
+        return "With two microbatches, a pipeline of two stages is idle for a third of the time."
+    if cluster == "one node of 8":
+        return "Every link is fast: work out with which layout of dp and tp a rank sends the fewest bytes."
+    return "Only gradients cross the slow links: with which layout does a rank have the fewest of them?"
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------
