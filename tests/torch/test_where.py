@@ -82,6 +82,7 @@ def test_code_without_a_file():
 def shell(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator:
     """A real IPython, as a kernel has it."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    from ipykernel.compiler import XCachingCompiler
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -89,6 +90,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator:
     config.HistoryManager.enabled = False
     displayhook, excepthook = sys.displayhook, sys.excepthook
     shell = InteractiveShell.instance(config=config)
+    shell.compile = XCachingCompiler()  # a kernel's cells are files; those of IPython 7 itself are not
     yield shell
     InteractiveShell.clear_instance()
     sys.displayhook, sys.excepthook = displayhook, excepthook
@@ -96,7 +98,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator:
 
 def run_cell(shell, text: str, counted: bool = True):
     """What a cell gives, or raises."""
-    result = shell.run_cell(text, store_history=counted, silent=False)
+    result = shell.run_cell(text.rstrip("\n"), store_history=counted, silent=False)
     result.raise_error()
     return result.result
 
