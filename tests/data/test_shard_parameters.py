@@ -17,6 +17,7 @@ from tplab import Mesh, P
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, elements_sent, state_bytes
 from tplab.errors import MeshError, RankError
+from tplab.schedules import one_f_one_b
 from tplab.trace.overlap import overlap
 from tplab.trace.traffic import Traffic
 
@@ -443,6 +444,19 @@ def test_the_whole_state_is_gathered():
             assert torch.equal(state[name], x), name
     with pytest.raises(RankError, match="this Linear has not been cut by shard_parameters; give the module that it"):
         lab.run(uncut, Mesh(dp=1))
+
+
+def test_a_pipeline_that_recomputes_gathers_once_more():
+    """Forward, forward again, and backward, where the first layer's weight is not needed: nothing else is gathered."""
+
+    def program():
+        stage = lab.shard_parameters(deep())
+        x = torch.ones(4, WIDTH)
+        batch = lab.split_batch(x, x, 2)
+        lab.train_batch(one_f_one_b(1, 2), stage, batch, lambda y, _: y.sum(), average=False, checkpoint_every=1)
+
+    traffic = Traffic.of_trace(lab.run(program, Mesh(dp=4, pp=1)).trace)
+    assert traffic["all_gather"].bytes == 2 * (3 * DEPTH - 1) * LAYER_BYTES * 3 // 4
 
 
 def deep() -> nn.Sequential:

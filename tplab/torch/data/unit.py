@@ -281,7 +281,7 @@ class Model:
     def uses(self, groups: Sequence[Group]) -> list[Use]:
         made = []
         for group in groups:
-            self._last = Use(group, self._last)
+            self._last = Use(group, self._last if self.is_running else None)  # a checkpoint runs units by themselves
             made.append(self._last)
         return made
 
