@@ -11,7 +11,8 @@
 # ![Four ranks run 1F1B in lock-step. Whenever some rank runs a backward, the ranks that run a forward wait for it.](images/12_pipeline_in_jax.png)
 #
 # *1F1B as one compiled loop. In each turn of the loop every rank does one action, and then all ranks exchange messages. A
-# forward takes one step and a backward two, so a rank that runs a forward often waits for one that runs a backward.*
+# forward and an exchange take one step each, and a backward takes two. So a rank that runs a forward often waits for one
+# that runs a backward.*
 
 # %%
 import subprocess
@@ -91,8 +92,8 @@ rules = {"GPipe": gpipe, "1F1B": one_f_one_b, "ZB-H1": zb_h1}
 for name, rule in rules.items():
     free = simulate(rule(p, m)).makespan
     lockstep = simulate(rule(p, m), lockstep=True).makespan
-    ticks = len(rule(p, m).by_tick())
-    print(f"{name:6} {ticks} ticks: {free:g} steps, in lock-step {lockstep:g}")
+    num_ticks = len(rule(p, m).by_tick())
+    print(f"{name:6} {num_ticks} ticks: {free:g} steps, in lock-step {lockstep:g}")
 
 # %% [markdown]
 # ## Build it: GPipe is a scan
@@ -102,7 +103,7 @@ for name, rule in rules.items():
 # last rank has computed all microbatches.
 
 # %%
-def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D]
+def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, b, D]   ->   [m, b, D]
     r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
 
     def tick(message, t):
@@ -172,7 +173,7 @@ for name, result in results.items():
 #
 # <details><summary>Answer</summary>
 #
-# ZB-H1 takes 52 and GPipe 53, so they are nearly equal. ZB-H1 gains because its actions take equal time. It loses because
+# ZB-H1 takes 52 and GPipe 53, so they are nearly equal, and 1F1B takes 61. ZB-H1 gains because its actions take equal time. It loses because
 # it has more ticks, 27 instead of 22, and an exchange after most of them.
 #
 # </details>
@@ -252,9 +253,10 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 # <details><summary>What there is to discover</summary>
 #
 # 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. (It keeps only the input of
-# a stage, a **checkpoint**: see lab 15.) Its ranks keep between one and three checkpoints, and all have room for three.
-# Under GPipe all ranks keep eight microbatches, so the empty room has another reason: the input of the first rank is the
-# batch, which is in memory anyway, and the last rank also keeps what the loss needs.
+# a stage, a **checkpoint**: see lab 15.) Ranks 1, 2 and 3 keep three, two and one checkpoints. Those of rank 0 are the
+# batch itself, which is in memory anyway, so it keeps none. All ranks have room for three. Under GPipe all ranks keep
+# eight microbatches. There, room stays empty because the input of rank 0 does not count, and because the last rank also
+# keeps what the loss needs.
 #
 # </details>
 #
@@ -271,10 +273,10 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 # %%
 for ranks, num in [(4, 8), (8, 32), (16, 64)]:
     for name, rule in rules.items():
-        ticks = len(rule(ranks, num).by_tick())
+        num_ticks = len(rule(ranks, num).by_tick())
         time = simulate(rule(ranks, num), lockstep=True).makespan
         idle = 1 - 3 * num / time
-        print(f"{ranks:2} ranks, {num} microbatches, {name:6} {ticks:3} ticks,",
+        print(f"{ranks:2} ranks, {num} microbatches, {name:6} {num_ticks:3} ticks,",
               f"{time:g} steps, {100 * idle:.0f} % idle")
 
 # %% [markdown]
@@ -288,7 +290,7 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 # what it says, and repair `my_pipeline`.
 
 # %%
-def my_pipeline(w, xs):  # w [1, D, D]   xs [m, B, D]   ->   [m, B, D] on every rank
+def my_pipeline(w, xs):  # w [1, D, D]   xs [m, b, D]   ->   [m, b, D] on every rank
     r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
 
     def tick(message, t):

@@ -93,13 +93,13 @@ levels(
 # it keeps up to $p - r$ microbatches.
 #
 # **Predict.** Four ranks divide the weights by four. How many units does rank 0 keep, compared with a single device that
-# trains the whole model, one microbatch after another?
+# trains the whole model, one microbatch after another? And what if there are six ranks?
 #
 # <details><summary>Answer</summary>
 #
-# The same number. The single device keeps one microbatch of 12 blocks. Rank 0 keeps 4 microbatches of 3 blocks. With more
-# ranks it has fewer blocks, but keeps more microbatches, and the product is always 12. Under GPipe every rank keeps
-# all $m$ microbatches of its blocks: 24 units.
+# The same number. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks, and
+# rank 0 of six keeps 6 microbatches of 2. More ranks have fewer blocks each, but rank 0 keeps more microbatches, and the
+# product is always 12. Under GPipe each of four ranks keeps all 8 microbatches of its blocks: 24 units.
 #
 # </details>
 
@@ -136,7 +136,8 @@ for rule in (gpipe, one_f_one_b, zb_h1):
 # %% [markdown]
 # For GPipe and 1F1B the count is exact. Under ZB-H1, a rank never holds more than four microbatches, but up to five
 # microbatches' worth of bytes. Between I and W it keeps the input of every layer with weights *and* the gradient of its
-# output, and together these can exceed what the forward pass left. So count bytes, too.
+# output, and together these can exceed what the forward pass left. What we measured above was a microbatch whose backward
+# is not split, so for ZB-H1 it predicts 4.0, and we count 5.0.
 #
 # ## A model that is never whole
 #
@@ -208,7 +209,8 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
 # ## The mystery of the first stage
 #
 # A [blog about pipelines](https://brunomaga.github.io) trained "GPT-lite": 12 blocks, 768 wide, 65 characters, on four
-# ranks, balanced by parameters. Its embedding was written as a `lambda`. This is the partition that was printed:
+# ranks, balanced by parameters. Its embedding was written as a `lambda`. tplab's `partition` gives the table that was
+# printed there:
 
 # %%
 block, norm, head = 7_085_568, 1_536, 65 * 768  # parameters
@@ -216,8 +218,7 @@ printed = partition([0, *[block] * 12, norm, head, 0], 4)  # 0: a function has n
 print(printed)
 
 # %% [markdown]
-# According to this table the *last* stage is the largest. Yet the author found that the first worker took the most memory,
-# and could not say why.
+# According to this table the *last* stage is the largest. Yet the first worker took the most memory.
 #
 # **Predict.** What is missing from the table?
 #
@@ -226,7 +227,7 @@ print(printed)
 # Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one
 # ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings are
 # missing, too, because they hide in a lambda. With Adam they add 3 MB, so the table is also wrong about which stage is
-# the largest. Here is the count, for sequences of 200 characters:
+# the largest. Here is the count, with one sequence of 200 characters per microbatch:
 #
 # </details>
 
@@ -246,7 +247,8 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 # ## What it costs
 #
 # $N$ is the number of parameters, $A$ the bytes that the whole model keeps for one microbatch, and $m \ge p$. A
-# parameter takes 16 bytes with its gradient and Adam's averages, in float32.
+# parameter takes 16 bytes with its gradient and Adam's averages, in float32. In bfloat16 with master weights in float32
+# it is 16 bytes as well ([lab 18](18_zero.ipynb)).
 #
 # | | parameters and Adam | activations of rank $r$ |
 # |---|---|---|
@@ -311,7 +313,7 @@ check_layers(my_layers)
 # - A pipeline divides weights by $p$, but not the activations of its first rank. Under 1F1B, rank 0 keeps as much as one
 #   device that trains the whole model.
 # - A parameter that hides in a function is neither counted nor trained. Give a pipeline layers, or specs of layers.
-# - Microbatches are not bytes. Measure one microbatch, and the schedule tells you the rest.
+# - Microbatches are not bytes. If the backward is not split, measure one microbatch, and the schedule tells you the rest.
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,

@@ -93,6 +93,13 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 # weights in the next cell is 3.5, so the step is 0.5.
 #
 # **Predict.** Which of the eight come back as 0? And what changes if each half has a scale of its own?
+#
+# <details><summary>Answer</summary>
+#
+# With one scale, 0.1, -0.2 and 0.04 are smaller than half a step, 0.25, so they come back as 0. With two scales, the second half
+# has steps of 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
+#
+# </details>
 
 # %%
 x = torch.tensor([0.5, -1.0, 3.5, 2.2, 0.1, -0.2, 0.04, 0.7])
@@ -104,13 +111,6 @@ matrices({"x": x, "one scale: 0.5": and_back(x, 4, None),
           "a scale per block of 4: 0.5 and 0.1": and_back(x, 4, 4)})
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
-# With one scale, 0.1, -0.2 and 0.04 are smaller than half a step, 0.25, so they come back as 0. With two scales, the second half
-# has steps of 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
-#
-# </details>
-#
 # ## Build it: gather codes
 #
 # Stage 3 gathers weights before a layer runs. We send their codes instead, along with the scales. Here, each of two ranks has
@@ -184,6 +184,12 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=51
 #
 # **Predict.** Two ranks add up their gradients around such a ring, and then sixteen ranks do. Is the relative error of the
 # sum larger with sixteen?
+#
+# <details><summary>Answer</summary>
+#
+# Yes. The sum grows with every hop, its steps grow with it, and each hop adds an error of that size.
+#
+# </details>
 
 # %%
 def around_a_ring(pieces):  # pieces [R, n], one from each rank
@@ -193,7 +199,8 @@ def around_a_ring(pieces):  # pieces [R, n], one from each rank
     return total
 
 def straight_to_the_owner(pieces):
-    return sum(and_back(piece, 4, 256) for piece in pieces)  # each is rounded once
+    *others, own = pieces  # what others send is rounded once
+    return sum(and_back(piece, 4, 256) for piece in others) + own
 
 for ranks in (2, 4, 16, 64):
     pieces = torch.randn(ranks, 4096, generator=generator)
@@ -203,14 +210,8 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
-# Yes. The sum grows with every hop, its steps grow with it, and each hop adds an error of that size.
-#
-# </details>
-#
-# So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner adds
-# in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
+# With two ranks there is only one hop, so both ways are the same. With more, the ring is worse. So every rank sends its
+# codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
 # An all_to_all over all ranks has a weakness. With eight ranks on two nodes, each rank sends four of its seven pieces
 # to the other node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only
@@ -332,16 +333,17 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # %% [markdown]
 # ## Where it pays
 #
-# Bytes matter only where a GPU waits for them. Take 13 billion parameters on eight nodes of eight GPUs. Suppose that a
-# step computes at half the chip's peak, and that computing and sending overlap completely. Then the step takes as long
-# as the slower of the two. The links between nodes are InfiniBand, as in the named clusters, or Ethernet at 400 Gb/s
+# Bytes matter only where a GPU waits for them. Take 13 billion parameters on eight nodes of eight GPUs. A step takes 6
+# FLOPs per parameter and token. Suppose that it computes at half the chip's peak, that messages inside and between nodes
+# follow one another, and that computing and sending overlap completely. Then the step takes as long as the slower of
+# the two. The links between nodes are InfiniBand, as in the named clusters, or Ethernet at 400 Gb/s
 # per *node*. More **tokens per GPU** mean more computing, but no more bytes. Turn the knob: when does ZeRO++ stop
 # paying off?
 
 # %%
 from dataclasses import replace
 
-M, O, I = 13e9, 8, 8  # parameters, nodes, GPUs of a node
+M, nodes, gpus = 13e9, 8, 8  # parameters, nodes, GPUs of a node
 ETHERNET = cost.Link("400 Gb/s for 8 GPUs", 20e-6, 50e9 / 8)  # latency, B/s per GPU
 a100, h100 = cost.find("a100"), cost.find("h100")
 CLUSTERS = {"A100, InfiniBand": a100, "H100, InfiniBand": h100,
@@ -349,7 +351,7 @@ CLUSTERS = {"A100, InfiniBand": a100, "H100, InfiniBand": h100,
 
 def seconds(cluster, tokens, name):
     how = ZeroPlusPlus("gpu", **SAVINGS[name])
-    sent = step_bytes(int(M / O / I), O, I, how)
+    sent = step_bytes(int(M / nodes / gpus), nodes, gpus, how)
     links = (sent.across.total / cluster.outer_link.bandwidth
              + sent.inside.total / cluster.inner_link.bandwidth)
     return 6 * M * tokens / (cluster.chip.peak("bfloat16") / 2), links
@@ -376,7 +378,7 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 # On InfiniBand, ZeRO++ pays off while the batch per GPU is small. From about 2,048 tokens, computing hides ZeRO-3's
 # messages too. On Ethernet, ZeRO++ still pays off at 8,192 tokens. It gains at most a factor of 3.5 on Ethernet and 2.6
 # on InfiniBand, not four, because the bytes *inside* the node shrink less than those between nodes. The model leaves
-# out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $I$ GPUs per node, $2M / I$
+# out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $g$ GPUs per node, $2M / g$
 # bytes on every GPU, which is 3.25 GB here.
 #
 # </details>
@@ -384,7 +386,8 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 # ## A bug to repair
 #
 # A colleague wants gradients to travel as codes, and so reduce-scatters the codes. The result has the right shape. If all
-# scales are equal, it even has the right values. Run the check, then repair `add_up`. Each code may take a whole byte.
+# scales are equal, it even has the right values. Run the check, then repair `add_up`. Codes of type `int8` will do,
+# so each code may take a whole byte.
 #
 # <details><summary>A hint</summary>
 #
@@ -446,7 +449,7 @@ check_reduce_twice(reduce_twice)
 #
 # **Sources.** Wang et al. 2023, [ZeRO++](https://arxiv.org/abs/2306.10209). DeepSpeed's
 # [ZeRO++ tutorial](https://www.deepspeed.ai/tutorials/zeropp/). Bruno Magalhães,
-# [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io). PyTorch's
+# [a GPT on DeepSpeed and ZeRO](https://brunomaga.github.io/GPT-lite-DeepSpeed). PyTorch's
 # [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 #
 # Next: [20 Three dimensions](20_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
