@@ -9,10 +9,10 @@
 #
 # ![Two schedules of four ranks and eight microbatches. The lower one, whose backward is split into two parts, ends sooner.](images/10_pipeline_schedules.png)
 #
-# *The same work on four ranks, twice. A box is one microbatch on one rank. F is its forward pass and B its backward pass,
-# which the lower schedule splits into I and W. The hatched places, where a rank idles, are the **bubble**. The strip under a
-# rank shows the microbatches whose **activations** it keeps for the backward pass. The **makespan** is the time from the
-# first start to the last end.*
+# *The same work on four ranks, twice. A box is one microbatch on one rank. F is its forward pass and B its backward
+# pass, which the lower schedule splits into I and W. The hatched places, where a rank idles, are the **bubble**. The
+# strip under a rank shows the microbatches whose **activations** it keeps for the backward pass. The **makespan** is
+# the time from the first start to the last end.*
 
 # %%
 import subprocess
@@ -47,8 +47,8 @@ print(naive(ranks=4))
 # The model fits into memory, but four ranks are no faster than one. So we cut the batch as well, into **microbatches**.
 # While rank 1 works on the first, rank 0 takes the second.
 #
-# When can stage $s$ run the forward of microbatch $k$? When the stage before it is done with $k$, and stage $s$ itself is
-# done with $k - 1$:
+# When can stage $s$ run the forward of microbatch $k$? When the stage before it is done with $k$, and stage $s$ itself
+# is done with $k - 1$:
 
 # %%
 p, m = 4, 8  # ranks, with one stage each; microbatches
@@ -61,15 +61,16 @@ for s in range(p):
 print(done.astype(int))
 
 # %% [markdown]
-# The last forward ends at $(m + p - 1) F$. The backwards look the same upside down. In **GPipe** all forwards come before
-# all backwards, so its makespan is $(m + p - 1)(F + B)$:
+# The last forward ends at $(m + p - 1) F$. The backwards look the same upside down. In **GPipe** all forwards come
+# before all backwards, so its makespan is $(m + p - 1)(F + B)$:
 
 # %%
 all_f_then_all_b = simulate(gpipe(ranks=p, microbatches=m))  # F = 1, B = I + W = 2
 gantt(all_f_then_all_b)
 
 # %% [markdown]
-# Each rank works for $m(F + B)$ and idles for the rest, $(p - 1)(F + B)$. There are two ways to write this as a fraction:
+# Each rank works for $m(F + B)$ and idles for the rest, $(p - 1)(F + B)$. There are two ways to write this as a
+# fraction:
 #
 # $$\frac{p-1}{m+p-1} \text{ of the makespan} \qquad\qquad \frac{p-1}{m} \text{ of the ideal time (Megatron's papers)}$$
 #
@@ -77,7 +78,8 @@ gantt(all_f_then_all_b)
 #
 # <details><summary>Answer</summary>
 #
-# $15 / (m + 15) < 0.1$ needs more than 135. Under GPipe a rank keeps the activations of all of them, so memory sets a limit.
+# $15 / (m + 15) < 0.1$ needs more than 135. Under GPipe a rank keeps the activations of all of them, so memory sets a
+# limit.
 #
 # </details>
 
@@ -125,8 +127,9 @@ for rank in range(p):
     print(f"{row(rank, p, m)}   as tplab's: {same}")
 
 # %% [markdown]
-# **No order of F and B does better**, if all stages are equal and messages take no time. The last rank has to wait for
-# $p - 1$ forwards. Then it has $m(F+B)$ to do. After that its last gradient needs $p - 1$ backwards to reach rank 0:
+# **No order of F and B does better** with one stage per rank, if all stages are equal and messages take no time. The
+# last rank has to wait for $p - 1$ forwards. Then it has $m(F+B)$ to do. After that its last gradient needs $p - 1$
+# backwards to reach rank 0:
 #
 # $$(p-1)F + m(F+B) + (p-1)B = (m+p-1)(F+B)$$
 #
@@ -145,9 +148,9 @@ for name, costs in [("equal stages, free messages", Costs()),
 #
 # ## Smaller stages: interleaving
 #
-# Give each rank $v$ stages, each $1/v$ as large. With $v = 2$, rank 0 of four has stages 0 and 4. The first forward reaches
-# the last rank in $1/v$ of the time, so the bubble is $1/v$ as long. (One of a rank's $v$ stages counts as $1/v$ of a
-# microbatch kept.)
+# Give each rank $v$ stages, each $1/v$ as large. With $v = 2$, rank 0 of four has stages 0 and 4. The first forward
+# reaches the last rank in $1/v$ of the time, so the bubble is $1/v$ as long. (One of a rank's $v$ stages counts as
+# $1/v$ of a microbatch kept.)
 
 # %%
 def figures(schedule):
@@ -162,9 +165,10 @@ for v in (2, 4):
 gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
-# The price is more memory and more messages. **Looped breadth-first** takes all microbatches through a stage before it turns
-# to the next one. It keeps all microbatches, but it needs the weights of each stage only once in each direction. That
-# helps if data-parallel ranks shard the weights and have to gather them.
+# The price is more messages, and memory for $(p-1)/v$ microbatches more than 1F1B keeps. **Looped breadth-first** takes
+# all microbatches through a stage before it turns to the next one. It keeps all microbatches, but it needs the weights
+# of each stage only once in each direction. That helps if data-parallel ranks shard the weights and have to gather
+# them.
 
 # %%
 print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
@@ -173,8 +177,8 @@ print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
 # ## Split the backward
 #
 # A backward has two parts. **I** is the gradient of the stage's input, which the rank before it waits for. **W** is the
-# gradient of the weights, which no rank needs before the optimizer step. So W can fill bubbles. A microbatch's activations
-# are kept until its W. (Qi et al., who had this idea, write B for our I.)
+# gradient of the weights, which no rank needs before the optimizer step. So W can fill bubbles. A microbatch's
+# activations are kept until its W. (Qi et al., who had this idea, write B for our I.)
 #
 # **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end each rank adds only $I$ to the
 # gradient's path, instead of $I + W$, and the waiting passes fill the bubble.
@@ -185,9 +189,10 @@ print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
 #
 # <details><summary>Answer</summary>
 #
-# Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first action
-# to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still finish
-# this one. If gradients are clipped by the norm of all of them, it may not.
+# Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first
+# action to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still
+# finish this one. If gradients are clipped by the norm of all of them, it may not, unless the step can be rolled back,
+# as Qi et al. do.
 #
 # </details>
 
@@ -204,10 +209,10 @@ gantt(h1, h2)
 # %% [markdown]
 # ## Other places: V shapes and two directions
 #
-# In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. The last stage is
-# on the same rank as the first, and the last backward ends there, too. **V-Half** and **V-Min** repeat the pattern of one
-# microbatch, their **building block**, every 6 steps. Each W goes where there is room. A microbatch is kept from its first
-# F to its last W, so a shorter block takes less memory:
+# In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. The last stage
+# is on the same rank as the first, and the last backward ends there, too. **V-Half** and **V-Min** repeat the pattern
+# of one microbatch, their **building block**, every 6 steps. Each W goes where there is room. A microbatch is kept from
+# its first F to its last W, so a shorter block takes less memory. (W is left out here.)
 
 # %%
 def building_block(block):
@@ -227,20 +232,22 @@ for rule in (zb_v, v_half, v_min):
     print(f"{rule.__name__:6}", times(simulate(rule(p, m))))
 
 # %% [markdown]
-# **DualPipe** sends microbatches from both ends of the pipe. **DualPipeV** does the same on a V, and so needs one copy of the
-# weights instead of two. The point is to *overlap*: a forward in one direction runs together with a backward in the other,
-# and each hides its messages behind the other's products. Without that gain it is slower than ZB-V:
+# **DualPipe** sends microbatches from both ends of the pipe. **DualPipeV** does the same on a V, and so needs one copy
+# of the weights instead of two. The point is to *overlap*: a forward in one direction runs together with a backward in
+# the other, and each hides its messages behind the other's products. F and B here include these messages, such as the
+# all-to-all of experts in DeepSeek's models, and only that share can be hidden. Without the gain, DualPipeV is slower
+# than ZB-V:
 
 # %%
-for overlap in (0, 0.5, 1):
+for overlap in (0, 0.25, 0.5):
     run = simulate(dualpipe_v(p, m), Costs(overlap=overlap))
     print(f"{100 * overlap:3.0f} % of the shorter one hidden: {run.makespan:g} steps")
 
 # %% [markdown]
 # ## Turn the knobs
 #
-# Set `transfer` to 1. How many steps do 1F1B and ZB-H1 lose? And with 4 more microbatches? Hover over a bubble to see what
-# the rank waits for.
+# Set `transfer` to 1. Then add 4 microbatches, and 4 more. How many steps does 1F1B lose each time, and why? Hover over
+# a bubble to see what the rank waits for.
 
 # %%
 pipeline_lab("one_f_one_b", compare="zb_h1")
@@ -248,10 +255,10 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# They lose 16 and 14 steps. For every 4 further microbatches 1F1B loses 6 more, and ZB-H1 loses 3 more. In 1F1B, rank 0 runs
-# $p = 4$ forwards and then waits for the gradient of the first. That forward crosses $p - 1 = 3$ cuts, and its gradient
-# crosses them back: 6 messages for every $p$ microbatches. A schedule that runs more forwards ahead pays for the messages
-# only once: GPipe loses 6, and ZB-H2 loses 3.
+# With 8 microbatches 1F1B loses 16 steps, and 6 more for every 4 further microbatches. Rank 0 runs $p = 4$ forwards and
+# then waits for the gradient of the first. That forward crosses $p - 1 = 3$ cuts, and its gradient crosses them back: 6
+# messages for every $p$ microbatches. A schedule that runs more forwards ahead pays for the messages only once: GPipe
+# loses 6, and ZB-H2 loses 3, with any number of microbatches.
 #
 # </details>
 
@@ -277,8 +284,8 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 # | ZB-H1 | $(p-1)\max(F, I, F+I-W)$ | $p$ | $2m(p-1)$ |
 # | ZB-V, if $F = I = W$ | span: 0 | $p$ | $4m(p-1)$ |
 #
-# Real costs are not F = I = W. Qi et al. measured $F = 18.5$, $I = 18.1$ and $W = 9.3$ ms for a GPT on 8 GPUs, so $B$ is
-# $1.48\,F$. Here are their bubble rates for 24 microbatches, beside the simulation:
+# Real costs are not F = I = W. Qi et al. measured $F = 18.5$, $I = 18.1$ and $W = 9.3$ ms for a GPT on 8 GPUs, so $B$
+# is $1.48\,F$. Here are their bubble rates for 24 microbatches, beside the simulation:
 
 # %%
 measured = Costs(18.522, 18.086, 9.337, transfer=0.601)
@@ -295,15 +302,20 @@ for rule in (one_f_one_b, zb_h1, zb_h2):
 #
 # ## A bug to repair
 #
-# Here is 1F1B again, with a mistake. Run the check, read what it says, and repair `my_row`.
+# Here is 1F1B again, written as a rule: run the next forward if the rank may keep one more microbatch, and the next
+# backward otherwise. There is a mistake in it. Run the check, read what it says, and repair `my_row`.
 
 # %%
 def my_row(rank, ranks, microbatches):
-    ahead = min(rank, microbatches)
-    cells = [f"F{k}" for k in range(ahead)]
-    for k in range(microbatches - ahead):
-        cells += [f"F{ahead + k}", f"B{k}"]
-    cells += [f"B{k}" for k in range(microbatches - ahead, microbatches)]
+    cells, forwards, backwards = [], 0, 0
+    while backwards < microbatches:
+        kept = forwards - backwards
+        if forwards < microbatches and kept <= ranks - rank:
+            cells.append(f"F{forwards}")
+            forwards += 1
+        else:
+            cells.append(f"B{backwards}")
+            backwards += 1
     return " ".join(cells)
 
 # %%
@@ -314,8 +326,9 @@ check_one_f_one_b(my_row)
 # %% [markdown]
 # ## Your turn: six puzzles
 #
-# In each puzzle F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its actions, as text
-# with one row per rank. Every action then runs as soon as it can. You may write the rows with a function, as `row` did.
+# In each puzzle F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its actions, as
+# text with one row per rank. (Write I0 and W0 where B0 is split.) Every action then runs as soon as it can. You may
+# write the rows with a function, as `row` did.
 
 # %%
 from tplab.exercises.pipeline_schedules import PUZZLES, check_puzzle
@@ -350,8 +363,8 @@ check_puzzle(5, puzzle_5)
 # %% [markdown]
 # <details><summary>How far can a program get?</summary>
 #
-# tplab's `auto_schedule(4, 8, memory_limit=3)` finds 32 steps at once. With `solver="exact"` (after `pip install ortools`) it
-# finds 31. The check knows its answers, so write your own.
+# tplab's `auto_schedule(4, 8, memory_limit=3)` finds 32 steps at once. With `solver="exact"` (after
+# `pip install ortools`) it finds 31. The check knows its answers, so write your own.
 #
 # </details>
 #
@@ -366,22 +379,23 @@ check_puzzle(5, puzzle_5)
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | Qi et al.; their B is our I |
 # | DualPipeV | `ScheduleDualPipeV` | | DeepSeek |
 #
-# `Schedule.from_torch` reads torch's schedules, as [lab 11](11_run_a_pipeline.ipynb) shows, and `to_csv` writes a file that
-# torch loads. JAX has no schedules of its own: [lab 12](12_pipeline_in_jax.ipynb) shows what people do there.
+# `Schedule.from_torch` reads torch's schedules, as [lab 11](11_run_a_pipeline.ipynb) shows, and `to_csv` writes a file
+# that torch loads. JAX has no schedules of its own: [lab 12](12_pipeline_in_jax.ipynb) shows what people do there.
 #
 # ## To take away
 #
-# - Microbatches fill a pipeline. With equal stages and free messages, no order of whole forwards and backwards has a
-#   smaller bubble than $(p-1)(F+B)$. 1F1B saves memory, not time.
+# - Microbatches fill a pipeline. With equal stages, free messages and one stage per rank, no order of whole forwards
+#   and backwards has a smaller bubble than $(p-1)(F+B)$. 1F1B saves memory, not time.
 # - Smaller stages divide the bubble by $v$ and multiply the messages. A split backward fills the bubble with W.
 # - Ask of every "zero bubble": span or makespan, at which costs, and with how much memory?
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,
-# [Megatron-LM](https://arxiv.org/abs/2104.04473), for 1F1B and interleaving. Qi et al. 2024,
-# [Zero bubble](https://arxiv.org/abs/2401.10241) and [controllable memory](https://arxiv.org/abs/2405.15362). Lamy-Poirier
-# 2022, [Breadth-first](https://arxiv.org/abs/2211.05953). DeepSeek 2025, [DualPipe](https://github.com/deepseek-ai/DualPipe).
-# Misha Laskin, [Sharding Large Models](https://www.mishalaskin.com/posts/tensor_parallel), for the naive pipeline.
+# [Megatron-LM](https://arxiv.org/abs/2104.04473), for 1F1B and interleaving. Qi et al. 2024, [Zero
+# bubble](https://arxiv.org/abs/2401.10241) and [controllable memory](https://arxiv.org/abs/2405.15362). Lamy-Poirier
+# 2022, [Breadth-first](https://arxiv.org/abs/2211.05953). DeepSeek 2025,
+# [DualPipe](https://github.com/deepseek-ai/DualPipe). Misha Laskin, [Sharding Large
+# Models](https://www.mishalaskin.com/posts/tensor_parallel), for the naive pipeline.
 #
 # Next: [11 Run a pipeline](11_run_a_pipeline.ipynb).
 

@@ -30,8 +30,9 @@ class Costs:
     transfer        latency of a message between two ranks; stages on one rank hand over in no time
     full_backward   B where it is not split; left out, I + W
     overlap         of an overlapped pair, the part of the shorter one that is hidden behind the longer one, 0 to 1:
-                    F & B takes F + B - overlap * min(F, B). A pair begins when both can, and ends together. This is a
-                    model: DeepSeek (DualPipe 2025) leaves F & B a figure to be measured
+                    F & B takes F + B - overlap * min(F, B). A pair begins when both can, and ends together. F and B
+                    then include their own messages, such as the all-to-all of experts, and only that share can be
+                    hidden. This is a model: DeepSeek (DualPipe 2025) leaves F & B a figure to be measured
     message_bytes   size of one message (a number, or what each stage sends), and `bandwidth` in bytes per unit of time:
                     a message takes transfer + message_bytes / bandwidth
     links           "free": any number of messages travel at once. "queue": a link (one direction between two ranks)

@@ -124,7 +124,8 @@ def pipeline_lab(
                     a Schedule, a schedule of torch.distributed.pipelining, or its pipeline_order
     forward, input_grad, weight_grad, transfer, stage_costs, overlap
                     as in `Costs`: stage_costs=[1, 1, 1, 2] doubles what the last quarter of the model costs, and
-                    overlap=1 hides all of a forward behind the backward that it is paired with, as DualPipe can
+                    overlap=0.5 hides half of a forward behind the backward that it is paired with, as DualPipe can
+                    with the messages within a stage
     memory_limit    microbatches whose activations a rank may hold; None: any number
     Raises ScheduleError where the rule does not go with the numbers, traitlets.TraitError for what no slider has.
     """

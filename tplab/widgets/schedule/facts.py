@@ -65,8 +65,9 @@ MEANINGS = {
     "bubble, of the ideal time": "The same idle time, divided by the time in which the ranks work. Megatron-LM's "
     "(p−1)/m is this one.",
     PAIR: "A forward and a backward that run together, as in DualPipe. Without overlap a pair takes F + B. With it, "
-    "that part of the shorter one is hidden behind the longer one. This rule is tplab's assumption: DeepSeek's "
-    "formula leaves F&B to be measured.",
+    "that part of the shorter one is hidden behind the longer one. F and B then include their own messages, such as "
+    "the all-to-all of experts: only that share can be hidden. This rule is tplab's assumption: DeepSeek's formula "
+    "leaves F&B to be measured.",
     WITHOUT: "The makespan of the same schedule where nothing is hidden.",
     WITH: "The makespan of the same schedule where the shorter one of each pair is hidden completely.",
     "peak microbatches": "The most microbatches whose activations one rank holds at the same time.",

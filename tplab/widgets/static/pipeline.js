@@ -15,7 +15,7 @@ const SLIDERS = [
   ["overlap", "overlap of F & B"],
 ];
 const OVERLAP = "How much of the shorter pass of a pair is hidden behind the longer one: F & B takes F + B − overlap × min(F, B). " +
-  "DualPipe and DualPipeV have pairs.";
+  "F and B then include their own messages, and only that share can be hidden. DualPipe and DualPipeV have pairs.";
 const COSTS = "What the stages cost beside one another, first to last: 1, 1, 1, 2 makes F, I and W of the last one take twice as long. " +
   "A schedule with more stages cuts the same model finer. Empty: all cost the same.";
 
