@@ -32,8 +32,8 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 #
 # `ring_shift(x, "ring")` sends `x` to the next rank and returns what the previous rank sent.
 #
-# Run the cell, then press play. You can also click on the picture and use the arrow keys. Hover over anything to see
-# its contents.
+# Run the cell, then press play. Each colour and letter is one travelling sum. You can also click on the picture and use
+# the arrow keys. Hover over anything to see its contents.
 
 # %% tags=["opening-picture"]
 import numpy as np
@@ -61,12 +61,12 @@ totals = [total.item() for total in in_torch.per_rank]
 print(totals)
 
 # %% [markdown]
-# **Predict.** How many bytes did rank 0 send in total?
+# **Predict.** How many bytes did all eight ranks send together?
 #
 # <details><summary>Answer</summary>
 #
-# 28 bytes. In each of the seven steps, rank 0 sends one float32, which takes four bytes. The
-# result is also 28, but that is a coincidence.
+# 224 bytes. In each of the seven steps, each of the eight ranks sends one float32, which takes four bytes. (One rank
+# sends 28 bytes. The result is also 28, but that is a coincidence.)
 #
 # </details>
 #
@@ -116,6 +116,12 @@ print(len(messages(in_jax.trace)), "messages, the same in both frameworks")
 # - Send in the other direction: `tt.ring_shift(total, "ring", -1)`.
 # - Leave out one hop: `tt.axis_size("ring") - 2`. Which number is missing on which rank?
 #
+# <details><summary>Answer</summary>
+#
+# Rank $i$ misses the number of rank $i + 1$, which is the last to reach it.
+#
+# </details>
+#
 # You can also break it. When a rank fails, tplab names it at once and stops the others, and the notebook keeps working:
 
 # %%
@@ -135,9 +141,9 @@ except RankError as error:
 # ## The same sum for a quarter of the bytes
 #
 # Now every rank has eight numbers, and we want all eight sums on every rank. If ranks pass on whole tensors, each of
-# them sends its eight numbers seven times: 224 bytes. `ring_all_reduce` cuts the tensors into eight pieces, and each
-# rank sends only one piece at a time. The small marks under a piece show which ranks' numbers are in it. In the first
-# seven steps the sums grow; in the next seven the finished sums travel around the ring.
+# them sends eight numbers seven times: 224 bytes. `ring_all_reduce` cuts the tensors into eight pieces, and each rank
+# sends only one piece at a time. The small marks under a piece show which ranks' numbers are in it. In the first seven
+# steps the sums grow; in the next seven the finished sums travel around the ring.
 
 # %%
 def add_up_in_pieces(x):
@@ -154,9 +160,9 @@ animate(pieces.trace)
 # %% [markdown]
 # ## Your turn
 #
-# Every rank should end up with the *largest* number in the ring. `torch.maximum(a, b)` returns the larger of two tensors,
-# element by element. Replace the `...` and run both cells. The check runs your program on rings of several lengths. If
-# something is off, it shows what, and on which rank.
+# Every rank should end up with the *largest* number in the ring. `torch.maximum(a, b)` returns the larger of two
+# tensors, element by element. Replace the `...` and run both cells. The check runs your program on rings of several
+# lengths. If something is off, it shows what, and on which rank.
 
 # %%
 def largest(x):  # x [1]: this rank's own number
@@ -184,7 +190,7 @@ check_largest(largest)
 # - How the ranks add up decides the cost: 224 bytes per rank, or 56, for the same result.
 #
 # Next: [01 Split a layer](01_split_a_layer.ipynb), where ranks share one matrix product. [02
-# Collectives](02_collectives.ipynb) explains why 56 bytes is the minimum.
+# Collectives](02_collectives.ipynb) explains why the busiest rank cannot send less than 56 bytes.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

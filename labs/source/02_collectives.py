@@ -10,8 +10,8 @@
 #
 # ![Four ranks in a ring, with four numbers each. Sums grow on three hops, then the finished sums travel on for three more.](images/02_collectives.png)
 #
-# *Four ranks, with four numbers each, add up their columns. On the first three hops the sums grow, and on the last three
-# they are passed on to every rank.*
+# *Four ranks, with four numbers each, add up their columns. On the first three hops the sums grow, and on the last
+# three they are passed on to every rank.*
 
 # %%
 import subprocess
@@ -34,8 +34,8 @@ from tplab.widgets import animate, curves, matrices, timeline
 # %% [markdown]
 # ## By hand: one table, seen from above
 #
-# A **collective** is an operation that all ranks of an axis do together. Four ranks hold four numbers each: a table with one
-# row per rank. You can see all rows at once, so for you each collective is a line of NumPy:
+# A **collective** is an operation that all ranks of an axis do together. Four ranks hold four numbers each: a table
+# with one row per rank. You can see all rows at once, so for you each collective is a line of NumPy:
 
 # %%
 table = np.array([[0, 7, 6, 4], [4, 8, 0, 6], [2, 0, 5, 9], [7, 7, 7, 7]], "float32")
@@ -66,8 +66,8 @@ out = tt.run(in_two_steps, Mesh(tp=4), rows, in_specs=P("tp"))
 print("in two steps:", np.array_equal(np.stack(out.per_rank), after["all_reduce"]))
 
 # %% [markdown]
-# A rank does not see the table, though. It sees only its own row. So we build everything from one call: `ring_shift` sends a
-# tensor to the next rank and returns what the previous rank sent.
+# A rank does not see the table, though. It sees only its own row. So we build everything from one call: `ring_shift`
+# sends a tensor to the next rank and returns what the previous rank sent.
 #
 # ## Pass it on: all-gather
 #
@@ -75,8 +75,8 @@ print("in two steps:", np.array_equal(np.stack(out.per_rank), after["all_reduce"
 #
 # <details><summary>Answer</summary>
 #
-# 2, 1, 0, 3: first its own number, then what its neighbour had one hop earlier. On rank $i$, entry $k$ of the list comes
-# from rank $i - k$, counted around the ring.
+# 2, 1, 0, 3: first its own number, then what its neighbour had one hop earlier. On rank $i$, entry $k$ of the list
+# comes from rank $i - k$, counted around the ring.
 #
 # </details>
 
@@ -96,8 +96,8 @@ for rank, arrived in enumerate(out.per_rank):
 #
 # Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that its
 # third, and the last rank adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is
-# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around at the bottom. Find the other three sums before you run
-# the cell.
+# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around at the bottom. Find the other three sums before you
+# run the cell.
 
 # %%
 def add_on(parts):  # parts [R, n]: in the order in which a passing sum collects them
@@ -141,8 +141,8 @@ for ranks in (1, 2, 3, 5, 8):
 # %% [markdown]
 # ## Why the busiest rank cannot send less
 #
-# Here is a simpler method: every rank sends its tensor to rank 0, and rank 0 adds them up and sends the sum back. This is
-# a **star**. `ppermute` sends along the pairs of ranks that you give it.
+# Here is a simpler method: every rank sends its tensor to rank 0, and rank 0 adds them up and sends the sum back. This
+# is a **star**. `ppermute` sends along the pairs of ranks that you give it.
 
 # %%
 def star(x):
@@ -160,7 +160,8 @@ print("the same sums:", torch.equal(wheel.value, ring.value))
 animate(wheel.trace)
 
 # %% [markdown]
-# **Predict.** Each rank's tensor takes 16 bytes. How many bytes does each rank send in the star, and how many in the ring?
+# **Predict.** Each rank's tensor takes 16 bytes. How many bytes does each rank send in the star? Which of the two
+# methods sends more in total?
 #
 # <details><summary>Answer</summary>
 #
@@ -176,7 +177,8 @@ for name, out in (("star", wheel), ("ring", ring)):
 
 # %% [markdown]
 # So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on a slow network. In the star,
-# the others wait while rank 0 sends three times. In the ring, every rank sends at every step.
+# rank 0 receives three times, one after another, and then sends three times, while the others wait. In the ring, every
+# rank sends at every step.
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -186,9 +188,9 @@ timeline(tt.run(star, Mesh(tp=4), large, **options).trace)
 timeline(tt.run(my_all_reduce, Mesh(tp=4), large, **options).trace)
 
 # %% [markdown]
-# Can any method manage with fewer than 96? Follow one piece. Before the first rank can know its sum, every other rank must have
-# sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ messages more. The trace shows this.
-# For each piece, here is how many ranks' numbers each of its messages contains:
+# Can any method manage with fewer than 96? Follow one piece. Before the first rank can know its sum, every other rank
+# must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ messages more. The trace
+# shows this. For each piece, here is how many ranks' numbers each of its messages contains:
 
 # %%
 sends = [event for event in ring.trace.events if event.kind == "send"]
@@ -206,9 +208,9 @@ for piece in range(4):
 # %% [markdown]
 # ## What it costs
 #
-# Two collectives are left to build. In a **broadcast**, the ranks that already have the tensor send it to ranks that do
-# not, so their number doubles with every hop: a **tree**. In an **all-to-all**, every rank has something different for
-# every rank.
+# Two collectives are left to build. A **broadcast** copies one rank's tensor to all ranks. Every rank that has it sends
+# it to one that does not, so the number of ranks that have it doubles with every hop: a **tree**. In an **all-to-all**,
+# every rank has something different for every rank.
 
 # %%
 def tree(x):
@@ -266,9 +268,9 @@ print("\n".join(lines))
 # %% [markdown]
 # ## Few hops or few bytes?
 #
-# Each hop also has a **latency**, the time before its first byte arrives, and a ring of eight ranks takes fourteen hops.
-# Here is an all-reduce with three: exchange sums with your neighbour, then with the rank two places away, then four. It is
-# called **recursive doubling**.
+# Each hop also has a **latency**, the time before its first byte arrives, and a ring of eight ranks takes fourteen
+# hops. Here is an all-reduce with three: exchange sums with your neighbour, then with the rank two places away, then
+# four. It is called **recursive doubling**.
 
 # %%
 def doubling(x):  # R a power of two
@@ -289,18 +291,18 @@ for event in out.trace.select(rank=0, kind="send").events:
 animate(out.trace)
 
 # %% [markdown]
-# **Predict.** Which is faster for a hundred numbers, three hops with the whole tensor or fourteen hops with an eighth of
-# it? And which is faster for a hundred million? What decides where the two are equal?
+# **Predict.** Which is faster for a hundred numbers, three hops with the whole tensor or fourteen hops with an eighth
+# of it? And which is faster for a hundred million? What decides where the two are equal?
 #
 # <details><summary>Answer</summary>
 #
-# Three hops are faster for a hundred numbers, and fourteen for a hundred million. They are equal where the ring's eleven
-# extra hops take as long as the bytes that it saves. So the product of latency and bandwidth decides.
+# Three hops are faster for a hundred numbers, and fourteen for a hundred million. They are equal where the ring's
+# eleven extra hops take as long as the bytes that it saves. So the product of latency and bandwidth decides.
 #
 # </details>
 #
-# In this picture a message takes its latency plus bytes over bandwidth, from the data sheets of two clusters. The circles
-# are runs on such a **modelled** clock, and the lines are formulas. No algorithm can get below the lower bound.
+# In this picture a message takes its latency plus bytes over bandwidth, from the data sheets of two clusters. The
+# circles are runs on such a **modelled** clock, and the lines are formulas. No algorithm can get below the lower bound.
 
 # %%
 BUILT = {"ring": my_all_reduce, "recursive_doubling": doubling}
@@ -335,14 +337,15 @@ curves(
 )
 
 # %% [markdown]
-# Ring and recursive doubling take equally long at $\frac{14 - 3}{3 - 14/8} = 8.8$ times latency times bandwidth. The third curve,
-# halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few hops *and* few bytes.
-# Then why use rings at all? Halving-doubling sends to ranks four places away, and its formula assumes a link for every
-# pair of ranks. Where ranks are wired as a ring or a torus, its messages share links. A ring sends to neighbours only.
+# Ring and recursive doubling take equally long at $\frac{14 - 3}{3 - 14/8} = 8.8$ times latency times bandwidth. The
+# third curve, halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few hops
+# *and* few bytes. Then why use rings at all? Halving-doubling sends to ranks four places away, and its formula assumes
+# a link for every pair of ranks. Where ranks are wired as a ring or a torus, its messages share links. A ring sends to
+# neighbours only.
 #
-# Now **measured**: star and ring on four processes of one machine. The star may win here, even for a large tensor. A ring
-# is fast because all its links work at the same time. But four processes on a few cores take turns, and then the number
-# of messages counts: 6 in the star, 24 in the ring.
+# Now **measured**: star and ring on four processes of one machine. The star wins for the small tensor, with 6 messages
+# against 24. For the large one it depends on how many cores are free. The `laptop` model has a free core for each rank,
+# and leaves out copying data and waking up a waiting process. So compare star with ring:
 
 # %% tags=["nbval-ignore-output"]
 for nbytes in (2**10, 2**23):
@@ -381,11 +384,11 @@ print(in_jax.trace.bytes_sent(rank=2), "bytes sent by rank 2")
 
 # %% [markdown]
 # Two things differ. **A rank does not know its index while Python runs**, because Python reads the program once for all
-# ranks. You can compute with `axis_index`, and index an *array* with it. You cannot index a Python list with it or use it
-# in an `if`.
+# ranks. You can compute with `axis_index`, and index an *array* with it. You cannot index a Python list with it or use
+# it in an `if`.
 #
-# **`out_specs=P()` needs a proof.** In torch, `run` compares the numbers. JAX goes by its types, and they cannot prove that
-# what came around a ring is the same on every rank:
+# **`out_specs=P()` needs a proof.** In torch, `run` compares the numbers. JAX goes by its types, and they cannot prove
+# that what came around a ring is the same on every rank:
 
 # %%
 from tplab.errors import ReplicationError
@@ -399,9 +402,9 @@ except ReplicationError as error:
 # ## A bug to repair
 #
 # There are two conventions. In [NCCL's ring](https://github.com/NVIDIA/nccl/blob/master/src/device/all_reduce.h), as in
-# ours, rank $i$ ends with the sum of piece $i$. In [Baidu's](https://github.com/baidu-research/baidu-allreduce), it ends
-# with piece $i + 1$. This program has the first half of one and the second half of the other. It passes the usual tests:
-# ones add up, all ranks agree, and the grand total and the norm are right.
+# ours, rank $i$ ends with the sum of piece $i$. In [Baidu's](https://github.com/baidu-research/baidu-allreduce), it
+# ends with piece $i + 1$. This program has the first half of one and the second half of the other. It passes the usual
+# tests: ones add up, all ranks agree, and the grand total and the norm are right.
 
 # %%
 def sum_up(x):
@@ -424,8 +427,9 @@ check_sum_up(sum_up)
 # %% [markdown]
 # ## Your turn: six puzzles
 #
-# Each puzzle sets two budgets: a number of rounds, and a number of bytes that no rank may exceed. In a round, a rank may send
-# one message and receive one. A piece is three numbers of 4 bytes. Use only `ring_shift`, `ppermute` and `start`.
+# Each puzzle sets two budgets: a number of rounds, and a number of bytes that no rank may exceed. In a round, a rank
+# may send one message and receive one. A piece is three numbers of 4 bytes. Use only `ring_shift`, `ppermute` and
+# `start`.
 
 # %%
 from tplab.exercises.collective_puzzles import PUZZLES, check_puzzle
@@ -452,8 +456,9 @@ def puzzle_2(x):
 check_puzzle(2, puzzle_2)
 
 # %% [markdown]
-# In puzzle 3 both links of a rank can be busy at the same time, as on a TPU. `flight = tt.start(tt.ring_shift, x, "tp", 1)`
-# begins a hop, and `flight.wait()` returns what arrived. Hops that you start before you wait share a round.
+# In puzzle 3 both links of a rank can be busy at the same time, as on a TPU.
+# `flight = tt.start(tt.ring_shift, x, "tp", 1)` begins a hop, and `flight.wait()` returns what arrived. Hops that you
+# start before you wait share a round.
 
 # %%
 def puzzle_3(x):
@@ -480,7 +485,8 @@ check_puzzle(3, puzzle_3)
 # ## To take away
 #
 # - All-gather passes on, reduce-scatter adds on the way, and an all-reduce is one after the other.
-# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes. In any other method, some rank sends at least as much.
+# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes. In any other method, some rank sends at least as much,
+#   unless a switch adds.
 # - The price is $2(R-1)$ hops. Small tensors are faster with fewer hops.
 #
 # **Sources.** Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce](https://doi.org/10.1016/j.jpdc.2008.09.002).

@@ -97,9 +97,9 @@ except ReplicationError as error:
     print(error)
 
 # %% [markdown]
-# If nothing compares them, training simply continues. Take the weight of a norm. Every rank has a copy of it. As long as
-# all ranks compute the same gradient, the copies stay the same and no message is needed. Here they are after 20 steps of
-# training with masks that differ:
+# If nothing compares them, training simply continues. Take the weight of a norm. Every rank has a copy of it. As long
+# as all ranks compute the same gradient, the copies stay the same and no message is needed. Here they are after 20
+# steps of training with masks that differ:
 
 # %%
 samples = torch.randn(20, 2, 2, 4)  # 20 steps; x and target of 2 tokens, on every rank
@@ -191,8 +191,9 @@ for drop in (F.dropout, tt.dropout):
 # but a `torch.rand(1, device="cuda")` does.
 #
 # tplab's `dropout` does not use a shared generator at all. It makes the mask from the seed of the run, the number of
-# the draw, and, along `axis`, the rank's coordinate. Other random numbers cannot disturb it. This answers the
-# question at the top: to agree on a mask, ranks have to share a seed, and they do not have to send anything.
+# the draw, and, along `axis`, the rank's coordinate. Other random numbers cannot disturb it. Only an extra call of
+# `dropout` itself can. This answers the second half of the question at the top: to agree on a mask, ranks have to share
+# a seed, and they do not have to send anything.
 #
 # ## Keys in JAX
 #
@@ -238,9 +239,9 @@ for program in (one_key_twice, split_key):
 # %% [markdown]
 # ## What it costs
 #
-# Dropout sends nothing, but it needs memory: each rank keeps the mask for the backward pass. Inside, the mask is as large
-# as the rank's share of the features. Outside, it is as large as the whole tensor, unless sequence parallelism splits the
-# tokens there.
+# Dropout sends nothing, but it needs memory: each rank keeps the mask for the backward pass. Inside, the mask is as
+# large as the rank's share of the features. Outside, it is as large as the whole tensor, unless sequence parallelism
+# splits the tokens there.
 #
 # A good test of all of this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one
 # seed:
@@ -266,8 +267,7 @@ for ranks in (1, 2, 4):
 # %% [markdown]
 # ## A bug to repair: two masks
 #
-# This block has one dropout inside and one outside, and each of them has the mask that the other one should have.
-# `run` can see one of the two mistakes. The other one shows only in statistics.
+# This block has one dropout inside and one outside. Its shapes are right, and it runs.
 
 # %%
 def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], replicated
@@ -277,8 +277,9 @@ def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], repli
     return x + tt.dropout(y, 0.5, axis="tp")
 
 # %% [markdown]
-# The check gives `block` weights that make every mask readable from the result: hidden feature $f$ adds $2^f$. Fix
-# one mistake, and see what the check says about the other.
+# The check gives `block` weights that make every mask readable from the result: hidden feature $k$ adds $2^k$. Run it,
+# fix what it says, and run it again. `run` with `out_specs=P()` could see one of the mistakes; the other shows only in
+# statistics. Which is which?
 
 # %%
 from tplab.exercises.dropout import check_block
@@ -288,9 +289,9 @@ check_block(block)
 # %% [markdown]
 # ## Your turn: a dropout of your own
 #
-# Write `drop` without tplab's `dropout`. All ranks get the same whole number as `key`, and a different one for each draw.
-# The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Earlier draws
-# on a rank must not change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
+# Write `drop` without tplab's `dropout`. All ranks get the same whole number as `key`, and a different one for each
+# draw. The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Earlier
+# draws on a rank must not change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
 # `tt.axis_index(axis)` is the rank's place along one axis or several. The check takes a torch function.)
 #
 # <details><summary>A hint</summary>

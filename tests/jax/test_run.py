@@ -483,12 +483,12 @@ def test_replication_that_nothing_makes_so():
     x = np.ones((8, 4), np.float32)
     message = (
         r"out_specs=P\(\) says that result\['y'\], \[4, 4\], is the same on all ranks of axis 'dp'.*\n"
-        r"If it is a partial result, all_reduce over 'dp' makes it the same .*; .*let out_specs=P\('dp'\) join them;\n"
-        r"if the ranks are meant to differ, name 'dp' in out_specs"
+        r"If it is a partial result, all_reduce over 'dp' makes it the same .*\. .* piece, with out_specs=P\('dp'\)\.\n"
+        r"If the ranks are meant to differ, name 'dp' in out_specs"
     )
     with pytest.raises(ReplicationError, match=message):
         run(lambda x: {"y": x}, GRID, x, in_specs=P("dp"), out_specs=P())
-    with pytest.raises(ReplicationError, match="all_gather or a ring gathered, JAX cannot know that ranks agree"):
+    with pytest.raises(ReplicationError, match="all_gather or a ring gathered it, JAX cannot know that the ranks agree"):
         run(lambda x: all_gather(x, "dp"), GRID, x, in_specs=P("dp"), out_specs=P())
     with pytest.raises(ReplicationError, match="axis 'dp' and 'tp'"):
         run(lambda x: x, GRID, x, in_specs=P(("dp", "tp")), out_specs=P())

@@ -91,11 +91,11 @@ def _not_the_same(which: str, shape: tuple[int, ...], spec: P, differs: list[str
     joining = ""
     if shape and not spec[:1]:
         pieces = P(differs[0] if len(differs) == 1 else tuple(differs))
-        joining = f": return the piece, and let out_specs={pieces} join them"
+        joining = f": return this rank's piece, with out_specs={pieces}"
     return (
         f"out_specs={spec} says that {which}, {list(shape)}, is the same on all ranks of axis {axes}, but nothing in "
-        "the program makes it so: it was computed from what differs there.\n"
-        f"If it is a partial result, all_reduce over {axes} makes it the same everywhere; "
-        f"of what all_gather or a ring gathered, JAX cannot know that ranks agree{joining};\n"
-        f"if the ranks are meant to differ, name {axes} in out_specs"
+        "the program makes it so: it depends on values that differ there.\n"
+        f"If it is a partial result, all_reduce over {axes} makes it the same everywhere. "
+        f"If all_gather or a ring gathered it, JAX cannot know that the ranks agree{joining}.\n"
+        f"If the ranks are meant to differ, name {axes} in out_specs"
     )
