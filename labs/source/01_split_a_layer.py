@@ -62,7 +62,8 @@ matrices(terms, "Rows of A give terms of Y")
 # ranks, and they have to add up their terms.
 #
 # `P` says how a tensor is split. It has one entry per dim: the name of a mesh axis, or `None` for a dim that is not
-# split. `P()` describes a tensor that every rank has whole. Hover over a rank.
+# split. Dims without an entry are not split either, so `P()` describes a tensor that every rank has whole. Hover over a
+# rank.
 
 # %%
 shards(Mesh(tp=4), x=((8, 16), P()), a=((16, 12), P(None, "tp")))
@@ -105,10 +106,10 @@ matrices({"rank 0: Z_0": Z_0, "rank 1: Z_1": Z_1, "Z_0 + Z_1": Z_0 + Z_1, "Z": Z
 # `out_specs=P()` says that all ranks return the same tensor, and `run` checks it.
 
 # %%
-def mlp(x, a, b):  # x [B, D]   a [D, F/tp]   b [F/tp, D]
-    y = torch.relu(x @ a)  # [B, F/tp]  finished columns of Y
-    z = y @ b  # [B, D]  this rank's term of Z
-    return tt.all_reduce(z, "tp")  # [B, D]  the sum of all terms, on every rank
+def mlp(x, a, b):  # x [N, D]   a [D, F/tp]   b [F/tp, D]
+    y = torch.relu(x @ a)  # [N, F/tp]  finished columns of Y
+    z = y @ b  # [N, D]  this rank's term of Z
+    return tt.all_reduce(z, "tp")  # [N, D]  the sum of all terms, on every rank
 
 SPECS = (P(), P(None, "tp"), P("tp", None))
 rng = np.random.default_rng(0)
@@ -150,8 +151,8 @@ except ReplicationError as error:
 #
 # ## Backward
 #
-# Take the loss $\sum (Z - T)^2$, and $Y = \tanh U$ with $U = XA$, whose derivative is $1 - Y^2$. The chain rule goes from
-# right to left ($\circ$ multiplies entry by entry):
+# Take the loss $\sum (Z - T)^2$, and $Y = \tanh U$ with $U = XA$, whose derivative is $1 - Y^2$. (Unlike relu, it is
+# smooth, so small changes test it well.) The chain rule goes from right to left ($\circ$ multiplies entry by entry):
 #
 # $$dZ = 2\,(Z - T) \qquad dB = Y^\top dZ \qquad dU = (dZ\, B^\top) \circ (1 - Y^2)$$
 # $$dA = X^\top dU \qquad dX = dU\, A^\top$$
@@ -222,7 +223,8 @@ matrices({**terms, "right": grads["dX"]}, "dX")
 # | $g$, `reduce_from` | `all_reduce` | nothing |
 #
 # Why does $g$ do nothing in the backward pass? Every rank computes the same loss, so it already has all of $dZ$, and a
-# sum would count it once per rank. In the program you write $f$ and $g$, and autograd does the rest.
+# sum would count it once per rank. In the program you write $f$ and $g$, and autograd does the rest. (In torch,
+# `reduce_from` is another name for `all_reduce`, because tplab's sum passes the gradient on unchanged.)
 
 # %%
 def step(x, a, b, target, enter=tt.copy_to):
@@ -241,8 +243,8 @@ for name, grad in zip(("dX", "dA", "dB"), in_torch.value):
 animate(in_torch.trace)
 
 # %% [markdown]
-# If you forget $f$, no error is raised, and `dA` and `dB` are still right. But the *previous* layer receives only a part
-# of its gradient, a different one on each rank:
+# If you forget $f$, no error is raised, and `dA` and `dB` are still right. But the *previous* layer receives only a
+# part of its gradient, a different one on each rank:
 
 # %%
 def step_without_f(x, a, b, target):
@@ -256,8 +258,8 @@ matrices({**shown, "right": grads["dX"]}, "dX")
 # %% [markdown]
 # ## The same in JAX
 #
-# `torch.tanh` becomes `jnp.tanh`, and `jax.grad` takes the place of `.backward()`. This program has no `copy_to`, and yet
-# its `dX` is right. Why?
+# `torch.tanh` becomes `jnp.tanh`, and `jax.grad` takes the place of `.backward()`. This program has no `copy_to`, and
+# yet its `dX` is right. Why?
 
 # %%
 import jax
@@ -277,9 +279,9 @@ for name, grad in zip(("dX", "dA", "dB"), in_jax.value):
     print(name, "right" if is_right else "wrong")
 
 # %% [markdown]
-# JAX's types record along which axes a value may differ from rank to rank. `x` is the same on all ranks, and `a` is not.
-# Where the two meet, JAX converts `x` to a value that may differ. This conversion is $f$: its backward pass is a sum. So
-# JAX sends the same two sums as torch. `collectives_in` lists them in the program that XLA compiled:
+# JAX's types record along which axes a value may differ from rank to rank. `x` is the same on all ranks, and `a` is
+# not. Where the two meet, JAX converts `x` to a value that may differ. This conversion is $f$: its backward pass is a
+# sum. So JAX sends the same two sums as torch. `collectives_in` lists them in the program that XLA compiled:
 
 # %%
 tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
@@ -287,11 +289,11 @@ tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 # %% [markdown]
 # ## What it costs
 #
-# Take $B$ tokens, width $D$, hidden width $F$ and $R$ ranks. Then each rank
+# Take $N$ tokens, width $D$, hidden width $F$ and $R$ ranks. Then each rank
 #
 # - holds $2DF/R$ weights,
-# - computes $4BDF/R$ operations in its two products,
-# - sends $2\frac{R-1}{R}BD$ elements forward (`Z`), and the same number backward (`dX`).
+# - computes $4NDF/R$ operations in its two products,
+# - sends $2\frac{R-1}{R}ND$ elements forward (`Z`), and the same number backward (`dX`).
 #
 # With a `cluster`, every rank has a clock. A product takes as long as the chip's data sheet says, plus 5 µs for the
 # launch. A message takes its latency plus bytes over bandwidth. These times are **modelled**, so they are the same on
@@ -363,10 +365,11 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# A wider hidden layer makes only the products longer, so eight ranks gain more. With few tokens they gain little, because
-# latencies and launches take most of the time. With many tokens, only $F$ and the hardware matter. An H100 does 2,198
-# operations in the time it takes to send one byte. Divide the formulas above, at 2 bytes per element: sum and
-# products take equally long at $F = (R - 1) \cdot 2198$. On eight ranks that is about 15,000.
+# A wider hidden layer makes the computing longer, but not the sum, so eight ranks gain more. With few tokens they gain
+# little, because latencies and launches take most of the time. With many tokens, only $F$ and the hardware matter. In
+# bfloat16, an H100 does 2,198 operations in the time it takes to send one byte. Divide the formulas above, at 2 bytes
+# per element: sum and products take equally long at $F = (R - 1) \cdot 2198$. On eight ranks that is about 15,000.
+# (Real products do not reach the peak of the data sheet. So the sums weigh less, and a smaller width is enough.)
 #
 # </details>
 
@@ -377,7 +380,7 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # agrees with the unsplit version of itself, and it is wrong. (It leaves out `dX`. You may leave it out as well.)
 
 # %%
-def backward(x, a, b, target):  # x [B, D]   a [D, F/tp]   b [F/tp, K]   target [B, K]
+def backward(x, a, b, target):  # x [N, D]   a [D, F/tp]   b [F/tp, K]   target [N, K]
     y = torch.tanh(x @ a)
     z = tt.all_reduce(y @ b, "tp")
     dz = 2 * (z - tt.all_gather(y, "tp", dim=1))
@@ -391,8 +394,8 @@ unsplit = tt.run(backward, Mesh(tp=1), X, A, B, T, in_specs=specs, out_specs=SPE
 print(all(torch.allclose(one, other) for one, other in zip(split.value, unsplit.value)))
 
 # %% [markdown]
-# Both have the same mistake, so they agree. The check changes every weight a little and watches the loss. Fix `backward`
-# above, run its cell, and then run this one.
+# Both have the same mistake, so they agree. The check changes every weight a little and watches the loss. Fix
+# `backward` above, run its cell, and then run this one.
 
 # %%
 from tplab.exercises.split_a_layer import check_backward
@@ -402,12 +405,12 @@ check_backward(backward)
 # %% [markdown]
 # ## Your turn
 #
-# **A bias, added once.** Write a row-parallel layer in torch, `x @ w + bias`. Each rank holds some rows of `w`, all of `x`
-# and all of the bias. A well-known library once got this
+# **A bias, added once.** Write a row-parallel layer in torch, `x @ w + bias`. Each rank holds some rows of `w`, all of
+# `x` and all of the bias. A well-known library once got this
 # [wrong](https://github.com/huggingface/text-generation-inference/issues/1036).
 
 # %%
-def row_linear(x, w, bias):  # x [B, D]   w [D/tp, K]   bias [K]   ->   [B, K]
+def row_linear(x, w, bias):  # x [N, D]   w [D/tp, K]   bias [K]   ->   [N, K]
     ...
 
 # %%
@@ -421,11 +424,11 @@ check_row_linear(row_linear)
 #
 # $$Z = (\mathrm{silu}(X A) \circ X G)\, B$$
 #
-# Split it over `tp`, in torch, with as few messages as you can. (`torch.nn.functional.silu` is the activation.) The check
-# also differentiates your function, so the backward pass must be right, too.
+# Split it over `tp`, in torch, with as few messages as you can. (`torch.nn.functional.silu` is the activation.) The
+# check also differentiates your function, so the backward pass must be right, too.
 
 # %%
-def gated(x, a, g, b):  # x [B, D]   a, g [D, F/tp]   b [F/tp, D]   ->   [B, D]
+def gated(x, a, g, b):  # x [N, D]   a, g [D, F/tp]   b [F/tp, D]   ->   [N, D]
     ...
 
 # %%

@@ -7,7 +7,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_hugging_face_gpt2.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_hugging_face_gpt2.ipynb)
 #
-# ![A timeline of four ranks, forward and backward through two layers of a GPT-2, with ten sums between them.](images/09_hugging_face_gpt2.png)
+# ![A timeline of four ranks, forward and backward through two layers of a GPT-2, with sums between them.](images/09_hugging_face_gpt2.png)
 #
 # *One training step of a GPT-2 from the `transformers` library, sharded over four ranks by a plan of eleven lines.
 # Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from its config.*
@@ -67,11 +67,11 @@ by_part = [np.concatenate([part[rank] for part in parts]) for rank in range(2)]
 print("cut part by part: ", *by_part)
 
 # %% [markdown]
-# If you cut it as one matrix, rank 0 gets all the queries and half of the keys. The shapes fit and no error is
-# raised, but no rank has a whole head. So a fused matrix must be cut part by part. (`c_attn` is also a `Conv1D`,
-# which stores its weight as [in, out], the transpose of what `nn.Linear` stores.)
+# If you cut it as one matrix, rank 0 gets all the queries and half of the keys. Once the attention is set to fewer
+# heads, the shapes fit and no error is raised, but no rank has a whole head. So a fused matrix must be cut part by
+# part. (`c_attn` is also a `Conv1D`, which stores its weight as [in, out], the transpose of what `nn.Linear` stores.)
 #
-# ## Ten lines of your own
+# ## A plan of your own
 #
 # Sharding a model from outside means replacing its layers. Start with the MLPs: `c_fc` becomes column-parallel and
 # `c_proj` becomes row-parallel. A plan says which layer replaces which module, and `by_own_plan` carries it out:
@@ -140,7 +140,8 @@ print("\n" + "\n".join(report.notes))
 #   after it wrong.
 # - So the report begins with what explains the rest. Here that is the first module in the forward pass whose output is
 #   wrong, and the report names the cause: its bias is added once per rank.
-# - If all outputs are right and only gradients are wrong, it begins with the first gradient that the backward pass reaches.
+# - If all outputs are right and only gradients are wrong, it begins with the first gradient that the backward pass
+#   reaches.
 # - The note explains why the loss did not show it: these biases are zero in a new model. For its checks,
 #   `check_parallel` replaces constant parameters with other values.
 #
@@ -156,10 +157,10 @@ check_row(MyRow)
 # %% [markdown]
 # ## A plan
 #
-# tplab's `parallelize` does the same for whole models. Its plan says what happens to each module that has parameters,
-# and `*` stands for any block. "column" and "row" are the layers above, "vocab" splits the words as in lab 06, and
-# "replicate" leaves a copy on every rank. "local" is a dropout inside, where each rank draws its own mask ([lab
-# 07](07_dropout.ipynb)).
+# tplab's `parallelize` does the same for whole models. Its plan says what happens to each module that has parameters or
+# draws a mask, and `*` stands for any block. "column" and "row" are the layers above, `FusedColumn(parts=3)` cuts three
+# matrices part by part, "vocab" splits the words as in lab 06, and "replicate" leaves a copy on every rank. "local" is
+# a dropout inside, where each rank draws its own mask ([lab 07](07_dropout.ipynb)).
 
 # %%
 plan = tt.gpt2_plan(gpt2())
@@ -167,15 +168,15 @@ for name, kind in plan.items():
     print(f"{name:34} {kind}")
 
 # %% [markdown]
-# The model's own `forward`, its loss and its `generate` stay as they are. The attention modules are set to the number of
-# heads that they have left.
+# The model's own `forward`, its loss and its `generate` stay as they are. The attention modules are set to the number
+# of heads that they have left.
 #
 # **Predict.** The model has two blocks. How many times do the ranks add something up, forward and backward?
 #
 # <details><summary>Answer</summary>
 #
-# Ten times. There are four sums per block: two forward (after the attention and after the MLP) and two backward
-# (before them). The embedding adds one in the forward pass, and the head adds one in the backward pass. There is also one
+# Ten times. There are four sums per block: two forward (after the attention and after the MLP) and two backward (before
+# them). The embedding adds one in the forward pass, and the head adds one in the backward pass. There is also one
 # `all_gather` of the logits, because the model's own loss needs all of them.
 #
 # </details>
@@ -300,6 +301,13 @@ about = f"{T} tokens, 4 ranks"
 knob("Bytes that rank 0 sends for the loss", "words", options, about=about, unit="B")
 
 # %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# If the logits are gathered, the bytes grow in proportion to the vocabulary. If they are left in place, the bytes do
+# not grow at all.
+#
+# </details>
+#
 # ## The same weights in JAX
 #
 # `transformers` no longer has JAX models, so only the weights move. `gpt2_params` turns the state of a GPT-2 into
@@ -328,7 +336,8 @@ print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 # torch's own `parallelize_module` also takes a plan, and turns parameters into tensors that know how they are split
 # (`DTensor`). `jax.jit` needs no plan: you say how the parameters are split, and XLA works out what an *unsharded*
 # program has to send. Here is one training step of the same GPT-2 on four ranks. For DTensor and `jit`, query, key and
-# value are three layers, and each of them sums the gradient of its input. DTensor can be told that they share one input.
+# value are three layers, and each of them sums the gradient of its input. DTensor can be told that they share one
+# input.
 
 # %%
 from functools import partial
@@ -373,9 +382,9 @@ sent = {
 print(traffic_table(sent))
 
 # %% [markdown]
-# All four compute the same gradients. With a shared input, DTensor sends exactly as many bytes as tplab, in one more
-# message: its loss sends two sums that tplab puts into one. The 17 of `jit` come from XLA's CPU compiler, which
-# this notebook uses. On a GPU or TPU there may be fewer, because XLA has a pass,
+# With a shared input, DTensor sends exactly as many bytes as tplab, in one more message: its loss sends two sums that
+# tplab puts into one. The 17 of `jit` come from XLA's CPU compiler, which this notebook uses. On a GPU or TPU there may
+# be fewer, because XLA has a pass,
 # [all-reduce-reassociate](https://github.com/openxla/xla/blob/main/xla/hlo/transforms/collectives/all_reduce_reassociate.cc),
 # which replaces the sum of two `all_reduce`s with the `all_reduce` of their sum.
 #
