@@ -207,7 +207,7 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
 #
 # Each takes as many FLOPs as the forward, so $B = I + W = 2F$. `train_batch` splits the backward of any module in this
 # way: I goes from the output to the input and keeps the gradient of each layer's output, and W computes the weights'
-# gradients from these. Nothing is computed twice.
+# gradients from these. The split computes nothing twice.
 #
 # **Predict.** In our GPT, which takes more FLOPs, I or W?
 #
@@ -233,6 +233,8 @@ print(f"I / W = {split['I'] / split['W']:.2f}")
 print(f"(I + W) / B = {(split['I'] + split['W']) / whole['B']:.2f}")
 
 # %% [markdown]
+# $B / F$ is a little above 2, because fused attention computes its scores again in the backward pass.
+#
 # FLOPs are not seconds. Qi et al. measured $B = 1.48\,F$ and $I = 1.94\,W$ for a GPT on A100s. So measure your own model before
 # you choose a schedule.
 #
@@ -335,21 +337,21 @@ knob("One batch on four ranks", "microbatches",
 #
 # ## What it costs
 #
-# $m$ microbatches of $b$ sequences of $S$ tokens, $D$ wide; $p$ ranks with $v$ stages each. Numbers sent in one batch:
+# $m$ microbatches of $b$ sequences of $S$ tokens, $D$ wide; $p$ ranks with $v$ stages each. In one batch:
 #
-# | what | how many |
+# | what | numbers sent by all ranks |
 # |---|---|
 # | an activation or a gradient over one cut | $bSD$ |
 # | all $pv - 1$ cuts, in both directions | $2m(pv - 1)\,bSD$ |
-# | under ZB-V, whose middle cut is inside a rank | $2m(2p - 2)\,bSD$ |
+# | under ZB-V, whose two middle stages are on one rank | $2m(2p - 2)\,bSD$ |
 # | the loss, an all_reduce of one number | $2(p - 1)$ |
 # | for comparison: one block, tensor-parallel over $p$ ranks | $8m(p-1)\,bSD$ |
 
 # %%
-b = 2  # sequences per microbatch; float32, and the loss in float64
+per_microbatch = 2  # sequences; float32, and the loss in float64
 num_cuts = {gpipe: p - 1, zb_h1: p - 1, interleaved_1f1b: 2 * p - 1, zb_v: 2 * p - 2}
 for rule, cuts in num_cuts.items():
-    formula = 4 * 2 * m * cuts * b * S * D + 8 * 2 * (p - 1)
+    formula = 4 * 2 * m * cuts * per_microbatch * S * D + 8 * 2 * (p - 1)
     print(f"{rule.__name__:17} formula {formula:7,}, sent {bytes_sent[rule]:7,}")
 
 # %% [markdown]
@@ -359,8 +361,7 @@ for rule, cuts in num_cuts.items():
 # ## A bug to repair: a deadlock
 #
 # When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39, because ranks wait for messages.
-# Running more forwards ahead would hide the messages. So we double the number, except on the first rank, which already
-# holds the most microbatches:
+# Running more forwards ahead would hide the messages. So we run more of them:
 
 # %%
 def ahead(rank, ranks):  # forwards before the first pair of forward and backward
@@ -388,6 +389,12 @@ except DeadlockError as error:
 check_ahead(ahead)
 
 # %% [markdown]
+# <details><summary>What the repair costs</summary>
+#
+# Hiding the messages takes memory: rank 0 now holds up to $2p - 1 = 7$ microbatches, instead of 4.
+#
+# </details>
+#
 # ## Your turn: a worker that splits its backward
 #
 # Teach `train` what to do for I and W, so that it can run ZB-H1. Start from a copy. There are three things to think about. An

@@ -11,8 +11,7 @@
 # ![A timeline of eight ranks. During the backward pass, an all_reduce runs beside every second product.](images/17_data_parallel.png)
 #
 # *One training step on a modelled node of eight H100s. Every rank holds the whole model and has its own batch. The gradient
-# of each layer is averaged over the ranks while the layers before it are still computing theirs. Only the last message has
-# nothing to hide behind.*
+# of each layer is averaged over the ranks while the layers before it are still computing theirs.*
 
 # %%
 import subprocess
@@ -143,12 +142,13 @@ for bucket_bytes in (None, 25e6):
 # gradients of a bucket are complete, `start` begins its `all_reduce` without waiting for the result. When the backward pass
 # ends, the means are written to `p.grad`.
 #
-# **Predict.** Which buckets can be hidden behind the backward pass, and which cannot?
+# **Predict.** The gradients take 134 MB. Which is fastest: one message per parameter, buckets of 5, 25 or 50 MB, or a single
+# bucket for everything?
 #
 # <details><summary>Answer</summary>
 #
-# The last bucket holds the gradients of the *first* layers. It is full only when the backward pass is over, so nothing
-# is left to hide it behind. Smaller buckets make the last one shorter, but they pay more latency.
+# Buckets of 25 MB. The last bucket holds the gradients of the *first* layers. It is full only when the backward pass is
+# over, so nothing is left to hide it behind. Smaller buckets make the last one shorter, but they pay more latency.
 #
 # </details>
 
@@ -212,11 +212,11 @@ knob("One step of a large model", "tokens per rank", options, start=2048, about=
 #
 # ## What it costs: decide
 #
-# The backward pass of $N$ parameters and $T$ tokens per rank takes $4NT$ FLOPs. In bfloat16 the gradients take $2N$
-# bytes, and each rank sends $2\frac{R-1}{R}$ times that. With $F$ FLOP/s and links of $B$ bytes per second, computing
-# and sending take the same time if
+# The backward pass of $M$ parameters and $T$ tokens per rank takes $4MT$ FLOPs. In bfloat16 the gradients take $2M$
+# bytes, and each rank sends $2\frac{R-1}{R}$ times that. With $F$ FLOP/s and $B$ bytes/s per link, computing and sending
+# take the same time if
 #
-# $$\frac{4NT}{F} = \frac{4N}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
+# $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
 # The size of the model cancels. What matters is the number of tokens per rank, and how fast a chip computes compared with
 # its links.
@@ -376,7 +376,7 @@ check_replicas(my_replicas)
 # | `no_sync()` | `model.no_sync()` | `no_sync_func` | add up first, then differentiate once |
 # | no counterpart | `model.register_comm_hook(...)` | | |
 # | `find_unused=True` | `find_unused_parameters=True` | | an unused parameter has a gradient of zeros |
-# | `tokens_per_rank` | your own code | `--calculate-per-token-loss` | `lax.psum` of the counts |
+# | your `my_loss` | your own code | `--calculate-per-token-loss` | `lax.psum` of the counts |
 #
 # ## To take away
 #
