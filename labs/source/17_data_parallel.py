@@ -162,7 +162,7 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
 # %% [markdown]
 # Buckets of 5 MB hide more, yet buckets of 25 MB are faster: packing a bucket is one more operation, and each takes 5
 # µs to launch in this model. One message per parameter needs no packing, but pays the most latency. With a single
-# bucket nothing is hidden, because it is full only at the end. torch's own DistributedDataParallel uses 25 MiB.
+# bucket nothing is hidden. torch's own DistributedDataParallel uses 25 MiB.
 #
 # The next cell **measures** both programs on two processes. Each has a GPU if your machine has two. Without GPUs, the cores
 # that compute must also move the messages, so overlapping gains little, if anything.
@@ -322,8 +322,8 @@ for fn in (by_types, by_buckets):
 # | clipping | uses one norm, that of the averaged gradients of the whole model: `clip_gradients(model, 1.0)` |
 # | the loss | is divided by the same number on every rank |
 #
-# The last row is easy to get wrong. Texts have different lengths, so batches are padded, and a target of -100 marks a padding
-# token, which does not count. On one rank, this loss is right. Run the check, then repair it.
+# The last row is easy to get wrong. Texts have different lengths, so batches are padded, and a target of -100 marks padding,
+# which does not count. On one rank, this loss is right. Run the check, then repair it.
 
 # %%
 def my_loss(logits, targets):  # logits [n, V]   targets [n], of this rank

@@ -136,8 +136,8 @@ for gather in (in_full_size, gather_codes, quantised):
     print(f"{gather.__name__:13} {out.trace.bytes_sent(rank=0):2} bytes  {numbers}")
 
 # %% [markdown]
-# Our codes take a byte each. tplab puts two into a byte, so four weights travel as 2 bytes of codes and 4 bytes of
-# scale. For four weights, the scale is a large overhead. For a block of 256, it adds only 4 bytes to 128.
+# Our codes take a byte each. tplab packs two into a byte, so four weights travel as 2 bytes of codes and 4 bytes of
+# scale. For a block of 256, the scale adds only 4 bytes to 128.
 #
 # See it run on four ranks. First the codes (a) are gathered, then the scales (b).
 
@@ -171,15 +171,15 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=51
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is half a step of 1/127, a fifth of a typical
-# weight. With blocks of 512, only the outlier's own block pays. With smaller blocks, fewer weights share a block with
-# the outlier, and the others gain a little more. But at 32, the scales already add an eighth to the bytes.
+# weight. With blocks of 512, only the outlier's own block pays. Smaller blocks gain a little
+# more, but at 32, the scales already add an eighth to the bytes.
 #
 # </details>
 #
 # ## Why gradients cannot take the ring
 #
 # A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop
-# ([lab 02](02_collectives.ipynb)). Codes do not survive this. Two codes with different scales cannot be added, and $7 + 7$
+# ([lab 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$
 # does not fit into 4 bits. So each hop would have to turn codes into numbers, add, and round again.
 #
 # **Predict.** Two ranks add up their gradients around such a ring, and then sixteen ranks do. Is the relative error of the
@@ -210,7 +210,7 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# With two ranks there is only one hop, so both ways are the same. With more, the ring is worse. So every rank sends its
+# With two ranks, each way rounds once. With more, the ring is worse. So every rank sends its
 # codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
 # An all_to_all over all ranks has a weakness. With eight ranks on two nodes, each rank sends four of its seven pieces
@@ -263,8 +263,8 @@ for name, options in SAVINGS.items():
 # %% [markdown]
 # ## Does it still learn?
 #
-# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. All three runs have the same seed and the
-# same batches. They differ only in what travels. The third run has a single scale for each message.
+# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. All three runs have the same seed and
+# batches. The third run has a single scale for each message.
 
 # %%
 import codecs
@@ -313,8 +313,8 @@ levels({"loss of each step": lines}, title="The Zen of Python, letter by letter"
 # %% [markdown]
 # The lines of ZeRO-3 and ZeRO++ coincide, although every weight was rounded to 8 bits, and every gradient twice to 4.
 # The owner of a piece keeps its parameters in full precision and adds every small update to them, so the rounding
-# errors of weights never accumulate. The rounding of gradients does enter the updates, but it makes no visible
-# difference here. With one scale per message, the largest number of the whole message sets the step, and the loss stays
+# errors of weights never accumulate. The rounding of gradients enters the updates, but makes no visible difference
+# here. With one scale per message, the largest number of the whole message sets the step, and the loss stays
 # a little higher.
 #
 # In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same bits,
@@ -385,9 +385,8 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 #
 # ## A bug to repair
 #
-# A colleague wants gradients to travel as codes, and so reduce-scatters the codes. The result has the right shape. If all
-# scales are equal, it even has the right values. Run the check, then repair `add_up`. Codes of type `int8` will do,
-# so each code may take a whole byte.
+# A colleague wants gradients to travel as codes, and so reduce-scatters the codes. If all scales are equal, the result is
+# even right. Run the check, then repair `add_up`. A code may take a whole byte, so `int8` will do.
 #
 # <details><summary>A hint</summary>
 #

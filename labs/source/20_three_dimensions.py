@@ -257,7 +257,7 @@ print(done.stderr if done.returncode else done.stdout)
 # ## Turn the knob
 #
 # In the picture at the top, the nodes are joined by InfiniBand, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25
-# GB/s? Guess how much longer a step takes in each order. Then go back to the picture and turn its knob.
+# GB/s? Guess how much longer a step takes in each order. The next cell prints it, and the knob at the top shows it.
 
 # %%
 for first, trace in networks["10 Gb Ethernet"].items():
