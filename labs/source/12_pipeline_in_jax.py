@@ -173,8 +173,8 @@ for name, result in results.items():
 #
 # <details><summary>Answer</summary>
 #
-# ZB-H1 takes 52 and GPipe 53, so they are nearly equal, and 1F1B takes 61. ZB-H1 gains because its actions take equal time. It loses because
-# it has more ticks, 27 instead of 22, and an exchange after most of them.
+# ZB-H1 takes 52 and GPipe 53, so they are nearly equal, and 1F1B takes 61. ZB-H1 gains because its actions take equal
+# time. It loses because it has more ticks, 27 instead of 22, and an exchange after most of them.
 #
 # </details>
 

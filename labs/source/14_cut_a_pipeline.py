@@ -143,7 +143,7 @@ print("50 random models: as good as the best of 56 cuts")
 #
 # By parameters it gets one block, because the embedding counts as four. By time it gets about four, because the embedding
 # takes almost no time. The head has as many parameters as the embedding, and also takes as long as several blocks, so
-# the last rank gets few blocks or none. A layer is measured here in milliseconds, so on a busy machine a block may move.
+# the last rank gets few blocks or none. These layers take only milliseconds, so on a busy machine a block may move.
 #
 # </details>
 #

@@ -83,8 +83,8 @@ levels(
 # <details><summary>Answer</summary>
 #
 # $k = 4$ takes 16 + 16 = 32 tensors. Keeping everything, without a checkpoint, takes $La = 256$. In general
-# $k = \sqrt{L / a}$, which is 4 for $L = 16$ and $a = 1$, too. The price is one more forward pass, whatever $k$ is. A backward costs as much as two forwards. So a step costs 1 + 1 + 2 instead of 1 + 2, which
-# is four thirds.
+# $k = \sqrt{L / a}$, which is 4 for $L = 16$ and $a = 1$, too. The price is one more forward pass, whatever $k$ is. A
+# backward costs as much as two forwards. So a step costs 1 + 1 + 2 instead of 1 + 2, which is four thirds.
 #
 # </details>
 
@@ -210,8 +210,8 @@ for name, every in [("no", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)
 
 # %% [markdown]
 # What a rank keeps *between* its actions nearly disappears. The first checkpoint of rank 0 is the token ids, which take
-# almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. The peak falls less, because the piece that is being computed
-# again is alive, and so are the gradients of the weights.
+# almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. The peak falls less, because the piece
+# that is being computed again is alive, and so are the gradients of the weights.
 #
 # ## More microbatches
 #

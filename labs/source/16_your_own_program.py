@@ -82,8 +82,8 @@ ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
 formula = 2 * 3 / 4 * (4 * WIDTH * WIDTH * 4)  # one rank, one step
 one_rank = ddp.trace.bytes_sent(rank=0, op="all_reduce") // 2
 all_ranks = ddp.trace.bytes_sent(op="all_reduce")
-print(f"a rank in a step:    formula {formula:12,.0f} B, counted {one_rank:12,} B")
-print(f"all in two steps:    formula {8 * formula:12,.0f} B, counted {all_ranks:12,} B")
+print(f"per rank, 1 step:   formula {formula:12,.0f} B, counted {one_rank:12,} B")
+print(f"all ranks, 2 steps: formula {8 * formula:12,.0f} B, counted {all_ranks:12,} B")
 
 # %% tags=["nbval-ignore-output"]
 print(summary(ddp.trace))
@@ -150,13 +150,13 @@ def traced(program, steps, cluster):
 for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
     for program in (ddp_training, fsdp_training):
         short, long = (traced(program, steps, cluster) for steps in (2, 6))
-        a_step = (long.makespan - short.makespan) / 4 * 1e6
+        took = (long.makespan - short.makespan) / 4 * 1e6
         idle = long.idle_share().mean()
-        print(f"{nodes}, {program.__name__}: {a_step:.0f} us a step, idle {idle:.0%}")
+        print(f"{nodes}, {program.__name__}: {took:.0f} us per step, idle {idle:.0%}")
 
 # %% [markdown]
 # In one node, a step of FSDP takes 30% longer than one of DDP. Across two nodes it takes 46% longer, because its gathers
-# cross the slow link as well. It is worth that if the model does not fit on one GPU, and not otherwise. Across two nodes,
+# cross the slow link as well. That is worth it if the model does not fit on one GPU, and not otherwise. Across two nodes,
 # the ranks are idle for about half of the time: with 256 rows per rank and layers of 512, there is too little computing to
 # hide the traffic. Computing grows faster than the traffic if batches and layers get larger. All this assumes that nothing
 # else uses the links.

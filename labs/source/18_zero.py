@@ -185,8 +185,9 @@ for ranks in zip(ours.per_rank, theirs.per_rank):
 print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
 
 # %% [markdown]
-# Ours makes three passes, and tplab's 2.75, as above. It works for any module: it looks for layers in `nn.Sequential` and `nn.ModuleList`, and gathers all parameters of a
-# layer in one message. Such a group of parameters is called a **unit**.
+# Ours makes three passes, and tplab's 2.75, as above. It works for any module: it looks for layers in `nn.Sequential`
+# and `nn.ModuleList`, and gathers all parameters of a layer in one message. Such a group of parameters is called a
+# **unit**.
 #
 # ## The twin in JAX
 #

@@ -171,16 +171,16 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=51
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is half a step of 1/127, a fifth of a typical
-# weight. With blocks of 512, only the outlier's own block pays. Smaller blocks gain a little
-# more, but at 32, the scales already add an eighth to the bytes.
+# weight. With blocks of 512, only the outlier's own block pays. Smaller blocks gain a little more, but at 32, the
+# scales already add an eighth to the bytes.
 #
 # </details>
 #
 # ## Why gradients cannot take the ring
 #
 # A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop
-# ([lab 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$
-# does not fit into 4 bits. So each hop would have to turn codes into numbers, add, and round again.
+# ([lab 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$ does not fit into 4
+# bits. So each hop would have to turn codes into numbers, add, and round again.
 #
 # **Predict.** Two ranks add up their gradients around such a ring, and then sixteen ranks do. Is the relative error of the
 # sum larger with sixteen?
@@ -210,8 +210,9 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# With two ranks, each way rounds once. With more, the ring is worse. So every rank sends its
-# codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
+# With two ranks, each way rounds once. With more, the ring is worse. So every rank sends its codes straight to the
+# ranks that own the pieces. Each number is rounded only once, and the owner adds in full precision. This exchange is an
+# **all_to_all**. It sends as many bytes as the ring.
 #
 # An all_to_all over all ranks has a weakness. With eight ranks on two nodes, each rank sends four of its seven pieces
 # to the other node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only
@@ -314,8 +315,8 @@ levels({"loss of each step": lines}, title="The Zen of Python, letter by letter"
 # The lines of ZeRO-3 and ZeRO++ coincide, although every weight was rounded to 8 bits, and every gradient twice to 4.
 # The owner of a piece keeps its parameters in full precision and adds every small update to them, so the rounding
 # errors of weights never accumulate. The rounding of gradients enters the updates, but makes no visible difference
-# here. With one scale per message, the largest number of the whole message sets the step, and the loss stays
-# a little higher.
+# here. With one scale per message, the largest number of the whole message sets the step, and the loss stays a little
+# higher.
 #
 # In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same bits,
 # and XLA keeps a collective for each:
@@ -334,11 +335,10 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # ## Where it pays
 #
 # Bytes matter only where a GPU waits for them. Take 13 billion parameters on eight nodes of eight GPUs. A step takes 6
-# FLOPs per parameter and token. Suppose that it computes at half the chip's peak, that messages inside and between nodes
-# follow one another, and that computing and sending overlap completely. Then the step takes as long as the slower of
-# the two. The links between nodes are InfiniBand, as in the named clusters, or Ethernet at 400 Gb/s
-# per *node*. More **tokens per GPU** mean more computing, but no more bytes. Turn the knob: when does ZeRO++ stop
-# paying off?
+# FLOPs per parameter and token. Suppose that it computes at half the chip's peak, that messages inside and between
+# nodes follow one another, and that computing and sending overlap completely. Then the step takes as long as the slower
+# of the two. The links between nodes are InfiniBand, as in the named clusters, or Ethernet at 400 Gb/s per *node*. More
+# **tokens per GPU** mean more computing, but no more bytes. Turn the knob: when does ZeRO++ stop paying off?
 
 # %%
 from dataclasses import replace

@@ -92,7 +92,7 @@ for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
 #
 # <details><summary>Answer</summary>
 #
-# Rank 4 has the other half of its layers, because neighbours differ along `tp`, the last axis. Rank 7 has the same weights
+# Rank 4 has the other part of the same layers, because neighbours differ along `tp`, the last axis. Rank 7 has the same weights
 # and another part of the batch. Rank 1 has the previous stage. The next cell prints all groups.
 #
 # </details>
@@ -267,10 +267,10 @@ for first, trace in networks["10 Gb Ethernet"].items():
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# The order stays the same, with the pipeline and data parallelism nearly equal, and tensor parallelism loses the most by
-# far: traffic over a slow link decides how long the step takes. The modelled clock has no contention between groups that share a network card. And
-# nothing here overlaps the averaging of the gradients with the backward pass, as [lab 17](17_data_parallel.ipynb) does.
-# With overlap, data parallelism across the nodes would cost less.
+# The order stays the same, with the pipeline and data parallelism nearly equal, and tensor parallelism loses the most
+# by far: traffic over a slow link decides how long the step takes. The modelled clock has no contention between groups
+# that share a network card. And nothing here overlaps the averaging of the gradients with the backward pass, as
+# [lab 17](17_data_parallel.ipynb) does. With overlap, data parallelism across the nodes would cost less.
 #
 # </details>
 #
@@ -316,11 +316,11 @@ check_layouts(my_layouts)
 # %% [markdown]
 # <details><summary>Why each winner wins</summary>
 #
-# With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, sending takes less
-# than that, and of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. In two nodes, `2 dp x
-# 4 tp` keeps activations inside the nodes, and each rank averages only a quarter of the gradients across them. On eight
-# machines, sending takes much longer than computing, so the bubble hardly matters. There, `4 dp x 2 pp` sends the fewest
-# bytes, because each rank averages only the gradients of its own stage.
+# With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, that costs more than
+# sending does. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. In two nodes,
+# `2 dp x 4 tp` keeps activations inside the nodes, and each rank averages only a quarter of the gradients across them. On
+# eight machines, sending takes much longer than computing, so the bubble hardly matters. There, `4 dp x 2 pp` sends the
+# fewest bytes, because each rank averages only the gradients of its own stage.
 #
 # </details>
 #
