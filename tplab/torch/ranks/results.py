@@ -98,13 +98,13 @@ def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: M
     gaps = {rank: gap for rank in ranks[1:] if (gap := _gap(first, shards[rank])) is not None}
     if gaps:
         others = ranks_text(gaps)
-        how = f"by up to {max(gaps.values()):.3g}, where the largest value is {_largest(_exact(first)):.3g}"
+        how = f"by up to {max(gaps.values()):.3g} (largest value: {_largest(_exact(first)):.3g})"
         if max(gaps.values()) == math.inf:
             how = "where one is NaN or infinite and the other is not"
         spare = [name for name in mesh.axis_names if name not in spec.axis_names]
         raise ReplicationError(
-            f"out_specs={spec} says that ranks {', '.join(map(str, ranks))} return the same {which}, but that of rank "
-            f"{ranks[0]} differs from that of {others}, {how};\nall_reduce over {' or '.join(map(repr, spare))} makes "
+            f"out_specs={spec} says that ranks {', '.join(map(str, ranks))} return the same {which}, but rank "
+            f"{ranks[0]}'s differs from that of {others}, {how};\nall_reduce over {' or '.join(map(repr, spare))} makes "
             "a partial result the same on every rank; if they are meant to differ, name the axis in out_specs"
         )
 
