@@ -49,7 +49,7 @@ def test_the_lab_shows_the_bug():
 
 def test_its_repairs_pass():
     verdict = check_sequence_mlp(sequence_mlp(all_gather))
-    expect(verdict, True, "y, dx, dscale, da, db equal the plain answer")
+    expect(verdict, True, "y, dx, dscale, da, db equal the unsharded result")
     assert "do without" not in verdict.text
     expect(check_sequence_mlp(sequence_mlp(gathered_then_f)), True, "is there a collective that you can do without?")
 
@@ -89,7 +89,7 @@ def norm_behind(shared):
 
 def test_its_tokens_split():
     verdict = check_tokens_split(tokens_split())
-    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the unsharded result")
     assert "do without" not in verdict.text
     expect(check_tokens_split(norm_behind(f)), True)
 
@@ -104,7 +104,7 @@ def test_splitting_what_was_added_up_for_all_is_remarked_upon():
 def test_the_block_in_jax_passes():
     """On one mesh: it takes XLA seconds."""
     verdict = grade(in_jax(split=True), replace(block_memory.TOKENS_SPLIT, meshes=(Mesh(tp=3),)), "jax")
-    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the unsharded result")
     assert "do without" not in verdict.text
 
 

@@ -107,7 +107,7 @@ def passes_its_own(x):
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_largest(shift: int):
-    expect(check_largest(largest(tt, torch.maximum, shift=shift)), True, "result equal the plain answer")
+    expect(check_largest(largest(tt, torch.maximum, shift=shift)), True, "result equals the unsharded result")
     expect(check_largest(lambda x: tt.all_reduce(x, "ring", op="max")), True)
     expect(check_largest(largest(tj, jnp.maximum, shift=shift), framework="jax"), True)
 
@@ -183,7 +183,7 @@ def test_backward():
     def right(z, y, target):
         return 2 * (z - target)
 
-    expect(check_backward(backward(tt, torch.tanh, right)), True, "da, db equal the plain answer")
+    expect(check_backward(backward(tt, torch.tanh, right)), True, "da, db equal the unsharded result")
     expect(check_backward(backward(tj, jnp.tanh, right), framework="jax"), True)
     wasteful = check_backward(backward(tt, torch.tanh, right, more=True))
     expect(wasteful, True, "is there a collective that you can do without?")
@@ -219,7 +219,7 @@ def with_dx(first: bool, sums: bool = True, adds: bool = False) -> Callable[...,
 @pytest.mark.parametrize("first", [True, False])
 def test_backward_may_return_dx_as_well(first: bool):
     """The lab says that its backward pass leaves dx out."""
-    expect(check_backward(with_dx(first)), True, "da, db, dx equal the plain answer")
+    expect(check_backward(with_dx(first)), True, "da, db, dx equal the unsharded result")
     expect(check_backward(with_dx(first, sums=False)), False, "dx is not right yet", "only the rank's own term")
 
 
@@ -276,7 +276,7 @@ def row_linear(ops: Any, bias_in: bool = False, bias_out: bool = True, sums: boo
 
 
 def test_row_linear():
-    expect(check_row_linear(row_linear(tt)), True, "y equal the plain answer")
+    expect(check_row_linear(row_linear(tt)), True, "y equals the unsharded result")
     expect(check_row_linear(row_linear(tj), framework="jax"), True)
 
 
@@ -318,14 +318,14 @@ def summed_twice_backward(x, a, g, b):
 
 def test_gated():
     verdict = check_gated(gated())
-    expect(verdict, True, "z, dx, da, dg, db equal the plain answer")
+    expect(verdict, True, "z, dx, da, dg, db equal the unsharded result")
     assert "do without" not in verdict.text
     expect(check_gated(gated(twice=True)), True, "is there a collective that you can do without?")
 
     def in_jax(x, a, g, b):
         return tj.reduce_from((jax.nn.silu(x @ a) * (x @ g)) @ b, "tp")
 
-    expect(check_gated(in_jax, framework="jax"), True, "z, dx, da, dg, db equal the plain answer")
+    expect(check_gated(in_jax, framework="jax"), True, "z, dx, da, dg, db equal the unsharded result")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_a_deadlock_is_told():
     ("fn", "said"),
     [
         (lambda x, w, bias: print(end=""), "it returned None; is a `return` missing?"),
-        (lambda x, w, bias: (x, w), "it must return y, and it returned 2 things"),
+        (lambda x, w, bias: (x, w), "it must return y, and it returned 2 values"),
     ],
 )
 def test_a_missing_return_is_told(fn: Callable[..., Any], said: str):

@@ -34,7 +34,7 @@ def test_the_labs_bug_is_told():
     ],
 )
 def test_repairs_pass(average: Callable):
-    expect(check_average(average), True, "mean equal the plain answer")
+    expect(check_average(average), True, "mean equals the unsharded result")
 
 
 def test_a_repair_in_jax_passes():

@@ -44,7 +44,7 @@ def test_the_lab_shows_the_bug_and_its_repair_passes():
     mended = bug.replace('tt.reduce_from(hidden @ b + bias, "tp")', 'tt.reduce_from(hidden @ b, "tp") + bias')
     assert mended != bug
     verdict = check_down(defined(mended)["down"])
-    expect(verdict, True, "y, dhidden, db, dbias equal the plain answer")
+    expect(verdict, True, "y, dhidden, db, dbias equal the unsharded result")
     assert "do without" not in verdict.text
 
 
@@ -147,7 +147,7 @@ def in_jax(split: bool):
 
 def test_a_block_with_half_the_sums():
     verdict = check_parallel_block(parallel_block)
-    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the unsharded result")
     assert "do without" not in verdict.text
     expect(check_parallel_block(two_sums), True, "is there a collective that you can do without?")
 
@@ -156,7 +156,7 @@ def test_the_block_in_jax_passes():
     """On one mesh: it takes XLA seconds."""
     exercise = replace(megatron_block.PARALLEL_BLOCK, meshes=(Mesh(tp=3),))
     verdict = grade(in_jax(split=False), exercise, "jax")
-    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the plain answer")
+    expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the unsharded result")
     assert "do without" not in verdict.text
 
 

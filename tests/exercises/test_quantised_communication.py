@@ -54,7 +54,7 @@ def test_the_labs_bug_is_told():
 
 @pytest.mark.parametrize("fn", [repaired, a_scale_for_each_row])
 def test_repairs_pass(fn: Callable):
-    expect(check_add_up(fn), True, "total equal the plain answer", "of codes and scales")
+    expect(check_add_up(fn), True, "total equals the unsharded result", "of codes and scales")
 
 
 def test_a_repair_in_jax_passes():
@@ -82,7 +82,7 @@ def only_codes(x):
         (largest_scale, "times the largest scale"),
         (only_codes, "These are sums of codes. A code times"),
         (lambda x: x[:1], "entries are off"),
-        (lambda x: tt.reduce_scatter(x, "dp"), "Let the codes travel"),
+        (lambda x: tt.reduce_scatter(x, "dp"), "Send the codes"),
     ],
 )
 def test_what_is_wrong_with_a_sum_is_told(fn: Callable, hint: str):

@@ -87,12 +87,12 @@ def in_jax(logits, ids):
 @pytest.mark.parametrize("solution", [token_loss(), rescaled])
 def test_token_loss(solution: Callable[..., Any]):
     verdict = check_token_loss(solution)
-    expect(verdict, True, "loss, dlogits equal the plain answer")
+    expect(verdict, True, "loss, dlogits equal the unsharded result")
     assert "do without" not in verdict.text
 
 
 def test_token_loss_in_jax():
-    expect(check_token_loss(in_jax, framework="jax"), True, "loss, dlogits equal the plain answer")
+    expect(check_token_loss(in_jax, framework="jax"), True, "loss, dlogits equal the unsharded result")
 
 
 def test_the_librarys_loss_is_right():
@@ -188,7 +188,7 @@ def by_pairs(logits):
 
 def test_most_likely():
     verdict = check_most_likely(most_likely(tt, torch))
-    expect(verdict, True, "ids equal the plain answer", "It sends the same however many words there are.")
+    expect(verdict, True, "ids equals the unsharded result", "It sends the same however many words there are.")
     assert "do without" not in verdict.text
     expect(check_most_likely(most_likely(tj, jnp), framework="jax"), True, "It sends the same")
     expect(check_most_likely(by_pairs), True, "It sends the same")

@@ -49,7 +49,7 @@ def test_the_lab_shows_the_forgotten_gather():
 
 def test_its_repairs_pass():
     verdict = check_step(step())
-    expect(verdict, True, "w equal the plain answer")
+    expect(verdict, True, "w equals the unsharded result")
     assert "do without" not in verdict.text
     twice = lambda w, dw: w - 0.5 * tt.all_reduce(tt.all_reduce(dw, "dp", "mean"), "dp", "mean")  # noqa: E731
     expect(check_step(twice), True, "is there a collective that you can do without?")
@@ -85,10 +85,10 @@ def test_a_layer_of_two_matrices_passes_in_both_frameworks():
     import tplab.jax as tj
 
     verdict = check_layer(layer(tt.all_gather))
-    expect(verdict, True, "y, dx, dpiece equal the plain answer")
+    expect(verdict, True, "y, dx, dpiece equal the unsharded result")
     assert "do without" not in verdict.text
     in_jax = grade(layer(tj.all_gather), replace(zero.LAYER, meshes=(Mesh(dp=3),)), "jax")
-    expect(in_jax, True, "y, dx, dpiece equal the plain answer")
+    expect(in_jax, True, "y, dx, dpiece equal the unsharded result")
 
 
 def in_two_places(x: Any, piece: Any) -> Any:

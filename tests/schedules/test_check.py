@@ -53,14 +53,14 @@ BROKEN = {
     "a whole stage is missing": ("0F0,0B0\n2F0,2B0\n", [
         "no rank runs F0 of stage 1",
         "no rank runs B0 of stage 1, nor I0: its backward is missing",
-        "rank 0 (index 1) waits with B0 of stage 0 for B0 of stage 1, which no rank runs",
-        "rank 1 (index 0) waits with F0 of stage 2 for F0 of stage 1, which no rank runs"]),
+        "rank 0 (index 1) cannot run B0 of stage 0 before B0 of stage 1, which no rank runs",
+        "rank 1 (index 0) cannot run F0 of stage 2 before F0 of stage 1, which no rank runs"]),
     "two ranks wait for each other": ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", [
-        "deadlock: rank 0 (index 1) waits with B0 of stage 0 for B0 of stage 1, which rank 1 runs only after "
-        "F1 of stage 1; rank 1 (index 1) waits with F1 of stage 1 for F1 of stage 0, which rank 0 runs only after B0 "
-        "of stage 0"]),
+        "deadlock: rank 0 (index 1) cannot run B0 of stage 0 before B0 of stage 1, which rank 1 runs only after "
+        "F1 of stage 1; rank 1 (index 1) cannot run F1 of stage 1 before F1 of stage 0, which rank 0 runs only after "
+        "B0 of stage 0"]),
     "a rank waits for itself": ("1F0,0F0,1B0,0B0\n", [
-        "deadlock: rank 0 (index 0) waits with F0 of stage 1 for F0 of stage 0, which comes later in its own row"]),
+        "deadlock: rank 0 (index 0) cannot run F0 of stage 1 before F0 of stage 0, which comes later in its own row"]),
     "something behind the step": ("0F0,STEP,0B0\n", ["rank 0 (index 1) takes its optimizer step before B0 of stage 0"]),
     "gradients summed too early": ("0F0,0I0,0REDUCE_GRAD,0W0\n", [
         "rank 0 (index 2) sums the gradients of stage 0 before W0 of stage 0, which adds to them"]),
@@ -123,7 +123,7 @@ def test_communication_in_order():
     deaf = told(Schedule.from_csv("0F0,0SEND_F0,0B0\n1F0,1B0\n"))
     assert "rank 1 (index 0) runs F0 of stage 1 and never receives its input" in deaf
     mute = told(Schedule.from_csv("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"))
-    assert "rank 1 (index 1) waits with F0 of stage 1 for F0 of stage 0, which no rank sends" in mute
+    assert "rank 1 (index 1) cannot run F0 of stage 1 before F0 of stage 0, which no rank sends" in mute
 
 
 def test_many_faults_are_cut_short():

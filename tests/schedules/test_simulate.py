@@ -187,7 +187,7 @@ def test_bad_costs_say_what_is_wrong(bad, words):
 
 
 def test_what_cannot_run_says_why():
-    with pytest.raises(ScheduleError, match="rank 0 \\(index 0\\) waits with F0 of stage 1 for F0 of stage 0"):
+    with pytest.raises(ScheduleError, match="rank 0 \\(index 0\\) cannot run F0 of stage 1 before F0 of stage 0"):
         simulate(Schedule.from_csv("1F0,0F0,0B0,1B0\n"))
     with pytest.raises(ScheduleError, match="runs W0 of stage 0 before I0"):
         simulate(Schedule.from_csv("0F0,0W0,0I0\n"))

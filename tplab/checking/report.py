@@ -107,7 +107,7 @@ class ParallelReport:
         """One line: how many are wrong, or how close all are."""
         on = f" on {self.mesh}" if self.mesh else ""
         if self.ok:
-            return f"{_counted(self.rows)} as the unsharded reference has them{on}; {_loss_gap(self.rows)}"
+            return f"{_counted(self.rows)} equal to the unsharded reference's{on}; {_loss_gap(self.rows)}"
         return f"{len(self.wrong)} of {len(self.rows)} wrong{on}: {_counted(self.wrong)}; {_loss_gap(self.rows)}"
 
     def __str__(self) -> str:
@@ -155,8 +155,9 @@ class ParallelReport:
 
 def perturbed(names: Sequence[str]) -> str:
     """The note on parameters that were constant, and so were given other values for the check."""
-    which = f"{names[0]}, which was" if len(names) == 1 else f"{len(names)} parameters that were"
-    return f"{which} constant{'' if len(names) == 1 else f', as {names[0]}'}, had other values during the check"
+    if len(names) == 1:
+        return f"{names[0]} was constant, so it had other values during the check"
+    return f"{len(names)} parameters, such as {names[0]}, were constant, so they had other values during the check"
 
 
 _ONE_AND_MANY = {
@@ -179,7 +180,7 @@ def _counted(rows: Sequence[Row]) -> str:
 def _loss_gap(rows: Sequence[Row]) -> str:
     loss = next((row for row in rows if row.kind == "loss"), None)
     if loss is None:
-        return "no loss"
+        return "no loss was compared"
     if loss.ok and loss.error > loss.tolerance:
         return "each rank has its part of the loss"
     if loss.error == 0:

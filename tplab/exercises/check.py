@@ -188,7 +188,8 @@ def grade(
                     "is there a collective that you can do without?"
                 )
     listed = ", ".join(map(str, exercise.meshes))
-    text = f"{name} is right.\n{', '.join(shown)} equal the plain answer on {listed}.{remark}"
+    equal = "equals" if len(shown) == 1 else "equal"
+    text = f"{name} is right.\n{', '.join(shown)} {equal} the unsharded result on {listed}.{remark}"
     panels = [Panel(f"your {result}, rank 0", array) for result, array in list(shown.items())[:3]]
     return Verdict(True, f"{text}\nThe picture shows rank 0 of {exercise.meshes[0]}.", panels)
 
@@ -205,7 +206,7 @@ def _trials(
         results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
         also, num = exercise.also, len(exercise.results)
         if len(results) not in (num, num + len(also)) or any(result is None for result in results):
-            got = "None; is a `return` missing?" if returned is None else f"{len(results)} things"
+            got = "None; is a `return` missing?" if returned is None else f"{len(results)} values"
             raise TypeError(f"it must return {', '.join(exercise.results)}, and it returned {got}")
         first = [tuple(split(right[name], spec, mesh)[0].shape) for name, spec in also.items()]
         if len(results) > num and [tuple(result.shape) for result in results[: len(also)]] == first:

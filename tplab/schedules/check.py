@@ -208,7 +208,10 @@ def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
             needed = f"{'B' if back else 'F'}{schedule.microbatch[head]} of stage {stage}"
             does = "sends" if schedule.has_communication else "runs"
             yield _fault_at(
-                schedule, head, "deadlock", f"waits with {schedule.in_words(head)} for {needed}, which no rank {does}"
+                schedule,
+                head,
+                "deadlock",
+                f"cannot run {schedule.in_words(head)} before {needed}, which no rank {does}",
             )
 
     rank, seen = next((rank for rank in stuck if awaited[rank] >= 0), -1), []
@@ -224,8 +227,8 @@ def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
         if owner == member:
             when = "comes later in its own row"
         parts.append(
-            f"rank {member} (index {schedule.index_in_row(stuck[member])}) waits with "
-            f"{schedule.in_words(stuck[member])} for {schedule.in_words(awaited[member])}, which {when}"
+            f"rank {member} (index {schedule.index_in_row(stuck[member])}) cannot run "
+            f"{schedule.in_words(stuck[member])} before {schedule.in_words(awaited[member])}, which {when}"
         )
     yield Fault("deadlock", rank, schedule.index_in_row(stuck[rank]), "deadlock: " + "; ".join(parts))
 

@@ -104,8 +104,9 @@ def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: M
         spare = [name for name in mesh.axis_names if name not in spec.axis_names]
         raise ReplicationError(
             f"out_specs={spec} says that ranks {', '.join(map(str, ranks))} return the same {which}, but rank "
-            f"{ranks[0]}'s differs from that of {others}, {how};\nall_reduce over {' or '.join(map(repr, spare))} makes "
-            "a partial result the same on every rank; if they are meant to differ, name the axis in out_specs"
+            f"{ranks[0]}'s differs from that of {others}, {how};\n"
+            f"all_reduce over {' or '.join(map(repr, spare))} makes a partial result the same on every rank; "
+            "if they are meant to differ, name the axis in out_specs"
         )
 
 
