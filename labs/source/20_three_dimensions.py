@@ -317,7 +317,7 @@ check_layouts(my_layouts)
 # <details><summary>Why each winner wins</summary>
 #
 # With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, that costs more than
-# sending does. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. In two nodes,
+# the sending it saves. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. In two nodes,
 # `2 dp x 4 tp` keeps activations inside the nodes, and each rank averages only a quarter of the gradients across them. On
 # eight machines, sending takes much longer than computing, so the bubble hardly matters. There, `4 dp x 2 pp` sends the
 # fewest bytes, because each rank averages only the gradients of its own stage.
