@@ -3,7 +3,7 @@
 #
 # **How can ranks agree on a loss when none of them has all the logits?**
 #
-# Time: one hour. Prerequisites: [lab 01](01_split_a_layer.ipynb), which explains $f$ and $g$.
+# Prerequisites: [lab 01](01_split_a_layer.ipynb), which explains $f$ and $g$. Time: one hour.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/06_vocabulary.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/06_vocabulary.ipynb)
 #

@@ -3,8 +3,8 @@
 #
 # **Which ranks must drop the same numbers, and how do they agree on them?**
 #
-# Time: 35 minutes. Prerequisites: [lab 01](01_split_a_layer.ipynb), which explains $f$ and $g$, and the block of [lab
-# 04](04_megatron_block.ipynb).
+# Prerequisites: [lab 01](01_split_a_layer.ipynb), which explains $f$ and $g$, and the block of [lab
+# 04](04_megatron_block.ipynb). Time: 35 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/07_dropout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/07_dropout.ipynb)
 #

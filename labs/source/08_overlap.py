@@ -3,8 +3,8 @@
 #
 # **How can a layer send its input around a ring and take hardly any longer?**
 #
-# Time: one hour. Prerequisites: the ring of [lab 02](02_collectives.ipynb), and column-parallel and row-parallel
-# layers ([lab 01](01_split_a_layer.ipynb)).
+# Prerequisites: the ring of [lab 02](02_collectives.ipynb), and column-parallel and row-parallel
+# layers ([lab 01](01_split_a_layer.ipynb)). Time: one hour.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/08_overlap.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/08_overlap.ipynb)
 #
@@ -84,9 +84,9 @@ def gather_product(x, w):  # x [T, D/tp]   w [F/tp, D]   ->   all_gather(x) @ w.
     columns = w.chunk(R, 1)  # the columns of w for the features of rank 0, 1, ...
     piece, y = x, 0
     for k in range(R):  # the k-th piece comes from rank i - k
-        flight = tt.start(tt.ring_shift, piece, "tp") if k < R - 1 else None
+        handle = tt.start(tt.ring_shift, piece, "tp") if k < R - 1 else None
         y = y + piece @ columns[(i - k) % R].T
-        piece = flight.wait() if flight else None
+        piece = handle.wait() if handle else None
     return y
 
 small = [torch.randn(*shape, dtype=torch.float64) for shape in ((6, 24), (48, 24))]
@@ -181,9 +181,9 @@ def gather_tokens(x, w):  # x [T/tp, D]   w [F/tp, D]   ->   [T, F/tp]
     y = torch.empty(R * len(x), len(w), dtype=x.dtype, device=x.device)
     rows, piece = y.chunk(R), x
     for k in range(R):
-        flight = tt.start(tt.ring_shift, piece, "tp") if k < R - 1 else None
+        handle = tt.start(tt.ring_shift, piece, "tp") if k < R - 1 else None
         torch.mm(piece, w.T, out=rows[(i - k) % R])
-        piece = flight.wait() if flight else None
+        piece = handle.wait() if handle else None
     return y
 
 by_tokens = P("tp"), P("tp")

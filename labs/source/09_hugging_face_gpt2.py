@@ -3,7 +3,7 @@
 #
 # **How do you shard a model that you did not write, and know that the result is right?**
 #
-# Time: one hour. Prerequisites: [lab 04](04_megatron_block.ipynb), and [lab 06](06_vocabulary.ipynb) for the loss.
+# Prerequisites: [lab 04](04_megatron_block.ipynb), and [lab 06](06_vocabulary.ipynb) for the loss. Time: one hour.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_hugging_face_gpt2.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_hugging_face_gpt2.ipynb)
 #
