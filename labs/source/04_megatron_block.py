@@ -72,8 +72,8 @@ print(f"gelu(1 - 1) = {gelu(0.0):.2f}")
 print(f"gelu(1) + gelu(-1) = {gelu(1.0) + gelu(-1.0):.2f}")
 
 # %% [markdown]
-# Here are both, forward and backward. The hidden layer is four times as wide, as is usual in transformers, so the
-# row-first MLP's sum in the middle is four times as large.
+# Here are both, forward and backward. The hidden layer is four times as wide, as usual, and so is the row-first MLP's
+# sum in the middle.
 
 # %%
 def column_first(x, a, b):  # x [.., D]   a [D, H/tp]   b [H/tp, D]
@@ -146,9 +146,8 @@ shown = {"softmax, rank 0": softmax(half_0), "softmax, rank 1": softmax(half_1)}
 matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's scores")
 
 # %% [markdown]
-# So each rank has whole heads. With **grouped queries**, several query heads share one head of keys and values. If
-# there are more ranks than shared heads, each of these is copied to several ranks, and the gradients of the copies are
-# summed.
+# So each rank has whole heads. With **grouped queries**, several query heads share one head of keys and values. With
+# more ranks than shared heads, each is copied to several ranks, whose gradients are summed.
 #
 # ## Build it
 #
@@ -236,10 +235,9 @@ def modelled(ranks, tokens=2048):
 timeline(modelled(4))
 
 # %% [markdown]
-# The next cell **measures** a smaller block, on one and on two processes of your machine. Each has a GPU if there are
-# enough. The modelled times beside it are those of a `laptop` with two idle cores that reach their peak, so yours will
-# be longer. Compare the *ratios*: how much does the second process gain? On a machine that is busy with other work it
-# may even lose, because each sum waits for the slower rank.
+# The next cell **measures** a smaller block, on one and on two processes of your machine, on GPUs if there are enough.
+# The modelled times beside it are those of an idle `laptop` at its peak, so yours will be longer. Compare the *ratios*:
+# how much does the second process gain? On a busy machine it may even lose, because each sum waits for the slower rank.
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -340,9 +338,8 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # Used for data parallelism, eight more GPUs train on twice as many tokens in about the same time. This is why people
 # stop at eight.
 #
-# The model assumes unfused operations and 5 µs per launch, as in eager PyTorch. With fused kernels or CUDA graphs the
-# sums weigh more. It also assumes that all eight network cards of a node work at once. If every sum went through one
-# card, 16 ranks would take about twice as long as 8.
+# The model assumes unfused operations and 5 µs per launch, as in eager PyTorch. With fused kernels the sums weigh more.
+# All eight network cards of a node work at once. Through a single card, 16 ranks would take about twice as long as 8.
 #
 # </details>
 #
@@ -351,8 +348,7 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 #
 # $$R - 1 = 4.5 \, D \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 #
-# The number of tokens cancels. (There must be enough of them to make latencies and launches small.) The width and the
-# link remain:
+# The number of tokens cancels, if there are enough to make latencies and launches small. The width and the link remain:
 
 # %%
 for link in (h100.inner_link, h100.outer_link):
@@ -409,9 +405,8 @@ for f in (no_f, with_f):
     print(f"{f.__name__}: gradients {is_right}, {sums} sums")
 
 # %% [markdown]
-# Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights. These are `q`, `k`
-# and `v`, so there are three sums. A `copy_to` before them makes it one. So in JAX $f$ only makes the program faster.
-# (XLA on a GPU or TPU may combine the three.)
+# Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights, which are `q`, `k`
+# and `v`. A `copy_to` before them turns these three sums into one. (XLA on a GPU or TPU may combine the three.)
 #
 # ## A bug to repair
 #
@@ -455,10 +450,9 @@ given = {"inputs": (torch.tensor(hidden),), "in_specs": features}
 print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 
 # %% [markdown]
-# Read it line by line. Four tensors were compared: the output and three gradients. Only the output is wrong, because
-# $g$ passes the whole gradient to every copy of the bias. The second line names the cause. The third line says how it
-# was found: `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide
-# mistakes.
+# Read it line by line. Of four tensors, the output and three gradients, only the output is wrong, because $g$ passes the
+# whole gradient to every copy of the bias. The second line names the cause. The third line says how it was found:
+# `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide mistakes.
 #
 # Fix `down`, run its cell, and then this one. The check looks at the gradients as well. Two repairs that are good
 # enough for inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in

@@ -102,7 +102,7 @@ def test_an_index_is_as_long_as_an_address():
         found |= {file.as_posix() for _ in re.findall(r"\bint64\b", text)}
     sizes = {  # of memory, which may be larger than addresses, and times in whole nanoseconds
         "tplab/schedules/as_trace.py", "tplab/trace/columns.py", "tplab/trace/critical_path.py",
-        "tplab/trace/perfetto.py", "tplab/trace/recorder.py", "tplab/trace/trace.py",
+        "tplab/trace/memory.py", "tplab/trace/perfetto.py", "tplab/trace/recorder.py", "tplab/trace/trace.py",
     }  # fmt: skip
     assert found <= sizes
 

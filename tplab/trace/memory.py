@@ -137,8 +137,8 @@ class Ledger:
         num_rows = len(self._rows)
         changes = np.zeros((num_rows + 1, len(KINDS)), np.int64)
         if self._booked:
-            rows, kinds, amounts = np.array(self._booked, np.int64).T
-            np.add.at(changes, (rows, kinds), amounts)
+            rows, kinds, amounts = zip(*self._booked)
+            np.add.at(changes, (np.array(rows, np.intp), np.array(kinds, np.intp)), np.array(amounts, np.int64))
         held = changes[:num_rows].cumsum(axis=0)
         changing = np.flatnonzero(changes[:num_rows].any(axis=1))
         places = np.union1d(changing, [0, num_rows - 1])
