@@ -141,9 +141,9 @@ print("50 random models: as good as the best of 56 cuts")
 #
 # <details><summary>Answer</summary>
 #
-# By parameters it gets one block, because the embedding counts as four. By time it gets about four, because the embedding
-# takes almost no time. The head has as many parameters as the embedding, and also takes as long as several blocks, so
-# the last rank gets few blocks or none. These layers take only milliseconds, so on a busy machine a block may move.
+# By parameters it gets one block, because the embedding counts as four. By time it gets three or four, because the
+# embedding takes almost no time. The head has as many parameters as the embedding, and also takes as long as several
+# blocks, so the last rank gets the fewest. These layers take only milliseconds, so on a busy machine a block may move.
 #
 # </details>
 #
