@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, not_started, raised, untouched
-from tplab.exercises.overlap import Timed
+from tplab.exercises.drawn import Timed
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap

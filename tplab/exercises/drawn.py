@@ -1,4 +1,4 @@
-"""A verdict with the learner's own schedule or run drawn below it: as it runs, or where it stops."""
+"""A verdict with the learner's own schedule or run drawn below it: as it runs, as a timeline, or where it stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tplab.exercises.check import Verdict
 from tplab.exercises.picture import below
 from tplab.schedules import Costs, Schedule, simulate
 from tplab.trace.trace import Trace
-from tplab.widgets import animate, gantt
+from tplab.widgets import animate, gantt, timeline
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, SOFT, mix
 from tplab.widgets.paper.pen import Pen
@@ -21,19 +21,41 @@ WIDTH, LEFT, CELL, LANE = 860, 66, 36, 26
 STUCK = HUES[5]
 
 
-class Moving(Verdict):
+class Pictured(Verdict):
+    """A verdict with a picture below it."""
+
+    def picture(self) -> bytes:
+        """A PNG."""
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        png = base64.b64encode(below(self.text, self.picture())).decode()
+        return {"text/plain": self.text, "image/png": png}, {"image/png": {"alt": self.text}}
+
+
+class Moving(Pictured):
     """A verdict with the run that it is about, which moves."""
 
     def __init__(self, passed: bool, text: str, trace: Trace):
         super().__init__(passed, text)
         self.trace = trace
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        png = base64.b64encode(below(self.text, animate(self.trace).picture())).decode()
-        return {"text/plain": self.text, "image/png": png}, {"image/png": {"alt": self.text}}
+    def picture(self) -> bytes:
+        return animate(self.trace).picture()
 
 
-class Drawn(Verdict):
+class Timed(Pictured):
+    """A verdict with the timeline of the run that it is about."""
+
+    def __init__(self, passed: bool, text: str, trace: Trace):
+        super().__init__(passed, text)
+        self.trace = trace
+
+    def picture(self) -> bytes:
+        return timeline(self.trace).picture()
+
+
+class Drawn(Pictured):
     """A verdict with the schedule that it is about.
 
     costs   what its actions take
@@ -52,10 +74,6 @@ class Drawn(Verdict):
             return gantt(simulate(self.schedule, self.costs), memory_limit=self.limit).picture()
         except TplabError:
             return stuck(self.schedule)
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        png = base64.b64encode(below(self.text, self.picture())).decode()
-        return {"text/plain": self.text, "image/png": png}, {"image/png": {"alt": self.text}}
 
 
 def stuck(schedule: Schedule) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Exercise, Mistake, Seen, Tensors, Verdict, grade, raised
-from tplab.exercises.picture import below
+from tplab.exercises.drawn import Timed
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
 from tplab.trace.trace import Trace
-from tplab.widgets.timeline import timeline
 
 FEATURES, ROWS, COLUMNS = P(None, "tp"), P("tp"), P(None, "tp")
 MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
@@ -135,18 +133,6 @@ def _graded(fn: Callable[..., Any], exercise: Exercise) -> Verdict:
         f"{TOKENS:,} tokens\non a modelled H100 node."
     )
     return Timed(True, text, trace)
-
-
-class Timed(Verdict):
-    """A verdict on a layer that computes the right numbers, with the timeline of that layer below it."""
-
-    def __init__(self, passed: bool, text: str, trace: Trace):
-        super().__init__(passed, text)
-        self.trace = trace
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        picture = base64.b64encode(below(self.text, timeline(self.trace).picture())).decode()
-        return {"text/plain": self.text, "image/png": picture}, {"image/png": {"alt": self.text}}
 
 
 def traced(fn: Callable[..., Any], exercise: Exercise) -> Trace:

@@ -80,6 +80,29 @@ def test_a_message_that_is_asked_for_until_it_is_there(tmp_path: Path):
     assert received.peer == 1 and received.end is not None
 
 
+class NotYetToldOf:
+    """A future that has woken who waits for it, and has not called back yet."""
+
+    def done(self) -> bool:
+        return True
+
+
+def test_what_is_done_at_the_end_of_a_backward_pass_was_waited_for(tmp_path: Path):
+    """Even if its future calls back only after the rank has gone on."""
+    notes = Notes(tmp_path)
+    notes.joined(None, 0, 2, is_world=True)
+    notes.meet("0", "default_pg", [0, 1])
+    heard = Heard("all_reduce", 8, (1,), "float64", "sum", None, 0, True, None)
+    begun = [(notes.begin("0", heard), heard)]
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: notes.watch_backward(begun, NotYetToldOf()))
+    x.square().backward()
+    notes.close()
+    found = read(tmp_path / "rank0.jsonl")
+    assert found.operations[0].end is not None
+    assert [wait.operation.op for wait in found.waits] == ["all_reduce"]
+
+
 class FakeEvent:
     """An event of a GPU that comes to it (1 + index of the GPU) hours after the one before."""
 

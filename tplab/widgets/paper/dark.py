@@ -25,8 +25,8 @@ _TO_LAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, 
 def darkened(png: bytes) -> bytes:
     """A PNG with a palette, moving or not, for dark paper.
 
-    Every colour keeps its hue, and its lightness is turned round: L -> paper + (ink - paper) * (1 - L)^0.72. What was
-    dark on light is light on dark, and letters on a coloured box stay as easy to read.
+    Every colour keeps its hue, and its lightness is turned round, as `turned` says. What was dark on light is light on
+    dark, and letters on a coloured box stay as easy to read.
     """
     if b"PLTE" not in png:
         raise ValueError("this PNG has no palette whose colours could change; the pictures of tplab's widgets have one")
@@ -43,7 +43,10 @@ def darkened(png: bytes) -> bytes:
 
 
 def turned(colours: np.ndarray) -> np.ndarray:
-    """The colours [n, 3], 0 to 255, for dark paper; what cannot be shown is paled until it can."""
+    """The colours [n, 3], 0 to 255, for dark paper: in Oklab, L -> paper + (ink - paper) ((1 - L) / (1 - L of ink))^p.
+
+    What a screen cannot show is paled until it can.
+    """
     srgb = colours.astype(float) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     lab = np.cbrt(linear @ _TO_CONES.T) @ _TO_LAB.T

@@ -11,9 +11,6 @@ import numpy as np
 from tplab.schedules import Costs, Simulation, lower_bounds, simulate
 from tplab.units import plain, time_text
 
-Shape = tuple[int, int, float, float, float, float]
-"""p ranks, m microbatches, v stages per rank, F, I, W of a rank's share of one microbatch."""
-
 
 class Fact(NamedTuple):
     """One figure: what it is, the figure, what stands behind it in small letters."""
@@ -24,7 +21,11 @@ class Fact(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """How the papers write it, and what it comes to. Sources: facts of each rule in tplab/schedules."""
+    """How the papers write it, and what it comes to. Sources: facts of each rule in tplab/schedules.
+
+    value   of p ranks, m microbatches, v stages per rank; for a bubble also of F, I, W of a rank's share of one
+            microbatch, and of the time F&B of an overlapped pair
+    """
 
     text: str
     value: Callable[..., float]
