@@ -76,7 +76,7 @@ def test_lockstep():
     assert simulate(gpipe(3, 2), sends, lockstep=True).makespan == 4 * 1 + 4 * 2 + 6 * 0.5
     run = simulate(one_f_one_b(2, 2), lockstep=True)
     assert run.start.tolist() == [0, 1, 4, 8, 1, 2, 4, 6]
-    assert str(run.idles()[0]) == "rank 0 waits with B0 of stage 0 for B0 of stage 1 from rank 1, 2 to 4"
+    assert str(run.idles()[0]) == "rank 0 is idle from 2 to 4: its B0 of stage 0 needs B0 of stage 1 from rank 1"
 
 
 @given(
@@ -221,9 +221,9 @@ def test_steps_that_follow_each_other_show_what_zb_h2_is_for():
 def test_idle_time_and_its_reasons():
     run = simulate(one_f_one_b(3, 4))
     texts = [str(idle) for idle in run.idles()]
-    assert texts[0] == "rank 0 waits with B0 of stage 0 for B0 of stage 1 from rank 1, 3 to 7"
-    assert "rank 2 waits with F0 of stage 2 for F0 of stage 1 from rank 1, 0 to 2" in texts
-    assert texts[-1] == "rank 2 is done and waits for the other ranks, 14 to 18"
+    assert texts[0] == "rank 0 is idle from 3 to 7: its B0 of stage 0 needs B0 of stage 1 from rank 1"
+    assert "rank 2 is idle from 0 to 2: its F0 of stage 2 needs F0 of stage 1 from rank 1" in texts
+    assert texts[-1] == "rank 2 is idle from 14 to 18: it is done, the other ranks are not"
     for rank in range(3):
         assert sum(idle.duration for idle in run.idles() if idle.rank == rank) == run.idle[rank]
     assert "waits longest" in run.table()

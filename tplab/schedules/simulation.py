@@ -36,13 +36,13 @@ class Idle:
 
     def __str__(self) -> str:
         if self.before is None:
-            why = "is done and waits for the other ranks"
+            why = "it is done, the other ranks are not"
         elif self.waits_for is None:
-            why = f"waits with {in_words(self.before)} for the other ranks"
+            why = f"the other ranks are not ready for the tick of its {in_words(self.before)}"
         else:
             where = "" if self.from_rank == self.rank else f" from rank {self.from_rank}"
-            why = f"waits with {in_words(self.before)} for {in_words(self.waits_for)}{where}"
-        return f"rank {self.rank} {why}, {self.start:g} to {self.end:g}"
+            why = f"its {in_words(self.before)} needs {in_words(self.waits_for)}{where}"
+        return f"rank {self.rank} is idle from {self.start:g} to {self.end:g}: {why}"
 
 
 @dataclass(frozen=True, eq=False)
