@@ -273,7 +273,7 @@ def test_moving_an_action_is_legal_or_says_why_not():
 def test_what_cannot_run_is_still_drawn():
     schedule = Schedule.from_csv("1F0,0F0,0B0,1B0\n")
     assert str(schedule).splitlines()[0] == "1F0 0F0 0B0 1B0"
-    assert "cannot run: rank 0 (index 0) waits for something that F0 of stage 1 needs and that never comes" in str(schedule)
+    assert "cannot run: rank 0 (index 0) waits for what F0 of stage 1 needs, which never comes" in str(schedule)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "2"])

@@ -167,7 +167,7 @@ class Schedule:
             index = int(stuck[0])
             raise ScheduleError(
                 f"{self.name or 'the schedule'} cannot run: rank {self.rank[index]} (index {self.index_in_row(index)}) "
-                f"waits for something that {self.in_words(index)} needs and that never comes; tplab.schedules.check says what"
+                f"waits for what {self.in_words(index)} needs, which never comes; tplab.schedules.check says what"
             )
         return self.earliest
 
