@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -72,6 +73,19 @@ def test_gradients_and_what_the_backward_pass_needs():
         assert w.grad is not None
         assert live.now() == w.grad.nbytes
     assert live.peak >= w.grad.nbytes + 2 * ONE
+
+
+def test_what_is_made_of_numbers_counts_and_what_is_numpys_does_not():
+    array = np.ones(1000, np.float32)
+    with LiveBytes() as live:
+        x = torch.tensor([0.0] * 1000)
+        assert live.now() == ONE
+        y = torch.from_numpy(array)
+        z = y.view(10, 100)
+        assert live.now() == ONE
+        del x
+        assert live.now() == 0
+    assert z.numel() == 1000
 
 
 def test_the_meta_device_has_no_memory():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -23,9 +24,10 @@ class LiveBytes(DispatchMode):
     now()   bytes at this moment
 
     Each piece of memory counts once, what collectives bring too, and views of what was there before do not count.
-    Gradients do, and what a backward pass has not let go of yet. What an operation takes for itself while it runs is
-    not seen, nor does torch's "meta" device count, which has no memory. Inside a rank's program it sees this rank's
-    tensors only. Looking costs time.
+    Gradients do, and what a backward pass has not let go of yet; so does `torch.tensor([...])`, but not
+    `torch.from_numpy`, whose memory is NumPy's. What an operation takes for itself while it runs is not seen, and
+    torch's "meta" device, which has no memory, does not count. Inside a rank's program it sees this rank's tensors
+    only. Looking costs time.
     """
 
     def __init__(self) -> None:
@@ -42,8 +44,9 @@ class LiveBytes(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor, say: what it does to the tensors that it is made of comes here again
+        is_new = func is torch.ops.aten.lift_fresh.default  # of torch.tensor: an operation on what it has just made
         for storage in _storages((args, kwargs)):
-            if not self._knows(storage):
+            if not self._knows(storage) and not (is_new and storage.resizable()):
                 self._before[storage_id(storage)] = StorageWeakRef(storage)
         result = func(*args, **(kwargs or {}))
         self.made(result)
