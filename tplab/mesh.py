@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never
@@ -184,7 +184,43 @@ def label_of(ranks: Sequence[int], mesh: Mesh) -> str:
         for last in range(first + 1, len(names) + 1):
             if mesh.group(ranks[0], names[first:last]) == tuple(ranks):
                 return ",".join(names[first:last])
-    return "ranks " + ",".join(map(str, ranks))
+    return APART + ",".join(map(str, ranks))
+
+
+APART = "ranks "
+"""What a trace calls a group that is no axis begins with this; its ranks follow."""
+
+DIM = "mesh_"
+"""What torch's DeviceMesh calls a group begins with this; the dim's name follows."""
+
+
+def mesh_of_dims(groups: Iterable[tuple[str, Sequence[int]]], world: int) -> Mesh | None:
+    """The mesh that a program's DeviceMesh says, as far as its groups tell: those of the dim "tp" are called
+    "mesh_tp". The ranks of an inner dim are closer to one another. None where the groups make no mesh of all ranks.
+
+    groups   what each is called, and its ranks
+    """
+    dims: dict[str, tuple[int, int]] = {}  # name -> distance between its ranks, number of them
+    for description, ranks in groups:
+        name = description.removeprefix(DIM)
+        if name != description and name.isidentifier() and len(ranks) > 1:
+            distance = ranks[1] - ranks[0]
+            if distance > 0 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, distance)):
+                dims.setdefault(name, (distance, len(ranks)))
+    axes = _axes(dims, 1, world)
+    return Mesh(**{name: dims[name][1] for name in reversed(axes)}) if axes else None
+
+
+def _axes(dims: Mapping[str, tuple[int, int]], distance: int, world: int) -> list[str]:
+    """The dims, innermost first, that make a mesh of `world` ranks together, of which the innermost are `distance`
+    apart; [] where there are none. Dims that were flattened into one are left out for those they were made of."""
+    found: list[str] = []
+    for name, (step, size) in dims.items():
+        if step == distance:
+            outer = _axes(dims, distance * size, world)
+            if distance * size == world or outer:
+                found = max(found, [name, *outer], key=len)
+    return found
 
 
 def _mesh_from(axes: dict[str, int]) -> Mesh:

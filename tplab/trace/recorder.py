@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,12 @@ class Recorder:
         if name:
             self._chunk_names[number] = name
         return number
+
+    def rename(self, mesh: Mesh, axes: Mapping[str, str]) -> None:
+        """Let the trace be one on `mesh`, which has the same ranks; `axes`: what the groups are called -> will be."""
+        self.mesh = mesh
+        at = _FORMS.index("axis")
+        self._rows = [(*row[:at], axes.get(row[at], row[at]), *row[at + 1 :]) for row in self._rows]
 
     def next_message(self) -> int:
         """A number for the events of one message, or one collective."""

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.torch.distributed.test_collectives import each_size, group_of, on, put_in, same, sent
 from tplab import Mesh
+from tplab.errors import CollectiveMismatchError
 from tplab.torch import device_mesh, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -168,6 +170,38 @@ def test_groups_that_are_axes_have_their_names():
     assert out.per_rank == [[1, 2, 6], [1, 4, 6], [5, 2, 6], [5, 4, 6]]
     assert {event.axis for event in out.trace.events} == {"tp", "dp", "dp,tp"}
     assert sum(sent(out, "all_reduce")) == 2 * (2 * 1 * 4) + 2 * (2 * 1 * 4) + 2 * 3 * 4
+
+
+def test_the_programs_own_device_mesh_names_the_groups():
+    """Where the run's mesh has no names: in the trace, and where something goes wrong."""
+
+    def program(is_wrong: bool = False) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        pairs = [group_of([0, 3]), group_of([1, 2])]
+        group = mesh["tp"].get_group()
+        if is_wrong and dist.get_rank() == 0:
+            dist.barrier(group)
+        return [reduced(group), reduced(mesh["dp"].get_group()), reduced(pairs[dist.get_rank() % 3 > 0]), reduced(None)]
+
+    out = on(4, program)
+    assert out.per_rank == [[1, 2, 3, 6], [1, 4, 3, 6], [5, 2, 3, 6], [5, 4, 3, 6]]
+    assert out.trace.mesh == Mesh(dp=2, tp=2)
+    axes = ["tp", "dp", "ranks 0,3", "dp,tp"]
+    assert [event.axis for event in out.trace.events if event.rank == 0 and event.kind == "collective"] == axes
+    assert out.trace.bytes_sent(axis="tp") == 4 * 4
+    with pytest.raises(CollectiveMismatchError, match="over axis 'tp' is not the same on all of ranks 0, 1"):
+        on(4, lambda: program(is_wrong=True))
+
+
+def test_a_device_mesh_of_some_ranks_or_of_another_order_names_its_groups():
+    def program() -> list[float]:
+        init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+        other = init_device_mesh("cpu", (3, 2), mesh_dim_names=("b", "a"))
+        return [reduced(other["b"].get_group()), reduced(other["a"].get_group())]
+
+    out = on(6, program)
+    assert out.trace.mesh == Mesh(a=2, b=3)
+    assert [event.axis for event in out.trace.events if event.rank == 0 and event.kind == "collective"] == ["b", "a"]
 
 
 def test_groups_may_be_destroyed_and_made_again():

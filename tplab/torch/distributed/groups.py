@@ -12,7 +12,7 @@ import torch.multiprocessing
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.errors import MeshError
-from tplab.mesh import label_of
+from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.store import Store
 from tplab.torch.private import c10d_C
@@ -26,11 +26,11 @@ class Groups:
     """The process groups of one rank: what torch.distributed otherwise keeps once for a process, by the same names.
 
     Groups are made as torch makes them, up to the point where connections would be. is_joined: whether the program
-    finds torch.distributed initialised before it calls init_process_group.
+    finds torch.distributed initialised before it calls init_process_group. dims: learns of every group.
     """
 
-    def __init__(self, member: SimulatedRank, values: dict[str, bytes], is_joined: bool):
-        self.member, self.store = member, Store(values, member)
+    def __init__(self, member: SimulatedRank, values: dict[str, bytes], is_joined: bool, dims: Dims):
+        self.member, self.store, self._dims = member, Store(values, member), dims
         self.pg_map: dict[Any, tuple[str, Any]] = {}
         self.pg_names: dict[Any, str] = {}
         self.pg_group_ranks: dict[Any, dict[int, int]] = {}
@@ -83,7 +83,8 @@ class Groups:
         for number, positions in enumerate(given["split_ranks"]):
             ranks = sorted(whole[position] for position in positions)
             if self.member.rank in ranks:
-                mine = self._made(ranks, f"{parent.group_name}:split:{self.group_count}:{number}", parent.backend)
+                name = f"{parent.group_name}:split:{self.group_count}:{number}"
+                mine = self._made(ranks, name, parent.backend, about=given.get("group_desc") or "")
         self.group_count += 1
         return mine
 
@@ -111,7 +112,7 @@ class Groups:
                 return existing, self.pg_map[existing][1]
         if self.member.rank not in global_ranks_in_group:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        group = self._made(list(global_ranks_in_group), str(group_name), str(backend), pg_tag)
+        group = self._made(list(global_ranks_in_group), str(group_name), str(backend), pg_tag, group_desc or "")
         return group, group.store
 
     def _join(self, backend: str) -> None:
@@ -119,9 +120,9 @@ class Groups:
         self.group_count += 1
         self.default_pg = group
 
-    def _made(self, ranks: Sequence[int], name: str, backend: str, tag: str | None = None) -> Group:
+    def _made(self, ranks: Sequence[int], name: str, backend: str, tag: str | None = None, about: str = "") -> Group:
         store = c10d.PrefixStore(f"{name}/", self.store)
-        group = Group(self.member, ranks, name, label_of(ranks, self.member.mesh), backend, store)
+        group = Group(self.member, ranks, name, self._dims.label(about, ranks), backend, store)
         self.pg_map[group] = backend, store
         self.pg_names[group] = name
         self.pg_backend_config[group] = backend

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
+from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.groups import Groups, Hooks
 from tplab.torch.private import (
     PythonRandom,
@@ -80,6 +81,7 @@ class Processes:
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._values: dict[str, bytes] = {}  # of the store
+        self._dims = Dims(mesh)
         self._kernel: Process | None = None
         self.active: Process | None = None
         self.ranks: list[Process] = []
@@ -98,6 +100,10 @@ class Processes:
     def advice(self, error: BaseException) -> str | None:
         """What helps a program in which a rank has raised `error`."""
         return advice(error, is_mapped=self._cuda is not None)
+
+    def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
+        """The mesh that the program has made, where the run's has no names, and what it makes of groups' labels."""
+        return self._dims.named()
 
     # --- changing hands ------------------------------------------------------------------------------------------
 
@@ -212,7 +218,7 @@ class Processes:
     def inside(self, member: SimulatedRank) -> Iterator[None]:
         """Around the program of one rank, in its thread."""
         process = self.ranks[member.rank]
-        c10d._world = process.world = Groups(member, self._values, self.is_joined)
+        c10d._world = process.world = Groups(member, self._values, self.is_joined, self._dims)
         try:
             with nullcontext() if self._cuda is None else self._cuda.mode():
                 yield

@@ -91,6 +91,8 @@ def run_on_simulated_ranks(
         error.make_trace = make_trace
         raise
     finally:
+        if more is not None and (found := more.named_mesh()) is not None:
+            world.recorder.rename(*found)
         show_sheets(sheets)
         ranks.clear()  # what they hold should not wait for the garbage collector
     return per_rank, make_trace

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor
 
+from tplab.mesh import Mesh
 from tplab.torch.ranks.generators import generators
 
 Own = tuple[list[Tensor], torch.dtype, TextIO, Any]
@@ -41,6 +42,10 @@ class More(Protocol):
     @property
     def mapped(self) -> str | None:
         """What was mapped, in a sentence."""
+        ...
+
+    def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
+        """The mesh that the program has made, and what each group's label is on it."""
         ...
 
     def advice(self, error: BaseException) -> str | None:

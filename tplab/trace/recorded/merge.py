@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from tplab.errors import TraceError
-from tplab.mesh import Mesh, label_of
+from tplab.mesh import Mesh, label_of, mesh_of_dims
 from tplab.trace.journal import Computed, Journal, Met, Sent, Taken, trace_of
 from tplab.trace.label import UNKNOWN
 from tplab.trace.recorded.clocks import advances
@@ -58,7 +58,8 @@ def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
     """
     files = _read_all(Path(folder))
     world = len(files)
-    mesh = _mesh_of(files) if mesh is None else mesh
+    groups = (group for file in files for group in file.groups.values())
+    mesh = mesh or mesh_of_dims(groups, world) or Mesh(world=world)
     if mesh.size != world:
         raise TraceError(f"{folder} has the files of {world} ranks, and {mesh} has {mesh.size}; give a mesh of {world}")
     meetings = meetings_of(files)
@@ -96,33 +97,6 @@ def _read_all(folder: Path) -> list[RankFile]:
             "copy the files of all nodes into one folder"
         )
     return [by_rank[rank] for rank in range(world)]
-
-
-def _mesh_of(files: Sequence[RankFile]) -> Mesh:
-    """The mesh that the program's DeviceMesh says, as far as its groups tell: those of the dim "tp" are called
-    "mesh_tp". The ranks of an inner dim are closer to one another. Else all ranks are the axis `world`."""
-    world = len(files)
-    dims: dict[str, tuple[int, int]] = {}  # name -> distance between its ranks, number of them
-    for description, ranks in (group for file in files for group in file.groups.values()):
-        name = description.removeprefix("mesh_")
-        if name != description and name.isidentifier() and len(ranks) > 1:
-            distance = ranks[1] - ranks[0]
-            if distance > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, distance)):
-                dims.setdefault(name, (distance, len(ranks)))
-    axes = _axes(dims, 1, world)
-    return Mesh(**{name: dims[name][1] for name in reversed(axes)}) if axes else Mesh(world=world)
-
-
-def _axes(dims: Mapping[str, tuple[int, int]], distance: int, world: int) -> list[str]:
-    """The dims, innermost first, that make a mesh of `world` ranks together, of which the innermost are `distance`
-    apart; [] where there are none. Dims that were flattened into one are left out for those they were made of."""
-    found: list[str] = []
-    for name, (step, size) in dims.items():
-        if step == distance:
-            outer = _axes(dims, distance * size, world)
-            if distance * size == world or outer:
-                found = max(found, [name, *outer], key=len)
-    return found
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""What a trace calls the groups of a program that has a DeviceMesh of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tplab.mesh import APART, DIM, Mesh, label_of, mesh_of_dims
+
+
+class Dims:
+    """The groups that the ranks of one run have made, and what the program calls them.
+
+    A group that is an axis of the run's mesh has the axis's name. Any other one has the name of its dim, if it is that
+    of a DeviceMesh, or else its ranks.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._groups: dict[tuple[str, tuple[int, ...]], str] = {}  # what it is called, its ranks -> its label
+
+    def label(self, about: str, ranks: Sequence[int]) -> str:
+        """What the trace calls a group; `about` is what the program calls it."""
+        key = about, tuple(ranks)
+        if key not in self._groups:
+            label = label_of(ranks, self._mesh)
+            is_unnamed = label.startswith(APART) and about.startswith(DIM)
+            self._groups[key] = about.removeprefix(DIM) if is_unnamed else label
+        return self._groups[key]
+
+    def named(self) -> tuple[Mesh, Mapping[str, str]] | None:
+        """The program's own mesh, and what each label is on it; None where it has none, or the run's mesh has names."""
+        own = mesh_of_dims(self._groups, self._mesh.size) if self._mesh.axis_names == ("world",) else None
+        if own is None:
+            return None
+        labels = {label: label_of(ranks, own) for (_, ranks), label in self._groups.items()}
+        return own, {label: name for label, name in labels.items() if not name.startswith(APART)}
