@@ -115,7 +115,7 @@ install = $(BIN)/pip install --require-hashes --no-deps --requirement
 	test -x $(OLDEST)/python || $(PYTHON) -m venv .venv-oldest
 	$(if $(TORCH_INDEX),$(OLDEST)/pip install --no-deps $(from_torch_index) $(oldest_torch))
 	grep -v '^torch==' requirements/colab.txt > .venv-oldest/colab.txt
-	$(OLDEST)/pip install --requirement .venv-oldest/colab.txt $(oldest_torch) cloudpickle optax safetensors \
+	$(OLDEST)/pip install --requirement .venv-oldest/colab.txt $(oldest_torch) accelerate cloudpickle optax safetensors \
 	  editables hatchling hypothesis jupytext nbval pytest pytest-timeout pytest-xdist
 	$(OLDEST)/pip freeze --exclude-editable > .venv-oldest/before
 	$(OLDEST)/pip install --editable .

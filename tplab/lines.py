@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,15 @@ def line_text(filename: str, line: int) -> str:
 def notebook_cells() -> Mapping[str, int]:
     """File -> number, of the cells of the notebook that runs in this process: each is compiled as a file of its own.
 
-    IPython knows which file came from which cell, the latest of equal ones. Before IPython 8 it did not; there a file's
-    name is found again from the text of the cell.
+    IPython knows which file came from which cell, the latest of equal ones. Before IPython 8 it did not; there the text
+    of a file is found again among those of the cells, which are kept without the empty lines at their ends.
     """
     shell = _shell()
     known = getattr(getattr(shell, "compile", None), "_filename_map", None)
     if known is not None:
         return known
-    if _compiler() is None:
-        return {}
-    texts = getattr(getattr(shell, "history_manager", None), "input_hist_raw", ())
-    return {_file_of(text): number for number, text in enumerate(texts) if text}
+    numbers = {name: _number_of(name, shell) for name in list(linecache.cache) if _is_of_kernel(name)}
+    return {name: number for name, number in numbers.items() if number}
 
 
 def _shell() -> Any:
@@ -45,13 +42,27 @@ def _shell() -> Any:
     return ipython.get_ipython() if ipython else None
 
 
-def _compiler() -> Any:
-    return sys.modules.get("ipykernel.compiler")
+def _is_of_kernel(filename: str) -> bool:
+    """Whether a kernel before IPython 8 has compiled a cell as this file."""
+    compiler = sys.modules.get("ipykernel.compiler")
+    return compiler is not None and str(Path(filename).parent) == compiler.get_tmp_directory()
 
 
-@cache
-def _file_of(text: str) -> str:
-    return _compiler().get_file_name(text)
+def _number_of(filename: str, shell: Any) -> int:
+    """The number of the latest cell whose text was compiled as this file, before IPython 8."""
+    text = _text_of(filename)
+    numbers = (number for number, kept in enumerate(_texts_of_cells(shell)) if text and kept == text)
+    return max(numbers, default=NOT_COUNTED)
+
+
+def _text_of(filename: str) -> str:
+    """What was compiled as this file, magics replaced, without the empty lines at its end."""
+    return "".join(linecache.getlines(filename)).rstrip("\n")
+
+
+def _texts_of_cells(shell: Any) -> Sequence[str]:
+    """What was compiled as cells 0, 1, 2, ...; cell 0 is none."""
+    return getattr(shell, "user_ns", {}).get("In", ())
 
 
 def _cell_of(filename: str) -> int | None:
@@ -59,13 +70,13 @@ def _cell_of(filename: str) -> int | None:
     shell = _shell()
     if shell is None:
         return None
-    number = notebook_cells().get(filename)
-    if not hasattr(shell.compile, "_filename_map"):
-        is_of_kernel = _compiler() is not None and str(Path(filename).parent) == _compiler().get_tmp_directory()
-        return NOT_COUNTED if number is None and is_of_kernel else number
+    known: Mapping[str, int] | None = getattr(shell.compile, "_filename_map", None)
+    if known is None:
+        return _number_of(filename, shell) if _is_of_kernel(filename) else None
+    number = known.get(filename)
     if number is None:
         return None
     # a cell that is not counted is given the number that the next counted one will have
-    kept = shell.user_ns.get("In", ()) if hasattr(shell, "user_ns") else ()
-    is_counted = number < len(kept) and kept[number].strip() == "".join(linecache.getlines(filename)).strip()
+    kept = _texts_of_cells(shell)
+    is_counted = number < len(kept) and kept[number].strip() == _text_of(filename).strip()
     return number if is_counted else NOT_COUNTED

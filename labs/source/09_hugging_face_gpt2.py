@@ -407,7 +407,7 @@ check_llama_plan(my_plan)
 #
 # | here | transformers | torch | Megatron-LM | JAX |
 # |---|---|---|---|---|
-# | `parallelize(model, plan)` | `from_pretrained(..., tp_plan="auto")` | `parallelize_module(model, mesh, plan)` | layers written as parallel ones | a tree of `P` |
+# | `parallelize(model, plan)` | `from_pretrained(..., distributed_config=DistributedConfig(tp_size=4))` | `parallelize_module(model, mesh, plan)` | layers written as parallel ones | a tree of `P` |
 # | "column", "row" | "colwise", "rowwise" | `ColwiseParallel()`, `RowwiseParallel()` | `ColumnParallelLinear`, `RowParallelLinear` | `P(None, "tp")`, `P("tp", None)` |
 # | `whole_state` | `save_pretrained` | `get_model_state_dict`, `full_tensor()` | `dist_checkpointing` | `jax.device_get` |
 #

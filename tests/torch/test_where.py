@@ -98,7 +98,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator:
 
 def run_cell(shell, text: str, counted: bool = True):
     """What a cell gives, or raises."""
-    result = shell.run_cell(text.rstrip("\n"), store_history=counted, silent=False)
+    result = shell.run_cell(text, store_history=counted, silent=False)
     result.raise_error()
     return result.result
 
