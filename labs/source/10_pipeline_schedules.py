@@ -26,7 +26,7 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %%
 import numpy as np
 from tplab.schedules import Costs, dualpipe_v, gpipe, interleaved_1f1b
-from tplab.schedules import looped_bfs, naive, one_f_one_b, simulate
+from tplab.schedules import naive, one_f_one_b, simulate
 from tplab.schedules import v_half, v_min, zb_h1, zb_h2, zb_v
 from tplab.schedules.rules.v_shapes import v_half_block, v_min_block
 from tplab.widgets import gantt, pipeline_lab
@@ -38,14 +38,14 @@ gantt(one_f_one_b(ranks=4, microbatches=8), zb_h1(ranks=4, microbatches=8))
 # ## By hand: one rank at a time
 #
 # Cut a model into four **stages**, one per rank. Each stage needs the output of the one before it. So the ranks take
-# turns: forwards go down the ranks, and backwards come up again. Here is one row per rank and one column per time step:
+# turns: forwards go down the ranks, and backwards come up again. (A row is a rank, and a column is a time step.)
 
 # %%
 print(naive(ranks=4))
 
 # %% [markdown]
-# The model fits into memory, but four ranks are no faster than one. So we cut the batch as well, into **microbatches**.
-# While rank 1 works on the first, rank 0 takes the second.
+# The model fits into memory, but four ranks are no faster than one. So we cut the batch into **microbatches**. While rank
+# 1 works on the first, rank 0 takes the second.
 #
 # When can stage $s$ run the forward of microbatch $k$? When the stage before it is done with $k$, and stage $s$ itself
 # is done with $k - 1$:
@@ -69,17 +69,16 @@ all_f_then_all_b = simulate(gpipe(ranks=p, microbatches=m))  # F = 1, B = I + W 
 gantt(all_f_then_all_b)
 
 # %% [markdown]
-# Each rank works for $m(F + B)$ and idles for the rest, $(p - 1)(F + B)$. There are two ways to write this as a
-# fraction:
+# Each rank works for $m(F + B)$ and idles for the rest, $(p - 1)(F + B)$. As a fraction, that is
 #
-# $$\frac{p-1}{m+p-1} \text{ of the makespan} \qquad\qquad \frac{p-1}{m} \text{ of the ideal time (Megatron's papers)}$$
+# $$\frac{p-1}{m+p-1} \text{ of the makespan} \qquad\text{or}\qquad \frac{p-1}{m} \text{ of the ideal time (Megatron's papers)}$$
 #
 # **Predict.** With 16 ranks, how many microbatches does it take to make the bubble less than a tenth of the makespan?
 #
 # <details><summary>Answer</summary>
 #
-# $15 / (m + 15) < 0.1$ needs more than 135. Under GPipe a rank keeps the activations of all of them, so memory sets a
-# limit.
+# At least 136: $15 / (m + 15) < 0.1$ if $m > 135$. Under GPipe a rank keeps the activations of all of them, so memory
+# sets a limit.
 #
 # </details>
 
@@ -91,15 +90,15 @@ for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
 # %% [markdown]
 # ## One forward, one backward
 #
-# The last rank could run its first backward at once, and then free that microbatch. In **1F1B** (or PipeDream-Flush),
-# rank $r$ runs $p - 1 - r$ forwards ahead, and then alternates forwards and backwards.
+# The last rank can run its first backward right after its first forward, and then free that microbatch. In **1F1B** (or
+# PipeDream-Flush), rank $r$ runs $p - 1 - r$ forwards ahead, and then alternates forwards and backwards.
 #
 # **Predict.** With the same $m$, how much smaller is 1F1B's bubble than GPipe's?
 #
 # <details><summary>Answer</summary>
 #
-# It is not smaller at all. 1F1B saves memory: rank 0 keeps $p$ microbatches instead of $m$. With that memory you can
-# choose a larger $m$, and *that* makes the bubble smaller.
+# It is not smaller at all. 1F1B saves memory: rank 0 keeps $p$ microbatches instead of $m$. So you can choose a larger
+# $m$, and *that* makes the bubble smaller.
 #
 # </details>
 
@@ -124,16 +123,15 @@ def row(rank, ranks, microbatches):
 for rank in range(p):
     tplabs = [action.label for action in one_f_one_b(p, m).by_rank()[rank]]
     same = row(rank, p, m).split() == tplabs
-    print(f"{row(rank, p, m)}   as tplab's: {same}")
+    print(f"{row(rank, p, m)}   same as tplab's: {same}")
 
 # %% [markdown]
-# **No order of F and B does better** with one stage per rank, if all stages are equal and messages take no time. The
-# last rank has to wait for $p - 1$ forwards. Then it has $m(F+B)$ to do. After that its last gradient needs $p - 1$
-# backwards to reach rank 0:
+# With one stage per rank, equal stages and free messages, **no order of F and B does better**. The last rank waits for
+# $p - 1$ forwards. Then it has $m(F+B)$ to do. After that its last gradient needs $p - 1$ backwards to reach rank 0:
 #
 # $$(p-1)F + m(F+B) + (p-1)B = (m+p-1)(F+B)$$
 #
-# Otherwise the two schedules differ, and either of them may be faster:
+# Otherwise either of the two may be faster:
 
 # %%
 slow = [2, 1, 1, 1]
@@ -165,13 +163,7 @@ for v in (2, 4):
 gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
-# The price is more messages, and memory for $(p-1)/v$ microbatches more than 1F1B keeps. **Looped breadth-first** takes
-# all microbatches through a stage before it turns to the next one. It keeps all microbatches, but it needs the weights
-# of each stage only once in each direction. That helps if data-parallel ranks shard the weights and have to gather
-# them.
-
-# %%
-print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
+# The price is more messages, and memory for $(p-1)/v$ microbatches more than 1F1B keeps.
 
 # %% [markdown]
 # ## Split the backward
@@ -191,8 +183,8 @@ print("v = 2:", figures(looped_bfs(p, m, virtual_stages=2)))
 #
 # Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first
 # action to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still
-# finish this one. If gradients are clipped by the norm of all of them, it may not, unless the step can be rolled back,
-# as Qi et al. do.
+# finish this one. Clipping by the norm of all gradients rules that out, unless a step can be rolled back, as Qi et al.
+# do.
 #
 # </details>
 
@@ -209,10 +201,9 @@ gantt(h1, h2)
 # %% [markdown]
 # ## Other places: V shapes and two directions
 #
-# In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. The last stage
-# is on the same rank as the first, and the last backward ends there, too. **V-Half** and **V-Min** repeat the pattern
-# of one microbatch, their **building block**, every 6 steps. Each W goes where there is room. A microbatch is kept from
-# its first F to its last W, so a shorter block takes less memory. (W is left out here.)
+# In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. **V-Half** and
+# **V-Min** repeat the pattern of one microbatch, their **building block**, every 6 steps. A microbatch is kept from its
+# first F to its last W, so a shorter block takes less memory. (W is left out here: it goes where there is room.)
 
 # %%
 def building_block(block):
@@ -233,10 +224,9 @@ for rule in (zb_v, v_half, v_min):
 
 # %% [markdown]
 # **DualPipe** sends microbatches from both ends of the pipe. **DualPipeV** does the same on a V, and so needs one copy
-# of the weights instead of two. The point is to *overlap*: a forward in one direction runs together with a backward in
-# the other, and each hides its messages behind the other's products. F and B here include these messages, such as the
-# all-to-all of experts in DeepSeek's models, and only that share can be hidden. Without the gain, DualPipeV is slower
-# than ZB-V:
+# of the weights instead of two. A forward in one direction runs together with a backward in the other, and each hides
+# messages *inside* its layers behind the other's products. F and B include these messages here, so a part of the
+# shorter one can be hidden. If none of it is, DualPipeV is slower than ZB-V:
 
 # %%
 for overlap in (0, 0.25, 0.5):
@@ -256,9 +246,9 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # <details><summary>What there is to discover</summary>
 #
 # With 8 microbatches 1F1B loses 16 steps, and 6 more for every 4 further microbatches. Rank 0 runs $p = 4$ forwards and
-# then waits for the gradient of the first. That forward crosses $p - 1 = 3$ cuts, and its gradient crosses them back: 6
-# messages for every $p$ microbatches. A schedule that runs more forwards ahead pays for the messages only once: GPipe
-# loses 6, and ZB-H2 loses 3, with any number of microbatches.
+# then waits for the gradient of the first. That microbatch crosses $p - 1 = 3$ cuts, down and up again: 6 messages for
+# every $p$ microbatches. A schedule that runs more forwards ahead pays only once: GPipe loses 6, and ZB-H2 loses 3,
+# with any number of microbatches.
 #
 # </details>
 
@@ -280,7 +270,6 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 # | GPipe | $(p-1)(F+B)$ | $m$ | $2m(p-1)$ |
 # | 1F1B | $(p-1)(F+B)$ | $p$ | $2m(p-1)$ |
 # | interleaved 1F1B | $(p-1)(F+B)/v$ | $p + (p-1)/v$ | $2m(pv-1)$ |
-# | looped breadth-first | $(p-1)(F+B)/v$ | $m$ | $2m(pv-1)$ |
 # | ZB-H1 | $(p-1)\max(F, I, F+I-W)$ | $p$ | $2m(p-1)$ |
 # | ZB-V, if $F = I = W$ | span: 0 | $p$ | $4m(p-1)$ |
 #
@@ -303,7 +292,7 @@ for rule in (one_f_one_b, zb_h1, zb_h2):
 # ## A bug to repair
 #
 # Here is 1F1B again, written as a rule: run the next forward if the rank may keep one more microbatch, and the next
-# backward otherwise. There is a mistake in it. Run the check, read what it says, and repair `my_row`.
+# backward otherwise. It has a mistake. Run the check, read what it says, and repair `my_row`.
 
 # %%
 def my_row(rank, ranks, microbatches):
@@ -327,8 +316,7 @@ check_one_f_one_b(my_row)
 # ## Your turn: six puzzles
 #
 # In each puzzle F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its actions, as
-# text with one row per rank. (Write I0 and W0 where B0 is split.) Every action then runs as soon as it can. You may
-# write the rows with a function, as `row` did.
+# text with one row per rank. (Write I0 and W0 where B0 is split.) Every action then runs as soon as it can.
 
 # %%
 from tplab.exercises.pipeline_schedules import PUZZLES, check_puzzle
@@ -337,7 +325,7 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# The answer to puzzle 1 is wrong. Correct it, and then solve the others, in cells like these:
+# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these:
 
 # %%
 def puzzle_1():
@@ -364,38 +352,35 @@ check_puzzle(5, puzzle_5)
 # <details><summary>How far can a program get?</summary>
 #
 # tplab's `auto_schedule(4, 8, memory_limit=3)` finds 32 steps at once. With `solver="exact"` (after
-# `pip install ortools`) it finds 31. The check knows its answers, so write your own.
+# `pip install ortools`) it finds 31. The check does not accept a copy of its answer.
 #
 # </details>
 #
 # ## On Monday
 #
-# | here | torch.distributed.pipelining | Megatron, DeepSpeed | the paper |
-# |---|---|---|---|
-# | GPipe | `ScheduleGPipe` | | Huang et al. |
-# | 1F1B | `Schedule1F1B` | the default of both | Narayanan et al. |
-# | interleaved 1F1B | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` | Narayanan et al. |
-# | looped breadth-first | `ScheduleLoopedBFS` | | Lamy-Poirier |
-# | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | Qi et al.; their B is our I |
-# | DualPipeV | `ScheduleDualPipeV` | | DeepSeek |
+# | here | torch.distributed.pipelining | Megatron, DeepSpeed |
+# |---|---|---|
+# | GPipe | `ScheduleGPipe` | |
+# | 1F1B | `Schedule1F1B` | the default of both |
+# | interleaved 1F1B | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` |
+# | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | |
+# | DualPipeV | `ScheduleDualPipeV` | |
 #
 # `Schedule.from_torch` reads torch's schedules, as [lab 11](11_run_a_pipeline.ipynb) shows, and `to_csv` writes a file
-# that torch loads. JAX has no schedules of its own: [lab 12](12_pipeline_in_jax.ipynb) shows what people do there.
+# that torch loads. JAX has none of its own: see [lab 12](12_pipeline_in_jax.ipynb).
 #
 # ## To take away
 #
-# - Microbatches fill a pipeline. With equal stages, free messages and one stage per rank, no order of whole forwards
-#   and backwards has a smaller bubble than $(p-1)(F+B)$. 1F1B saves memory, not time.
+# - Microbatches fill a pipeline. With one equal stage per rank and free messages, no order of F and B has a smaller
+#   bubble than $(p-1)(F+B)$. 1F1B saves memory, not time.
 # - Smaller stages divide the bubble by $v$ and multiply the messages. A split backward fills the bubble with W.
 # - Ask of every "zero bubble": span or makespan, at which costs, and with how much memory?
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,
 # [Megatron-LM](https://arxiv.org/abs/2104.04473), for 1F1B and interleaving. Qi et al. 2024, [Zero
-# bubble](https://arxiv.org/abs/2401.10241) and [controllable memory](https://arxiv.org/abs/2405.15362). Lamy-Poirier
-# 2022, [Breadth-first](https://arxiv.org/abs/2211.05953). DeepSeek 2025,
-# [DualPipe](https://github.com/deepseek-ai/DualPipe). Misha Laskin, [Sharding Large
-# Models](https://www.mishalaskin.com/posts/tensor_parallel), for the naive pipeline.
+# bubble](https://arxiv.org/abs/2401.10241) and [controllable memory](https://arxiv.org/abs/2405.15362). DeepSeek 2025,
+# [DualPipe](https://github.com/deepseek-ai/DualPipe).
 #
 # Next: [11 Run a pipeline](11_run_a_pipeline.ipynb).
 

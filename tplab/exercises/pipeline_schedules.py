@@ -36,12 +36,14 @@ def check_one_f_one_b(row: Row) -> Verdict:
         if schedule != right:
             held, best = simulate(schedule).peak_activations, simulate(right).peak_activations
             rank = next(rank for rank in range(ranks) if schedule.by_rank()[rank] != right.by_rank()[rank])
-            more = f", and rank {rank} holds {_count(held[rank])} where 1F1B holds {best[rank]:g}"
+            took, least = simulate(schedule).makespan, simulate(right).makespan
+            says = [f"it takes {took:g} steps, where 1F1B takes {least:g}"] if took != least else []
+            if held[rank] != best[rank]:
+                says.append(f"rank {rank} holds {_count(held[rank])}, where 1F1B holds {best[rank]:g}")
+            found = ", and ".join(says) or f"rank {rank} runs its actions in another order"
             return Drawn(
                 False,
-                f"{name}: with {where} it runs, but it is not 1F1B.\nIt takes {simulate(schedule).makespan:g} steps, "
-                f"where 1F1B takes {simulate(right).makespan:g}{more if held[rank] != best[rank] else ''}."
-                f"{_hint(schedule)}",
+                f"{name}: with {where} it runs, but it is not 1F1B.\n{found[0].upper()}{found[1:]}.{_hint(schedule)}",
                 schedule,
             )
     listed = ", ".join(f"{ranks} x {microbatches}" for ranks, microbatches in SIZES)
@@ -60,7 +62,7 @@ def _hint(schedule: Schedule) -> str:
     known = {
         "Rank r runs r forwards ahead. Which rank waits longest for its first gradient, the first or the last?":
             [min(rank, microbatches - 1) + 1 for rank in range(ranks)],
-        "One forward too many before the first backward: the last rank needs none ahead of its pair.":
+        "One forward too many before the first backward: the last rank can run B0 right after F0.":
             [min(ranks - rank, microbatches - 1) + 1 for rank in range(ranks)],
         "Every rank runs the same number of forwards ahead. The last one could send a gradient back at once.":
             [min(ranks - 1, microbatches - 1) + 1] * ranks,
