@@ -1,6 +1,6 @@
 """A real JupyterLab for the browser tests: started once, with nothing of the user's own settings.
 
-def test_something(page, open_notebook):
+def test_something(open_notebook):
     book = open_notebook(["from tplab import Mesh", "Mesh(tp=4)"], theme="dark")
     expect(book.output(1)).to_contain_text("Mesh(tp=4)")
 """
@@ -20,7 +20,7 @@ from typing import Literal
 
 import nbformat
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 expect.set_options(timeout=30_000)  # milliseconds; on a busy machine a kernel takes its time
 
@@ -152,10 +152,17 @@ class Notebook:
         if raised.count():
             raise AssertionError("a cell raised or wrote to stderr:\n" + "\n".join(raised.all_inner_texts()))
 
+    def change_theme(self, theme: Literal["light", "dark"]) -> None:
+        self.page.evaluate(_CHANGE_THEME, _THEMES[theme])
+        light = "true" if theme == "light" else "false"
+        self.page.wait_for_function("light => document.body.dataset.jpThemeLight === light", arg=light)
+
     def run(self, code: str) -> str:
         """Run `code` in the notebook's kernel, outside any cell; return what it printed."""
         return self.page.evaluate(_RUN_CODE, code)
 
+
+_CHANGE_THEME = "theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
 
 _RUN_CODE = """async (code) => {
   const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
@@ -171,13 +178,21 @@ _RUN_CODE = """async (code) => {
 }"""
 
 
+@pytest.fixture(scope="session")
+def lab_page(browser: Browser, jupyter_lab: JupyterLab) -> Iterator[Page]:
+    """JupyterLab in the browser. Loading it takes seconds, so all tests use this one page, one after the other."""
+    context = browser.new_context()
+    yield context.new_page()
+    context.close()
+
+
 @pytest.fixture
-def open_notebook(page: Page, jupyter_lab: JupyterLab) -> Iterator[Callable[..., Notebook]]:
+def open_notebook(lab_page: Page, jupyter_lab: JupyterLab) -> Iterator[Callable[..., Notebook]]:
     """`open_notebook(cells, theme="light", reduced_motion=False, run=True)` -> Notebook, its cells run.
 
-    `cells` is a list of code cells, or the path of a notebook, which is copied.
+    `cells` is a list of code cells, or the path of a notebook, which is copied. Each notebook has a kernel of its own.
     """
-    count = 0
+    page = lab_page
 
     def open_(
         cells: Sequence[str] | Path,
@@ -185,8 +200,6 @@ def open_notebook(page: Page, jupyter_lab: JupyterLab) -> Iterator[Callable[...,
         reduced_motion: bool = False,
         run: bool = True,
     ) -> Notebook:
-        nonlocal count
-        count += 1
         if isinstance(cells, Path):
             book = nbformat.read(cells, as_version=4)
         else:
@@ -194,13 +207,15 @@ def open_notebook(page: Page, jupyter_lab: JupyterLab) -> Iterator[Callable[...,
             book.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
         path = jupyter_lab.root / f"{time.monotonic_ns()}.ipynb"
         nbformat.write(book, path)
+        page.set_viewport_size({"width": 1280, "height": 720})
         page.emulate_media(color_scheme=theme, reduced_motion="reduce" if reduced_motion else "no-preference")
-        page.goto(f"{jupyter_lab.url}/lab/workspaces/test{count}/tree/{path.name}?reset")
+        if not page.evaluate(_IS_READY):
+            page.goto(f"{jupyter_lab.url}/lab?reset")
+            page.wait_for_function(_IS_READY)
+        page.evaluate(_OPEN, path.name)
         notebook = Notebook(page, path)
         notebook.panel.wait_for()
-        page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", _THEMES[theme])
-        light = "true" if theme == "light" else "false"
-        page.wait_for_function("light => document.body.dataset.jpThemeLight === light", arg=light)
+        notebook.change_theme(theme)
         page.wait_for_function(
             "() => window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
         )
@@ -209,5 +224,26 @@ def open_notebook(page: Page, jupyter_lab: JupyterLab) -> Iterator[Callable[...,
         return notebook
 
     yield open_
-    page.goto("about:blank")  # leave before the kernels go, so that no dialog asks about them
+    page.evaluate(_CLOSE)
     jupyter_lab.shut_down_kernels()
+
+
+# A dialog that a test has left open would be in the way of the next test, which therefore loads JupyterLab anew.
+_IS_READY = """() => {
+  const has = (command) => window.jupyterapp?.commands.hasCommand(command);
+  return has("docmanager:open") && has("apputils:change-theme") && !document.querySelector(".jp-Dialog");
+}"""
+
+_OPEN = """async (path) => {
+  const { commands, restored, shell } = window.jupyterapp;
+  await restored;
+  shell.collapseLeft();
+  await commands.execute("docmanager:open", { path, factory: "Notebook" });
+}"""
+
+_CLOSE = """async () => {
+  for (const panel of [...window.jupyterapp.shell.widgets("main")]) {
+    await panel.sessionContext?.shutdown();
+    panel.dispose();  // to close it would ask whether to save it
+  }
+}"""

@@ -1,7 +1,7 @@
 """The browser tests' own ground: JupyterLab starts, runs cells, changes theme, draws a widget, reports an error."""
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 COUNTER = """
 import anywidget, traitlets
@@ -19,7 +19,7 @@ counter
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_cells_run_and_a_widget_answers_both_ways(page: Page, open_notebook, theme: str):
+def test_cells_run_and_a_widget_answers_both_ways(open_notebook, theme: str):
     book = open_notebook(["print(6 * 7)", COUNTER], theme=theme)
     expect(book.output(0)).to_have_text("42\n")
     button = book.output(1).locator("button")
@@ -29,7 +29,7 @@ def test_cells_run_and_a_widget_answers_both_ways(page: Page, open_notebook, the
     assert book.run("print(counter.count)") == "4\n"
     book.run("counter.count = 9")
     expect(button).to_have_text("count 9")
-    assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (theme == "dark")
+    assert book.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (theme == "dark")
 
 
 def test_a_cell_that_raises_fails_the_test_that_opened_it(open_notebook):
@@ -37,6 +37,6 @@ def test_a_cell_that_raises_fails_the_test_that_opened_it(open_notebook):
         open_notebook(["1 / 0"])
 
 
-def test_reduced_motion_reaches_the_page(page: Page, open_notebook):
-    open_notebook(["print()"], reduced_motion=True)
-    assert page.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")
+def test_reduced_motion_reaches_the_page(open_notebook):
+    book = open_notebook(["print()"], reduced_motion=True)
+    assert book.page.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")

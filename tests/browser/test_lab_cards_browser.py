@@ -1,7 +1,7 @@
 """`knob` and `matrices` in JupyterLab."""
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 KNOB = """
 from tplab.widgets.knob import Bars, Row, knob
@@ -20,19 +20,19 @@ Matrices([Panel("yours", np.array([[1, -2]]), np.array([[False, True]])), Panel(
 """
 
 
-def test_the_knob_turns_by_keys_and_from_python(page: Page, open_notebook):
+def test_the_knob_turns_by_keys_and_from_python(open_notebook):
     book = open_notebook([KNOB])
     root = book.output(0).locator(".tplab")
     expect(root).to_have_attribute("data-theme", "light")
     expect(root.locator(".tpl-say")).to_have_text("The sum takes 2 microseconds.")
     slider = root.get_by_role("slider", name="size")
     slider.focus()
-    page.keyboard.press("ArrowRight")
+    book.page.keyboard.press("ArrowRight")
     expect(root.locator(".tpl-say")).to_have_text("The sum takes 4 microseconds.")
     expect(slider).to_have_attribute("aria-valuetext", "4")
     expect(root.locator("svg")).to_have_attribute("aria-label", "1 rank: 8 µs ; 8 ranks: 5 µs so fast")
     assert book.run("print(card.index)") == "2\n"
-    page.keyboard.press("Home")
+    book.page.keyboard.press("Home")
     expect(root.locator(".tpl-say")).to_have_text("The sum takes 1 microseconds.")
     assert any(book.run("print(card.index)") == "0\n" for _ in range(20))  # until the kernel has heard of the key
     book.run("card.index = 1")

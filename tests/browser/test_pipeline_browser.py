@@ -2,7 +2,7 @@
 
 import json
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 LAB = """
 from tplab.widgets import gantt, pipeline_lab
@@ -19,7 +19,7 @@ def figure(root, name: str):
     return root.locator(".tpl-facts > div", has_text=name).first.locator("b")
 
 
-def test_controls_ask_python(page: Page, open_notebook):
+def test_controls_ask_python(open_notebook):
     book = open_notebook([LAB], theme="dark")
     root = book.output(0).locator(".tplab")
     expect(root).to_have_attribute("data-theme", "dark")
@@ -29,7 +29,7 @@ def test_controls_ask_python(page: Page, open_notebook):
     expect(root.locator("header b")).to_have_text("GPipe")
     ranks = root.get_by_role("slider", name="ranks")
     ranks.focus()
-    page.keyboard.press("ArrowRight")
+    book.page.keyboard.press("ArrowRight")
     expect(root.locator(".tpl-about")).to_contain_text("5 ranks")
     assert book.run("print(lab.settings['ranks'], lab.run.makespan)") == "5 36.0\n"
     root.get_by_label("schedule").select_option("dualpipe")
@@ -48,11 +48,11 @@ def test_controls_ask_python(page: Page, open_notebook):
     assert book.run("print(lab.run.makespan, lab.schedule.name)") == "57.0 one_f_one_b\n"
 
 
-def test_without_a_kernel_it_says_so_once_something_is_asked(page: Page, open_notebook):
+def test_without_a_kernel_it_says_so_once_something_is_asked(open_notebook):
     book = open_notebook([LAB])
     root = book.output(0).locator(".tplab")
     expect(figure(root, "makespan")).to_have_text("27")
-    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    book.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     notice = root.locator(".tpl-notice")
     expect(notice).to_have_text("")
     root.get_by_label("schedule").select_option("gpipe")
@@ -63,13 +63,13 @@ def test_without_a_kernel_it_says_so_once_something_is_asked(page: Page, open_no
     expect(notice).to_contain_text("No kernel answers")
 
 
-def test_a_kernel_that_answers_late_is_no_dead_one(page: Page, open_notebook, tmp_path):
+def test_a_kernel_that_answers_late_is_no_dead_one(open_notebook, tmp_path):
     book = open_notebook([LAB])
     root = book.output(0).locator(".tplab")
     expect(figure(root, "makespan")).to_have_text("27")
     busy = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.05)"
     kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
-    page.evaluate(f"code => {{ {kernel}.requestExecute({{ code }}); }}", busy)  # and do not wait for it
+    book.page.evaluate(f"code => {{ {kernel}.requestExecute({{ code }}); }}", busy)  # and do not wait for it
     root.get_by_label("schedule").select_option("gpipe")
     expect(root.locator(".tpl-notice")).to_contain_text("No kernel answers")
     (tmp_path / "go").touch()
@@ -78,7 +78,7 @@ def test_a_kernel_that_answers_late_is_no_dead_one(page: Page, open_notebook, tm
     expect(root.get_by_label("schedule")).to_have_value("gpipe")
 
 
-def test_actions_are_moved_by_hand(page: Page, open_notebook):
+def test_actions_are_moved_by_hand(open_notebook):
     book = open_notebook([LAB.replace("zb_h1", "one_f_one_b")])
     root = book.output(0).locator(".tplab")
     root.get_by_role("button", name="move actions by hand").click()
@@ -86,37 +86,37 @@ def test_actions_are_moved_by_hand(page: Page, open_notebook):
     assert box is not None
     unit = (box["width"] - 120) / 33  # the makespan is 33
     middle = box["y"] + 16
-    page.mouse.click(box["x"] + 58 + 12.5 * unit, middle)  # F4 of rank 0
+    book.page.mouse.click(box["x"] + 58 + 12.5 * unit, middle)  # F4 of rank 0
     expect(root.locator(".tpl-notice")).to_have_text("chosen: F4 of stage 0, rank 0")
     root.get_by_role("button", name="move the chosen action one place earlier").click()
     expect(root.get_by_label("schedule")).to_have_value("edited")
     assert book.run("print([str(a) for a in lab.schedule.by_rank()[0][3:6]])") == "['0F3', '0F4', '0B0']\n"
-    page.mouse.move(box["x"] + 58 + 0.5 * unit, middle)  # F0 is dragged behind everything
-    page.mouse.down()
-    page.mouse.move(box["x"] + 58 + 30 * unit, middle, steps=4)
-    page.mouse.up()
+    book.page.mouse.move(box["x"] + 58 + 0.5 * unit, middle)  # F0 is dragged behind everything
+    book.page.mouse.down()
+    book.page.mouse.move(box["x"] + 58 + 30 * unit, middle, steps=4)
+    book.page.mouse.up()
     expect(root.locator(".tpl-notice")).to_contain_text("not legal")
 
 
-def test_the_playhead_and_files(page: Page, open_notebook):
+def test_the_playhead_and_files(open_notebook):
     book = open_notebook([LAB])
     root = book.output(0).locator(".tplab")
     expect(root.locator(".tpl-say")).to_contain_text("t = 0")
     root.focus()
-    page.keyboard.press("End")
+    book.page.keyboard.press("End")
     expect(root.locator(".tpl-say")).to_contain_text("t = 27")
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
+    book.page.keyboard.press("Home")
+    book.page.keyboard.press("ArrowRight")
     expect(root.locator(".tpl-say")).to_contain_text("rank 0 runs F1, rank 1 runs F0")
     book.run("lab.step = 3")
     expect(root.locator(".tpl-say")).to_contain_text("t = 3")
-    with page.expect_download() as caught:
+    with book.page.expect_download() as caught:
         root.get_by_role("button", name="save as perfetto").click()
     with open(caught.value.path(), encoding="utf8") as file:
         assert caught.value.suggested_filename == "zb_h1.json" and json.load(file)["traceEvents"]
     box = root.locator(".tpl-lanes canvas").first.bounding_box()
     assert box is not None
-    page.mouse.move(box["x"] + 58 + 5 * (box["width"] - 120) / 27, box["y"] + 16)
+    book.page.mouse.move(box["x"] + 58 + 5 * (box["width"] - 120) / 27, box["y"] + 16)
     expect(root.locator(".tpl-hint")).to_contain_text("rank 0 idles")
     expect(root.locator(".tpl-hint")).to_contain_text("I0 of stage 1 on rank 1")
 

@@ -55,7 +55,7 @@ def test_the_moment_is_the_same_in_python_and_in_javascript(page: Page):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_an_executed_schedule_over_its_prediction(page: Page, open_notebook, pytestconfig, theme: str):
+def test_an_executed_schedule_over_its_prediction(open_notebook, pytestconfig, theme: str):
     book = open_notebook([ROOT.format(str(pytestconfig.rootpath)) + CELL], theme=theme)
     root = book.output(0).locator(".tplab")
     expect(root).to_have_attribute("data-theme", theme)
@@ -72,24 +72,24 @@ def test_an_executed_schedule_over_its_prediction(page: Page, open_notebook, pyt
     x = box["x"] + 58 + 6.5 * unit  # B0 of rank 0 ran from 6 to 8.25 and was due from 4 to 5.5
     hint = root.locator(".tpl-hint")
     for where in ((x, top + 10), (x - 2 * unit, top + 28)):
-        page.mouse.move(*where)
+        book.page.mouse.move(*where)
         for text in ("B0 of stage 0, rank 0", "6 to 8.25, 2.25", "4 to 5.5, 1.5", "starts 2 later, ends 2.75 later"):
             expect(hint).to_contain_text(text)
         expect(root.locator(".tpl-barmark:visible")).to_have_count(2)
-    page.mouse.move(x - 2.8 * unit, top + 10)
+    book.page.mouse.move(x - 2.8 * unit, top + 10)
     expect(hint).to_be_hidden()
-    page.mouse.move(box["x"] + 58 + 9.6 * unit, top + 44 + 10)  # rank 1 after its last action
+    book.page.mouse.move(box["x"] + 58 + 9.6 * unit, top + 44 + 10)  # rank 1 after its last action
     expect(hint).to_contain_text("rank 1: mean, no action of the schedule")
     # One playhead for both; Python hears of it, and can set it.
     root.focus()
-    page.keyboard.press("ArrowRight")
+    book.page.keyboard.press("ArrowRight")
     expect(root.locator(".tpl-say")).to_contain_text("t = 1.5 — rank 1 runs no action (F0 was due); the others")
     book.run("w.step = 2")
     expect(root.locator(".tpl-say")).to_contain_text("t = 3 — rank 1 runs F0 (B0 was due); the others run as predicted")
-    page.keyboard.press("End")
+    book.page.keyboard.press("End")
     expect(root.locator(".tpl-say")).to_contain_text("8 of 8 actions done, 8 due")
     whole = root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()")
-    page.keyboard.press("+")
+    book.page.keyboard.press("+")
     assert root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()") != whole
-    page.keyboard.press("0")
+    book.page.keyboard.press("0")
     assert root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()") == whole
