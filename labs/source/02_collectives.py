@@ -8,7 +8,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/02_collectives.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/02_collectives.ipynb)
 #
-# ![Four ranks in a ring, with four numbers each. Sums grow on three hops, then the finished sums travel on for three more.](images/02_collectives.png)
+# ![Four ranks in a ring: sums grow for three hops, and finished sums travel on for three more.](images/02_collectives.png)
 #
 # *Four ranks, with four numbers each, add up their columns. On the first three hops the sums grow, and on the last
 # three they are passed on to every rank.*
@@ -35,7 +35,7 @@ from tplab.widgets import animate, curves, matrices, timeline
 # ## By hand: one table, seen from above
 #
 # A **collective** is an operation that all ranks of an axis do together. Four ranks hold four numbers each: a table
-# with one row per rank. You can see all rows at once, so for you each collective is a line of NumPy:
+# with one row per rank. You see all rows at once, so for you each collective is a line of NumPy:
 
 # %%
 table = np.array([[0, 7, 6, 4], [4, 8, 0, 6], [2, 0, 5, 9], [7, 7, 7, 7]], "float32")
@@ -66,8 +66,8 @@ out = tt.run(in_two_steps, Mesh(tp=4), rows, in_specs=P("tp"))
 print("in two steps:", np.array_equal(np.stack(out.per_rank), after["all_reduce"]))
 
 # %% [markdown]
-# A rank does not see the table, though. It sees only its own row. So we build everything from one call: `ring_shift`
-# sends a tensor to the next rank and returns what the previous rank sent.
+# A rank sees only its own row. So we build everything from `ring_shift`, which sends a tensor to the next rank and
+# returns what the previous rank sent.
 #
 # ## Pass it on: all-gather
 #
@@ -95,7 +95,7 @@ for rank, arrived in enumerate(out.per_rank):
 # ## Add on the way: reduce-scatter
 #
 # Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that its
-# third, and the last rank adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is
+# third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is
 # $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around at the bottom. Find the other three sums before you
 # run the cell.
 
@@ -113,8 +113,8 @@ print([int(total) for total in out.per_rank])
 # ## All-reduce: add, then pass on
 #
 # We want the sums of the *columns*. So every rank cuts its tensor into $R$ **pieces**, and orders them so that rank $i$
-# ends with the sum of piece $i$. This sum starts on rank $i + 1$. So rank $j$ must begin with piece $j - 1$ and go on
-# with $j - 2$, $j - 3$, and so on, ending with its own. Then the finished pieces are passed on and sorted.
+# ends with the sum of piece $i$. This sum starts on rank $i + 1$. So rank $j$ must begin with piece $j - 1$, go on with
+# $j - 2$, $j - 3$ and so on, and end with its own. Then the finished pieces are passed on and sorted.
 
 # %% tags=["opening-picture"]
 def my_all_reduce(x):  # x: any shape whose size R divides
@@ -141,8 +141,8 @@ for ranks in (1, 2, 3, 5, 8):
 # %% [markdown]
 # ## Why the busiest rank cannot send less
 #
-# Here is a simpler method: every rank sends its tensor to rank 0, and rank 0 adds them up and sends the sum back. This
-# is a **star**. `ppermute` sends along the pairs of ranks that you give it.
+# Here is a simpler method, a **star**: every rank sends its tensor to rank 0, which adds them up and sends the sum
+# back. `ppermute` sends along the pairs of ranks that you give it.
 
 # %%
 def star(x):
@@ -160,13 +160,13 @@ print("the same sums:", torch.equal(wheel.value, ring.value))
 animate(wheel.trace)
 
 # %% [markdown]
-# **Predict.** Each rank's tensor takes 16 bytes. How many bytes does each rank send in the star? Which of the two
-# methods sends more in total?
+# **Predict.** Each rank's tensor takes 16 bytes. How many bytes does each rank send in the star, and which method sends
+# more in total?
 #
 # <details><summary>Answer</summary>
 #
-# In the star, rank 0 sends 16 bytes three times, and each other rank sends 16 bytes once. In the ring, every rank sends
-# six pieces of 4 bytes. The total is 96 bytes in both cases.
+# In the star, rank 0 sends 48 bytes and each other rank 16. In the ring, every rank sends six pieces of 4 bytes. The
+# total is 96 bytes in both cases.
 #
 # </details>
 
@@ -177,8 +177,9 @@ for name, out in (("star", wheel), ("ring", ring)):
 
 # %% [markdown]
 # So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on a slow network. In the star,
-# rank 0 receives three times, one after another, and then sends three times, while the others wait. In the ring, every
-# rank sends at every step.
+# rank 0 receives three tensors at once, and then sends three, one after another, while the others wait. In the ring,
+# every rank sends at every step. (The model lets tensors arrive side by side. On a shared link, the star would be
+# slower still.)
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -188,9 +189,9 @@ timeline(tt.run(star, Mesh(tp=4), large, **options).trace)
 timeline(tt.run(my_all_reduce, Mesh(tp=4), large, **options).trace)
 
 # %% [markdown]
-# Can any method manage with fewer than 96? Follow one piece. Before the first rank can know its sum, every other rank
-# must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ messages more. The trace
-# shows this. For each piece, here is how many ranks' numbers each of its messages contains:
+# Can any method manage with fewer than 96 bytes? Follow one piece. Before the first rank can know its sum, every other
+# rank must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. For each
+# piece, here is how many ranks' numbers each of its messages contains:
 
 # %%
 sends = [event for event in ring.trace.events if event.kind == "send"]
@@ -202,15 +203,14 @@ for piece in range(4):
 #
 # $$2\,\frac{R-1}{R}\,n$$
 #
-# So some rank must send at least that much, and in the ring no rank sends more (Patarasuk and Yuan 2009). This assumes
-# that only ranks can add. With a switch that adds (NVIDIA's SHARP), each rank sends its tensor just once.
+# So some rank must send at least that much, and in the ring no rank sends more. Only with a switch that adds (NVIDIA's
+# SHARP) can each rank send its tensor just once.
 
 # %% [markdown]
 # ## What it costs
 #
-# Two collectives are left to build. A **broadcast** copies one rank's tensor to all ranks. Every rank that has it sends
-# it to one that does not, so the number of ranks that have it doubles with every hop: a **tree**. In an **all-to-all**,
-# every rank has something different for every rank.
+# Two collectives are left: the all-to-all, and the **broadcast**, which copies one rank's tensor to all ranks. Every
+# rank that has it sends it to one that does not, so their number doubles with every hop: a **tree**.
 
 # %%
 def tree(x):
@@ -234,7 +234,7 @@ out = tt.run(trade, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P("tp"))
 print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 
 # %% [markdown]
-# In this table, $R$ is the number of ranks and $n$ the size of one rank's input.
+# $R$ is the number of ranks, and $n$ the size of one rank's input:
 #
 # | collective | hops | bytes that a rank sends |
 # |---|---|---|
@@ -244,7 +244,7 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `broadcast`, as a tree | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
-# `tplab.cost` has these formulas. They give exactly the bytes that your programs sent:
+# `tplab.cost` has these formulas, and our programs send exactly those bytes:
 
 # %%
 built = {
@@ -269,8 +269,8 @@ print("\n".join(lines))
 # ## Few hops or few bytes?
 #
 # Each hop also has a **latency**, the time before its first byte arrives, and a ring of eight ranks takes fourteen
-# hops. Here is an all-reduce with three: exchange sums with your neighbour, then with the rank two places away, then
-# four. It is called **recursive doubling**.
+# hops. **Recursive doubling** takes three: exchange sums with your neighbour, then with the rank two places away, then
+# four.
 
 # %%
 def doubling(x):  # R a power of two
@@ -292,17 +292,17 @@ animate(out.trace)
 
 # %% [markdown]
 # **Predict.** Which is faster for a hundred numbers, three hops with the whole tensor or fourteen hops with an eighth
-# of it? And which is faster for a hundred million? What decides where the two are equal?
+# of it? And for a hundred million? Where are the two equal?
 #
 # <details><summary>Answer</summary>
 #
-# Three hops are faster for a hundred numbers, and fourteen for a hundred million. They are equal where the ring's
-# eleven extra hops take as long as the bytes that it saves. So the product of latency and bandwidth decides.
+# Three hops are faster for a hundred numbers, fourteen for a hundred million. They are equal where the ring's eleven
+# extra hops take as long as the bytes that it saves, at $\frac{14 - 3}{3 - 14/8} = 8.8$ times latency times bandwidth.
 #
 # </details>
 #
-# In this picture a message takes its latency plus bytes over bandwidth, from the data sheets of two clusters. The
-# circles are runs on such a **modelled** clock, and the lines are formulas. No algorithm can get below the lower bound.
+# In this **modelled** picture a message takes its latency plus bytes over bandwidth, from data sheets. The lines are
+# formulas, and the circles are runs.
 
 # %%
 BUILT = {"ring": my_all_reduce, "recursive_doubling": doubling}
@@ -337,15 +337,13 @@ curves(
 )
 
 # %% [markdown]
-# Ring and recursive doubling take equally long at $\frac{14 - 3}{3 - 14/8} = 8.8$ times latency times bandwidth. The
-# third curve, halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few hops
-# *and* few bytes. Then why use rings at all? Halving-doubling sends to ranks four places away, and its formula assumes
-# a link for every pair of ranks. Where ranks are wired as a ring or a torus, its messages share links. A ring sends to
-# neighbours only.
+# The third curve, halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few
+# hops *and* few bytes. Then why use rings at all? That curve assumes a link for every pair of ranks. Where ranks are
+# wired as a ring or a torus, messages to ranks four places away share links. A ring sends to neighbours only.
 #
-# Now **measured**: star and ring on four processes of one machine. The star wins for the small tensor, with 6 messages
-# against 24. For the large one it depends on how many cores are free. The `laptop` model has a free core for each rank,
-# and leaves out copying data and waking up a waiting process. So compare star with ring:
+# Next we **measure** star and ring on four processes. The star wins for the small tensor, with 6 messages against 24.
+# For the large one it depends on how many cores are free. (The `laptop` model has one for each rank, and leaves out
+# copying data and waking a process. So compare star with ring, not measured with modelled.)
 
 # %% tags=["nbval-ignore-output"]
 for nbytes in (2**10, 2**23):
@@ -360,7 +358,7 @@ for nbytes in (2**10, 2**23):
 # %% [markdown]
 # ## The same in JAX
 #
-# A JAX program can contain the same loop. (`ring_shift` is `lax.ppermute` there.)
+# A JAX program can contain the same loop:
 
 # %%
 import jax.numpy as jnp
@@ -383,12 +381,12 @@ print(in_jax.per_rank[2][0])
 print(in_jax.trace.bytes_sent(rank=2), "bytes sent by rank 2")
 
 # %% [markdown]
-# Two things differ. **A rank does not know its index while Python runs**, because Python reads the program once for all
-# ranks. You can compute with `axis_index`, and index an *array* with it. You cannot index a Python list with it or use
-# it in an `if`.
+# Two things differ. **A rank does not know its index while Python runs**, because Python runs once, for all ranks, to
+# compile the program. You can compute with `axis_index` and index an *array* with it, but no Python list and no `if`
+# can use it.
 #
-# **`out_specs=P()` needs a proof.** In torch, `run` compares the numbers. JAX goes by its types, and they cannot prove
-# that what came around a ring is the same on every rank:
+# **`out_specs=P()` needs a proof.** In torch, `run` compares the numbers. JAX's types cannot prove that what came
+# around a ring is the same on every rank:
 
 # %%
 from tplab.errors import ReplicationError
@@ -401,10 +399,10 @@ except ReplicationError as error:
 # %% [markdown]
 # ## A bug to repair
 #
-# There are two conventions. In [NCCL's ring](https://github.com/NVIDIA/nccl/blob/master/src/device/all_reduce.h), as in
-# ours, rank $i$ ends with the sum of piece $i$. In [Baidu's](https://github.com/baidu-research/baidu-allreduce), it
-# ends with piece $i + 1$. This program has the first half of one and the second half of the other. It passes the usual
-# tests: ones add up, all ranks agree, and the grand total and the norm are right.
+# In [NCCL's ring](https://github.com/NVIDIA/nccl/blob/master/src/device/all_reduce.h), as in ours, rank $i$ ends with
+# the sum of piece $i$. In [Baidu's](https://github.com/baidu-research/baidu-allreduce), it ends with piece $i + 1$.
+# This program has the first half of one and the second half of the other. It passes the usual tests: tensors of ones
+# are added up correctly, all ranks agree, and total and norm are right.
 
 # %%
 def sum_up(x):
@@ -417,7 +415,7 @@ mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value
 matrices({"sum_up": mixed[None], "right": sums[None]})
 
 # %% [markdown]
-# The check runs it with other numbers, with one piece in each row. Fix `sum_up` above, run its cell, then run this one.
+# The check uses other numbers, with one piece per row. Fix `sum_up` above, run its cell, then run this one.
 
 # %%
 from tplab.exercises.collectives import check_sum_up
@@ -427,9 +425,9 @@ check_sum_up(sum_up)
 # %% [markdown]
 # ## Your turn: six puzzles
 #
-# Each puzzle sets two budgets: a number of rounds, and a number of bytes that no rank may exceed. In a round, a rank
-# may send one message and receive one. A piece is three numbers of 4 bytes. Use only `ring_shift`, `ppermute` and
-# `start`.
+# Each puzzle has two budgets: rounds, and the bytes that a rank may send. In a round, a rank may send one message and
+# receive one (in puzzle 3, one in each direction). A piece is three numbers of 4 bytes. Use only `ring_shift`,
+# `ppermute` and, in puzzle 3, `start`.
 
 # %%
 from tplab.exercises.collective_puzzles import PUZZLES, check_puzzle
@@ -438,8 +436,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}")
 
 # %% [markdown]
-# Your program is also tried on other numbers of ranks. The check expects torch. For a program in JAX, call
-# `check_puzzle(1, puzzle_1, "jax")`. Puzzle 1 has an answer that is right but too slow:
+# Your program is also tried on other numbers of ranks. (If it is in JAX, call `check_puzzle(1, puzzle_1, "jax")`.) Here
+# is an answer to puzzle 1 that is right but too slow:
 
 # %%
 def puzzle_1(x):
@@ -456,9 +454,8 @@ def puzzle_2(x):
 check_puzzle(2, puzzle_2)
 
 # %% [markdown]
-# In puzzle 3 both links of a rank can be busy at the same time, as on a TPU.
-# `flight = tt.start(tt.ring_shift, x, "tp", 1)` begins a hop, and `flight.wait()` returns what arrived. Hops that you
-# start before you wait share a round.
+# In puzzle 3, `flight = tt.start(tt.ring_shift, x, "tp", 1)` begins a hop, and `flight.wait()` returns what arrived.
+# Hops that you start before you wait share a round.
 
 # %%
 def puzzle_3(x):
@@ -467,7 +464,7 @@ def puzzle_3(x):
 check_puzzle(3, puzzle_3)
 
 # %% [markdown]
-# Solve puzzles 4 to 6 in cells like these. Puzzle 5 is the third curve in the picture above.
+# Solve puzzles 4 to 6 in cells like these. Puzzle 5 is the third curve above.
 #
 # ## On Monday
 #
@@ -480,11 +477,11 @@ check_puzzle(3, puzzle_3)
 # | `ring_shift`, `ppermute` | `dist.batch_isend_irecv` | `lax.ppermute` |
 # | `start`, `wait` | `async_op=True`, `work.wait()` | XLA decides |
 #
-# NCCL chooses between ring, tree and others by itself. `NCCL_ALGO` overrides its choice.
+# NCCL chooses between ring, tree and others, unless you set `NCCL_ALGO`.
 #
 # ## To take away
 #
-# - All-gather passes on, reduce-scatter adds on the way, and an all-reduce is one after the other.
+# - A reduce-scatter adds on the way, an all-gather passes on, and an all-reduce does one after the other.
 # - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes. In any other method, some rank sends at least as much,
 #   unless a switch adds.
 # - The price is $2(R-1)$ hops. Small tensors are faster with fewer hops.
@@ -492,7 +489,7 @@ check_puzzle(3, puzzle_3)
 # **Sources.** Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce](https://doi.org/10.1016/j.jpdc.2008.09.002).
 # Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521).
 #
-# Next: [03 Hierarchies](03_hierarchies.ipynb), where ranks of one machine are closer to each other than to the rest.
+# Next: [03 Hierarchies](03_hierarchies.ipynb), where some links are slower than others.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

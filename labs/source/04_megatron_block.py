@@ -9,10 +9,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/04_megatron_block.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/04_megatron_block.ipynb)
 #
-# ![One training step of a block on four ranks: long stretches of computing, and four all_reduces between them.](images/04_megatron_block.png)
+# ![A training step on four ranks: long stretches of computing, and four all_reduces between them.](images/04_megatron_block.png)
 #
-# *One training step of a block on four ranks. The upper bars of each rank are computing. Twice in the forward pass and
-# twice in the backward pass, all ranks wait for a sum. No other messages are sent.*
+# *One training step of a block on four ranks. The upper bars are computing. Twice in the forward pass and twice in the
+# backward pass, all ranks wait for a sum. No other messages are sent.*
 
 # %%
 import subprocess
@@ -52,7 +52,7 @@ matrices(shown, "f copies in the forward pass, so it adds in the backward pass")
 #
 # ## The MLP: which matrix is split by columns?
 #
-# The MLP has two matrices with `gelu` between them. Lab 01 split the first by columns and the second by rows.
+# Lab 01 split the MLP's first matrix by columns and the second by rows. Between them is `gelu`.
 #
 # **Predict.** What if you split the first by rows and the second by columns? How many collectives does the forward pass
 # need?
@@ -60,7 +60,7 @@ matrices(shown, "f copies in the forward pass, so it adds in the backward pass")
 # <details><summary>Answer</summary>
 #
 # Two. After the first matrix, each rank has a *term* of every hidden feature, and `gelu` must see the sum. After the
-# second, each rank has some finished columns, and these must be joined.
+# second, each rank has some finished columns, which must be joined.
 #
 # </details>
 
@@ -72,8 +72,8 @@ print(f"gelu(1 - 1) = {gelu(0.0):.2f}")
 print(f"gelu(1) + gelu(-1) = {gelu(1.0) + gelu(-1.0):.2f}")
 
 # %% [markdown]
-# Here are both, forward and backward. The hidden layer is four times as wide, as usual, and so is the row-first MLP's
-# sum in the middle.
+# Here are both, forward and backward. The hidden layer is four times as wide, and so is the row-first MLP's sum in the
+# middle.
 
 # %%
 def column_first(x, a, b):  # x [.., D]   a [D, H/tp]   b [H/tp, D]
@@ -109,7 +109,7 @@ for mlp, split in SPECS_OF.items():
 # ## Attention: split between heads
 #
 # A head reads $x$ through a few columns of three matrices, mixes tokens, and writes its result through a few rows of
-# the output matrix. This is the MLP's shape again: columns, then rows, with a head between them instead of `gelu`.
+# the output matrix. This is the MLP's shape again: columns, then rows.
 #
 # Here are two tokens and two heads of one feature each. All queries are zero, so each token takes the mean of the
 # values up to and including its own.
@@ -126,16 +126,16 @@ whole = (mean_so_far @ values) @ output
 matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": whole})
 
 # %% [markdown]
-# Heads never look at each other. So a rank with whole heads can get from $x$ to its term of the result by itself.
+# Heads never look at each other. So a rank with whole heads can compute its term of the result by itself.
 #
-# **Predict.** There are two heads and four ranks. Can two ranks share a head, each with half of the head's features,
-# if each does its own softmax and the results are added at the end?
+# **Predict.** There are two heads and four ranks. Can two ranks share a head, each with half of its features, if each
+# does its own softmax and the results are added at the end?
 #
 # <details><summary>Answer</summary>
 #
 # No. A score is a sum over the head's features, so each of the two ranks has only a *term* of every score, and softmax
-# must see the sum. They could add up the scores first, but that is one more collective, and scores grow with the square
-# of the number of tokens.
+# must see the sum. Adding up the scores first is one more collective, and scores grow with the square of the number of
+# tokens.
 #
 # </details>
 
@@ -146,12 +146,9 @@ shown = {"softmax, rank 0": softmax(half_0), "softmax, rank 1": softmax(half_1)}
 matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's scores")
 
 # %% [markdown]
-# So each rank has whole heads. With **grouped queries**, several query heads share one head of keys and values. With
-# more ranks than shared heads, each is copied to several ranks, whose gradients are summed.
-#
 # ## Build it
 #
-# A norm must also see finished sums. So each half of the block has a pair of its own:
+# A norm must also see finished sums. So each half of the block has its own $f$ and $g$:
 #
 # ```
 #  x ─┬─ norm ─ f ─ q,k,v ─ heads ─ o ─ g ─ + ─┬─ norm ─ f ─ a ─ gelu ─ b ─ g ─ + ─ y
@@ -160,7 +157,7 @@ matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's sco
 #  on all ranks         per rank             on all ranks     per rank
 # ```
 #
-# All heads of a rank are computed at once. Given all heads, `heads` is plain attention.
+# Given all heads, `heads` is plain attention.
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]: n heads
@@ -183,8 +180,8 @@ def plain_block(x, w):
     return block(x, w, f=lambda x, axis: x, g=lambda x, axis: x)
 
 # %% [markdown]
-# To try it, we need random weights, their specs, and one training step. You can skim this cell: only
-# `SPECS` matters, which says how each weight is split.
+# To try it, we need random weights and a training step. You can skim this cell: only `SPECS` matters, which says how
+# each weight is split.
 
 # %%
 SPECS = {"scale_1": P(), **dict.fromkeys("qkvo", P("tp"))}
@@ -222,8 +219,8 @@ print("y and the gradients of", ", ".join(right), "are those of the plain block"
 # %% [markdown]
 # ## See it run: four sums
 #
-# Now we run a block of a seven-billion-parameter model, on four H100s of one node. On torch's `meta`
-# device, tensors have shapes but no numbers. Every line runs, on the **modelled** clock.
+# Now we run a block of a seven-billion-parameter model on four H100s of one node. The times are **modelled**. (On
+# torch's `meta` device, tensors have shapes but no numbers.)
 
 # %% tags=["opening-picture"]
 def modelled(ranks, tokens=2048):
@@ -235,9 +232,12 @@ def modelled(ranks, tokens=2048):
 timeline(modelled(4))
 
 # %% [markdown]
-# The next cell **measures** a smaller block, on one and on two processes of your machine, on GPUs if there are enough.
-# The modelled times beside it are those of an idle `laptop` at its peak, so yours will be longer. Compare the *ratios*:
-# how much does the second process gain? On a busy machine it may even lose, because each sum waits for the slower rank.
+# Two of the sums come from $g$ in the forward pass, and two from $f$ in the backward pass. Each adds up a whole
+# activation, `[B, S, D]`. So each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
+#
+# Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. The
+# modelled times are those of an idle `laptop` at its peak. So compare the *ratios*: how much does the second process
+# gain?
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -251,11 +251,8 @@ for ranks in (1, 2):
     print(f"tp={ranks}: {took:.0f} ms measured ({where}), {model:.0f} ms modelled")
 
 # %% [markdown]
-# Two of the sums come from $g$ in the forward pass, and two from $f$ in the backward pass. Each adds up a whole
-# activation, `[B, S, D]`. So each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
-#
-# **Predict.** Leave out one $f$, the one before the MLP. No error is raised. Which of these are wrong: `y`, the
-# gradients of the MLP's matrices, of `scale_2`, of attention's matrices?
+# **Predict.** Leave out the $f$ before the MLP. No error is raised. Which of these are wrong: `y`, the gradients of the
+# MLP's matrices, of `scale_2`, of attention's matrices?
 #
 # <details><summary>Answer</summary>
 #
@@ -280,8 +277,8 @@ first = {name: grad[:4] for name, grad in shown.items()}
 matrices(first, "The gradient of scale_2, its first four entries")
 
 # %% [markdown]
-# Each rank would now train a different `scale_2`. If you tell `run` what should be the same on all ranks, it compares
-# the copies and says which differ:
+# Each rank would now train a different `scale_2`. If `out_specs` says what should be the same on all ranks, `run`
+# compares the copies:
 
 # %%
 from tplab.errors import ReplicationError
@@ -294,9 +291,8 @@ except ReplicationError as error:
 # %% [markdown]
 # ## Why people stop at eight
 #
-# Here is the large block again, on more and more H100s, in nodes of eight. From two nodes on, each sum takes two
-# levels, as in [lab 03](03_hierarchies.ipynb). Change the number of tokens. How much time does each doubling of the
-# ranks save?
+# Here is the large block on more and more H100s, in nodes of eight. Across nodes, each sum is done on two levels, as in
+# [lab 03](03_hierarchies.ipynb). Change the number of tokens. How much does each doubling of the ranks save?
 
 # %%
 from tplab import cost
@@ -331,15 +327,14 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # <details><summary>What there is to discover</summary>
 #
 # Each doubling saves less. With 2,048 tokens, the second rank saves 38% of the time, but going from 8 ranks to 16 saves
-# only 2%. With 8,192 tokens it saves 17%, and with 512 it saves nothing. The products and operations on scores and
-# hidden features are divided among the ranks. Norms, residuals and launches are not. And the sums become longer, most
-# of all when they begin to cross the network.
+# only 2%. With 8,192 tokens it saves 17%, and with 512 nothing. Products, scores and hidden features are divided among
+# the ranks. Norms, residuals and launches are not. And the sums become longer, most of all when they cross the network.
 #
 # Used for data parallelism, eight more GPUs train on twice as many tokens in about the same time. This is why people
 # stop at eight.
 #
-# The model assumes unfused operations and 5 µs per launch, as in eager PyTorch. With fused kernels the sums weigh more.
-# All eight network cards of a node work at once. Through a single card, 16 ranks would take about twice as long as 8.
+# The model assumes unfused operations and 5 µs per launch, as in eager PyTorch, and a network card for each GPU. With
+# fused kernels, or fewer cards, the sums weigh more.
 #
 # </details>
 #
@@ -348,7 +343,8 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 #
 # $$R - 1 = 4.5 \, D \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 #
-# The number of tokens cancels, if there are enough to make latencies and launches small. The width and the link remain:
+# The number of tokens cancels, if there are enough to make latencies and launches small. The width and the link remain.
+# (Both rates are peaks. Real ones are lower.)
 
 # %%
 for link in (h100.inner_link, h100.outer_link):
@@ -357,13 +353,9 @@ for link in (h100.inner_link, h100.outer_link):
         print(f"width {width:>6,}, {link.name:<14} {equal:4.1f} ranks")
 
 # %% [markdown]
-# With a width of 4,096 over NVLink, sums and products take equally long on about nine ranks. If every rank were in a
-# node of its own, two ranks would be enough. (Both rates are peaks. Real products and real messages take longer.)
-#
 # ## The same in JAX
 #
-# As in lab 01, JAX needs no $f$ to be right, because its types know where a shared tensor meets divided weights. Here
-# is the block without $f$ and with it:
+# As in lab 01, JAX needs no $f$ to be right. Here is the block without $f$ and with it:
 
 # %%
 import jax
@@ -405,14 +397,15 @@ for f in (no_f, with_f):
     print(f"{f.__name__}: gradients {is_right}, {sums} sums")
 
 # %% [markdown]
-# Both are right, but without $f$ there are six sums. JAX puts $f$ where `h` *meets* divided weights, which are `q`, `k`
-# and `v`. A `copy_to` before them turns these three sums into one. (XLA on a GPU or TPU may combine the three.)
+# Both are right, but without $f$ there are six sums. JAX's types put $f$ where `h` *meets* divided weights, which are
+# `q`, `k` and `v`. A `copy_to` before them turns these three sums into one. (XLA on a GPU or TPU may combine the
+# three.)
 #
 # ## A bug to repair
 #
-# This is a row-parallel layer with a bias, as
-# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. A test
-# of a new layer passes where libraries start biases at zero. With a trained bias it looks like this:
+# This is the row-parallel layer of lab 01's exercise, as
+# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. Many
+# libraries start biases at zero, and then a test of a new layer passes. With a trained bias it looks like this:
 
 # %%
 def down(hidden, b, bias):  # hidden [B, S, H/tp]   b [H/tp, D]   bias [D]
@@ -450,12 +443,11 @@ given = {"inputs": (torch.tensor(hidden),), "in_specs": features}
 print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 
 # %% [markdown]
-# Read it line by line. Of four tensors, the output and three gradients, only the output is wrong, because $g$ passes the
-# whole gradient to every copy of the bias. The second line names the cause. The third line says how it was found:
-# `check_parallel` first gives random values to parameters that are all zeros or all ones, because these hide mistakes.
+# Of four tensors, the output and three gradients, only the output is wrong. As the last line says, `check_parallel`
+# first gives random values to parameters that are all zeros or all ones, because these hide mistakes.
 #
-# Fix `down`, run its cell, and then this one. The check looks at the gradients as well. Two repairs that are good
-# enough for inference fail there: each rank adds a share of the bias, or only rank 0 adds it, as in
+# Fix `down`, run its cell, and then this one. The check looks at gradients as well. So it refuses two repairs that are
+# good enough for inference: each rank adds a share of the bias, or only rank 0 adds it, as in
 # [nano-vllm](https://github.com/GeeeekExplorer/nano-vllm/issues/99).
 
 # %%
@@ -472,7 +464,7 @@ check_down(down)
 # $$h = \mathrm{norm}(x) \qquad y = x + \mathrm{heads}(h) + \mathrm{gelu}(h A)\, B$$
 #
 # Write it in torch, with as few sums as you can. The weights are this rank's, as in `block`, and you may use `norm` and
-# `heads`. The check differentiates your function. Mind the gradient of `scale`.
+# `heads`. The check differentiates your function, so mind the gradient of `scale`.
 
 # %%
 def parallel_block(x, scale, q, k, v, o, a, b):  # x [B, S, D]   ->   [B, S, D]
@@ -490,9 +482,6 @@ check_parallel_block(parallel_block)
 # |---|---|---|---|
 # | `q`, `k`, `v`, `a` by columns | `ColumnParallelLinear` | `ColwiseParallel()` | `P(None, "tp")` |
 # | `o`, `b` by rows | `RowParallelLinear` | `RowwiseParallel()` | `P("tp", None)` |
-# | $f$, `copy_to` | `copy_to_tensor_model_parallel_region` | done by `DTensor` | done by types, or `lax.pcast` |
-# | $g$, `reduce_from` | `reduce_from_tensor_model_parallel_region` | done by `DTensor` | `lax.psum` |
-# | `Mesh(dp=2, tp=4)` | `--tensor-model-parallel-size 4` | `init_device_mesh` | `jax.make_mesh` |
 #
 # ## To take away
 #
@@ -500,11 +489,10 @@ check_parallel_block(parallel_block)
 #   has two such pairs, so a training step has four sums.
 # - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, using parameters that are not
 #   zero.
-# - With a width of 4,096, the sums take as long as the products on about nine H100s over NVLink. On a second node,
-#   twice the ranks save less than a fifth of the time. So `tp` stays inside the node.
+# - With a width of 4,096, the sums take as long as the products on about nine H100s over NVLink, and on two across
+#   nodes. A second node saves less than a fifth of the time. So `tp` stays inside the node.
 #
-# **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). [Megatron-LM to
-# transformers](https://github.com/huggingface/transformers/issues/10321). Chowdhery et al. 2022,
+# **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Chowdhery et al. 2022,
 # [PaLM](https://arxiv.org/abs/2204.02311).
 #
 # Next: [05 Block memory](05_block_memory.ipynb). All ranks still compute the same norms, and keep the same activations.
