@@ -26,9 +26,9 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %% [markdown]
 # ## One rank's program
 #
-# A **rank** is one worker. It has its own tensors and cannot see any other rank's tensors; all it can do is send and
-# receive. You write the program of *one* rank, and `run` runs it on every rank of a **mesh**. Our mesh has eight ranks
-# along one axis, which we call `ring`.
+# A **rank** is one worker. It has its own tensors and cannot see any other rank's tensors; ranks share numbers only by
+# sending and receiving them. You write the program of *one* rank, and `run` runs it on every rank of a **mesh**. Our
+# mesh has eight ranks along one axis, which we call `ring`.
 #
 # `ring_shift(x, "ring")` sends `x` to the next rank and returns what the previous rank sent.
 #
@@ -61,7 +61,7 @@ totals = [total.item() for total in in_torch.per_rank]
 print(totals)
 
 # %% [markdown]
-# **Predict.** How many bytes did all eight ranks send together?
+# **Predict.** How many bytes did the eight ranks send in total?
 #
 # <details><summary>Answer</summary>
 #
@@ -118,7 +118,7 @@ print(len(messages(in_jax.trace)), "messages, the same in both frameworks")
 #
 # <details><summary>Answer</summary>
 #
-# Rank $i$ misses the number of rank $i + 1$, which is the last to reach it.
+# On rank $i$ the number of rank $i + 1$ is missing, because it would be the last to arrive.
 #
 # </details>
 #

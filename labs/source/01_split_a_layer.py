@@ -7,7 +7,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/01_split_a_layer.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/01_split_a_layer.ipynb)
 #
-# ![Four ranks, each with its own term of Z. The terms of each entry are added up around a ring, and the sums are passed on to all ranks.](images/01_split_a_layer.png)
+# ![Four ranks, each with its own term of Z. The terms are added up around a ring, and the sums are passed on.](images/01_split_a_layer.png)
 #
 # *Two layers split over four ranks. Each rank has computed one term of the result, Z. Now each entry is added up on its
 # way around the ring, and then the finished sums travel on.*
@@ -120,8 +120,8 @@ for ranks in (1, 2, 3, 4, 6, 12):  # powers of two alone would hide some mistake
     print(f"{Mesh(tp=ranks)}: {'equal' if difference < 1e-12 else 'not equal'}")
 
 # %% [markdown]
-# To look inside `all_reduce`, use the ring that tplab builds from single hops. Follow one entry: it collects a term at
-# each stop. After three hops it is finished, and three more hops bring it to every rank.
+# `ring_all_reduce` computes the same sum in single hops. Follow one entry: it collects a term at each stop. After three
+# hops it is finished, and three more hops bring it to every rank.
 
 # %% tags=["opening-picture"]
 def mlp_on_a_ring(x, a, b):
@@ -132,7 +132,8 @@ out = tt.run(mlp_on_a_ring, Mesh(tp=4), X, A, B, in_specs=SPECS, out_specs=P())
 animate(out.trace)
 
 # %% [markdown]
-# What if you forget the sum? Then each rank returns its own term, `out_specs=P()` is false, and `run` raises an error:
+# What if you forget the sum? Then each rank returns its own term, `out_specs=P()` is no longer true, and `run` raises
+# an error:
 
 # %%
 from tplab.errors import ReplicationError
@@ -146,19 +147,19 @@ except ReplicationError as error:
     print(error)
 
 # %% [markdown]
-# Could one sum serve a deeper network? No: the next activation must see the finished sum. So each column-row pair needs
-# a sum of its own.
+# In a deeper network the next activation must see the finished sum. So each column-row pair needs a sum of its own.
 #
 # ## Backward
 #
-# Take the loss $\sum (Z - T)^2$, and $Y = \tanh U$ with $U = XA$, whose derivative is $1 - Y^2$. (Unlike relu, it is
-# smooth, so small changes test it well.) The chain rule goes from right to left ($\circ$ multiplies entry by entry):
+# Take the loss $\sum (Z - T)^2$ with a target $T$, and $Y = \tanh U$ with $U = XA$. (Unlike relu, tanh is smooth, so
+# small changes test it well. Its derivative is $1 - Y^2$.) The chain rule works backward from the loss ($\circ$
+# multiplies entry by entry):
 #
 # $$dZ = 2\,(Z - T) \qquad dB = Y^\top dZ \qquad dU = (dZ\, B^\top) \circ (1 - Y^2)$$
 # $$dA = X^\top dU \qquad dX = dU\, A^\top$$
 #
-# The previous layer needs `dX` to learn. To test the formulas, we take new numbers, nudge each entry up and
-# down, and see how the loss changes.
+# The previous layer needs `dX` to learn. To test the formulas, we take new numbers, nudge each entry up and down, and
+# see how the loss changes.
 
 # %%
 from tplab.exercises.split_a_layer import finite_differences
@@ -186,7 +187,7 @@ for name, slope in slopes.items():
 
 # %% [markdown]
 # **Predict.** Rank $i$ holds $A_i$ (columns) and $B_i$ (rows), and has $Y_i$. Every rank has `X`, `T` and the finished
-# `Z`. Which of `dZ`, `dB`, `dA` and `dX` can a rank compute alone?
+# `Z`. Each rank needs `dZ`, its rows of `dB`, its columns of `dA`, and `dX`. Which of these can it compute alone?
 #
 # <details><summary>Answer</summary>
 #
@@ -258,8 +259,7 @@ matrices({**shown, "right": grads["dX"]}, "dX")
 # %% [markdown]
 # ## The same in JAX
 #
-# `torch.tanh` becomes `jnp.tanh`, and `jax.grad` takes the place of `.backward()`. This program has no `copy_to`, and
-# yet its `dX` is right. Why?
+# This program has no `copy_to`, and yet its `dX` is right. Why?
 
 # %%
 import jax
@@ -292,12 +292,12 @@ tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 # Take $N$ tokens, width $D$, hidden width $F$ and $R$ ranks. Then each rank
 #
 # - holds $2DF/R$ weights,
-# - computes $4NDF/R$ operations in its two products,
+# - does $4NDF/R$ operations in its two products,
 # - sends $2\frac{R-1}{R}ND$ elements forward (`Z`), and the same number backward (`dX`).
 #
-# With a `cluster`, every rank has a clock. A product takes as long as the chip's data sheet says, plus 5 µs for the
-# launch. A message takes its latency plus bytes over bandwidth. These times are **modelled**, so they are the same on
-# every machine. Here are four ranks of a node with H100 GPUs:
+# With a `cluster`, times are **modelled**, so they are the same on every machine. A product takes as long as the chip's
+# data sheet says, plus 5 µs for the launch. A message takes its latency plus bytes over bandwidth. Here are four ranks
+# of a node with H100 GPUs:
 
 # %%
 R, size = 4, 4  # ranks; bytes per float32
@@ -316,8 +316,8 @@ print(f"{time:.1f} µs, of which it waits {waits:.0%}")
 timeline(on_h100)
 
 # %% [markdown]
-# The sum begins after the last product, and there is nothing left to compute in the meantime. So every rank waits: the
-# sum is **exposed**. Lab 08 shows how to hide it.
+# The sum begins after the last product, when nothing is left to compute. So every rank waits: the sum is **exposed**.
+# Lab 08 shows how to hide it.
 #
 # Now the products are **measured** on your machine. (The messages are still modelled.) Ranks that finish early wait for
 # the last one.
@@ -366,9 +366,9 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # <details><summary>What there is to discover</summary>
 #
 # A wider hidden layer makes the computing longer, but not the sum, so eight ranks gain more. With few tokens they gain
-# little, because latencies and launches take most of the time. With many tokens, only $F$ and the hardware matter. In
-# bfloat16, an H100 does 2,198 operations in the time it takes to send one byte. Divide the formulas above, at 2 bytes
-# per element: sum and products take equally long at $F = (R - 1) \cdot 2198$. On eight ranks that is about 15,000.
+# little, or even lose, because latencies and launches take most of the time. With many, only $F$ and the hardware
+# matter. In bfloat16, an H100 does 2,198 operations in the time it takes to send one byte. With 2 bytes per element,
+# the formulas above then give sum and products the same time at $F = (R - 1) \cdot 2198$, about 15,000 on eight ranks.
 # (Real products do not reach the peak of the data sheet. So the sums weigh less, and a smaller width is enough.)
 #
 # </details>
@@ -377,7 +377,8 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # ## A bug to repair
 #
 # This backward pass follows a [well-known tutorial](https://www.mishalaskin.com/posts/tensor_parallel). It runs, it
-# agrees with the unsplit version of itself, and it is wrong. (It leaves out `dX`. You may leave it out as well.)
+# agrees with the unsplit version of itself, and it is wrong. (`all_gather` gives every rank all columns of `y`. `dX` is
+# left out, and you may leave it out as well.)
 
 # %%
 def backward(x, a, b, target):  # x [N, D]   a [D, F/tp]   b [F/tp, K]   target [N, K]

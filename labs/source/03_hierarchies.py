@@ -34,7 +34,8 @@ from tplab.widgets import Bars, Row, animate, bytes_text, knob, matrices, shards
 # ## By hand: add up inside first
 #
 # Inside a **node**, which is one machine, GPUs are connected by NVLink. Between nodes there is a network, and it is
-# much slower: in a cluster of H100s, by a factor of nine for each GPU. So we count the bytes that cross it separately.
+# much slower: in a cluster of H100s, each GPU sends 450 GB/s within its node and 50 GB/s across. So we count the bytes
+# that cross it separately.
 #
 # Take two nodes with two GPUs each. Every GPU has a row of four numbers, and all of them need the four sums. First, the
 # GPUs of a node do a reduce-scatter: each GPU ends with half of its node's sums.
@@ -64,7 +65,7 @@ def two_levels(x):
     return tt.all_gather(piece, "gpu")  # inside each node
 
 numbers = np.arange(64, dtype="float32")  # 8 numbers for each of 8 GPUs
-BOTH = P(("node", "gpu"))
+BOTH = P(("node", "gpu"))  # dim 0 is split over both axes
 out = tt.run(two_levels, Mesh(node=2, gpu=4), numbers, in_specs=BOTH, out_specs=P())
 assert np.array_equal(out.value, numbers.reshape(8, 8).sum(0))
 animate(out.trace)
@@ -75,9 +76,10 @@ animate(out.trace)
 #
 # <details><summary>Answer</summary>
 #
-# Across the nodes it takes part in an all-reduce of two ranks, of an eighth of the tensor: $2 \cdot \frac12 \cdot
-# \frac n8 = \frac n8$. In a single ring every GPU sends $2 \cdot \frac{15}{16}\,n$ to its neighbour, and for two of the
-# sixteen GPUs that neighbour is in the other node. All the others have to wait for those two.
+# Across the nodes it all-reduces an eighth of the tensor with one other GPU:
+# $2 \cdot \frac12 \cdot \frac n8 = \frac n8$. In a single ring every GPU sends $2 \cdot \frac{15}{16}\,n$ to its
+# neighbour, and for two of the sixteen GPUs that neighbour is in the other node. All the others have to wait for those
+# two.
 #
 # </details>
 #
@@ -103,23 +105,23 @@ for nodes in (2, 4):
 # %% [markdown]
 # Each GPU sends the same number of bytes either way. With two levels, most of them stay on the fast links.
 #
-# One assumption decides how large the difference is: here all bytes of a single ring pass through one network card per
-# node. NCCL runs several rings, each through a card of its own, and is about as fast as our two levels. You think in
-# levels when you place collectives yourself. Hybrid sharding (HSDP), for example, does exactly these three steps.
+# The model sends all bytes of a single ring through one network card per node, and this makes the difference so large.
+# NCCL runs several rings, one per card, and is about as fast as our two levels. You think in levels when you place
+# collectives yourself. Hybrid sharding (HSDP) takes these steps, and gathers updated weights in the last.
 #
 # ## Two axes of one training step
 #
-# Now sixteen ranks train the two layers of lab 01. Along one axis, `tp`, they split the weights, as before. Along the
-# other, `dp`, they split the batch. This is **data parallelism**: ranks with the same weights see different samples, so
-# they must average the gradients of these weights. Here is what one rank of a 2 × 4 mesh holds:
+# Now sixteen ranks train the two layers of lab 01. Along one axis, `tp`, they split the weights. Along the other, `dp`,
+# they split the batch. This is **data parallelism**: ranks with the same weights see different samples, so they must
+# average the gradients of these weights. Here is what each rank of a 2 × 4 mesh holds:
 
 # %%
 shards(Mesh(dp=2, tp=4), x=((16, 8), P("dp")), a=((8, 16), P(None, "tp")))
 
 # %% [markdown]
 # Along `tp` a step sums **activations**: $Z$ in the forward pass and $dX$ in the backward pass, each of size
-# $N/\text{dp} \times D$, where $N$ is the batch. Along `dp` it sums **gradients**: of $A$ and of $B$, each of size
-# $D \times F/\text{tp}$.
+# $N/\text{dp} \times D$, with batch $N$ and width $D$. Along `dp` it sums **gradients**: of $A$ and of $B$, each of
+# size $D \times F/\text{tp}$, with hidden width $F$.
 
 # %%
 def step(x, a, b):  # x [N/dp, D]   a [D, F/tp]   b [F/tp, D]
@@ -143,7 +145,7 @@ def sent_by_formula(batch, width, hidden, dp, tp, itemsize):
 #
 # <details><summary>Answer</summary>
 #
-# It depends on the batch. Activations grow with the batch, and gradients do not. In the table below, with width 16 and
+# It depends on the batch. Activations grow with the batch, and gradients do not. In the lines below, with width 16 and
 # hidden width 32, the two are equal at a batch of 64.
 #
 # </details>
@@ -202,7 +204,7 @@ knob("Five meshes", "tokens", batches, start=2**12, about=about, unit="B")
 #
 # The ranks along the last axis of a mesh are neighbours, so they share a node and have the fastest links. Which axis
 # should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of their
-# sums, for two nodes of eight H100s. Each sum takes two levels:
+# sums, for two nodes of eight H100s. Each sum is done on two levels:
 
 # %%
 h100, batch = cost.find("h100"), 2 * HIDDEN
@@ -225,9 +227,9 @@ for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
         print(f"{mesh!s:<17} sums along {axis}: {both:4.2f} ms")
 
 # %% [markdown]
-# In total, the first two meshes take equally long. But sums of activations are on the critical path: the next product
-# needs them, so the ranks wait. A gradient of the weights is needed only at the optimizer step. It can be summed in the
-# background while the backward pass goes on.
+# In total, the first two meshes take about equally long. But sums of activations are on the critical path: the next
+# product needs them, so the ranks wait. A gradient of the weights is needed only at the optimizer step. It can be
+# summed in the background while the backward pass goes on.
 #
 # The first mesh and the third differ only in the order of the axes. With `tp` last, the ranks wait 0.47 ms for their
 # activations. With `tp` first, they wait 1.66 ms. So the axis that carries activations should be last. This is why
@@ -268,15 +270,14 @@ check_average(average)
 
 # %% [markdown]
 # Fix `average`, run its cell, then run the check again. [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/pull/5555)
-# once had a bug of this kind: it divided by the size of too large a group, and gradient norms were a quarter of what
-# they should be. With
-# Adam, which ignores the scale of gradients, you may never notice.
+# once had a bug of this kind: it divided by the size of a group that was too large, and gradient norms were a quarter
+# of what they should be. With Adam, which ignores the scale of gradients, you may never notice.
 #
 # ## Your turn: gather on two levels
 #
-# Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. Each GPU
-# may send only its *own* row to other nodes, once to each: $N - 1$ rows on $N$ nodes. All other messages must stay
-# inside a node. A GPU's rank is node × (GPUs per node) + gpu.
+# Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. On $N$
+# nodes, each GPU may send only $N - 1$ rows to other nodes, as many as there are other nodes. All other messages must
+# stay inside a node. A GPU's rank is node × (GPUs per node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #

@@ -35,8 +35,8 @@ from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards
 # ## By hand: what a backward pass needs
 #
 # The backward pass of a product $y = xw$ needs $x$, for $dw = x^\top dy$. For `gelu` or a norm it needs the input, for
-# softmax the output, and for dropout the mask. So the forward pass keeps these tensors. They are the
-# **activations**, and in training they can be most of the memory.
+# softmax the output, and for dropout the mask. So the forward pass keeps these tensors. They are the **activations**,
+# and in training they can take most of the memory.
 #
 # Count them for one block. Let $s$ be the number of tokens, $b$ the batch and $h$ the width. A number takes 2 bytes,
 # and an entry of a mask 1 byte, so most tensors are a multiple of $sbh$ bytes. Korthikanti et al. count these:
@@ -48,8 +48,8 @@ for name, nbytes in activation_tensors(S, B, H, HEADS).items():
     print(f"{nbytes / sbh:5.0f}  {name}")
 
 # %% [markdown]
-# Without the three tensors of scores, these add up to $34\,sbh$. The scores have an entry for each head and each pair
-# of tokens, $a s^2 b$ in total with $a$ heads, and they take 5 bytes per entry. So a block keeps
+# Without the three tensors of scores, these add up to $34\,sbh$. With $a$ heads, the scores have $a s^2 b$ entries, one
+# for each head and each pair of tokens, and the three tensors take 5 bytes per entry. So a block keeps
 #
 # $$sbh \left(34 + 5\,\frac{as}{h}\right)$$
 #
@@ -102,7 +102,7 @@ knob("What a rank keeps of one layer", "ranks", options, start=8, about=about, u
 # <details><summary>What there is to discover</summary>
 #
 # The blue part of the first bar does not shrink. It is 240 MiB per layer, and 22.5 GiB for the 96 layers of GPT-3, on
-# every rank, however many ranks there are. On 8 ranks it is 43 % of the total, and on 32 ranks 75 %. If the tokens are
+# every rank, however many ranks there are. On 8 ranks it is 43% of the total, and on 32 ranks 75%. If the tokens are
 # split, it is divided like everything else. Then the scores are the largest part. Fused attention kernels do not keep
 # them. They compute them again.
 #
@@ -159,7 +159,7 @@ def split_mlp(x, scale, a, b):  # x [B, S/tp, D]
 
 # %% [markdown]
 # **Predict.** The MLP half now has four collectives in a training step, instead of two. How many more bytes do they
-# send? And one gradient comes out wrong. Which one?
+# send? One gradient also comes out wrong. Which one?
 #
 # <details><summary>Answer</summary>
 #
@@ -235,15 +235,17 @@ for name, found in (("whole", whole), ("split", halves), ("gathered again", agai
 # %%
 sizes = ((1, 2048, 4096), (1, 2048, 4096), (4096,), (4096, 16384), (16384, 4096))
 big = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
-for mlp, tokens in ((plain_mlp, P()), (sequence_parallel, TOKENS)):
+programs = {"whole": plain_mlp, "split": sequence_parallel}
+programs["gathered again"] = tt.gather_again(sequence_parallel)
+for name, mlp in programs.items():
+    tokens = P() if mlp is plain_mlp else TOKENS
     options = {"in_specs": given(tokens), "cluster": "h100", "device": "meta"}
     trace = tt.run(step, Mesh(tp=4), *big, mlp, **options).trace
-    print(f"{mlp.__name__:<18} {trace.makespan * 1e6:5,.0f} µs")
+    print(f"{name:<15} {trace.makespan * 1e6:5,.0f} µs")
 
 # %% [markdown]
-# Without the second gather, it is faster, too: equal bytes take equal time, and each rank does a quarter of the norms
-# and residuals. (The program timed here keeps its gathered input.) A second gather adds 34 µs, so the MLP half that
-# keeps least memory is still faster than the plain one.
+# Splitting the tokens also saves time: the bytes are the same, and each rank does a quarter of the norms and residuals.
+# The second gather adds about 40 µs. Even so, the MLP half that keeps the least is faster than the plain one.
 #
 # ## The same in JAX
 #
@@ -278,9 +280,9 @@ print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 # ## A bug to repair
 #
 # There are two ways to gather. After `gather_from` all ranks do *the same*, so its backward pass takes this rank's
-# piece of the gradient, and sends nothing. After `all_gather` each rank does *something else*, so its backward pass
-# adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is the MLP
-# with the wrong one. Its output is right, and so is the loss.
+# piece of the gradient, and sends nothing. After `all_gather` each rank does something *different*, so its backward
+# pass adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is
+# the MLP with the wrong one. Its output is right, and so is the loss.
 
 # %%
 def sequence_mlp(x, scale, a, b):  # x [B, S/tp, D]   ->   [B, S/tp, D]

@@ -173,8 +173,8 @@ animate(out.trace)
 
 # %% [markdown]
 # Each of the three collectives combines one number per token. Here are these numbers, on each rank and combined. A row
-# is a token, and the columns are $m$, $s$ and $z_t$. To keep the numbers few, the correct words are again 7, 2, 9 and
-# 4, and each rank has three words.
+# is a token, and the columns are $m$, $s$ and $z_t$. There are now twelve words, three on each rank, and the correct
+# ones are 7, 2, 9 and 4.
 
 # %% tags=["opening-picture"]
 def three_numbers(own, m, rank):  # own [T, 3]: the logits of this rank's words
@@ -220,10 +220,8 @@ for ranks, scale in ((2, 1), (3, 1), (4, 1), (5, 1), (4, 1e4)):
     print(f"{ranks} ranks, logits of size {scale:,.0f}: {said}")
 
 # %% [markdown]
-# tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same,
-# but there are fewer hops. With `label_smoothing` it also adds up all logits.
-# [Megatron-LM](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tensor_parallel/cross_entropy.py)
-# smooths over each rank's own words instead, so its smoothed loss differs slightly from rank to rank.
+# tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same, but
+# there are fewer hops.
 
 # %% [markdown]
 # ## One table, used twice
@@ -268,7 +266,7 @@ for event in out.trace.select(rank=0, kind="collective").events:
 # There are four all_reduces: one for the embedding, two for the loss (the maximum, then both sums in one), and the one
 # of $f$ in the backward pass. None of them is for the table.
 #
-# Now break the tie on one rank, as happens when a checkpoint is loaded into a copy of the table. No error is raised,
+# Now break the tie on one rank, as happens when loading a checkpoint gives the head its own copy. No error is raised,
 # and the first loss is still exactly right. But rank 2 loses the part of its gradient that comes from the head:
 
 # %%
@@ -323,13 +321,13 @@ for loss_of in (loss_in_jax, masked):
     print(f"{loss_of.__name__}: exp(loss) = {np.exp(one):.3g}")
 
 # %% [markdown]
-# **What truly differs.** In torch, tplab raises an error for an id that is not a word. A compiled JAX program cannot
-# raise, so the loss is NaN instead.
+# One more thing differs. In torch, tplab raises an error for an id that is not a word. A compiled JAX program cannot,
+# so the loss is NaN instead.
 #
 # ## See it run
 #
 # Here is the end of GPT-2, head and loss, in bfloat16 with 2,048 tokens on four ranks of an H100 node. The times are
-# **modelled**. (For that, sizes are enough: meta tensors have a shape but no numbers.) First with gathered logits:
+# **modelled**. (On torch's `meta` device, tensors have shapes but no numbers.) First with gathered logits:
 
 # %%
 WORDS, WIDTH = 50_260, 768  # GPT-2's words, padded so that 4 divides them
@@ -355,8 +353,8 @@ timeline(traced(gathering, 2048))
 timeline(traced(in_place, 2048))
 
 # %% [markdown]
-# The long message is gone. The computing even takes longer, although each rank now works on a quarter of the words.
-# torch's loss is two operations. Ours is more than twenty, and several of them read and write all of the rank's logits.
+# The long message is gone. But computing takes longer, although each rank now works on a quarter of the words: torch's
+# loss is two operations, and ours is more than twenty. Several of these read and write all of the rank's logits.
 #
 # Now turn the knob. With fewer tokens, which way is faster, and why?
 
@@ -479,8 +477,8 @@ check_most_likely(most_likely)
 # ## To take away
 #
 # - Each word's row is on one rank. The others add zeros, so a look-up is one sum. Tying the table needs no sum.
-# - A loss needs three numbers per token: one maximum and two sums. For GPT-2, gathering the logits
-#   sends about 4,000 times as many bytes.
+# - A loss needs three numbers per token: one maximum and two sums. For GPT-2, gathering the logits sends about 4,000
+#   times as many bytes.
 # - With few tokens, launches decide, and gathering is faster until the loss is a single kernel.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3. [transformers
