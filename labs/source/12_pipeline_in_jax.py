@@ -4,7 +4,7 @@
 # **How can one compiled program run a pipeline, where every rank does something different?**
 #
 # Prerequisites: the schedules of [lab 10](10_pipeline_schedules.ipynb), and a little JAX: `jax.grad` and `jax.lax.scan`.
-# Time: 45 minutes.
+# Time: one hour.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/12_pipeline_in_jax.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/12_pipeline_in_jax.ipynb)
 #
@@ -166,8 +166,8 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# In the trace of this program, every action is in its place. On this clock, each tick with an exchange takes one step
-# more. The simulation counts the same way, and predicts every action exactly.
+# The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more.
+# The simulation counts the same way, and predicts every action exactly.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -225,8 +225,8 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # %% [markdown]
 # ## Turn the knob: activations
 #
-# The same is true of activations. Each bar shows how much a rank keeps at its peak, and how much room stays empty
-# because another rank needs more. Which schedule wastes the most?
+# The same is true of activations. Each bar shows how much a rank keeps at its peak. Its room is at least as large as
+# what the fullest rank keeps, and the rest of that stays empty. Which schedule wastes the most?
 
 # %%
 def bars(rule, every):
@@ -242,7 +242,7 @@ def bars(rule, every):
     rows = [Row(f"rank {r}", {"kept": num, "empty room": max(kept) - num})
             for r, num in enumerate(kept)]
     share = 1 - sum(kept) / (4 * max(kept))
-    return Bars(rows, f"{100 * share:.0f} % of the room is empty.")
+    return Bars(rows, f"At least {100 * share:.0f} % of the room is empty.")
 
 choices = {"GPipe": (gpipe, None), "1F1B": (one_f_one_b, None),
            "1F1B, recomputed": (one_f_one_b, 1), "ZB-H1": (zb_h1, None)}
@@ -253,10 +253,10 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 # <details><summary>What there is to discover</summary>
 #
 # 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. (It keeps only the input of
-# a stage, a **checkpoint**: see lab 15.) Ranks 1, 2 and 3 keep three, two and one checkpoints. Those of rank 0 are the
-# batch itself, which is in memory anyway, so it keeps none. All ranks have room for three. Under GPipe all ranks keep
-# eight microbatches. There, room stays empty because the input of rank 0 does not count, and because the last rank also
-# keeps what the loss needs.
+# a stage, a **checkpoint**: see [lab 15](15_recomputation.ipynb).) Ranks 1, 2 and 3 keep three, two and one checkpoints.
+# Those of rank 0 are the batch itself, which is in memory anyway, so it keeps none. All ranks have room for three. Without
+# recomputation, rank 1 keeps more than rank 0 for the same reason. Under GPipe all ranks keep eight microbatches. There,
+# room stays empty because the inputs of rank 0 do not count, and because the last rank also keeps what the loss needs.
 #
 # </details>
 #
@@ -280,26 +280,29 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
               f"{time:g} steps, {100 * idle:.0f} % idle")
 
 # %% [markdown]
-# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. GPipe and
-# ZB-H1 lose nothing when messages are free. 1F1B takes about a quarter longer, so it is better off with one program per
-# rank, as in torch.
+# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. When
+# messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter longer, so it is
+# better off with one program per rank, as in torch.
 #
 # ## A bug to repair
 #
-# Here is the pipeline again, with a mistake. It runs, and its loss even falls when you train with it. Run the check, read
-# what it says, and repair `my_pipeline`.
+# This pipeline carries its outputs through the loop, as `train_batch` carries its buffers. In each tick a rank writes one
+# row of `ys`. Nothing is raised, but the result is wrong. Run the check, read what it says, and repair `my_pipeline`.
 
 # %%
 def my_pipeline(w, xs):  # w [1, D, D]   xs [m, b, D]   ->   [m, b, D] on every rank
     r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
 
-    def tick(message, t):
+    def tick(carry, t):
+        message, ys = carry
         x = jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message)
         y = stage(w[0], x)
-        return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), y
+        message = tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)])
+        return (message, ys.at[t].set(y)), None
 
-    _, ys = jax.lax.scan(tick, 0 * stage(w[0], xs[0]), jnp.arange(m + last))
-    return tj.all_reduce(jnp.where(r == last, ys[:m], 0), "pp")
+    ys = 0 * stage(w[0], xs)  # one row per microbatch
+    (_, ys), _ = jax.lax.scan(tick, (ys[0], ys), jnp.arange(m + last))
+    return tj.all_reduce(jnp.where(r == last, ys, 0), "pp")
 
 # %%
 from tplab.exercises.pipeline_in_jax import check_pipeline
@@ -307,11 +310,41 @@ from tplab.exercises.pipeline_in_jax import check_pipeline
 check_pipeline(my_pipeline)
 
 # %% [markdown]
+# <details><summary>Why is nothing raised?</summary>
+#
+# The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. NumPy would raise an error in the tick after the last row. JAX
+# cannot raise one in a compiled program, so it leaves out an update whose index is out of range.
+#
+# </details>
+#
+# ## Your turn: twice around the ring
+#
+# Give each rank two stages, as interleaving does in lab 10. Rank $r$ has stages $r$ and $p + r$, so each microbatch goes
+# around the ring twice. With as many microbatches as ranks, microbatch 0 comes back to rank 0 in the very tick in which
+# rank 0 is free again. Write this pipeline as one scan of $3p - 1$ ticks.
+#
+# <details><summary>A hint</summary>
+#
+# In tick $t$, rank $r$ has work number $t - r$. The first $p$ of these use its first matrix, and the next $p$ its second.
+#
+# </details>
+
+# %%
+def my_loop(w, xs):  # w [1, 2, D, D]   xs [p, b, D]   ->   [p, b, D] on every rank
+    ...
+
+# %%
+from tplab.exercises.pipeline_in_jax import check_loop
+
+check_loop(my_loop)
+
+# %% [markdown]
 # ## On Monday
 #
 # | here | JAX | elsewhere |
 # |---|---|---|
 # | `pipeline`, a scan with `ppermute` | [praxis](https://github.com/google/praxis) and [MaxText](https://github.com/AI-Hypercomputer/maxtext) use this form, with a `vmap` over stages and a shift that XLA turns into messages | torch and Megatron run one program per rank |
+# | `my_loop`, the ring | MaxText's `num_pipeline_repeats` | interleaved 1F1B |
 # | the table of actions | write it yourself; or one program per stage, as [JaxPP](https://arxiv.org/abs/2412.14374) does | torch's `_PipelineScheduleRuntime` executes a table of actions per rank |
 # | `checkpoint_every` | `jax.checkpoint` around the stage | `torch.utils.checkpoint` |
 #

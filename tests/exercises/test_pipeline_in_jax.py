@@ -1,4 +1,4 @@
-"""Lab 12's exercise: the solution passes, and every known mistake gets its hint."""
+"""Lab 12's exercises: the solutions pass, and every known mistake gets its hint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import tplab.jax as tj
-from tplab.exercises.pipeline_in_jax import check_pipeline
+from labs.source import build
+from tplab.exercises.pipeline_in_jax import check_loop, check_pipeline
 
 
 def pipeline(mistake: str = ""):
@@ -54,7 +55,93 @@ def test_known_mistakes(mistake: str, said: str):
     assert verdict.passed is False and said in verdict.text, verdict
 
 
-def test_an_untouched_stub():
+ROW = "ys.at[t].set(y)"
+
+
+def of_the_lab(row: str = ROW):
+    """The pipeline to repair, as the lab has it, or with another row."""
+    cells = [cell.source for cell in build.read_source("12_pipeline_in_jax").cells if cell.cell_type == "code"]
+    bug = next(source for source in cells if "def my_pipeline(" in source)
+    assert bug.count(ROW) == 1
+    names: dict[str, Any] = {"tj": tj, "jax": jax, "jnp": jnp, "stage": lambda w, x: jnp.tanh(x @ w)}
+    exec(bug.replace(ROW, row), names)
+    return names["my_pipeline"]
+
+
+def test_the_lab_shows_the_bug():
+    """The rows are off by p - 1, and JAX drops those that would be below the last one."""
+    verdict = check_pipeline(of_the_lab())
+    assert verdict.passed is False and "In which tick does microbatch 0 reach the last rank?" in verdict.text
+    assert check_pipeline(of_the_lab("ys.at[t - last].set(y)")).passed
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        (
+            "ys.at[jnp.minimum(t, m - 1)].set(y)",
+            "The last row is right, because the last microbatch is written into it",
+        ),
+        ("ys.at[t + last].set(y)", "Your rows are shifted in the wrong direction."),
+    ],
+)
+def test_wrong_rows(row: str, said: str):
+    verdict = check_pipeline(of_the_lab(row))
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def loop(mistake: str = ""):
+    """Twice around the ring, or with a mistake in it."""
+
+    def my_loop(w, xs):
+        r, p = tj.axis_index("pp"), tj.axis_size("pp")
+
+        def tick(message, t):
+            takes_xs = r == 0 if mistake in ("begins again", "waits") else (r == 0) & (t < p)
+            x = jnp.where(takes_xs, xs[jnp.minimum(t, p - 1) if mistake == "waits" else t % p], message)
+            number = {"first matrix": 0 * t, "same tick": t // p}.get(mistake, (t - r) // p)
+            y = jnp.tanh(x @ w[0, jnp.clip(number, 0, 1)])
+            pairs = [(i, (i + 1) % p) for i in range(p - (mistake == "a line"))]
+            return tj.ppermute(y, "pp", pairs), y
+
+        _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0, 0]), jnp.arange(3 * p - 1))
+        chosen = ys[p - 1 : 2 * p - 1] if mistake == "first round" else ys[-p:]
+        return tj.all_reduce(jnp.where(r == p - 1, chosen, 0), "pp")
+
+    return my_loop
+
+
+def test_twice_around_the_ring():
+    assert check_loop(loop()).passed
+
+
+def test_a_pause_between_the_rounds_is_too_slow():
+    def my_loop(w, xs):
+        for number in range(2):
+            xs = pipeline()(w[:, number], xs)
+        return xs
+
+    verdict = check_loop(my_loop)
+    assert verdict.passed is False and "exchange messages 12 times, where 11 would do" in verdict.text, verdict
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        ("a line", "which rank must send to rank 0?"),
+        ("begins again", "In its second round, rank 0 takes xs again."),
+        ("waits", "In its second round, rank 0 takes xs again."),
+        ("first matrix", "Both rounds have used the first of a rank's matrices."),
+        ("same tick", "all ranks have changed to their second\nmatrix in the same tick."),
+        ("first round", "These are the outputs of the first round."),
+    ],
+)
+def test_known_mistakes_around_the_ring(mistake: str, said: str):
+    verdict = check_loop(loop(mistake))
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_untouched_stubs():
     def my_pipeline(w, xs): ...
 
-    assert check_pipeline(cast(Any, my_pipeline)).passed is None
+    assert check_pipeline(cast(Any, my_pipeline)).passed is None and check_loop(cast(Any, my_pipeline)).passed is None

@@ -1,4 +1,4 @@
-"""The exercise of lab 12: a pipeline as one loop, which takes the outputs of the wrong ticks."""
+"""The exercises of lab 12: a pipeline that stores its outputs in the wrong rows, and one that goes around twice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import numpy as np
 from tplab.exercises.check import Exercise, Mistake, Seen, Tensors, Verdict, grade, weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
+from tplab.trace.trace import Trace
 
 MICROBATCHES, ROWS, WIDTH = 5, 1, 3
+MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1))
+
+# --- the bug: outputs in the wrong rows ------------------------------------------------------------------------------
 
 
 def _plain(tensors: Tensors) -> Tensors:
@@ -40,6 +44,17 @@ def _too_early(seen: Seen) -> np.ndarray:
     """The last rank's outputs of the first ticks: zeros go through the stages before the first microbatch comes."""
     last = seen.mesh.axis_size("pp") - 1
     return np.concatenate([np.zeros_like(seen.want)[:last], seen.want])[:MICROBATCHES]
+
+
+def _clamped(seen: Seen) -> np.ndarray:
+    """The same with all ticks from m - 1 on in the last row, where the last microbatch comes last."""
+    return np.concatenate([_too_early(seen)[:-1], seen.want[-1:]])
+
+
+def _shifted_twice(seen: Seen) -> np.ndarray:
+    """As many rows too far down as the right index is further up."""
+    last = seen.mesh.axis_size("pp") - 1
+    return np.concatenate([np.zeros_like(seen.want)[: 2 * last], seen.want])[:MICROBATCHES]
 
 
 def _of_all_ranks(seen: Seen) -> np.ndarray:
@@ -73,11 +88,18 @@ PIPELINE = Exercise(
             "so it computes with zeros. In which tick does microbatch 0 reach the last rank?",
             _too_early,
         ),
+        Mistake(
+            "ys",
+            "The last row is right, because the last microbatch is written into it last. The others are not. In which\n"
+            "tick does microbatch 0 reach the last rank, and in which row does it belong?",
+            _clamped,
+        ),
+        Mistake("ys", "Your rows are shifted in the wrong direction.", _shifted_twice),
         Mistake("ys", "It begins one tick too late: microbatch 0 is missing.", _once_too_late),
         Mistake("ys", "Every rank has added its own output. Only those of the last rank are wanted.", _of_all_ranks),
         Mistake("ys", "All outputs are zero: do you take them from the rank that has them?", lambda s: 0 * s.want),
     ),
-    meshes=(Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1)),
+    meshes=MESHES,
 )
 
 
@@ -87,3 +109,102 @@ def check_pipeline(fn: Callable[..., Any]) -> Verdict:
     w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D], the same on every rank of "pp"
     """
     return grade(fn, PIPELINE, "jax")
+
+
+# --- the exercise: twice around the ring -----------------------------------------------------------------------------
+
+ROUNDS = 2
+Choice = Callable[[int, int, int, int], int]
+
+
+def _around(tensors: Tensors) -> Tensors:
+    """Stage r + round * R is w[r, round]: each round takes every microbatch through all R ranks."""
+    w = tensors["w"]
+    in_order = np.concatenate([w[:, number] for number in range(ROUNDS)])
+    whole = _plain({"w": in_order, "xs": tensors["xs"]})
+    return {"ys": whole["ys"], "dw": np.stack(np.split(whole["dw"], ROUNDS), axis=1)}
+
+
+def _with(choice: Choice) -> Callable[[Seen], np.ndarray]:
+    """What comes out if a rank takes w[choice(round, microbatch, rank, R)]."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        w, ranks = seen.tensors["w"], seen.mesh.axis_size("pp")
+        ys = []
+        for k, x in enumerate(seen.tensors["xs"]):
+            for number in range(ROUNDS):
+                for rank in range(ranks):
+                    x = np.tanh(x @ w[rank, choice(number, k, rank, ranks)])
+            ys.append(x)
+        return np.stack(ys)
+
+    return wrong
+
+
+def _last_round_alone(seen: Seen) -> np.ndarray:
+    return _plain({"w": seen.tensors["w"][:, -1], "xs": seen.tensors["xs"]})["ys"]
+
+
+def _first_round_alone(seen: Seen) -> np.ndarray:
+    return _plain({"w": seen.tensors["w"][:, 0], "xs": seen.tensors["xs"]})["ys"]
+
+
+def _last_round_of_the_last(seen: Seen) -> np.ndarray:
+    """The same where rank 0 takes its last microbatch again and again."""
+    return np.tile(_last_round_alone(seen)[-1:], (len(seen.want), 1, 1))
+
+
+_BEGINS_AGAIN = "In its second round, rank 0 takes xs again. It should continue with what it receives."
+
+LOOP = Exercise(
+    name="my_loop",
+    tensors=lambda rng, mesh: {
+        "w": rng.integers(-3, 4, (mesh.axis_size("pp"), ROUNDS, WIDTH, WIDTH)) / 4,
+        "xs": rng.integers(-2, 3, (mesh.axis_size("pp"), ROWS, WIDTH)).astype(float),
+    },
+    specs={"w": P("pp"), "xs": P()},
+    plain=_around,
+    results={"ys": P()},
+    gradients=("w",),
+    mistakes=(
+        Mistake(
+            "ys", "All outputs are zero. In the second round, which rank must send to rank 0?", lambda s: 0 * s.want
+        ),
+        Mistake(
+            "ys",
+            "These are the outputs of the first round. In which ticks does the last rank compute those of the second?",
+            _first_round_alone,
+        ),
+        Mistake("ys", _BEGINS_AGAIN, _last_round_alone),
+        Mistake("ys", _BEGINS_AGAIN, _last_round_of_the_last),
+        Mistake("ys", "Both rounds have used the first of a rank's matrices.", _with(lambda number, k, rank, ranks: 0)),
+        Mistake(
+            "ys",
+            "Rank r begins its second round r ticks later than rank 0, but all ranks have changed to their second\n"
+            "matrix in the same tick.",
+            _with(lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)),
+        ),
+    ),
+    meshes=MESHES,
+)
+
+
+def check_loop(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn(w, xs)`, a program of JAX, sends one microbatch per rank twice around the ring, through the stages
+    tanh(x @ w[0, 0]) of all ranks and then through their stages tanh(x @ w[0, 1]), without a pause in between.
+
+    w [1, 2, D, D], this rank's own   xs [R, B, D]   ->   [R, B, D], the same on every rank of "pp"
+    """
+    traces: list[Trace] = []
+    verdict = grade(fn, LOOP, "jax", traces.append)
+    if not verdict.passed:
+        return verdict
+    trace = next(trace for trace in traces if trace.mesh == Mesh(pp=4))  # the first one is that of the forward pass
+    took, enough = len({event.step for event in trace.events if event.kind == "send"}), ROUNDS * 4 + 4 - 1
+    if took > enough:
+        text = (
+            f"{LOOP.name}: the numbers are right, but on {trace.mesh} the ranks exchange messages {took} times, where "
+            f"{enough} would do.\nMust microbatch 0 wait for the others before its second round?"
+        )
+        return Verdict(False, text)
+    return verdict
