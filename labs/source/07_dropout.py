@@ -67,8 +67,9 @@ matrices(panels, 'Outside: dropout(x, 0.5)    Inside: dropout(x, 0.5, axis="tp")
 
 # %% [markdown]
 # With data parallelism, the ranks along `dp` have different samples, so their masks must differ too. The axis is then
-# `"dp"` outside, and `("dp", "tp")` inside. Under sequence parallelism, ranks also have different tokens outside, and
-# the axis is `"tp"` [there as well](https://github.com/PaddlePaddle/PaddleFleetX/pull/1005).
+# `"dp"` outside, and `("dp", "tp")` inside. Here every rank's mask is compared with every other's. (Under sequence
+# parallelism, [lab 05](05_block_memory.ipynb), ranks have different tokens outside as well, so the axis is `"tp"` there,
+# too. PaddleFleetX once missed that, and [fixed it](https://github.com/PaddlePaddle/PaddleFleetX/pull/1005).)
 
 # %%
 def compared(mesh, axis):
@@ -157,9 +158,9 @@ for name, counts in coins.items():
     print(f"{name:<14}{shares}{mean:>8.2f}{variance:>10.2f}")
 
 # %% [markdown]
-# In the sum after $g$, the noise of independent features partly cancels. If features are dropped together, it adds
-# up. With the same mask on $R$ ranks, the variance is $R$ times as large, here four times, as if the layer were $R$
-# times narrower.
+# The noise of independent features partly cancels in a sum. If features are dropped together, it adds up. With the same
+# mask on $R$ ranks, the number of kept features has $R$ times the variance, here four times, as if the layer were $R$
+# times narrower. The same is true of the sum after $g$ if all features contribute alike to it.
 #
 # ## How ranks agree on a mask
 #
@@ -191,9 +192,9 @@ for drop in (F.dropout, tt.dropout):
 # but a `torch.rand(1, device="cuda")` does.
 #
 # tplab's `dropout` does not use a shared generator at all. It makes the mask from the seed of the run, the number of
-# the draw, and, along `axis`, the rank's coordinate. Other random numbers cannot disturb it. Only an extra call of
-# `dropout` itself can. This answers the second half of the question at the top: to agree on a mask, ranks have to share
-# a seed, and they do not have to send anything.
+# the draw, and, along `axis`, the rank's coordinate. No other random number can disturb it, only an extra call of
+# `dropout` itself. This answers the second half of the question at the top: to agree on a mask, ranks have to share a
+# seed, and they do not have to send anything.
 #
 # ## Keys in JAX
 #
@@ -215,10 +216,10 @@ for axis in (None, "tp"):
     print(f"axis={axis!r}: {found}")
 
 # %% [markdown]
-# **What truly differs.** There is no state that can get out of step, and JAX knows that two masks are the same
-# *before* they are drawn, because it knows that the keys are. A key that differs between ranks is refused where the
-# copies must agree. On the other hand, JAX allows a mistake that torch rules out. If you use a key twice, two
-# layers get the same mask, so split the key first:
+# **What truly differs.** There is no state that can get out of step. While JAX compiles, it tracks along which axes a
+# value may differ. So it knows *before* a mask is drawn whether all ranks will have the same one, and refuses a key that
+# differs where copies must agree. On the other hand, JAX allows a mistake that torch rules out. If you use a key twice,
+# two layers get the same mask. Split the key instead:
 
 # %%
 def two_layers(key_1, key_2):
@@ -239,10 +240,23 @@ for program in (one_key_twice, split_key):
 # %% [markdown]
 # ## What it costs
 #
-# Dropout sends nothing, but it needs memory: each rank keeps the mask for the backward pass. Inside, the mask is as
-# large as the rank's share of the features. Outside, it is as large as the whole tensor, unless sequence parallelism
-# splits the tokens there.
-#
+# Dropout sends nothing, but it needs memory: each rank keeps the mask for the backward pass, one byte per number. For
+# $T$ tokens and $D$ features on $R$ ranks, a mask inside takes $TD/R$ bytes. Outside it takes $TD$, unless sequence
+# parallelism splits the tokens there. Here is the count for $T = D = 1024$ and $R = 8$:
+
+# %%
+def mask_bytes(x, axis):
+    layer = partial(tt.dropout, p=0.1, axis=axis)
+    return sum(one.bytes for one in tt.saved_tensors(layer, x.requires_grad_()))
+
+places = {"inside": (P(None, "tp"), "tp"), "outside": (P(), None),
+          "outside, tokens split": (P("tp"), "tp")}
+for place, (spec, axis) in places.items():
+    specs = spec, None
+    out = tt.run(mask_bytes, Mesh(tp=8), torch.ones(1024, 1024), axis, in_specs=specs)
+    print(f"{place:21} {out.per_rank[0]:9,} bytes per rank")
+
+# %% [markdown]
 # A good test of all of this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one
 # seed:
 
@@ -277,9 +291,9 @@ def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], repli
     return x + tt.dropout(y, 0.5, axis="tp")
 
 # %% [markdown]
-# The check gives `block` weights that make every mask readable from the result: hidden feature $k$ adds $2^k$. Run it,
-# fix what it says, and run it again. `run` with `out_specs=P()` could see one of the mistakes; the other shows only in
-# statistics. Which is which?
+# The check gives `block` weights that make every mask readable from the result: hidden feature $k$ adds $2^k$, and each
+# dropout doubles what it keeps. So 340 is $4 \cdot (1 + 4 + 16 + 64)$. Run it, fix what it says, and run it again. `run`
+# with `out_specs=P()` could see one of the mistakes; the other shows only in statistics. Which is which?
 
 # %%
 from tplab.exercises.dropout import check_block
@@ -292,7 +306,8 @@ check_block(block)
 # Write `drop` without tplab's `dropout`. All ranks get the same whole number as `key`, and a different one for each
 # draw. The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Earlier
 # draws on a rank must not change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
-# `tt.axis_index(axis)` is the rank's place along one axis or several. The check takes a torch function.)
+# `tt.axis_index(axis)` is the rank's place along one axis or several; `None` is not an axis. The check takes a torch
+# function.)
 #
 # <details><summary>A hint</summary>
 #
@@ -322,8 +337,8 @@ check_drop(drop)
 # ## To take away
 #
 # - Outside, where ranks hold copies, all ranks draw the same mask. Inside, each rank draws its own.
-# - Different masks outside make copies drift apart. The same mask inside multiplies the variance by the number of
-#   ranks. Neither one makes training fail.
+# - Different masks outside make copies drift apart. The same mask inside drops features together, so the number that a
+#   token keeps varies $R$ times as much. Neither one makes training fail.
 # - To agree on a mask, ranks share a seed or a key, and send nothing.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), appendix B. [Megatron-LM to
