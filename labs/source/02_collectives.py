@@ -100,7 +100,7 @@ for rank, arrived in enumerate(out.per_rank):
 # run the cell.
 
 # %%
-def add_on(parts):  # parts [R, n]: in the order in which a passing sum collects them
+def add_on(parts):  # R parts, in the order in which a passing sum collects them
     total = parts[0]
     for hop in range(1, tt.axis_size("tp")):
         total = tt.ring_shift(total, "tp") + parts[hop]
@@ -119,8 +119,8 @@ print([int(total) for total in out.per_rank])
 # %% tags=["opening-picture"]
 def my_all_reduce(x):  # x: any shape whose size R divides
     R, i = tt.axis_size("tp"), tt.axis_index("tp")
-    hops = np.arange(R)
-    total = add_on(x.reshape(R, -1)[(i - 1 - hops) % R])  # the sum of piece i
+    pieces, hops = x.reshape(R, -1), np.arange(R)
+    total = add_on([pieces[k] for k in (i - 1 - hops) % R])  # the sum of piece i
     arrived = torch.stack(pass_on(total))  # entry k: piece i - k
     return arrived[(i - hops) % R].reshape(x.shape)  # entry j: piece j
 
@@ -407,8 +407,8 @@ except ReplicationError as error:
 # %%
 def sum_up(x):
     R, i = tt.axis_size("tp"), tt.axis_index("tp")
-    hops = np.arange(R)
-    total = add_on(x.reshape(R, -1)[(i - hops) % R])
+    pieces, hops = x.reshape(R, -1), np.arange(R)
+    total = add_on([pieces[k] for k in (i - hops) % R])
     return torch.stack(pass_on(total))[(i - hops) % R].reshape(x.shape)
 
 mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value[0]
