@@ -33,6 +33,7 @@ from tplab.jax.pipeline.flat import Kind
 from tplab.jax.pipeline.passes import Given, Passes, traced
 from tplab.jax.pipeline.plan import Buffer, Keeping, plan
 from tplab.jax.pipeline.stage import Layer, Stage
+from tplab.jax.private import in_float64
 from tplab.jax.ranks.context import vary
 from tplab.jax.ranks.program import program_of
 from tplab.jax.tracing.compiled import temporary_bytes
@@ -57,7 +58,7 @@ D, WORDS = 8, 13
 
 @pytest.fixture(autouse=True)
 def _double():
-    with jax.enable_x64(True):
+    with in_float64():
         yield
 
 

@@ -109,6 +109,12 @@ no_torch_function = _C.DisableTorchFunction
 parse_to: Callable[..., Any] = _C._nn._parse_to
 """What Module.to makes of its arguments. It is called once for a module, before that moves one tensor after another."""
 
+# Where a CUDA build finds no GPU, the first fake tensor (of DTensor, FSDP2, torch.compile) puts a stand-in for the GPU
+# in a table of the process. In torch 2.11 this stand-in goes with its thread, and the next one crashes. So it is this
+# thread's, which imports tplab, and no rank's.
+if torch.cuda.device_count() == 0:
+    _C._ensureCUDADeviceGuardSet()
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
