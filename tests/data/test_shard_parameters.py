@@ -315,6 +315,36 @@ def test_tied_frozen_and_shared_parameters(options, checkpoints):
     assert all(found == names and number == len(names) for _, number, found in out.per_rank)
 
 
+class Headed(nn.Module):
+    """The words' vectors are read first and last, but the backward pass needs them only for what was last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return x @ self.words.weight.T
+
+
+def test_what_the_backward_pass_needs_first_is_not_gathered_at_its_end():
+    """Each unit twice, also where the graph is used twice."""
+
+    def program(ids, times):
+        net = lab.shard_parameters(Headed())
+        loss = tied_loss(net, ids)
+        for left in reversed(range(times)):
+            loss.backward(retain_graph=left > 0)
+
+    for times in (1, 2):
+        out = lab.run(program, Mesh(dp=3), IDS, times, in_specs=(P("dp"), None))
+        message = 2 * 4 * sum(Pieces((shape,), 3).width for shape in ((12, 6), *[(6, 6)] * 3))
+        assert Traffic.of_trace(out.trace)["all_gather"].bytes == (1 + times) * message
+
+
 class Extractor(nn.Module):
     """Layers that run without gradients between others that learn."""
 

@@ -465,6 +465,27 @@ def test_results_of_one_collective_are_not_each_others():
         assert torch.equal(result, torch.full((5000,), 3.0 + rank))
 
 
+def test_results_that_are_sent_on_may_be_written_to():
+    """A large result shares its memory with others' until somebody writes to it: here every rank does, in its own way,
+    and a result is sent again before."""
+
+    def program() -> list[Tensor]:
+        y = all_gather(torch.full((5000,), 1.0 + axis_index("tp")), "tp")
+        again = start(all_reduce, y, "tp")
+        if axis_index("tp") == 0:
+            y.numpy()[:] = 50
+        elif axis_index("tp") == 1:
+            y.view(3, -1)[1].mul_(10)
+        barrier()
+        return [y, again.wait()]
+
+    sent = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(5000)
+    written = torch.full_like(sent, 50), sent.where(sent != 2, 20), sent
+    for (y, again), want in zip(run(program, MESH).per_rank, written, strict=True):
+        assert torch.equal(y, want)
+        assert torch.equal(again, 3 * sent)
+
+
 def test_sending_does_not_change_what_autograd_saved():
     """A tensor that is saved for the backward pass, sent, and then written to: torch notices, as without a send."""
 

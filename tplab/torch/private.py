@@ -121,6 +121,13 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """What tells a storage from all others that live, without an address that would be read."""
 
 
+lazy_copy: Callable[[Tensor], Tensor] = torch._lazy_clone  # type: ignore[attr-defined]
+"""A copy of a tensor that shares its memory until one of the two is written to. From then on `x` itself is lazy too. To
+be used on memory that only torch points to: of NumPy's arrays, say, torch does not know."""
+is_lazy: Callable[[Tensor], bool] = _C._is_cow_tensor
+"""Whether a tensor, or what it is a view of, is such a copy, or has such copies."""
+
+
 def local_of(x: Tensor) -> Tensor:
     """What this rank has of a DTensor, outside of any graph; any other tensor as it is."""
     return getattr(x, "_local_tensor", x)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tplab.data.pieces import Pieces
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, all_gather, all_reduce, reduce_scatter, start
+from tplab.torch.ranks.outcomes import lend
 from tplab.torch.ranks.rank import this_rank
 
 Gather = Callable[[Tensor, Axis], Handle]
@@ -49,10 +50,9 @@ def held_of(pieces: Pieces, index: int, wholes: Sequence[Tensor]) -> list[Tensor
 
 def row_of(pieces: Pieces, held: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """This rank's row [width]: its pieces one behind another, each padded with zeros."""
-    row = torch.zeros(pieces.width, dtype=dtype, device=held[0].device)
-    for column, piece in zip(pieces.columns, held):
-        row[column][: piece.numel()] = piece.detach()
-    return row
+    row = torch.empty(pieces.width, dtype=dtype, device=held[0].device)
+    torch.cat([_padded(piece.detach(), width) for piece, width in zip(held, pieces.widths)], out=row)
+    return lend(row)
 
 
 def held_in(pieces: Pieces, index: int, row: Tensor) -> list[Tensor]:
@@ -62,14 +62,15 @@ def held_in(pieces: Pieces, index: int, row: Tensor) -> list[Tensor]:
 
 def message_of(pieces: Pieces, wholes: Sequence[Tensor | None], like: Tensor, dtype: torch.dtype) -> Tensor:
     """All ranks' rows [R * width] of whole tensors; None is zeros."""
-    message = torch.zeros(pieces.num_ranks, pieces.width, dtype=dtype, device=like.device)
-    for column, width, size, whole in zip(pieces.columns, pieces.widths, pieces.sizes, wholes):
-        if whole is not None and size:
-            flat, (full, rest) = whole.detach().reshape(-1), divmod(size, width)
-            message[:full, column] = flat[: full * width].view(full, width)
-            if rest:
-                message[full, column][:rest] = flat[full * width :]
-    return message.view(-1)
+    num_ranks, message = pieces.num_ranks, torch.empty(0, dtype=dtype, device=like.device)
+    rows = [
+        message.new_zeros(num_ranks, width)
+        if whole is None
+        else _padded(whole.detach().reshape(-1), num_ranks * width).view(num_ranks, width)
+        for whole, width in zip(wholes, pieces.widths)
+    ]
+    torch.cat(rows, 1, out=message)
+    return lend(message.view(-1))
 
 
 def wholes_in(pieces: Pieces, message: Tensor) -> list[Tensor]:
@@ -79,3 +80,8 @@ def wholes_in(pieces: Pieces, message: Tensor) -> list[Tensor]:
         rows[:, column].reshape(-1)[:size].view(shape)
         for column, size, shape in zip(pieces.columns, pieces.sizes, pieces.shapes)
     ]
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """x [n] with zeros behind it, to this size."""
+    return x if x.numel() == size else torch.cat([x, x.new_zeros(size - x.numel())])

@@ -218,7 +218,7 @@ class Bucket:
     def gather(self) -> None:
         """Every rank gets the pieces of all others, in the parameters' own dtype."""
         row = row_of(self.pieces, self.shards, self.dtype)
-        message = self.about.gather(row, self.about.axis).wait()
+        message = self.about.gather(row, self.about.axis).read()
         wholes = wholes_in(self.pieces, message)
         count_as("gathered", [message, *wholes])
         for parameter, whole in zip(self.parameters, wholes):

@@ -119,7 +119,8 @@ class Use:
         """The whole parameters, for the backward pass: gathered again by the first that needs them."""
         if self.wholes is None:
             with torch.no_grad():
-                self.begin_again()
+                if self._arriving is None:
+                    self.begin_gather()
                 self.wholes = self.gathered()
                 if self.before is not None and self.group.about.prefetch:
                     self.before.begin_again()
@@ -130,8 +131,8 @@ class Use:
         return wholes
 
     def begin_again(self) -> None:
-        """Begin to gather what the backward pass will need, unless it is here or on its way."""
-        if self.num_kept and self.wholes is None and self._arriving is None:
+        """Begin to gather what the backward pass will need, unless it is here, on its way, or was needed before."""
+        if self.num_served < self.num_kept and self.wholes is None and self._arriving is None:
             self.begin_gather()
 
     def begin_gather(self) -> None:
@@ -144,7 +145,7 @@ class Use:
 
     def gathered(self) -> list[Tensor]:
         assert self._arriving is not None
-        message, self._arriving = self._arriving.wait(), None
+        message, self._arriving = self._arriving.read(), None
         axis = self.group.about.secondary_axis
         if axis is not None and self._secondary is None and torch.is_grad_enabled():
             place = this_rank().place(axis)
@@ -160,6 +161,7 @@ class Use:
         count_as("gradients", [message, *grads])
         self._leaving = about.reduce(message, about.axis, about.op)
         self.wholes = self._secondary = None  # this backward pass needs them no more
+        self.num_served = 0
 
     def reduced(self) -> list[Tensor]:
         """This rank's piece of each gradient."""

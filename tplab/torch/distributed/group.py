@@ -127,7 +127,7 @@ class Group(Asked, dist.ProcessGroup):
                 x = (x * factor).to(x.dtype)
         if opts is None or opts.asyncOp:
             return Started(self.member, self.member.begin(call, x), x, take, queue=self.unfinished)
-        result = self.member.do(call, x)
+        result = self.member.do(call, x, is_lent=True)
         while self.unfinished:  # whatever was started before this is done too
             self.unfinished[0].wait()
         take(result)

@@ -97,7 +97,7 @@ class Started(Work):
         if self._take is None:  # a message sent: the receiver must be ready to take it
             self._member.await_receiver(self._pending)
             return
-        self._write(self._pending.wait())
+        self._write(self._pending.read())
 
     def _write(self, y: Tensor) -> None:
         if not self._has_data:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tplab import comm
 from tplab.sharding import share
+from tplab.torch.private import is_lazy, lazy_copy, no_dispatch
 from tplab.torch.ranks.rank import MESSAGES, UNWAITED, Call, Pending, Place
 
 
@@ -32,7 +33,9 @@ def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]
         return _copies(reduced(inputs, call.params[0]), len(inputs))
     if call.op == "reduce_scatter":
         dim, reduction, sizes = call.params
-        return [own(piece) for piece in reduced(inputs, reduction).split(list(sizes), dim)]
+        if dim:
+            return [own(piece) for piece in reduced(inputs, reduction).split(list(sizes), dim)]
+        return [reduced(row, reduction) for row in zip(*(x.split(list(sizes)) for x in inputs), strict=True)]
     if call.op == "all_gather":
         return _copies(joined(inputs, call.params[0]), len(inputs))
     if call.op == "all_to_all" and splits:
@@ -110,6 +113,32 @@ def own(x: Tensor) -> Tensor:
         return x.contiguous().view(BITS[x.itemsize]).clone().view(x.dtype)
 
 
+def lend(x: Tensor) -> Tensor:
+    """The same x. From here on copies of it may share its memory until somebody writes to one of them, so nothing but
+    torch may know that memory yet. It cannot be resized."""
+    if _may_share(x):
+        with no_dispatch():
+            lazy_copy(x)
+    return x
+
+
+def kept(x: Tensor) -> Tensor:
+    """As `own`; it costs nothing where x is lent."""
+    is_lent = is_lazy(x) and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+    return lazy_copy(x) if is_lent else own(x)
+
+
+def settled(x: Tensor) -> Tensor:
+    """The same x, whose memory is its own from here on."""
+    if is_lazy(x):
+        x.data_ptr()
+    return x
+
+
+def _may_share(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.nbytes >= SHARED_FROM and x.nbytes == x.untyped_storage().nbytes()
+
+
 def check_tensor(op: str, x: Any) -> Tensor:
     """Raise TypeError where `x` is not a tensor."""
     if isinstance(x, Pending):
@@ -146,8 +175,9 @@ def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _copies(x: Tensor, count: int) -> list[Tensor]:
-    """x itself, which nobody else has, and copies of it."""
-    return [x, *(own(x) for _ in range(count - 1))]
+    """x itself, which nobody else has, and copies of it. Large ones share their memory until they are `settled`."""
+    copy = lazy_copy if _may_share(x) else own
+    return [x, *(copy(x) for _ in range(count - 1))]
 
 
 def _flipped(x: Tensor) -> Tensor:
@@ -170,6 +200,7 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "xor": torch.bitwise_xor,
 }
 """Reductions that only torch.distributed has."""
+SHARED_FROM = 1 << 14  # bytes; up to here a copy takes no longer
 BITS = {1: torch.uint8, 2: torch.int16}
 WITHOUT_KERNELS = {
     getattr(torch, name)

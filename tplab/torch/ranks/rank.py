@@ -145,6 +145,10 @@ class Pending(ABC):
     def wait(self) -> Tensor:
         """What this rank gets from it, once it is there."""
 
+    def read(self) -> Tensor:
+        """The same, to be read only: other ranks may have it in the same memory."""
+        return self.wait()
+
     def __init_subclass__(cls) -> None:
         if "wait" in vars(cls):
             not_compiled(vars(cls)["wait"])

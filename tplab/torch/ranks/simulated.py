@@ -17,7 +17,7 @@ from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.memory import begun, count
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
-from tplab.torch.ranks.outcomes import own, results
+from tplab.torch.ranks.outcomes import kept, own, results, settled
 from tplab.torch.ranks.provenance import Provenance
 from tplab.torch.ranks.rank import Call, Pending, Rank
 from tplab.torch.ranks.texts import mismatch
@@ -166,20 +166,24 @@ class SimulatedRank(Rank):
                 return self._begun(call, x, since)
         return self._begun(call, x)
 
-    def do(self, call: Call, x: Tensor) -> Tensor:
+    def do(self, call: Call, x: Tensor, is_lent: bool = False) -> Tensor:
+        """Run it to its end. What `is_lent` is to be read only."""
         if num_modes():
             with no_dispatch():
-                result = self._done(call, x)
+                result = self._done(call, x, is_lent)
             count(result, call.op)
             return result
-        return self._done(call, x)
+        return self._done(call, x, is_lent)
 
-    def finish(self, site: Site, meeting: Meeting, x: Tensor, since: int) -> Tensor:
-        """Wait for what this rank gets from what it has begun, and take it."""
+    def finish(self, site: Site, meeting: Meeting, x: Tensor, since: int, is_lent: bool) -> Tensor:
+        """Wait for what this rank gets from what it has begun, and take it. What `is_lent` is to be read only."""
         if self._is_timed:
             self._catch_up()
         with no_dispatch():
-            result = self._outcome(site, meeting) if site.call.peers is None else self._received(site, meeting, x)
+            if site.call.peers is None:
+                result = self._outcome(site, meeting, is_lent)
+            else:
+                result = self._received(site, meeting, x)
         if num_modes():
             count(result, site.call.op, since)
         if self._is_timed:
@@ -192,14 +196,14 @@ class SimulatedRank(Rank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
-            self._put_in(site, own(x), meeting)
+            self._put_in(site, kept(x), meeting)
         elif site.target is not None:
             self._send(site, x, meeting)
         if self._is_timed:
             self._seen_at = self._now()
         return _Pending(self, site, meeting, x, since)
 
-    def _done(self, call: Call, x: Tensor) -> Tensor:
+    def _done(self, call: Call, x: Tensor, is_lent: bool) -> Tensor:
         """As begun, then waited for; what is put in a meeting needs no copy, as the program cannot write meanwhile."""
         if self._is_timed:
             self._catch_up()
@@ -207,7 +211,7 @@ class SimulatedRank(Rank):
         meeting = self._arrive(site)
         if call.peers is None:
             self._put_in(site, x if x.is_contiguous() else x.contiguous(), meeting)
-            result = self._outcome(site, meeting)
+            result = self._outcome(site, meeting, is_lent)
         else:
             sent = self._send(site, x, meeting) if site.target is not None else None
             result = self._received(site, meeting, x)
@@ -323,12 +327,13 @@ class SimulatedRank(Rank):
         self.seat.turns.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
-    def _outcome(self, site: Site, meeting: Meeting) -> Tensor:
+    def _outcome(self, site: Site, meeting: Meeting, is_lent: bool) -> Tensor:
         """What this rank gets from a meeting of all, once it is there."""
         if meeting.outputs is None:
             self._wait(site, meeting)
         self._stand_still(site, meeting.end, meeting.hops_end)
-        return meeting.outputs.pop(site.index)  # type: ignore
+        result: Tensor = meeting.outputs.pop(site.index)  # type: ignore
+        return result if is_lent else settled(result)
 
     def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
         """The message to this rank, once it is there; zeros like `x` where nobody sends one."""
@@ -445,9 +450,13 @@ class _Pending(Pending):
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
+        return settled(self.read())
+
+    def read(self) -> Tensor:
         if self.result is None:
             assert self.x is not None
-            self.result, self.x = self.rank.finish(self.site, self.meeting, self.x, self.since), None
+            self.result = self.rank.finish(self.site, self.meeting, self.x, self.since, is_lent=True)
+            self.x = None
         return self.result
 
     @property
