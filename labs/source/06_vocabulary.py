@@ -321,8 +321,8 @@ for loss_of in (loss_in_jax, masked):
     print(f"{loss_of.__name__}: exp(loss) = {np.exp(one):.3g}")
 
 # %% [markdown]
-# One more thing differs. In torch, tplab raises an error for an id that is not a word. A compiled JAX program cannot,
-# so the loss is NaN instead.
+# In torch, tplab raises an error for an id that is not a word. A compiled JAX program cannot, so the loss is NaN
+# instead.
 #
 # ## See it run
 #
@@ -434,7 +434,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=4)):
     print(f"{mesh}: exp(loss) = {one.exp().item():.3g}")
 
 # %% [markdown]
-# Fix `token_loss` and run its cell; it should print 4 twice. Then run the check.
+# Fix `token_loss` and run its cell; it should print 4 twice. Then run the check, which also compares gradients.
 
 # %%
 from tplab.exercises.vocabulary import check_token_loss

@@ -416,6 +416,12 @@ def test_a_missing_return_is_told(fn: Callable[..., Any], said: str):
     expect(check_row_linear(fn), False, said)
 
 
+def test_one_result_of_two_is_told():
+    verdict = check_backward(lambda x, a, b, target: a)
+    expect(verdict, False, "it must return da, db, and it returned 1 value")
+    assert "1 values" not in verdict.text
+
+
 def test_nan_is_wrong():
     expect(check_row_linear(lambda x, w, bias: torch.full((3, 4), torch.nan)), False, "12 of 12 entries are off")
 

@@ -51,3 +51,10 @@ def test_without_a_backward_pass_a_product_is_a_product():
     assert "backward" not in read.work_kinds
     assert dict(read.work_legend) == {"product": "matrix product", "elementwise": "elementwise"}
     assert timeline(traced(is_trained=False)).picture()
+
+
+def test_a_measured_stretch_is_not_called_elementwise():
+    """It is one bar from message to message, and may be a product."""
+    x = torch.ones(4, 4)
+    measured = tt.run(layer, Mesh(tp=2), x, x, False, clock="measured").trace
+    assert dict(score(measured).work_legend) == {"elementwise": "computing"}

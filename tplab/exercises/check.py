@@ -206,7 +206,8 @@ def _trials(
         results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
         also, num = exercise.also, len(exercise.results)
         if len(results) not in (num, num + len(also)) or any(result is None for result in results):
-            got = "None; is a `return` missing?" if returned is None else f"{len(results)} values"
+            found = "1 value" if len(results) == 1 else f"{len(results)} values"
+            got = "None; is a `return` missing?" if returned is None else found
             raise TypeError(f"it must return {', '.join(exercise.results)}, and it returned {got}")
         first = [tuple(split(right[name], spec, mesh)[0].shape) for name, spec in also.items()]
         if len(results) > num and [tuple(result.shape) for result in results[: len(also)]] == first:

@@ -108,6 +108,13 @@ def _maximum_in_one_place(seen: Seen) -> np.ndarray:
     return np.log(p.total) - p.of_id
 
 
+def _gathered_sums(seen: Seen) -> np.ndarray:
+    """The gradient where the ranks' sums, or their logarithms, are gathered: its positive part is R times too large."""
+    p, num_ranks = _Parts(seen), seen.mesh.axis_size("tp")
+    is_label = p.ids[:, None] == p.index * p.width + np.arange(p.width)
+    return num_ranks * seen.want + (num_ranks - 1) * is_label * weight(p.ids)[:, None]
+
+
 TOKEN_LOSS = Exercise(
     name="token_loss",
     tensors=_token_loss_tensors,
@@ -160,6 +167,13 @@ TOKEN_LOSS = Exercise(
             "tp",
             "It is R times too large. The backward pass of all_gather adds up the gradients of all ranks, but here "
             "each rank\nhas already computed the whole gradient. There is also no need to gather any logits.",
+        ),
+        Mistake(
+            "dlogits",
+            "The loss is right, but the part of its gradient that comes from the sum is R times too large.\n"
+            "The backward pass of all_gather adds up the gradients of all ranks, which are the same here. That of "
+            "all_reduce\npasses them on unchanged.",
+            _gathered_sums,
         ),
     ),
     fewest=lambda mesh, tensors: _all_ranks(mesh, len(tensors["ids"]), 3),

@@ -104,11 +104,17 @@ class Score:
 
     @cached_property
     def work_legend(self) -> list[tuple[str, str]]:
-        """The kinds of what is computed, as far as they are there, and what a legend calls each."""
-        there = {kind for kind, drawn in zip(self.work_kinds, self.bars["end"] > self.bars["start"]) if kind and drawn}
+        """The kinds of what is computed, as far as they are there, and what a legend calls each.
+
+        On a measured clock a stretch between two messages is one bar, "compute", whatever it computes.
+        """
+        drawn = (self.bars["end"] > self.bars["start"]).tolist()
+        ops = {(kind, op) for kind, op, is_drawn in zip(self.work_kinds, self.bars["op"].tolist(), drawn) if is_drawn}
+        there = {kind for kind, _ in ops}
+        others = {self.ops[op] for kind, op in ops if kind == "elementwise"}
         product = "product, forward" if "backward" in there else "matrix product"
         says = {"product": product, "backward": "product, backward", "norm": "norm, softmax"}
-        says |= {"elementwise": "elementwise", "copy": "copy"}
+        says |= {"elementwise": "computing" if others == {"compute"} else "elementwise", "copy": "copy"}
         return [(kind, text) for kind, text in says.items() if kind in there]
 
     @cached_property
