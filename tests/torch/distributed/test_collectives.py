@@ -395,7 +395,7 @@ def test_functional_collectives(num_ranks: int):
         rank, group = dist.get_rank(), dist.group.WORLD
         assert group is not None
         x = put_in(rank, num_ranks, 2 * num_ranks)
-        both = [x, x + 1]
+        both, to = [x, x + 1], [(other + 1) % num_ranks for other in range(num_ranks)]
         return [
             functional.all_reduce(x, "sum", group),
             functional.all_reduce(x, "avg", group),
@@ -406,7 +406,7 @@ def test_functional_collectives(num_ranks: int):
             *functional.all_reduce_coalesced(both, "sum", group),
             *functional.all_gather_into_tensor_coalesced(both, group),
             *functional.reduce_scatter_tensor_coalesced(both, "sum", [0, 1], group),
-            functional.permute_tensor(x[:, 0], [(rank + 1) % num_ranks for rank in range(num_ranks)], group),
+            functional.permute_tensor(x[:, 0].contiguous(), to, group),
         ]
 
     inputs = [put_in(rank, num_ranks, 2 * num_ranks) for rank in range(num_ranks)]
