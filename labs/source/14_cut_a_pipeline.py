@@ -9,9 +9,9 @@
 #
 # ![The same five layers on four ranks, cut in two ways. Above, rank 0 has two layers and is hardly ever idle, and the others wait for it. Below, the work is more even and ends sooner.](images/14_cut_a_pipeline.png)
 #
-# *Five layers take 2, 3, 1, 3 and 2 steps. Above, the first rank has 5 of these steps and the other ranks wait for it. Below,
-# no rank has more than 4. The microbatches are the same, and the schedule is 1F1B in both. A backward takes twice as long
-# as its forward.*
+# *Five layers take 2, 3, 1, 3 and 2 steps. Above, the first rank has 5 of these steps and the other ranks wait for it.
+# Below, no rank has more than 4. The microbatches are the same, and the schedule is 1F1B in both. A backward pass takes
+# twice as long as its forward pass.*
 
 # %%
 import subprocess
@@ -143,12 +143,13 @@ print("50 random models: as good as the best of 56 cuts")
 #
 # By parameters it gets one block, because the embedding counts as four. By time it gets three or four, because the
 # embedding takes almost no time. The head has as many parameters as the embedding, and also takes as long as several
-# blocks, so the last rank gets the fewest. These layers take only milliseconds, so on a busy machine a block may move.
+# blocks, so the last rank gets the fewest. These layers take only milliseconds, so on a busy machine a block may land
+# elsewhere.
 #
 # </details>
 #
-# Let us measure it. With one layer per stage, and all stages on one rank, the trace of a batch has the time of every
-# layer. We take the shortest of 20 measurements:
+# Let us measure it. With one layer per stage, and all stages on one rank, the trace of a batch shows how long every
+# layer takes. We take the shortest of 20 measurements:
 
 # %%
 def gpt(words, blocks=12, width=64):
@@ -185,10 +186,10 @@ for name, cut in [("parameters", by_parameters), ("time", by_time)]:
 # %% [markdown]
 # ## Turn the knob: a limit on memory
 #
-# A balanced cut can still run out of memory, because the first rank keeps the most microbatches. Under 1F1B, rank $r$
-# needs
+# A balanced cut can still run out of memory, because the first rank keeps the most microbatches. Under 1F1B on $p$
+# ranks, rank $r$ needs
 #
-# $$\text{weights of its layers} + (p - r) \cdot \text{what they keep for one microbatch}$$
+# $$\text{parameters, gradients and Adam states of its layers} + (p - r) \cdot \text{what they keep for one microbatch}$$
 #
 # `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. We count both for a GPT with 65
 # words, where parameters matter less: 16 bytes per parameter with Adam, and the bytes kept for one microbatch of four
@@ -236,8 +237,9 @@ knob("The best cut that fits", "memory per rank, in % of what the even cut needs
 #
 # ## What it costs
 #
-# $F_s$ and $B_s$ are the times that stage $s$ takes for one microbatch. Stage $s$ has to wait for the first forward to
-# reach it and to do its own work, and then its last gradient has to travel up:
+# $F_s$ and $B_s$ are the times that stage $s$ takes for the forward and the backward pass of one of $m$ microbatches.
+# Stage $s$ waits until the first microbatch reaches it, and then does its own work. At the end, its last gradient has to
+# travel up:
 #
 # $$\text{time of a step} \;\ge\; \max_s \Big( \sum_{t<s} F_t + m \, (F_s + B_s) + \sum_{t<s} B_t \Big)$$
 #

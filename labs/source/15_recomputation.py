@@ -10,8 +10,8 @@
 # ![Memory of 16 layers over the distance between checkpoints: it falls, is least at 4, and rises again.](images/15_recomputation.png)
 #
 # *A network of 16 layers trains. It keeps only the input of every k-th layer, and computes everything else again when
-# the backward pass needs it. The line shows the live bytes at the peak, and the dotted line shows a formula. Both are
-# lowest in the middle.*
+# the backward pass needs it. The solid line shows the most bytes that its tensors take at any moment, and the dotted
+# line shows a formula. Both are lowest in the middle.*
 
 # %%
 import subprocess
@@ -36,7 +36,7 @@ from tplab.widgets import Bars, Row, knob, levels
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# Each of these layers keeps `a` tensors as large as its input. With `a = 1` that is the output of the tanh, which is also
+# Each layer below keeps `a` tensors as large as its input. With `a = 1` that is the output of the tanh, which is also
 # the input of the next layer. The option `checkpoint_every` of `train_batch` does the work for now. `LiveBytes` counts the
 # tensors that are alive.
 
@@ -64,7 +64,7 @@ levels(
     predicted={"": {"L / k + k inputs": (ks, formula)}},
     title="The peak of 16 layers", about="bytes counted",
     along="layers per checkpoint, k",
-    sentence="With a checkpoint every 4 layers the peak is half of that at either end.",
+    sentence="With k = 4 the peak is about half as high as at either end.",
 )
 
 # %% [markdown]
@@ -94,7 +94,7 @@ for k in ks:
     print(f"k = {k:2}: {16 / k + k:2.0f} inputs by the formula, {counted:4.1f} counted")
 
 # %% [markdown]
-# The count is about 2 inputs above the formula, because gradients and weights are alive as well.
+# The count is 2 to 2.5 inputs above the formula, because gradients are alive as well.
 
 # %%
 def flops(every):  # the clock of a cluster counts them
@@ -104,6 +104,9 @@ def flops(every):  # the clock of a cluster counts them
 print(f"with recomputation {flops(4) / flops(None):.2f} times the FLOPs")
 
 # %% [markdown]
+# This is a little more than four thirds. The first layer needs no gradient of its input, so its backward pass costs
+# no more than its forward pass.
+#
 # ## Build it
 #
 # Two functions are enough. The forward pass of a piece returns its output and what to keep. The backward pass gets both
@@ -146,8 +149,8 @@ for every in (1, 3, 16):
 # %% [markdown]
 # ## Turn the knob: layers that keep more
 #
-# A transformer block keeps far more than its input: about 16 times as much in lab 13. How does that move the best $k$? Guess,
-# then turn the knob.
+# A transformer block keeps far more than its input: about 16 times as much in lab 13. How does that move the best $k$?
+# Guess, then turn the knob.
 
 # %%
 def bars(a):
@@ -167,16 +170,16 @@ knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# The more a layer keeps, the shorter the best piece. With $a = 9$ it is a single layer: $\sqrt{16 / 9}$ is 1.3. A transformer
-# block keeps about 16 times its input, so a checkpoint at every block is the usual choice. Recomputing larger pieces pays
-# only for very deep models, with $L$ above 32 or so.
+# The more a layer keeps, the shorter the best piece. With $a = 9$ it is a single layer: $\sqrt{16 / 9}$ is 1.3. A
+# transformer block keeps about 16 times its input, so a checkpoint at every block is the usual choice. Recomputing
+# larger pieces pays only for very deep models, with $L$ above 32 or so.
 #
 # </details>
 #
 # ## In a pipeline
 #
-# Under 1F1B, rank 0 keeps the activations of its $L / p$ layers for $p$ microbatches. With recomputation it keeps $p$
-# times $L / (pk)$ checkpoints, and one piece while that piece is recomputed.
+# Under 1F1B on $p$ ranks, rank 0 keeps the activations of its $L / p$ layers for $p$ microbatches. With recomputation it
+# keeps $p$ times $L / (pk)$ checkpoints, and one piece while that piece is recomputed.
 
 # %%
 p, m = 4, 8  # ranks, microbatches
@@ -200,7 +203,7 @@ def train(schedule, every=None, blocks=12):
     return live.peak, [weight.grad for weight in stages.parameters()]
 
 plain = run(train, Mesh(pp=p), one_f_one_b(p, m)).per_rank
-for name, every in [("no", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)]:
+for name, every in [("none", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)]:
     out = run(train, Mesh(pp=p), one_f_one_b(p, m), every)
     apart = max((a - b).abs().max().item() / b.abs().max().item() for rank in range(p)
                 for a, b in zip(out.per_rank[rank][1], plain[rank][1]))
@@ -209,9 +212,9 @@ for name, every in [("no", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)
           f"{alive / 1e6:.2f} at its peak; same gradients: {apart < 1e-5}")
 
 # %% [markdown]
-# What a rank keeps *between* its actions nearly disappears. The first checkpoint of rank 0 is the token ids, which take
-# almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. The peak falls less, because the piece
-# that is being computed again is alive, and so are the gradients of the weights.
+# What a rank keeps *between* its actions (forward and backward passes) nearly disappears. The first checkpoint of rank 0
+# is the token ids, which take almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. The peak falls
+# less, because the piece that is being computed again is alive, and so are the gradients of the weights.
 #
 # ## More microbatches
 #
@@ -223,9 +226,10 @@ for name, every in [("no", None), ("every 1", 1), ("every 2", 2), ("every 3", 3)
 #
 # <details><summary>Answer</summary>
 #
-# Under GPipe they grow with every microbatch. Under 1F1B they grow until $m = p$ and then stop. That is what one device
-# needs for the whole model, since rank 0 keeps $p$ microbatches of $1/p$ of the layers. With recomputation each
-# microbatch keeps far less, but under GPipe the sum still grows. The GPipe paper recomputes for this reason.
+# Under GPipe they grow with every microbatch. Under 1F1B they grow until $m = p$ and then stop. By then, rank 0 keeps
+# $1/p$ of the layers for $p$ microbatches, which is as much as one device keeps of the whole model for one. With
+# recomputation each microbatch keeps far less, but under GPipe the sum still grows. The GPipe paper recomputes for this
+# reason.
 #
 # </details>
 
@@ -252,12 +256,12 @@ for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
     schedule = one_f_one_b(ranks, 16 // pipelines)
     microbatches = simulate(schedule).peak_activations[0]
     idle = simulate(schedule).bubble_fraction
-    print(f"{pipelines} x {ranks} ranks: 1/{ranks} of the weights, activations of",
-          f"{microbatches / ranks:g} model, {100 * idle:.0f} % of the time idle")
+    print(f"{pipelines} x {ranks} ranks: rank 0 has 1/{ranks} of the layers and keeps",
+          f"{microbatches:g} microbatches, {100 * idle:.0f} % of the time idle")
 
 # %% [markdown]
 # Longer pipelines divide the weights further, but are idle for longer. Rank 0 keeps the same amount of activations in
-# all three.
+# all three: fewer layers, for more microbatches.
 #
 # ## What it costs
 #
@@ -291,9 +295,9 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
 #
 # ## A bug to repair
 #
-# Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Run the check,
-# read what it says, and repair them. A piece may keep anything, such as a tuple, but only one tensor as large as its
-# input.
+# Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Here they are
+# once more. Run the check, read what it says, and repair them. A piece may keep anything, such as a tuple, but only one
+# tensor as large as its input.
 #
 # <details><summary>Hint</summary>
 #

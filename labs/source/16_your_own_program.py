@@ -41,7 +41,8 @@ from tplab.widgets import timeline
 #
 # In the earlier labs you wrote the program of one rank with tplab's collectives. Your own code probably uses
 # `torch.distributed` instead. That works here too: with `distributed=True`, `torch.distributed` is initialized on every
-# simulated rank, and everything built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
+# simulated rank, and everything built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials
+# teach it:
 
 # %%
 WIDTH = 512
@@ -90,7 +91,8 @@ print(summary(ddp.trace))
 
 # %% [markdown]
 # The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled:
-# tplab calculates them from the speeds of an H100 and of NVLink, and assumes that operations are launched one by one.
+# tplab calculates them from the speeds of an H100 and of NVLink, and assumes that operations are launched one by one, as
+# they are without `torch.compile`.
 #
 # You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
 # parameters. Then rank 0 sends its parameters to every rank, so that all ranks start from the same model.
@@ -104,17 +106,27 @@ timeline(ddp.trace)
 
 # %% [markdown]
 # The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does
-# not yet know the order in which gradients become ready, so it puts them all in one bucket. In the second step there
-# are four buckets, and the first three are sent while the backward pass goes on. `overlap` says how much of the traffic
-# is hidden. It counts the whole run: the start and the first step, which hide nothing, are included.
+# not yet know the order in which gradients become ready, so it puts them all in one **bucket**, which is sent as one
+# message. In the second step there are four buckets, and the first three are sent while the backward pass goes on. Two
+# tiny broadcasts before them make sure that all ranks fill the same buckets.
+#
+# `overlap` says how much of the traffic is hidden. It counts the whole run: the start and the first step, which hide
+# nothing, are included. A rank can hide no more than it computes. Here it computes for longer than it sends, so all of
+# the traffic could be hidden, and both figures are equal.
 
 # %%
 print(overlap(ddp.trace))
 
 # %% [markdown]
-# **Turn the knob.** Change `bucket_cap_mb` above from 1 to 25. Run that cell again, then the timeline and `overlap`. This
-# model is so small that one bucket holds all of it, and nothing overlaps any more. If you leave the argument out, the
-# limit is 25 MiB too, but torch makes the first bucket small, so that a little still overlaps.
+# **Turn the knob.** What will `overlap` say with larger buckets? Change `bucket_cap_mb` above from 1 to 25. Run that cell
+# again, then the timeline and `overlap`.
+#
+# <details><summary>What there is to find</summary>
+#
+# Nothing overlaps any more, because this model is so small that one bucket holds all of it. If you leave the argument
+# out, the limit is 25 MiB too, but torch makes the first bucket small, so that a little still overlaps.
+#
+# </details>
 #
 # ## FSDP: the same model in pieces
 #
@@ -158,7 +170,7 @@ for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
 # In one node, a step of FSDP takes 30% longer than one of DDP. Across two nodes it takes 46% longer, because its gathers
 # cross the slow link as well. That is worth it if the model does not fit on one GPU, and not otherwise. Across two nodes,
 # the ranks are idle for about half of the time: with 256 rows per rank and layers of 512, there is too little computing to
-# hide the traffic. Computing grows faster than the traffic if batches and layers get larger. All this assumes that nothing
+# hide the traffic. With larger batches and layers, computing grows faster than traffic. All this assumes that nothing
 # else uses the links.
 #
 # ## It hangs
@@ -191,11 +203,11 @@ except Exception as error:
 #
 # <details><summary>Answer</summary>
 #
-# Either every rank calls `validate` and only rank 0 prints, or `validate` does not communicate. In the second case, `loss`
-# is the loss of rank 0's batch alone.
+# There are two. Every rank calls `validate` and only rank 0 prints: then `loss` is the mean over all ranks' batches. Or
+# `validate` does not communicate: then `loss` is that of rank 0's batch alone.
 # </details>
 #
-# ## It may not hang, and still be wrong
+# ## Wrong without hanging
 #
 # Another classic mistake is a branch that depends on the data. To clip the gradients, the ranks ask for the largest norm,
 # but each rank does so only if its own loss is large:
@@ -266,10 +278,10 @@ print(tj.explain(jitted, params, x))
 # %% [markdown]
 # ## Your turn: send once per step
 #
-# A batch that does not fit in memory is computed in several smaller batches, whose gradients are added up. DDP sends the
-# gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, which is a DDP model, and the
-# smaller `batches` of its rank. `loss_of(net, batch)` is the mean loss of one of them. Write `accumulate` so that it leaves
-# the gradients of the mean loss over all batches and all ranks in `net`, and sends them only once.
+# A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP sends
+# the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, which is a DDP model, and
+# the parts of its rank, `batches`. `loss_of(net, batch)` is the mean loss of one of them. Write `accumulate` so that it
+# leaves the gradients of the mean loss over all batches and all ranks in `net`, and sends them only once.
 
 # %%
 from tplab.exercises.your_own_program import check_accumulate

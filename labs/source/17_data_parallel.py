@@ -72,7 +72,7 @@ print("w after a step with the mean:", round(w - rate * mean, 2))
 
 # %% [markdown]
 # With its own gradient, each rank would get a different $w$, and the replicas would drift apart. With the mean, they stay
-# equal. They also stay equal to one device that has both examples, because 19 is the gradient of the mean loss. So an
+# equal. They are also what one device with both examples would get, because 19 is the gradient of the mean loss. So an
 # `all_reduce` of the gradients is all that data parallelism needs.
 #
 # ## Build it
@@ -103,8 +103,7 @@ for R in (2, 3, 4, 8):
 # <details><summary>Answer</summary>
 #
 # In a ring `all_reduce`, each rank sends $2\frac{R-1}{R}$ times its input. That is $1.75\,M$ with 8 ranks, $1.998\,M$ with
-# 1,000, and never $2M$. Beyond a few ranks, more replicas cost each rank hardly any more bytes. They do add hops, as we will
-# see.
+# 1,000, and never $2M$. Beyond a few ranks, more replicas cost each rank hardly any more bytes.
 #
 # </details>
 
@@ -134,16 +133,16 @@ for bucket_bytes in (None, 25e6):
     print(f"{count:2} messages: {trace.makespan * 1e3:.2f} ms")
 
 # %% [markdown]
-# The backward pass begins at the loss, so the gradient of the *last* layer is complete first, long before that of the first
-# layer. So it can leave at once. In torch, a parameter tells us when its gradient is complete:
+# The backward pass begins at the loss, so the gradient of the *last* layer is complete first, and can leave long before
+# that of the first layer. In torch, a parameter tells us when its gradient is complete:
 # `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` at that moment.
 #
 # `data_parallel` puts such a hook on every parameter. It fills the buckets from the last parameter to the first. When all
 # gradients of a bucket are complete, `start` begins its `all_reduce` without waiting for the result. When the backward pass
 # ends, the means are written to `p.grad`.
 #
-# **Predict.** The gradients take 134 MB. Which is fastest: one message per parameter, buckets of 5, 25 or 50 MB, or a single
-# bucket for everything?
+# **Predict.** The gradients take 134 MB. Which is fastest: one message per parameter, buckets of 5, 25 or 50 MB, or a
+# single bucket for everything?
 #
 # <details><summary>Answer</summary>
 #
@@ -161,8 +160,8 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
 
 # %% [markdown]
 # Buckets of 5 MB hide more, yet buckets of 25 MB are faster: packing a bucket is one more operation, and each takes 5
-# µs to launch in this model. One message per parameter needs no packing, but pays the most latency. With a single
-# bucket nothing is hidden. torch's own DistributedDataParallel uses 25 MiB.
+# µs to launch in this model. One message per parameter needs no packing, but pays the most latency. torch's own
+# DistributedDataParallel uses 25 MiB.
 #
 # The next cell **measures** both programs on two processes. Each has a GPU if your machine has two. Without GPUs, the cores
 # that compute must also move the messages, so overlapping gains little, if anything.
@@ -205,8 +204,8 @@ knob("One step of a large model", "tokens per rank", options, start=2048, about=
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# Inside a node, about 2,000 tokens per rank are enough. A ring over two nodes needs almost ten times as many. In every round
-# it waits for the hop over InfiniBand, which has a ninth of NVLink's bandwidth.
+# Inside a node, about 2,000 tokens per rank are enough. A ring over two nodes needs almost ten times as many. In every
+# step it waits for the hop over InfiniBand, which has a ninth of NVLink's bandwidth.
 #
 # </details>
 #
@@ -307,9 +306,10 @@ for fn in (by_types, by_buckets):
     print(f"{fn.__name__:10} all_reduces of {sent}, first number {one:.5f}")
 
 # %% [markdown]
-# **What truly differs.** In torch, a gradient belongs to its rank until the program averages it, and you get no error if it
-# never does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. Each `all_reduce` depends
-# only on the gradient that it sums. So on GPUs and TPUs, XLA can combine small ones, and overlap them with the backward pass.
+# **What really differs.** In torch, a gradient belongs to its rank until the program averages it, and you get no error
+# if it never does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. Each
+# `all_reduce` depends only on the gradient that it sums. So on GPUs and TPUs, XLA can combine small ones, and overlap
+# them with the backward pass.
 #
 # ## What replicas must agree on, and a bug to repair
 #
@@ -322,8 +322,8 @@ for fn in (by_types, by_buckets):
 # | clipping | uses one norm, that of the averaged gradients of the whole model: `clip_gradients(model, 1.0)` |
 # | the loss | is divided by the same number on every rank |
 #
-# The last row is easy to get wrong. Texts have different lengths, so batches are padded, and a target of -100 marks padding,
-# which does not count. On one rank, this loss is right. Run the check, then repair it.
+# The last row is easy to get wrong. Texts have different lengths, so batches are padded, and a target of -100 marks
+# padding, which does not count. On one rank, this loss is right. Run the check, then repair it.
 
 # %%
 def my_loss(logits, targets):  # logits [n, V]   targets [n], of this rank
@@ -347,13 +347,14 @@ check_loss(my_loss)
 #
 # ## Your turn: gradients that leave early
 #
-# Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers a hook
-# on every parameter, and returns a function that is called after every backward pass and writes the means to `p.grad`.
+# Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers a
+# hook on every parameter, and returns a function that is called after every backward pass and writes the means to
+# `p.grad`.
 #
 # <details><summary>A hint</summary>
 #
-# `flight = tt.start(tt.all_reduce, p.grad, "dp", "mean")` begins the `all_reduce` without waiting, and `flight.wait()` returns
-# the mean. A hook that waits at once hides nothing, so keep the flights until the backward pass is over.
+# `flight = tt.start(tt.all_reduce, p.grad, "dp", "mean")` begins the `all_reduce` without waiting, and `flight.wait()`
+# returns the mean. A hook that waits at once hides nothing, so keep the flights until the backward pass is over.
 #
 # </details>
 
@@ -374,13 +375,11 @@ check_replicas(my_replicas)
 # | `data_parallel(model, "dp")` | `DistributedDataParallel(model)` | `--overlap-grad-reduce` | `jax.grad` of replicated parameters |
 # | `bucket_bytes` | `bucket_cap_mb=25` | `--ddp-bucket-size`, in parameters | `xla_gpu_all_reduce_combine_threshold_bytes` |
 # | `no_sync()` | `model.no_sync()` | `no_sync_func` | add up first, then differentiate once |
-# | no counterpart | `model.register_comm_hook(...)` | | |
-# | `find_unused=True` | `find_unused_parameters=True` | | an unused parameter has a gradient of zeros |
 # | your `my_loss` | your own code | `--calculate-per-token-loss` | `lax.psum` of the counts |
 #
 # ## To take away
 #
-# - Data parallelism is one `all_reduce` of the gradients per step. Each rank sends at most $2M$ numbers, however many
+# - Data parallelism is one `all_reduce` of the gradients per step. Each rank sends less than $2M$ numbers, however many
 #   replicas there are.
 # - The last layer's gradient is complete first. If gradients leave in buckets during the backward pass, all but the last
 #   bucket can hide.

@@ -10,8 +10,9 @@
 #
 # ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3. Each has a part for parameters, one for gradients and one for the optimizer.](images/18_zero.png)
 #
-# *Four ranks train one model with Adam, each on its part of the batch. The bars are the bytes that a rank keeps from step to
-# step, per parameter of the model, counted in real tensors. Each stage of ZeRO divides one more kind over the ranks.*
+# *Four ranks train one model with Adam, each on its part of the batch. The bars are the bytes that a rank keeps from
+# step to step, per parameter of the model, counted in real tensors. Each stage of ZeRO divides one more kind of number
+# over the ranks.*
 
 # %%
 import subprocess
@@ -36,9 +37,9 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 AdamW = partial(torch.optim.AdamW, lr=0.01)
 
 # %% [markdown]
-# In mixed precision, a parameter and its gradient are bfloat16, and take 2 bytes each. Adam keeps three more numbers in
-# float32: the parameter in full precision (its **master copy**), its momentum and its variance. That makes
-# $2 + 2 + 12 = 16$ bytes.
+# In mixed precision, a parameter and its gradient are bfloat16, and take 2 bytes each. The optimizer, Adam, keeps three
+# more numbers in float32: the parameter in full precision (its **master copy**), its momentum and its variance. That
+# makes $2 + 2 + 12 = 16$ bytes.
 #
 # In data parallelism every rank keeps all of them, though they are the same on every rank. The *Zero Redundancy Optimizer*
 # (ZeRO) divides more of them at each stage, until every number is kept only once:
@@ -144,7 +145,7 @@ for name, stage in names.items():
 
 # %% [markdown]
 # Every stage gives the same numbers as one device. Why does stage 3 send 2.75 and not 3? A quarter is missing, because the
-# backward pass does not need the weight of the first of the four layers: its input has no gradient.
+# backward pass does not need the weight of the first of the four layers: its input needs no gradient.
 #
 # ## Build it: a stage-3 layer
 #
@@ -185,14 +186,14 @@ for ranks in zip(ours.per_rank, theirs.per_rank):
 print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
 
 # %% [markdown]
-# Ours makes three passes, and tplab's 2.75, as above. It works for any module: it looks for layers in `nn.Sequential`
+# Ours makes three passes, and tplab's 2.75, as above. tplab's works for any module: it looks for layers in `nn.Sequential`
 # and `nn.ModuleList`, and gathers all parameters of a layer in one message. Such a group of parameters is called a
 # **unit**.
 #
 # ## The twin in JAX
 #
-# In JAX, parameters are an argument of the layer. A sharded layer takes pieces instead. The gradients with respect to pieces
-# are pieces too, and any elementwise optimizer of optax, like `adam`, can update them.
+# In JAX, parameters are an argument of the layer. A sharded layer takes pieces instead. The gradients with respect to
+# pieces are pieces too, and any elementwise optimizer of optax, like `adam`, can update them.
 
 # %%
 import tplab.jax as tj  # before JAX is used
@@ -247,9 +248,9 @@ for name, stage in names.items():
 memory_timeline(runs, formula, title="Two steps of eight layers")
 
 # %% [markdown]
-# Hover over a moment: parameters and states are what the formula says. In stage 1 the gradients stay whole until the step,
-# so the line is reached at the end of the second backward pass. In stage 2 they leave layer by layer. In stage 3 a layer
-# is whole, or *gathered*, only while it runs. No stage divides activations.
+# Hover over a moment: parameters and states are what the formula says. In stage 1 the gradients stay whole until the
+# step, so the total reaches the line at the end of the second backward pass. In stage 2 they leave layer by layer. In
+# stage 3 a layer is whole, or *gathered*, only while it runs. No stage divides activations.
 #
 # How much of the model is whole at once in stage 3?
 
@@ -274,8 +275,9 @@ memory_timeline(kept_or_not, title="Forward and backward, stage 3")
 # ## See it run: time
 #
 # A message that travels while a layer computes need not cost time. Below are eight H100s on the modelled clock, with four
-# layers of 8,192 by 8,192, and 16,384 tokens per rank. Nothing is computed: the tensors have only shapes. **Prefetch** means
-# that the gather of a layer starts one layer early, while another layer computes.
+# layers of 8,192 by 8,192, and 16,384 tokens per rank. Nothing is computed: the tensors have only shapes. With
+# **prefetch**, the gather of a layer starts one layer early, while another layer computes, and gradients leave without
+# being waited for. Without it, nothing overlaps.
 
 # %%
 def big(prefetch):
@@ -296,9 +298,8 @@ for prefetch, trace in traces.items():
 timeline(traces[True])
 
 # %% [markdown]
-# The gradients of a layer travel while the backward pass goes on to the layer before it. The first gather and the last
-# gradients have nothing to hide behind. The price of prefetch is one more whole layer in memory. The model assumes that
-# messages do not slow down the chip's computing.
+# The first gather and the last gradients have nothing to hide behind. The price of prefetch is one more whole layer in
+# memory. The modelled clock assumes that messages do not slow down the chip's computing.
 #
 # ## Turn the knob: how many ranks?
 #

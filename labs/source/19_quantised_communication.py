@@ -35,8 +35,8 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 
 # %% [markdown]
 # In ZeRO's stage 3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++ makes each pass smaller, with
-# three savings called qwZ, hpZ and qgZ.
+# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++, an extension of ZeRO, makes
+# each pass smaller, with three savings called qwZ, hpZ and qgZ.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -96,8 +96,8 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 #
 # <details><summary>Answer</summary>
 #
-# With one scale, 0.1, -0.2 and 0.04 are smaller than half a step, 0.25, so they come back as 0. With two scales, the second half
-# has steps of 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
+# With one scale, 0.1, -0.2 and 0.04 are smaller than half a step, 0.25, so they come back as 0. With two scales, the
+# second half has steps of 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
 #
 # </details>
 
@@ -113,8 +113,8 @@ matrices({"x": x, "one scale: 0.5": and_back(x, 4, None),
 # %% [markdown]
 # ## Build it: gather codes
 #
-# Stage 3 gathers weights before a layer runs. We send their codes instead, along with the scales. Here, each of two ranks has
-# one half of `x`.
+# Stage 3 gathers weights before a layer runs. We send their codes instead, along with the scales. Here, each of two
+# ranks has one half of `x`.
 
 # %%
 def gather_codes(x):  # x [n]   ->   [R n], the numbers of every rank, rounded
@@ -318,8 +318,8 @@ levels({"loss of each step": lines}, title="The Zen of Python, letter by letter"
 # here. With one scale per message, the largest number of the whole message sets the step, and the loss stays a little
 # higher.
 #
-# In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same bits,
-# and XLA keeps a collective for each:
+# In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same
+# bits, and XLA keeps a collective for each:
 
 # %%
 import tplab.jax as tj
@@ -385,8 +385,8 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 #
 # ## A bug to repair
 #
-# A colleague wants gradients to travel as codes, and so reduce-scatters the codes. If all scales are equal, the result is
-# even right. Run the check, then repair `add_up`. A code may take a whole byte, so `int8` will do.
+# A colleague wants gradients to travel as codes, and so reduce-scatters the codes. The result is even right if all scales
+# are equal. Run the check, then repair `add_up`. A code may take a whole byte, so `int8` will do.
 #
 # <details><summary>A hint</summary>
 #

@@ -44,10 +44,10 @@ from tplab.widgets import Bars, LossCurve, Row, animate, bytes_text, knob, shard
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# `modelled` runs one step on simulated ranks. Its tensors have shapes but no numbers, so a large model takes no memory. Every
-# message and every operation advances the clock of its rank by the time that it would take on a cluster. In a `Mesh`, ranks
-# are numbered along the last axis first, so its ranks are neighbours. With nodes of four ranks, it is the first axis that
-# crosses from node to node.
+# `modelled` runs one step on simulated ranks. Its tensors have shapes but no numbers, so a large model takes no memory.
+# Every message and every operation advances the clock of its rank by the time that it would take on a cluster. In a
+# `Mesh`, ranks are numbered along the last axis first, so its ranks are neighbours. With nodes of four ranks, it is the
+# first axis that crosses from node to node.
 
 # %% tags=["opening-picture"]
 orders = {"pp": ("pp", "dp", "tp"), "dp": ("dp", "pp", "tp"), "tp": ("tp", "dp", "pp")}
@@ -62,7 +62,9 @@ def bar(first, trace):
     computes = trace.select(kind="compute", rank=0).events
     busy = sum(event.duration for event in computes)
     parts = {"computing": busy, "waiting": trace.makespan - busy}
-    return Row(f"{names[first]} across nodes", parts)
+    slower = trace.makespan / networks["InfiniBand"][first].makespan
+    note = f"{slower:.1f} x as long" if slower > 1 else ""
+    return Row(f"{names[first]} across nodes", parts, note)
 
 networks = {"InfiniBand": steps_on(CLUSTERS["2 nodes of 4"]),
             "10 Gb Ethernet": steps_on(ethernet)}
@@ -75,9 +77,9 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes",
 # %% [markdown]
 # ## By hand: eight workers
 #
-# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. In these pictures, the rows
-# of the tensor are the eight layers of a model. Each row of ranks is a pipeline, and ranks in the same column hold copies of
-# the same stage.
+# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. In these pictures, the
+# rows of the tensor are the eight layers of a model. Each row of ranks is a pipeline, and ranks in the same column hold
+# copies of the same stage.
 
 # %%
 for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
@@ -88,12 +90,12 @@ for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
 # `Mesh(pp=2, dp=2, tp=2)` has the coordinates `pp=1, dp=0, tp=1`.
 #
 # **Predict.** Which rank works on the same batch as rank 5, with another part of the same layers? Which rank has the same
-# weights? From which rank does it receive activations?
+# weights? From which rank does rank 5 receive activations?
 #
 # <details><summary>Answer</summary>
 #
-# Rank 4 has the other part of the same layers, because neighbours differ along `tp`, the last axis. Rank 7 has the same weights
-# and another part of the batch. Rank 1 has the previous stage. The next cell prints all groups.
+# Rank 4 has the other part of the same layers, because neighbours differ along `tp`, the last axis. Rank 7 has the same
+# weights and another part of the batch. Rank 1 has the previous stage. The next cell prints all groups.
 #
 # </details>
 
@@ -108,10 +110,10 @@ for axis in ("tp", "dp", "pp"):
 #
 # ## What each axis sends
 #
-# Take $L$ blocks of width $D$, a vocabulary of $V$, $m$ microbatches of $b$ sequences of length $S$ per pipeline, and 2 ranks
-# along each axis. A tensor of activations has $A = bSD$ numbers. The input and the output embedding are **tied**: the first and
-# the last stage share one weight, and add up its gradients. In a ring `all_reduce`, a rank sends $2(R-1)/R$ times its input,
-# which is once for $R = 2$:
+# Take $L$ blocks of width $D$, a vocabulary of $V$, $m$ microbatches of $b$ sequences of length $S$ per pipeline, and 2
+# ranks along each axis. A tensor of activations has $A = bSD$ numbers. The input and the output embedding are **tied**:
+# the first and the last stage share one weight, and add up its gradients. In a ring `all_reduce`, a rank sends
+# $2(R-1)/R$ times its input, which is once for $R = 2$:
 #
 # | axis | what | numbers sent by a rank in the first stage |
 # |---|---|---|
@@ -119,8 +121,15 @@ for axis in ("tp", "dp", "pp"):
 # | pp | the output of the stage, per microbatch; the gradient of the tied embedding | $m A + VD/2$ |
 # | dp | the averaging of all its gradients | the number of its parameters |
 #
-# **Predict.** The model at the top has 2 blocks of width 4,096, sequences of 2,048 tokens and 2 microbatches of 4 sequences.
-# Which axis sends the most?
+# **Predict.** The model at the top has 2 blocks of width 4,096, a vocabulary of 32,768, and 2 microbatches of 4 sequences
+# of 2,048 tokens. Which axis sends the most?
+#
+# <details><summary>Answer</summary>
+#
+# Tensor parallelism, with $2 \cdot (4 + 1) A = 10 A$. Here $VD/2$ is $2A$, so the pipeline sends $4A$. A rank has half of a
+# block's $12 D^2$ parameters, half of the tied embedding, and all embeddings of positions: $3A + 2A + A/4 = 5.25 A$.
+#
+# </details>
 
 # %%
 A, m, blocks_per_stage = 4 * 2048 * 4096, 2, LARGE.num_layers // 2
@@ -136,11 +145,11 @@ for axis, numbers in by_hand.items():
     print(f"{axis}: by hand {bytes_text(2 * numbers)}, counted {bytes_text(counted)}")
 
 # %% [markdown]
-# The formula leaves out the layer norms, which are too small to show. Tensor parallelism sends the most, and each of
-# its messages holds up the next operation. So it belongs on the fastest links. Here the pipeline sends the least. That
-# depends on the model: a stage sends one activation per microbatch, however many blocks it has, while tensor and data
-# parallelism send more with every block. It also depends on the batch. With twice the batch, this model would send 384
-# MiB along pp, and still 336 MiB along dp.
+# The formula leaves out the layer norms, which are too small to show. Each message of tensor parallelism holds up the
+# next operation, so this axis belongs on the fastest links. That the pipeline sends the least depends on the model: a
+# stage sends one activation per microbatch, however many blocks it has, while tensor and data parallelism send more with
+# every block. It also depends on the batch. With twice the batch, this model would send 384 MiB along pp, and still 336
+# MiB along dp.
 #
 # ## Build it
 #
@@ -173,8 +182,8 @@ for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
 # %% [markdown]
 # ## See it run
 #
-# The widget shows which rank sends what, and along which axis. Step through the first microbatch: activations are summed between
-# neighbours inside a stage, and then go on to the next stage. The gradients of copies are averaged at the end.
+# The widget shows which rank sends what, and along which axis. Step through the first microbatch: activations are summed
+# between neighbours inside a stage, and then go on to the next stage. The gradients of copies are averaged at the end.
 
 # %%
 animate(out.trace)
@@ -206,13 +215,12 @@ print(f"30 steps on 8 ranks: losses agree with one device to 1e-4: {apart < 1e-4
 
 # %% [markdown]
 # In float32, sums over ranks are rounded differently, and over 30 steps the differences grow. In float64, the first steps
-# agree to 1e-12, as tplab's tests check. With `folder=`, the loop writes checkpoints that any other mesh can load, and
-# `resume=True` goes on from the newest. Ctrl-C ends the loop after the current step, and keeps what was trained.
+# agree to 1e-12, as tplab's tests check. With `folder=`, the loop writes checkpoints that any other mesh can load.
 #
 # ## The twin
 #
-# `tplab.jax.train` takes the same arguments, begins with the same weights, and reads the same checkpoints. A step is one compiled
-# program for all ranks. Here both train on two data-parallel ranks:
+# `tplab.jax.train` takes the same arguments, begins with the same weights, and reads the same checkpoints. A step is one
+# compiled program for all ranks. Here both train on two data-parallel ranks:
 
 # %%
 import tplab.jax as tj
@@ -224,8 +232,8 @@ apart = max(abs(a - b) for a, b in zip(twin.losses, torchs.losses))
 print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# So far the ranks were simulated. With `on="processes"`, each of them is a process of this machine. A script with the same call
-# also runs under `torchrun`, here and on many machines. This cell does both, and shows what rank 0 prints:
+# So far the ranks were simulated. With `on="processes"`, each of them is a process of this machine. A script with the
+# same call also runs under `torchrun`, here and on many machines. This cell does both, and shows what rank 0 prints:
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
@@ -256,29 +264,24 @@ print(done.stderr if done.returncode else done.stdout)
 # %% [markdown]
 # ## Turn the knob
 #
-# In the picture at the top, the nodes are joined by InfiniBand, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25
-# GB/s? Guess how much longer a step takes in each order. The next cell prints it, and the knob at the top shows it.
-
-# %%
-for first, trace in networks["10 Gb Ethernet"].items():
-    slower = trace.makespan / networks["InfiniBand"][first].makespan
-    print(f"{names[first]:8} across: {slower:4.1f} times as long as on InfiniBand")
-
-# %% [markdown]
+# In the picture at the top, the nodes are joined by InfiniBand, with 50 GB/s per GPU. What if it were 10 Gb Ethernet,
+# with 1.25 GB/s? For each order, guess how many times as long a step takes. Then turn the knob at the top.
+#
 # <details><summary>What there is to find</summary>
 #
-# The order stays the same, with the pipeline and data parallelism nearly equal, and tensor parallelism loses the most
-# by far: traffic over a slow link decides how long the step takes. The modelled clock has no contention between groups
-# that share a network card. And nothing here overlaps the averaging of the gradients with the backward pass, as
-# [lab 17](17_data_parallel.ipynb) does. With overlap, data parallelism across the nodes would cost less.
+# With the pipeline or data parallelism across the nodes, a step takes nearly five times as long, and with tensor
+# parallelism more than ten times. Traffic over a slow link decides how long the step takes. The modelled clock has no
+# contention between groups that share a network card. And nothing here overlaps the averaging of the gradients with the
+# backward pass, as [lab 17](17_data_parallel.ipynb) does. With overlap, data parallelism across the nodes would cost less.
 #
 # </details>
 #
 # ## A bug to repair
 #
-# Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would on one
-# device. It runs without an error. Run the check, read what it says, and repair `my_clip`. Each rank holds a part of the model,
-# some of that part is also on other ranks, and the embedding is tied. `specs` says how each parameter is spread over "tp".
+# Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would
+# on one device. It runs without an error. Run the check, read what it says, and repair `my_clip`. Each rank holds a part
+# of the model, some of that part is also on other ranks, and the embedding is tied. `specs[stage][name]` is the
+# parameter's `P`, which says how it is split over "tp".
 
 # %%
 def my_clip(stages, max_norm, specs):
@@ -328,7 +331,7 @@ check_layouts(my_layouts)
 #
 # | | |
 # |---|---|
-# | Megatron-LM | `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer`; the other ranks are data-parallel, and ranks are numbered along tp first, then dp, then pp |
+# | Megatron-LM | `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer`; the other ranks are data-parallel |
 # | torchtitan | `tensor_parallel_degree`, `pipeline_parallel_degree`, `data_parallel_shard_degree` |
 # | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))` |
 # | JAX | `jax.make_mesh((2, 2, 2), ("pp", "dp", "tp"))`, and shardings that name its axes |
