@@ -1,5 +1,6 @@
 """ZeRO stage 3 beside one device: parameters, what is sent, the bytes of real buffers, and torch's own FSDP2."""
 
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -343,6 +344,96 @@ def test_what_the_backward_pass_needs_first_is_not_gathered_at_its_end():
         out = lab.run(program, Mesh(dp=3), IDS, times, in_specs=(P("dp"), None))
         message = 2 * 4 * sum(Pieces((shape,), 3).width for shape in ((12, 6), *[(6, 6)] * 3))
         assert Traffic.of_trace(out.trace)["all_gather"].bytes == (1 + times) * message
+
+
+class Skipping(nn.Sequential):
+    """Layers, of which a call may leave some out."""
+
+    without: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self):
+            x = x if place in self.without else layer(x)
+        return x
+
+
+def in_two_parts(net: Skipping, x: Any, y: Any, first: Any) -> None:
+    """A backward pass inside of `first`, and one of other samples, without a layer."""
+    net.without = ()
+    with first:
+        ((net(x[::2]) - y[::2]) ** 2).mean().backward()
+    net.without = (2,)
+    ((net(x[1::2]) - y[1::2]) ** 2).mean().backward()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=3), Mesh(dp=2, node=2)], ids=str)
+def test_gradients_of_microbatches_are_sent_once(mesh):
+    """Also those of the layer that the last of them leaves out. Until then every rank keeps them whole."""
+
+    def program(x, y):
+        copies: Any = {"replicate_axis": "node"} if "node" in mesh.axis_names else {}
+        net = lab.shard_parameters(Skipping(*map(Layer, start())), **copies)
+        optimizer, kept = torch_adamw(net.parameters()), []
+
+        @contextmanager
+        def counted():
+            with lab.LiveBytes() as live, lab.no_sync(net):
+                yield
+                kept.append(live.now())
+            assert gradients(net) == [None] * len(SIZES)
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            in_two_parts(net, x, y, counted())
+            optimizer.step()
+        return [p.detach() for p in net.parameters()], kept
+
+    out, num_ranks = lab.run(program, mesh, X, Y, in_specs=P(mesh.axis_names)), mesh.axis_size("dp")
+    alone = Skipping(*map(Layer, start()))
+    optimizer = torch_adamw(alone.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        in_two_parts(alone, torch.tensor(X), torch.tensor(Y), nullcontext())
+        optimizer.step()
+    for place, want in enumerate(alone.parameters()):
+        found = torch.cat([out.per_rank[rank][0][place] for rank in mesh.group(0, "dp")])
+        close(found.view(want.shape).numpy(), want.detach().numpy())
+    width = 8 * sum(Pieces(unit, num_ranks).width for unit in UNITS)
+    assert out.per_rank[0][1] == [num_ranks * width] * 3
+    traffic = Traffic.of_trace(out.trace)
+    assert traffic["reduce_scatter"].bytes == 3 * (num_ranks - 1) * width
+    assert "all_reduce" not in traffic or traffic["all_reduce"].bytes == 3 * width  # of 2 nodes: 2 (2-1)/2
+
+
+def test_in_jax_gradients_of_whole_parameters_are_sent_once():
+    """What the documentation says instead of `no_sync`: gather once, add up, and cut the mean."""
+    import jax
+
+    def program(x, y):
+        net: Any = on_jax.shard_parameters([jax_layer] * len(UNITS))
+        pieces = net.shard([{n: jax.numpy.asarray(v) for n, v in state.items()} for state in start()])
+
+        def loss(wholes, x, y):
+            for whole in wholes:
+                x = jax_layer(whole, x)
+            return ((x - y) ** 2).mean()
+
+        wholes, total = net.gather(pieces), None
+        for part in (slice(0, None, 2), slice(1, None, 2)):
+            grads = jax.grad(loss)(wholes, x[part], y[part])
+            total = grads if total is None else jax.tree.map(jax.numpy.add, total, grads)
+        return net.shard(on_jax.average_gradients(total, "dp"))
+
+    with double(FRAMEWORKS["jax"]()):
+        out = on_jax.run(program, Mesh(dp=3), X, Y, in_specs=P("dp"), out_specs=P("dp"))
+        assert "reduce_scatter" not in Traffic.of_trace(out.trace)
+        alone = model()
+        for part in (slice(0, None, 2), slice(1, None, 2)):
+            ((alone(torch.tensor(X[part])) - torch.tensor(Y[part])) ** 2).mean().backward()
+        pieces = [state[name] for state in out.value for name in ("weight", "bias")]
+        for want, sharded in zip(alone.parameters(), pieces, strict=True):
+            assert want.grad is not None
+            close(np.asarray(sharded.piece)[: want.numel()].reshape(want.shape), want.grad.numpy())
 
 
 class Extractor(nn.Module):

@@ -41,7 +41,7 @@ from tplab.torch.data.quantization import dequantize, quantize
 from tplab.torch.data.quantized import quantized_all_gather, quantized_reduce_scatter
 from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.shard_optimizer import shard_optimizer
-from tplab.torch.data.shard_parameters import shard_parameters
+from tplab.torch.data.shard_parameters import no_sync, shard_parameters
 from tplab.torch.data.tokens import share_of_tokens, tokens_per_rank
 from tplab.torch.data.zero_plus_plus import zero_plus_plus
 from tplab.torch.distributed.mesh import device_mesh
@@ -129,6 +129,7 @@ __all__ = [
     "load_state",
     "matmul_reduce_scatter",
     "merge_state",
+    "no_sync",
     "num_parameters",
     "parallelize",
     "ppermute",

@@ -25,7 +25,7 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
     for unit in sharded_model(model).units:
         for group in unit.groups:
             row = row_of(group.pieces, group.shards, group.shards[0].dtype)
-            message = gather_rows(row, group.about.axis).wait()
+            message = gather_rows(row, group.about.axis).read()
             wholes.update(zip(group.shards, wholes_in(group.pieces, message)))
     state = model.state_dict(keep_vars=True)
     return {name: wholes[x].clone() if x in wholes else x.detach().clone() for name, x in state.items()}

@@ -62,7 +62,8 @@ def held_in(pieces: Pieces, index: int, row: Tensor) -> list[Tensor]:
 
 def message_of(pieces: Pieces, wholes: Sequence[Tensor | None], like: Tensor, dtype: torch.dtype) -> Tensor:
     """All ranks' rows [R * width] of whole tensors; None is zeros."""
-    num_ranks, message = pieces.num_ranks, torch.empty(0, dtype=dtype, device=like.device)
+    num_ranks = pieces.num_ranks
+    message = torch.empty(num_ranks, pieces.width, dtype=dtype, device=like.device)
     rows = [
         message.new_zeros(num_ranks, width)
         if whole is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
+from tplab.torch.data.group import About, Group, Sites
 from tplab.torch.data.pieces import Gather, Reduce
-from tplab.torch.data.unit import About, Group, Model, Sites, Unit
+from tplab.torch.data.unit import Model, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -63,7 +65,8 @@ def shard_parameters(
     states    16/R bytes per parameter with Adam, beside the units that are whole
     sent      3(R-1)/R of the parameters by each rank; 2(R-1)/R without reshard_after_forward
     Frozen parameters are gathered too, and send no gradients. A layer under torch.utils.checkpoint is gathered once
-    more. What autocast makes of whole parameters is kept: give compute_dtype instead.
+    more. What autocast makes of whole parameters is kept: give compute_dtype instead. `no_sync` adds up the gradients
+    of several microbatches before they are sent.
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
     about = About(
@@ -78,6 +81,30 @@ def shard_parameters(
         sharded.units.append(Unit(module, groups, sharded))
     setattr(model, _SHARDED, sharded)
     return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward passes of a model that `shard_parameters` has cut add up the gradients and send nothing.
+
+        for x, y in microbatches[:-1]:
+            with no_sync(model):
+                loss(model(x), y).backward()
+        x, y = microbatches[-1]
+        loss(model(x), y).backward()         # sends the sums, also those of units that it does not come to
+
+    sent      (R-1)/R of the parameters less by each rank, for each backward pass inside. Gathers stay as they are
+    memory    from the first of them to the one that sends, every rank keeps the whole gradient, in reduce_dtype or
+              else the dtype of whole parameters: in float32 4 bytes per parameter, in place of 4/R
+    What pieces have in `.grad` stays as it is until then, so clip and step after a backward pass outside.
+    Raises ValueError for a model that has not been cut.
+    """
+    unsent = sharded_model(model).about.unsent
+    before, unsent.is_paused = unsent.is_paused, True
+    try:
+        yield
+    finally:
+        unsent.is_paused = before
 
 
 _SHARDED = "_sharded_by_tplab"

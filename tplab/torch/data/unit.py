@@ -9,78 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tplab.data.axes import data_axes
-from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
-from tplab.torch.data.pieces import (
-    Gather,
-    Reduce,
-    gather_rows,
-    held_in,
-    held_of,
-    message_of,
-    pieces_of,
-    reduce_rows,
-    reduced_row,
-    row_of,
-    wholes_in,
-)
+from tplab.torch.data.group import About, Group
+from tplab.torch.data.pieces import wholes_in
 from tplab.torch.private import no_dispatch, saved_hooks, storage_id
 from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
-
-Sites = list[tuple[nn.Module, str]]
-"""Where a parameter is: modules, and its name in each; several where it is tied."""
-
-
-class About:
-    """How parameters are shared and what units send, as `shard_parameters` is told."""
-
-    def __init__(
-        self,
-        axis: Axis,
-        op: str,
-        reshard_after_forward: bool | Axis,
-        prefetch: bool,
-        replicate_axis: Axis | None,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        gather: Gather | None,
-        reduce: Reduce | None,
-    ):
-        self.axis, self.op, self.replicate_axis, self.prefetch = axis, op, replicate_axis, prefetch
-        self.reshards, self.secondary_axis = reshard_after_forward is not False, None
-        if not isinstance(reshard_after_forward, bool):
-            self.secondary_axis = reshard_after_forward
-        data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
-        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
-
-
-class Group:
-    """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
-
-    sites    where each is; between uses it is this rank's piece there, a parameter [n]
-    """
-
-    def __init__(self, sites: Sequence[Sites], about: About):
-        self.sites, self.about = list(sites), about
-        wholes = [module._parameters[name] for (module, name), *_ in sites]
-        parameters = [p for p in wholes if p is not None]
-        self.pieces, self.index = pieces_of(parameters, about.axis)
-        first = parameters[0]
-        self.is_trained, self.dtype = first.requires_grad, first.dtype
-        if about.compute_dtype is not None and first.dtype.is_floating_point:
-            self.dtype = about.compute_dtype
-        held = held_of(self.pieces, self.index, parameters)
-        self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
-        for places, shard in zip(self.sites, self.shards):
-            for module, name in places:
-                module._parameters[name] = shard
-
-    def row(self) -> Tensor:
-        """This rank's pieces as they travel."""
-        return row_of(self.pieces, self.shards, self.dtype)
 
 
 class Use:
@@ -156,21 +90,14 @@ class Use:
         return wholes
 
     def begin_reduce(self, grads: Sequence[Tensor | None]) -> None:
-        group, about = self.group, self.group.about
-        message = message_of(group.pieces, grads, group.shards[0], about.reduce_dtype or group.dtype)
-        count_as("gradients", [message, *grads])
-        self._leaving = about.reduce(message, about.axis, about.op)
+        self._leaving = self.group.begin_reduce(grads)
         self.wholes = self._secondary = None  # this backward pass needs them no more
         self.num_served = 0
 
-    def reduced(self) -> list[Tensor]:
-        """This rank's piece of each gradient."""
-        group, about = self.group, self.group.about
-        assert self._leaving is not None
-        row, self._leaving = reduced_row(self._leaving, about.replicate_axis, about.op), None
-        count_as("gradients", row)
-        held = held_in(group.pieces, group.index, row)
-        return [grad.to(shard.dtype) for grad, shard in zip(held, group.shards)]
+    def reduced(self) -> Sequence[Tensor | None]:
+        """This rank's piece of each gradient; None where they have not been sent."""
+        leaving, self._leaving = self._leaving, None
+        return [None] * len(self.group.shards) if leaving is None else self.group.reduced(leaving)
 
 
 class _Begin(torch.autograd.Function):

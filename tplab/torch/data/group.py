@@ -1,0 +1,129 @@
+"""Parameters of a unit of ZeRO stage 3 that travel in one message, and what all units send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tplab.data.axes import data_axes
+from tplab.mesh import Axis
+from tplab.torch.comm.collectives import Handle
+from tplab.torch.data.pieces import (
+    Gather,
+    Reduce,
+    gather_rows,
+    held_in,
+    held_of,
+    message_of,
+    pieces_of,
+    reduce_rows,
+    reduced_row,
+    row_of,
+)
+from tplab.torch.pipeline.copies import at_end_of_pass
+from tplab.torch.ranks.memory import count_as
+from tplab.torch.ranks.rank import this_rank
+
+Sites = list[tuple[nn.Module, str]]
+"""Where a parameter is: modules, and its name in each; several where it is tied."""
+
+
+class Unsent:
+    """Gradients of whole parameters that no rank has sent yet: `no_sync` keeps them.
+
+    messages     by the group that they are of, in the order in which they came
+    is_paused    whether they are kept now
+    is_awaited   whether the end of the backward pass that runs sends what is left
+    """
+
+    def __init__(self) -> None:
+        self.messages: dict[Group, Tensor] = {}
+        self.is_paused = self.is_awaited = False
+
+    def send(self) -> None:
+        """Send those of groups that the backward pass has not come to."""
+        self.is_awaited = False
+        messages, self.messages = self.messages, {}
+        with torch.no_grad():
+            for group, message in messages.items():
+                for shard, grad in zip(group.shards, group.reduced(group.send(message))):
+                    shard.grad = grad if shard.grad is None else shard.grad + grad
+
+
+class About:
+    """How parameters are shared and what units send, as `shard_parameters` is told."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        op: str,
+        reshard_after_forward: bool | Axis,
+        prefetch: bool,
+        replicate_axis: Axis | None,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        gather: Gather | None,
+        reduce: Reduce | None,
+    ):
+        self.axis, self.op, self.replicate_axis, self.prefetch = axis, op, replicate_axis, prefetch
+        self.reshards, self.secondary_axis = reshard_after_forward is not False, None
+        if not isinstance(reshard_after_forward, bool):
+            self.secondary_axis = reshard_after_forward
+        data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
+        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
+        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
+        self.unsent = Unsent()
+
+
+class Group:
+    """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
+
+    sites    where each is; between uses it is this rank's piece there, a parameter [n]
+    """
+
+    def __init__(self, sites: Sequence[Sites], about: About):
+        self.sites, self.about = list(sites), about
+        wholes = [module._parameters[name] for (module, name), *_ in sites]
+        parameters = [p for p in wholes if p is not None]
+        self.pieces, self.index = pieces_of(parameters, about.axis)
+        first = parameters[0]
+        self.is_trained, self.dtype = first.requires_grad, first.dtype
+        if about.compute_dtype is not None and first.dtype.is_floating_point:
+            self.dtype = about.compute_dtype
+        held = held_of(self.pieces, self.index, parameters)
+        self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
+        for places, shard in zip(self.sites, self.shards):
+            for module, name in places:
+                module._parameters[name] = shard
+
+    def row(self) -> Tensor:
+        """This rank's pieces as they travel."""
+        return row_of(self.pieces, self.shards, self.dtype)
+
+    def begin_reduce(self, grads: Sequence[Tensor | None]) -> Handle | None:
+        """Send the gradients of whole parameters, with those that have not been sent before; None where these are kept
+        for later too."""
+        about, unsent = self.about, self.about.unsent
+        message = message_of(self.pieces, grads, self.shards[0], about.reduce_dtype or self.dtype)
+        count_as("gradients", [message, *grads])
+        if self in unsent.messages:
+            message = unsent.messages.pop(self).add_(message)
+        if unsent.is_paused:
+            unsent.messages[self] = message
+            return None
+        if unsent.messages and not unsent.is_awaited:
+            unsent.is_awaited = True
+            at_end_of_pass(unsent.send)
+        return self.send(message)
+
+    def send(self, message: Tensor) -> Handle:
+        return self.about.reduce(message, self.about.axis, self.about.op)
+
+    def reduced(self, leaving: Handle) -> list[Tensor]:
+        """This rank's piece of each gradient, when it is there."""
+        row = reduced_row(leaving, self.about.replicate_axis, self.about.op)
+        count_as("gradients", row)
+        held = held_in(self.pieces, self.index, row)
+        return [grad.to(shard.dtype) for grad, shard in zip(held, self.shards)]
