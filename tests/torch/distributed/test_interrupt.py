@@ -52,6 +52,17 @@ SCRIPT = """
                 pass
         c10d._get_default_store().get("never")
 
+    def threads():
+        own = dist.new_group(list(range(dist.get_world_size())))
+        def beside():
+            while True:
+                dist.barrier(own)
+        thread = threading.Thread(target=beside)
+        thread.start()
+        for _ in range(100):
+            dist.barrier()
+        thread.join()
+
     FILE = Path(tempfile.mkdtemp()) / "train.py"
     FILE.write_text(
         "import os, sys, torch, torch.distributed as dist\\n"
@@ -66,6 +77,7 @@ SCRIPT = """
     def kept():
         return (
             c10d._world, dict(os.environ), list(sys.argv), sys.modules["__main__"], list(sys.meta_path), sys.stdout,
+            threading.Lock, threading.Thread.start, time.sleep,
             dist.init_process_group.__code__, dist.TCPStore, dist.is_initialized(), torch.get_rng_state().tolist(),
             random.getstate(), np.random.get_state()[1].tolist(), "MINE" in os.environ, os.getenv("MINE"),
         )
@@ -83,7 +95,7 @@ SCRIPT = """
 
     run(ddp_once := lambda: nn.parallel.DistributedDataParallel(nn.Linear(2, 2)) and 0, Mesh(dp=2), distributed=True)
     before = kept()
-    for body in (collectives, ddp, fsdp, unanswered, store, script):
+    for body in (collectives, ddp, fsdp, unanswered, store, threads, script):
         press(0.6)
         try:
             script() if body is script else run(body, Mesh(dp=3), distributed=True)
@@ -106,4 +118,4 @@ def test_ctrl_c_leaves_everything_as_it_was():
         [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=170, check=False
     )
     assert out.returncode == 0, out.stderr
-    assert out.stdout.split() == ["collectives", "ddp", "fsdp", "unanswered", "store", "script"]
+    assert out.stdout.split() == ["collectives", "ddp", "fsdp", "unanswered", "store", "threads", "script"]

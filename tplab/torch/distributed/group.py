@@ -105,12 +105,12 @@ class Group(Asked, dist.ProcessGroup):
         """`dist.send` waits for this at once: until the receiver has said that it will take the message."""
         (x,) = several(tensors)
         call = self._message("send", target, tag)
-        return Started(self.member, self.member.begin(call, _dense(x)), x, None)
+        return Started(self.member, self.member.here().begin(call, _dense(x)), x, None)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
         (x,) = several(tensors)
         call = self._message("receive", source, tag)
-        pending = self.member.begin(call, _dense(x))
+        pending = self.member.here().begin(call, _dense(x))
         return Started(self.member, pending, x, lambda y: self._write_all("recv", x, y), source)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
@@ -126,8 +126,8 @@ class Group(Asked, dist.ProcessGroup):
             with no_dispatch():
                 x = (x * factor).to(x.dtype)
         if opts is None or opts.asyncOp:
-            return Started(self.member, self.member.begin(call, x), x, take, queue=self.unfinished)
-        result = self.member.do(call, x, is_lent=True)
+            return Started(self.member, self.member.here().begin(call, x), x, take, queue=self.unfinished)
+        result = self.member.here().do(call, x, is_lent=True)
         while self.unfinished:  # whatever was started before this is done too
             self.unfinished[0].wait()
         take(result)
@@ -153,7 +153,9 @@ class AnyMessage(Work):
         if self._source < 0:
             group = self._group
             others = [other for other in range(group.size()) if other != group.rank()]
-            source = group.member.first_to_send([group._message("receive", other, self._tag) for other in others])
+            source = group.member.here().first_to_send(
+                [group._message("receive", other, self._tag) for other in others]
+            )
             self._source = group.place.group.index(source)
             group.recv(self._x, self._source, self._tag).wait()
         return True

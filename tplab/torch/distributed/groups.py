@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,12 +43,23 @@ class Groups:
         self.group_count = 0
         self.meshes: dict[str, Any] = {}
         self.default_pg: Group | None = None
+        self._registered = threading.local()
         self._is_implicit = False
         if is_joined:
             self._join("gloo")
             self._is_implicit = True
 
     pg_config_info = c10d._World.pg_config_info
+
+    def register(self) -> None:
+        """Let torch's C++ code find all groups by name, in the thread that runs."""
+        names: set[str] = vars(self._registered).setdefault("names", set())
+        if len(names) != len(self.pg_names):
+            for group, name in self.pg_names.items():
+                if name not in names:
+                    names.add(name)
+                    c10d_C._register_process_group(name, group)
+            names &= set(self.pg_names.values())
 
     # --- what the program calls, by way of torch ------------------------------------------------------------------
 
@@ -127,7 +139,7 @@ class Groups:
         self.pg_names[group] = name
         self.pg_backend_config[group] = backend
         self.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
-        c10d_C._register_process_group(name, group)
+        self.register()
         tag = f"ptd:{name}" if tag in (None, "") else f"user:{tag}"
         if tag.startswith("ptd:"):
             self.tags_to_pg.setdefault("", []).append(group)

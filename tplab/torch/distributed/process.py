@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from threading import current_thread
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.groups import Groups, Hooks
+from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (
     PythonRandom,
     accelerate_states,
@@ -78,6 +80,7 @@ class Processes:
         self.per_node = per_node or mesh.size
         self._argv = argv
         self._hooks = Hooks()
+        self._threads = Threads(self._beside)
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._values: dict[str, bytes] = {}  # of the store
@@ -152,6 +155,7 @@ class Processes:
         """From the notebook to the ranks."""
         assert self._kernel is not None
         self._hooks.put()
+        self._threads.put()
         if self._cuda is not None:
             self._cuda.put()
         sys.meta_path.insert(0, self._finder)
@@ -164,6 +168,7 @@ class Processes:
         assert self._kernel is not None
         if self._cuda is not None:
             self._cuda.take_back()
+        self._threads.take_back()
         self._hooks.take_back()
         if self._finder in sys.meta_path:  # Ctrl-C may have come here before
             sys.meta_path.remove(self._finder)
@@ -218,16 +223,31 @@ class Processes:
     def inside(self, member: SimulatedRank) -> Iterator[None]:
         """Around the program of one rank, in its thread."""
         process = self.ranks[member.rank]
+        vars(current_thread())["_daemonic"] = False  # what its program starts is no daemon either, unless it says so
         c10d._world = process.world = Groups(member, self._values, self.is_joined, self._dims)
         try:
             with nullcontext() if self._cuda is None else self._cuda.mode():
                 yield
+            member.await_threads()
             for group in list(process.world.pg_map):
                 while group.unfinished:  # started and never waited for: it ends all the same
                     group.unfinished[0].wait()
         finally:
             c10d_C._unregister_all_process_groups()
             process.world = None
+
+    @contextmanager
+    def _beside(self, member: SimulatedRank) -> Iterator[None]:
+        """Around a thread that the program of a rank has started, in that thread."""
+        groups: Groups = self.ranks[member.rank].world
+        for seat in (member.seat, member.seat.home):
+            seat.begins = groups.register
+        groups.register()
+        try:
+            with nullcontext() if self._cuda is None else self._cuda.mode():
+                yield
+        finally:
+            c10d_C._unregister_all_process_groups()
 
 
 _READS_THE_WORLD = {

@@ -20,7 +20,7 @@ class Store(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         self._values[key] = _as_bytes(value)
-        self._member.look()
+        self._member.here().look()
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -64,7 +64,7 @@ class Store(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = ", ".join(map(repr, keys))
-        self._member.wait_until(lambda: self.check(keys), f"the store, for {names},")
+        self._member.here().wait_until(lambda: self.check(keys), f"the store, for {names},")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """A deadlock is seen at once, so no time is waited."""

@@ -95,7 +95,7 @@ class Started(Work):
             return
         self._is_done = True
         if self._take is None:  # a message sent: the receiver must be ready to take it
-            self._member.await_receiver(self._pending)
+            self._member.here().await_receiver(self._pending)
             return
         self._write(self._pending.read())
 
@@ -109,7 +109,7 @@ class Started(Work):
         """Asked again and again, it lets other ranks go on in between, and in the end waits: a loop that asks for ever
         would hide a deadlock."""
         self._num_asked += 1
-        if not self._is_done and (self._num_asked > _PATIENCE or self._member.has_come(self._pending)):
+        if not self._is_done and (self._num_asked > _PATIENCE or self._member.here().has_come(self._pending)):
             self.wait()
         return self._is_done
 
@@ -127,7 +127,7 @@ class Started(Work):
         if self._is_done or graph_task() == -1 or self._take is None:
             self.wait()
         else:
-            self._write(self._member.fetch(self._pending))
+            self._write(self._member.here().fetch(self._pending))
             at_end_of_backward(self.wait)
         return _done([self._x])
 

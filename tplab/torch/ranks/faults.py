@@ -27,22 +27,30 @@ def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
     """The error for a collective to which some of its group have not come, though all ranks have returned."""
     for group in groups:
         for meeting in group.open.values():
+            if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
+                continue  # threads that end with their process
             rank, site = meeting.first
             return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
     return None
 
 
-def deadlock(ranks: Iterable[SimulatedRank]) -> DeadlockError:
-    """The error that says of every rank what it waits for."""
-    doing, ops = {}, []
-    for rank in ranks:
-        if rank.waits_in is None:
-            doing[rank.rank] = texts.HAS_RETURNED
-        elif isinstance(rank.waits_in, str):
-            doing[rank.rank] = f"waits in {rank.waits_in}"
-        else:
-            site, meeting = rank.waits_in
-            ops.append(site.call.op)
-            missing = meeting.absent if site.source is None else [site.source]
-            doing[rank.rank] = texts.waits_text(site.call.key, site.where, missing, site.source is not None)
-    return texts.deadlock(doing, ops)
+def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = ()) -> DeadlockError:
+    """The error that says of every rank what it waits for, and of the `others`: threads that ranks have started."""
+    members = [*ranks, *others]
+    doing = {rank.rank: _doing(rank) for rank in members if rank.home is rank}
+    for rank in members:
+        if rank.home is not rank and rank.seat.thread is not None:
+            doing[rank.rank] += f"\n    its thread {rank.seat.thread.name!r} {_doing(rank)}"
+    for rank in members:
+        doing[rank.rank] += "".join(f"\n    {text}" for text in rank.raised)
+    return texts.deadlock(doing, [rank.waits_in[0].call.op for rank in members if isinstance(rank.waits_in, tuple)])
+
+
+def _doing(rank: SimulatedRank) -> str:
+    if rank.waits_in is None:
+        return texts.HAS_RETURNED
+    if isinstance(rank.waits_in, str):
+        return f"waits in {rank.waits_in}"
+    site, meeting = rank.waits_in
+    missing = meeting.absent if site.source is None else [site.source]
+    return texts.waits_text(site.call.key, site.where, missing, site.source is not None)

@@ -14,7 +14,6 @@ from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.ranks import faults, results
 from tplab.torch.ranks.arguments import Arguments
-from tplab.torch.ranks.inherited import inherited_state
 from tplab.torch.ranks.printing import Sheet, beneath, show_sheets
 from tplab.torch.ranks.process_state import More, Own, ProcessState
 from tplab.torch.ranks.rank import current_rank_or_none, enter
@@ -53,7 +52,7 @@ def run_on_simulated_ranks(
     turns = Turns(
         mesh.size,
         state,
-        stuck=lambda: faults.deadlock(ranks),
+        stuck=lambda: faults.deadlock(ranks, [seat.member for seat in turns.others if turns.is_running(seat)]),
         named=lambda rank, error: faults.named(
             rank, error, turns.failure, mesh, world.lines, None if more is None else more.advice(error)
         ),
@@ -64,14 +63,12 @@ def run_on_simulated_ranks(
 
     def owns(kernels: Own) -> list[Own]:
         stream = beneath(kernels[2])
-        sheets.extend(Sheet(stream, lambda rank=rank: current_rank_or_none() is rank) for rank in ranks)
+        sheets.extend(Sheet(stream, partial(_runs, rank)) for rank in ranks)
         return [state.of_rank(seed, rank, kernels, cast(TextIO, sheets[rank])) for rank in mesh.ranks]
-
-    inherited = inherited_state(device)
 
     def program(rank: SimulatedRank, pieces: list[Any]) -> Any:
         enter(rank)
-        with inherited(), more.inside(rank) if more is not None else nullcontext():
+        with world.inherited(), more.inside(rank) if more is not None else nullcontext():
             rank.start_watching()
             try:
                 return fn(*pieces)
@@ -96,3 +93,9 @@ def run_on_simulated_ranks(
         show_sheets(sheets)
         ranks.clear()  # what they hold should not wait for the garbage collector
     return per_rank, make_trace
+
+
+def _runs(rank: SimulatedRank) -> bool:
+    """Whether the thread that asks runs the program of this rank."""
+    current = current_rank_or_none()
+    return isinstance(current, SimulatedRank) and current.home is rank

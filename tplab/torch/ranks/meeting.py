@@ -12,6 +12,7 @@ from tplab.cost import collectives as cost
 from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.texts import side_text
+from tplab.torch.ranks.turns import Seat
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
 from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
@@ -97,7 +98,7 @@ class Meeting:
 
     number       how many the group had before it
     sites        position in the group -> from where that member came; the first of them says what it is
-    waiting      the ranks that wait in it
+    waiting      the seats of those that wait in it
     messages     of a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label, its
                  number in the trace, and from where it was sent
     inputs       of the others: what each position has put in; `ready`, `hops`: when the last of them came
@@ -121,7 +122,7 @@ class Meeting:
     def __init__(self, number: int, signature: tuple[Any, ...]):
         self.number, self.signature = number, signature
         self.sites: dict[int, Site] = {}
-        self.waiting: list[int] = []
+        self.waiting: list[Seat] = []
         self.messages: dict[int, tuple[Tensor, float, float, Label, int, Site]] = {}
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] | None = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread, current_thread
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tplab.errors import CollectiveMismatchError
+from tplab.errors import CollectiveMismatchError, OutsideRunError
 from tplab.torch.private import no_dispatch, num_modes, phase
 from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
@@ -19,10 +21,11 @@ from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
 from tplab.torch.ranks.outcomes import kept, own, results, settled
 from tplab.torch.ranks.provenance import Provenance
-from tplab.torch.ranks.rank import Call, Pending, Rank
+from tplab.torch.ranks.rank import Call, Pending, Rank, current_rank_or_none, is_program
 from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released, Seat
 from tplab.torch.ranks.values import dtype_name, values_of
+from tplab.torch.ranks.watches import OF_RANKS
 from tplab.torch.ranks.world import World
 from tplab.trace.journal import Doing
 from tplab.trace.label import UNKNOWN, Label
@@ -33,14 +36,23 @@ class SimulatedRank(Rank):
 
     `clock` is its own time: seconds of the modelled cluster, or hops without one. `hops` counts the rounds of
     communication that lie behind it, and is the clock where there is no cluster.
+
+    A thread that its program starts has another object for the same rank (`beside`), with a clock of its own. `home` is
+    that of the first thread. The threads of a rank compute one at a time, also on the clock, and wait each for itself.
     """
 
-    def __init__(self, rank: int, world: World, seat: Seat):
+    def __init__(self, rank: int, world: World, seat: Seat, home: SimulatedRank | None = None):
         super().__init__(rank, world.mesh)
         self.world, self.seat, self.seed, self.lines = world, seat, world.seed, world.lines
+        self.home = home or self
+        seat.member = self
         self.waits_in: tuple[Site, Meeting] | str | None = None
         self.clock = 0.0
         self.hops = 0.0
+        self.busy_until = 0.0  # of all threads of the rank, at `home`
+        self.raised: list[str] = []  # what ended others of them, at `home`
+        self.waits_as_always = False  # also where other threads of the rank could have the turn
+        self.began_at = ""  # of another thread: the line that has started it
         self._is_timed = world.is_timed
         self._seen_at = 0.0
         self._doing: Burst | None = None
@@ -71,8 +83,7 @@ class SimulatedRank(Rank):
         cluster = self.world.cluster
         assert cluster is not None
         dtype = dtype_name(done.output.dtype)
-        start = self.clock
-        self.clock = start + cluster.compute_seconds(done.flops, done.num_bytes, dtype)
+        start = self._spend(cluster.compute_seconds(done.flops, done.num_bytes, dtype))
         if self._doing is not None:
             self._doing.add(start, self.clock, done.flops, done.num_bytes)
             return
@@ -125,9 +136,16 @@ class SimulatedRank(Rank):
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
+    def _spend(self, seconds: float) -> float:
+        """Advance the clock by so long a computation. Returns its start: when no other thread of the rank computes."""
+        home = self.home
+        start = max(self.clock, home.busy_until)
+        self.clock = home.busy_until = start + seconds
+        return start
+
     def _catch_up(self) -> None:
         """Advance the measured clock by what this rank did since it was last seen."""
-        start, self.clock = self.clock, self.clock + self._now() - self._seen_at
+        start = self._spend(self._now() - self._seen_at)
         if self._doing is not None:
             self._doing.add(start, self.clock)
         else:
@@ -231,7 +249,7 @@ class SimulatedRank(Rank):
         if site is None:
             ranks = call.place.group
             group = world.groups.setdefault(ranks, Group(ranks))
-            where = world.lines.text(frame)
+            where = self._line(frame)
             site = self._sites[key] = Site(call, x, self.rank, group, where, now_in, code, world.recorder)
         return site
 
@@ -239,6 +257,8 @@ class SimulatedRank(Rank):
         """The meeting of the group to which this call belongs; this rank has come to it."""
         if self.seat.turns.failure is not None:
             raise Released
+        if self.seat.turns.others:
+            self.seat.turns.watches.goes_on()
         group, index = site.group, site.index
         number = group.num_calls[index]
         group.num_calls[index] = number + 1
@@ -277,11 +297,10 @@ class SimulatedRank(Rank):
             site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values
         )
         meeting.messages[target] = payload, end, hop_end, label, number, site
-        waiting = meeting.waiting
-        if waiting and target in waiting:
-            waiting.remove(target)
-            self.seat.turns.ready.append(target)
-        if world.watched:
+        for seat in [seat for seat in meeting.waiting if seat.number == target]:
+            meeting.waiting.remove(seat)
+            self.seat.turns.ready.append(seat)
+        if self.seat.turns.watches:
             self.look()
         return end, hop_end
 
@@ -354,13 +373,14 @@ class SimulatedRank(Rank):
     def _stand_still(self, site: Site, end: float, hops: float) -> None:
         """What came is there at `end`, `hops` rounds from the start."""
         if end > self.clock:
-            self.world.recorder.note_wait(site.wait_form, self.clock, end)
+            if self.home is self:  # while another thread waits, the rank does not
+                self.world.recorder.note_wait(site.wait_form, self.clock, end)
             self.clock = end
         if hops > self.hops:
             self.hops = hops
 
     def _wait(self, site: Site, meeting: Meeting) -> None:
-        meeting.waiting.append(self.rank)
+        meeting.waiting.append(self.seat)
         self.waits_in = site, meeting
         self.seat.turns.pass_on(self.seat)
         self.waits_in = None
@@ -399,7 +419,7 @@ class SimulatedRank(Rank):
         else:
             here = len(meeting.sites) == site.group.size and (site.source is None or self.rank in meeting.messages)
         if not here and self.seat.turns.ready:
-            self.seat.turns.ready.append(self.rank)
+            self.seat.turns.ready.append(self.seat)
             self.seat.turns.pass_on(self.seat)
         return here
 
@@ -416,21 +436,73 @@ class SimulatedRank(Rank):
         self.wait_until(lambda: any(True for _ in here()), "receive(x, any source)")
         return next(here())
 
-    def wait_until(self, is_there: Callable[[], bool], what: str) -> None:
-        """Let the others go on until `is_there`; `what` says in an error what this rank waits in."""
+    def wait_until(
+        self, is_there: Callable[[], bool], what: str, seconds: float | None = None, patience: float = OF_RANKS
+    ) -> bool:
+        """Let the others go on until `is_there`, or for so many seconds; returns whether it is. What another thread of
+        this rank has brought about is there at that one's time.
+
+        what       says in an error what this rank waits in
+        patience   who can bring it about, as `watches` says it
+        """
         if is_there():
-            return
-        self.waits_in = f"{what} at {self.world.lines.here()}"
-        self.world.watched[self.rank] = is_there
-        self.seat.turns.pass_on(self.seat)
+            return True
+        turns = self.seat.turns
+        if self._is_timed:
+            self._catch_up()
+        self.waits_in = f"{what} at {self._line(self.world.lines.frame())}" if what else None
+        turns.watches.add(self.seat, is_there, seconds, patience)
+        turns.pass_on(self.seat)
         self.waits_in = None
+        by = turns.watches.causes.pop(self.seat, None)
+        if by is not None and by.home is self.seat.home:
+            self.clock, self.hops = max(self.clock, by.member.clock), max(self.hops, by.member.hops)
+        if self._is_timed:
+            self._seen_at = self._now()
+        return seconds is None or is_there()
 
     def look(self) -> None:
         """Let ranks go on for which something that this rank has done is what they wait for."""
-        watched = self.world.watched
-        for rank in [rank for rank, is_there in watched.items() if is_there()]:
-            del watched[rank]
-            self.seat.turns.ready.append(rank)
+        turns = self.seat.turns
+        turns.ready.extend(turns.watches.met(self.seat))
+
+    # --- threads that its program starts ---------------------------------------------------------------------------
+
+    def here(self) -> SimulatedRank:
+        """This rank, as the thread that runs has it. Raises OutsideRunError in a thread that does not belong to it."""
+        current = current_rank_or_none()
+        if current is self:
+            return self
+        if isinstance(current, SimulatedRank) and current.home is self.home:
+            return current
+        whose = "no rank" if current is None else f"rank {current.rank}"
+        raise OutsideRunError(
+            f"the thread {current_thread().name!r} belongs to {whose} and uses a process group of rank {self.rank}; a "
+            "rank's program can use its groups in threads that it starts itself, by threading.Thread or in a "
+            "ThreadPoolExecutor that it makes itself"
+        )
+
+    def beside(self, thread: Thread) -> SimulatedRank:
+        """This rank for `thread`, which its program is about to start."""
+        home = self.home
+        other = SimulatedRank(self.rank, self.world, self.seat.turns.beside(home.seat, thread), home)
+        other.labels, other.clock, other.hops = self.labels, self.now(), self.hops
+        other.began_at = self._line(self.world.lines.frame())
+        other._provenance.stop()
+        return other
+
+    def await_threads(self) -> None:
+        """At the end of its program: wait for the threads that it has started and that keep a process alive."""
+        turns, seat = self.seat.turns, self.seat
+        seat.is_at_end = True
+        self.wait_until(lambda: turns.is_over or all(other.is_daemon for other in turns.others_of(seat)), "")
+        seat.is_at_end = False
+
+    def _line(self, frame: FrameType) -> str:
+        """The program's line; of a thread that runs an installed package, the line that has started it."""
+        if self.began_at and not is_program(frame.f_code.co_filename):
+            return self.began_at
+        return self.world.lines.text(frame)
 
     def _mismatch(self, meeting: Meeting, site: Site) -> CollectiveMismatchError:
         """The error for a call that is not the collective the others of its group are in. The run ends with it, also
@@ -455,7 +527,7 @@ class _Pending(Pending):
     def read(self) -> Tensor:
         if self.result is None:
             assert self.x is not None
-            self.result = self.rank.finish(self.site, self.meeting, self.x, self.since, is_lent=True)
+            self.result = self.rank.here().finish(self.site, self.meeting, self.x, self.since, is_lent=True)
             self.x = None
         return self.result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from tplab.torch.ranks.floor import Place
 from tplab.torch.ranks.gate import Gate
 from tplab.torch.ranks.one_core import OneCore
 from tplab.torch.ranks.process_state import Own, ProcessState
+from tplab.torch.ranks.watches import Watches
 from tplab.units import ranks_text
 
 
@@ -22,31 +24,50 @@ class Released(BaseException):
 
 
 class Seat:
-    """One rank's place among those that take turns.
+    """The place of a thread among those that take turns.
 
-    turn       held by others until it is this rank's turn
-    own        what it has of the process's state when its turn comes
+    number     of the rank whose program it runs
+    home       the seat of the rank's first thread; another one is that of a thread that its program has started
+    turn       held by others until it is this thread's turn
+    own        at `home`: what the rank has of the process's state when its turn comes
     gate       where Ctrl-C may end it
+    begins     what this thread has to do when its turn begins, if anything
+    is_at_end  whether its program has returned, and only threads that this has started are waited for
+    member     the rank, as this thread has it
     """
 
-    __slots__ = ("gate", "number", "own", "result", "thread", "turn", "turns")
+    __slots__ = (
+        "begins", "gate", "home", "is_at_end", "member", "number", "own", "result", "thread", "turn", "turns",
+    )  # fmt: skip
 
-    def __init__(self, number: int, turns: Turns):
+    def __init__(self, number: int, turns: Turns, home: Seat | None = None):
         self.number, self.turns = number, turns
+        self.home = home or self
         self.turn = Lock()
         self.turn.acquire()
         self.gate = Gate()
+        self.begins: Callable[[], None] | None = None
+        self.is_at_end = False
+        self.member: Any = None
         self.own: Own | None = None
         self.thread: Thread | None = None
         self.result: Any = None
+
+    @property
+    def is_daemon(self) -> bool:
+        """Whether its thread does not keep a process alive."""
+        return self.thread is not None and self.thread.daemon
 
 
 class Turns:
     """Whose turn it is among the ranks of one run.
 
-    `ready` holds the ranks that can go on, in the order in which they came to: first all of them, then each one when
-    what it waits for has arrived. The rank that has to wait, or returns, gives its turn to the first of them. If there
-    is none, nobody can ever move again: a deadlock.
+    `ready` holds the seats that can go on, in the order in which they came to: first those of all ranks, then each one
+    when what it waits for has arrived. The thread that has to wait, or returns, gives its turn to the first of them. If
+    there is none, nobody can ever move again: a deadlock.
+
+    Threads that a rank's program starts take turns too, each on a seat of its own beside the rank's (`beside`). When
+    all ranks have come to the end of their programs, those that still wait are let go.
 
     Of several runs in several threads, one has the floor, and its ranks take turns; they let the others have it now and
     then. `around` is the seat of the rank that makes this run inside its program, during its turn.
@@ -66,14 +87,17 @@ class Turns:
         around: Seat | None,
     ):
         self.seats = [Seat(number, self) for number in range(num_ranks)]
-        self.ready: deque[int] = deque(range(num_ranks))
+        self.others: list[Seat] = []  # of threads that programs have started
+        self.ready: deque[Seat] = deque(self.seats)
+        self.watches = Watches[Seat]()
         self.failure: BaseException | None = None
         self._state, self._stuck, self._named, self._around = state, stuck, named, around
         self._kernels: Own | None = None
         self._place: Place = Place() if around is None else around.turns._place
         self._core = OneCore([])
         self._running = set(self.seats)
-        self._is_paused = False
+        self.process = os.getpid()  # what it forks has a copy, in which nobody takes turns
+        self._is_paused = self.is_over = False
         self._ending = Lock()
         self._called = Lock()  # held until the thread that called `run` has something to do
         self._called.acquire()
@@ -99,7 +123,7 @@ class Turns:
                     self._core.look()
                     if self._is_paused:
                         self._pause()
-                for seat in self.seats:
+                for seat in [*self.seats, *self.others]:
                     assert seat.thread is not None
                     seat.thread.join()
             except BaseException as error:  # Ctrl-C; or that of the run around this one; or no more threads
@@ -120,6 +144,7 @@ class Turns:
         results = [seat.result for seat in self.seats]
         for seat in self.seats:  # what they hold should not wait for the garbage collector
             seat.result = seat.own = None
+        self.others.clear()
         return results
 
     def _enter(self) -> None:
@@ -146,7 +171,7 @@ class Turns:
         for seat, program in zip(self.seats, programs, strict=True):
             context = contextvars.copy_context()
             seat.thread = Thread(
-                target=context.run, args=(self._life, seat, program), name=f"rank {seat.number}", daemon=True
+                target=context.run, args=(self.live, seat, program), name=f"rank {seat.number}", daemon=True
             )
             try:
                 seat.thread.start()
@@ -173,7 +198,7 @@ class Turns:
             self._place.pause()
         else:
             turns = self._around.turns
-            turns.ready.appendleft(self._around.number)
+            turns.ready.appendleft(self._around)
             turns.pass_on(self._around)
         self._kernels = self._state.take()
         self._is_paused = False
@@ -186,7 +211,7 @@ class Turns:
         deadline = time.monotonic() + _PATIENCE
         while self._running and time.monotonic() < deadline:
             try:
-                for seat in self.seats:
+                for seat in [*self.seats, *self.others]:
                     if seat.thread is None or seat.thread.ident is None:  # has not begun, and will not
                         self._running.discard(seat)
                     if seat.turn.locked():
@@ -195,7 +220,7 @@ class Turns:
                 self._called.acquire(timeout=_POLL)
             except BaseException:  # pressed again, or released again
                 continue
-        behind = [seat.number for seat in self.seats if seat in self._running]
+        behind = sorted({seat.number for seat in self._running})
         if behind:
             interrupt.add_note(
                 f"left behind: {ranks_text(behind)}, inside a call that cannot be interrupted and ends by itself"
@@ -203,13 +228,38 @@ class Turns:
 
     # --- in a rank's thread --------------------------------------------------------------------------------------
 
-    def _life(self, seat: Seat, program: Callable[[], Any]) -> None:
+    def beside(self, home: Seat, thread: Thread) -> Seat:
+        """A seat for `thread`, which the running rank is about to start. It is to run `live`."""
+        self.others = [
+            seat for seat in self.others if seat in self._running or (seat.thread and seat.thread.is_alive())
+        ]
+        seat = Seat(home.number, self, home)
+        seat.thread = thread
+        self.others.append(seat)
+        self._running.add(seat)
+        self.ready.append(seat)
+        return seat
+
+    def is_running(self, seat: Seat) -> bool:
+        return seat in self._running
+
+    def others_of(self, home: Seat) -> list[Seat]:
+        """The threads that this rank has started and that still run."""
+        return [seat for seat in self.others if seat.home is home and seat in self._running]
+
+    def leave(self, seat: Seat) -> None:
+        """The thread for which this seat was made could not be started."""
+        self.others.remove(seat)
+        self._running.discard(seat)
+        self.ready.remove(seat)
+
+    def live(self, seat: Seat, program: Callable[[], Any]) -> None:
         """What a rank's thread does, from its first turn to its last."""
         try:
             try:
                 seat.turn.acquire()
                 self._core.turn_begins()
-                if self.failure is None:
+                if not self.is_let_go(seat):
                     seat.gate.open()
                     seat.result = program()
             except BaseException as error:
@@ -221,19 +271,39 @@ class Turns:
         self._end_turn(seat)
 
     def pass_on(self, seat: Seat) -> None:
-        """Give the turn away until this rank, which waits, is ready again."""
-        if self.failure is not None:
+        """Give the turn away until this thread, which waits, is ready again."""
+        if self.is_let_go(seat):
             raise Released
-        if not self.ready:
+        if not self._can_go_on(seat):
             self.fail(self._stuck())
             raise Released
         self._core.turn_ends()
-        seat.own = self._state.take()
+        seat.home.own = self._state.take()
         self._give_turn()
         seat.turn.acquire()
         self._core.turn_begins()
-        if self.failure is not None:
+        if self.is_let_go(seat):
             raise Released
+        if seat.begins is not None:
+            seat.begins()
+
+    def _can_go_on(self, seat: Seat) -> bool:
+        """Whether there is a seat that is ready, now that the thread of `seat` waits or ends."""
+        if self.watches:
+            self.ready.extend(self.watches.met(seat))
+        while not self.ready and self.failure is None and not self.is_over:
+            is_at_end = all(rank.is_at_end or rank not in self._running for rank in self.seats)
+            if not self.watches.may_be_met(is_at_end):
+                self.is_over = is_at_end
+                if not is_at_end:
+                    return False
+            self.ready.extend(self.watches.met(None))
+        return bool(self.ready)
+
+    def is_let_go(self, seat: Seat) -> bool:
+        """Whether this thread is to end where it is: the run has failed, or its rank is at its end."""
+        is_left = seat is not seat.home and (self.is_over or seat.home not in self._running)
+        return is_left or self.failure is not None
 
     def _give_turn(self) -> None:
         """Let the first that is ready go on; or the other runs, if they wait for it."""
@@ -241,23 +311,29 @@ class Turns:
             self._is_paused = True
             self._called.release()
             return
-        seat = self.seats[self.ready.popleft()]
-        assert seat.own is not None
-        self._state.put(seat.own)
+        seat = self.ready.popleft()
+        assert seat.home.own is not None
+        self._state.put(seat.home.own)
         seat.turn.release()
 
     def _end_turn(self, seat: Seat) -> None:
-        """The running rank has returned or failed: whoever is next goes on, or all is done."""
+        """The running thread has returned or failed: whoever is next goes on, or all is done."""
         with self._ending:
             self._running.discard(seat)
+            is_letting_go = False
+            self.ready.extend(self.watches.let_go(seat))
             if self.failure is None and self._running:
                 self._core.turn_ends()
-                if self.ready:
+                if seat is not seat.home:
+                    seat.home.own = self._state.take()
+                if self._can_go_on(seat):
                     self._give_turn()
+                elif self.is_over and self._running.isdisjoint(self.seats):
+                    is_letting_go = True
                 else:
                     self.fail(self._stuck())
-            if self.failure is not None:  # one after another, each waiting rank is let go and ends
-                for other in self.seats:
+            if self.failure is not None or is_letting_go:  # one after another, each waiting thread is let go and ends
+                for other in [*self.seats, *self.others]:
                     if other in self._running and other.turn.locked():
                         other.turn.release()
                         break

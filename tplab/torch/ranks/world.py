@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch import Tensor
 from tplab.cost.cluster import Cluster
 from tplab.cost.links import Links
 from tplab.mesh import Mesh
+from tplab.torch.ranks.inherited import inherited_state
 from tplab.torch.ranks.meeting import Group
 from tplab.torch.ranks.rank import Lines
 from tplab.torch.ranks.values import VALUES_UP_TO, values_of
@@ -22,7 +21,7 @@ class World:
 
     is_timed           whether the ranks' own computing is timed
     num_left_to_keep   of how many messages values are still kept
-    watched            rank -> whether what it waits for has come, where that is no collective of its own
+    inherited          makes the context that a rank's thread needs
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class World:
         self.links = Links(cluster)
         self.hop_links = Links(None)
         self.groups: dict[tuple[int, ...], Group] = {}
-        self.watched: dict[int, Callable[[], bool]] = {}
+        self.inherited = inherited_state(device)
 
     def values(self, x: Tensor) -> np.ndarray | None:
         """The values of `x`, if it is small and not too many were kept already."""

@@ -1,0 +1,168 @@
+"""What a thread waits in for another one: while it does, it gives its turn away.
+
+Only one thread of a run has the turn, and one that waits for a lock would keep the turn for ever. So for the time of a
+run, Python's own ways to wait are these. They do as Python's do, and all else is built of them: events, conditions,
+queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as always.
+"""
+
+from __future__ import annotations
+
+import _queue
+import os
+import queue
+import selectors
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tplab.torch.ranks.rank import current_rank_or_none, is_program
+from tplab.torch.ranks.simulated import SimulatedRank
+from tplab.torch.ranks.watches import OF_OTHERS, OF_THREADS
+
+_allocate_lock, _sleep, _join = threading.Lock, time.sleep, threading.Thread.join
+
+
+def taking_turns() -> SimulatedRank | None:
+    """The rank whose thread asks, if it is one that takes turns."""
+    rank = current_rank_or_none()
+    return rank if isinstance(rank, SimulatedRank) and rank.seat.turns.process == os.getpid() else None
+
+
+def of_several() -> SimulatedRank | None:
+    """The same, if several threads of the rank take turns."""
+    rank = taking_turns()
+    if rank is None or rank.waits_as_always:
+        return None
+    return rank if rank.home is not rank or rank.seat.turns.others_of(rank.seat) else None
+
+
+class Lock:
+    """`threading.Lock`. A `threading.RLock` is Python's own, made of this one."""
+
+    def __init__(self) -> None:
+        self._lock = _allocate_lock()
+        self.release, self.locked = self._lock.release, self._lock.locked
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        lock = self._lock
+        if lock.acquire(False):
+            return True
+        rank = of_several()
+        if not blocking or rank is None:
+            return lock.acquire(blocking, timeout)
+        until = time.perf_counter() + timeout
+        while not lock.acquire(False):
+            left = None if timeout < 0 else until - time.perf_counter()
+            if left is not None and left <= 0:
+                return False
+            rank.wait_until(lambda: not lock.locked(), _asked(), left, OF_THREADS)
+        return True
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: Any) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self.__init__()
+
+
+class SimpleQueue:
+    """`queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        self._queue: Any = _queue.SimpleQueue()
+        self.put, self.put_nowait = self._queue.put, self._queue.put_nowait
+        self.get_nowait, self.empty, self.qsize = self._queue.get_nowait, self._queue.empty, self._queue.qsize
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        rank = of_several()
+        if not block or rank is None:
+            return self._queue.get(block, timeout)
+        until = time.perf_counter() + (timeout or 0)
+        while True:
+            try:
+                return self._queue.get_nowait()
+            except queue.Empty:
+                left = None if timeout is None else until - time.perf_counter()
+                if left is not None and left <= 0:
+                    raise
+                rank.wait_until(lambda: not self._queue.empty(), _asked(), left, OF_THREADS)
+
+
+def sleep(seconds: float) -> None:
+    """`time.sleep`."""
+    rank = of_several()
+    if rank is None or seconds < 0:
+        _sleep(seconds)
+    else:
+        rank.wait_until(lambda: False, _asked(), seconds)
+
+
+def join(thread: threading.Thread, timeout: float | None = None) -> None:
+    """`threading.Thread.join`."""
+    rank, seat = of_several(), getattr(thread, "_seat", None)
+    if rank is not None and seat is not None and thread is not threading.current_thread():
+        turns, what = seat.turns, f"{_asked()} of {thread.name!r}"
+        if not rank.wait_until(lambda: not turns.is_running(seat), what, timeout, OF_THREADS):
+            return
+        timeout = None
+    _join(thread, timeout)
+
+
+def _selects(kind: Any) -> tuple[type, str, Callable[..., Any]]:
+    """`select` of a kind of selector: for files, pipes and processes."""
+    select: Callable[..., Any] = kind.select
+
+    def selected(self: Any, timeout: float | None = None) -> Any:
+        rank = of_several()
+        if rank is None or (timeout is not None and timeout <= 0):
+            return select(self, timeout)
+        found: list[Any] = []
+
+        def is_there() -> bool:
+            found[:] = select(self, 0)
+            return bool(found)
+
+        rank.wait_until(is_there, _asked(), timeout, OF_OTHERS)
+        return found
+
+    return kind, "select", selected
+
+
+def _future_wait(future: Any) -> Any:
+    """`torch.futures.Future.wait`."""
+    if (rank := of_several()) is not None:
+        rank.wait_until(future.done, _asked(), None, OF_THREADS)
+    return _wait_of_future(future)
+
+
+_wait_of_future: Any = torch.futures.Future.wait
+
+_SELECTORS = (selectors.DefaultSelector, getattr(selectors, "PollSelector", selectors.SelectSelector))
+
+BLOCKING: list[tuple[Any, str, Any]] = [
+    (threading, "Lock", Lock),
+    (threading, "_allocate_lock", Lock),
+    (threading, "RLock", threading._PyRLock),  # type: ignore[attr-defined]
+    (threading.Thread, "join", join),
+    (queue, "SimpleQueue", SimpleQueue),
+    (time, "sleep", sleep),
+    *map(_selects, {next(home for home in kind.__mro__ if "select" in vars(home)) for kind in _SELECTORS}),
+    (torch.futures.Future, "wait", _future_wait),
+]
+"""Module or class, name, and what is there for the time of a run."""
+
+
+def _asked() -> str:
+    """What the program has called that waits here, as "Future.result"."""
+    frame, asked = sys._getframe(1), "threading"
+    while frame is not None and not is_program(frame.f_code.co_filename):
+        asked = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        frame = frame.f_back
+    return {"sleep": "time.sleep", "join": "Thread.join"}.get(asked, asked)

@@ -1,0 +1,121 @@
+"""Threads that a rank's program starts belong to the rank: they take turns with it and with all other ranks.
+
+So a checkpoint that is written in the background, or batches that a thread fetches, may communicate over groups of
+their own. As with ranks, the order in which threads run is the same each time. Threads of libraries that wait for files
+or processes, such as those of a DataLoader, take no turns; they run as always, and cannot communicate.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from tplab.torch.distributed.blocking import BLOCKING, SimpleQueue, taking_turns
+from tplab.torch.private import dispatch_modes, pop_mode, push_mode
+from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.torch.ranks.memory import KindsOfMemory
+from tplab.torch.ranks.rank import enter, is_program, leave
+from tplab.torch.ranks.simulated import SimulatedRank
+from tplab.torch.ranks.turns import Released
+
+Inside = Callable[[SimulatedRank], AbstractContextManager[None]]
+_start = threading.Thread.start
+
+
+class Threads:
+    """Python's threads as simulated ranks need them, for the time of a run.
+
+    beside   makes the context for a thread that a rank has started
+    """
+
+    def __init__(self, beside: Inside):
+        self._beside = beside
+        self._attributes = [*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))]
+        self._own = [getattr(home, name) for home, name, _ in self._attributes]
+
+    def put(self) -> None:
+        logging.getLogger("concurrent.futures").addFilter(_is_no_release)
+        for home, name, value in self._attributes:
+            setattr(home, name, value)
+
+    def take_back(self) -> None:
+        for (home, name, _), value in zip(self._attributes, self._own, strict=True):
+            setattr(home, name, value)
+        logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
+
+    def _started(self, thread: Any) -> None:
+        """`threading.Thread.start`."""
+        rank = taking_turns()
+        if rank is None:
+            return _start(thread)
+        if not _belongs_to_program(thread) or thread.ident is not None:
+            rank.seat.turns.watches.outsiders.add(thread)
+            return _start(thread)
+        other = rank.beside(thread)
+        seat, turns = other.seat, rank.seat.turns
+        modes = [mode for mode in dispatch_modes() if isinstance(mode, LiveBytes | KindsOfMemory)]
+        program = thread.run
+        thread._seat = seat
+        thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, modes))
+        rank.waits_as_always = True  # until the other one runs; it does that before its turn
+        try:
+            _start(thread)
+        except BaseException:
+            turns.leave(seat)
+            raise
+        finally:
+            rank.waits_as_always = False
+
+    def _live(self, rank: SimulatedRank, thread: Any, program: Callable[[], None], modes: list[Any]) -> None:
+        """What such a thread does in its turns."""
+        del thread.run
+        enter(rank)
+        try:
+            with rank.world.inherited(), self._beside(rank):
+                for mode in modes:
+                    push_mode(mode)
+                rank.start_watching()
+                try:
+                    program()
+                finally:
+                    rank.stop_watching()
+                    for _ in modes:
+                        pop_mode(None)
+        except Released:
+            raise
+        except BaseException as error:  # as in any thread, it ends the thread alone
+            if rank.seat.turns.failure is None:
+                at = rank.world.lines.of(error)
+                text = f"{type(error).__name__}{f' at {at}' if at else ''}: {error}"
+                rank.home.raised.append(f"its thread {thread.name!r} has raised {text}")
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+        finally:
+            leave()
+
+
+def _belongs_to_program(thread: Any) -> bool:
+    """Whether what a thread runs is the program's own, or what an executor or torch.distributed runs for it."""
+    function: Any = type(thread).run
+    if function is threading.Thread.run and thread._target is not None:
+        function = thread._target
+    elif function is threading.Timer.run:
+        function = thread.function
+    while isinstance(function, partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or type(function).__module__
+    if module == "concurrent.futures.thread":  # its queue is none of ours where it was made outside of the run
+        return any(isinstance(given, SimpleQueue) for given in thread._args)
+    if module.split(".")[:2] == ["torch", "distributed"]:
+        return True
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code is not None and is_program(code.co_filename)
+
+
+def _is_no_release(record: logging.LogRecord) -> bool:
+    """An executor logs what ends its threads; that they are let go is nothing to be told."""
+    return not (record.exc_info and record.exc_info[0] is not None and issubclass(record.exc_info[0], Released))
