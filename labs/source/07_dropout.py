@@ -217,9 +217,9 @@ for axis in (None, "tp"):
 
 # %% [markdown]
 # **What truly differs.** There is no state that can get out of step. While JAX compiles, it tracks along which axes a
-# value may differ. So it knows *before* a mask is drawn whether all ranks will have the same one, and refuses a key that
-# differs where copies must agree. On the other hand, JAX allows a mistake that torch rules out. If you use a key twice,
-# two layers get the same mask. Split the key instead:
+# value may differ. So tplab's `dropout` knows *before* a mask is drawn whether all ranks have the same key, and refuses
+# one that already differs. On the other hand, JAX allows a mistake that torch rules out. If you use a key twice, two
+# layers get the same mask. Split the key instead:
 
 # %%
 def two_layers(key_1, key_2):

@@ -111,8 +111,8 @@ blocking = on_h100(blocking_layer, (T, D), (F, D))
 timeline(blocking)
 
 # %% [markdown]
-# **Predict.** The picture at the top shows 596 µs for the overlapped layer. The `all_gather` takes 275 µs, and the
-# product takes 561 µs. Why is the overlapped layer 35 µs slower than the product alone?
+# **Predict.** The picture at the top shows 596 µs for the overlapped layer. Here the `all_gather` takes 274 µs, and the
+# product takes 561 µs (hover over them). Why is the overlapped layer 35 µs slower than the product alone?
 #
 # <details><summary>Answer</summary>
 #
@@ -132,7 +132,7 @@ for name, trace in [("blocking", blocking), ("overlapped", overlapped)]:
 # ## The other direction: a sum that travels
 #
 # A row-parallel layer ends with a `reduce_scatter`, and there the *sum* travels around the ring. The sum that will
-# end on rank $i$ starts on rank $i + 1$. Each rank on the way adds its own product, which it has computed while the
+# end up on rank $i$ starts on rank $i + 1$. Each rank on the way adds its own product, which it has computed while the
 # sum was still coming.
 
 # %%
@@ -172,8 +172,8 @@ print(f"bytes: {ratio:.1f} × those of the blocking layer")
 # ## Tokens instead of features
 #
 # With sequence parallelism ([lab 05](05_block_memory.ipynb)), the input is split by *tokens*, and each rank has whole
-# rows of $X$. This is what torch and Megatron overlap. A piece that arrives then gives finished rows of the result, and
-# nothing has to be added:
+# rows of $X$. This is the layer that torch and Megatron overlap. A piece that arrives then gives finished rows of the
+# result, and nothing has to be added:
 
 # %%
 def gather_tokens(x, w):  # x [T/tp, D]   w [F/tp, D]   ->   [T, F/tp]
@@ -199,8 +199,8 @@ for tokens in (8192, 256):
 
 # %% [markdown]
 # With many tokens, the two overlapped layers take equally long. With few tokens, cutting them up is expensive: each of
-# the eight small products has to read the rank's whole weight from memory. A piece of the features needs only an eighth
-# of it.
+# the eight small products has to read the rank's whole weight from memory. If the features are cut up instead, each
+# product reads only an eighth of it.
 
 # %% [markdown]
 # ## When does it pay?
@@ -235,14 +235,14 @@ for microseconds in (5, 2, 1, 0):
           f"at {microseconds} µs per launch: always")  # fmt: skip
 
 # %% [markdown]
-# So the launches decide. In a program that runs eagerly, the CPU needs a few microseconds to launch an operation. If
-# the GPU always has some operations waiting, or if they were recorded as a CUDA graph, launches cost nearly nothing.
+# So the launches decide. In a program that runs eagerly, the CPU takes a few microseconds to launch an operation. If the
+# GPU always has operations waiting, or if they were recorded as a CUDA graph, launches cost nearly nothing.
 # Then overlapping pays from a single token on: a rank also has to read its weight, and the hops hide behind that. It is
-# close, though: a hop takes 1.9 µs, and an eighth of this weight 2.5 µs.
+# close: a hop takes 1.9 µs, the link's latency, and it takes 2.5 µs to read an eighth of this weight, 8 MiB at 3.35 TB/s.
 #
-# The model leaves something out: messages also use part of the chip. Here is the same pair of layers **measured**,
-# on two processes of your machine. The cores that compute the products must now move the messages as well, so little is
-# gained, if anything. On a GPU, a message takes some of the streaming multiprocessors, unless the copy engines move it.
+# The model leaves something out: messages also use part of the chip. Here are the same two layers, smaller and
+# **measured**, on two processes of your machine. The cores that compute must now move the messages as well, so little is
+# gained, if anything. On a GPU, messages take some of the multiprocessors, unless the copy engines move them.
 
 # %%
 def measured(fn):

@@ -38,7 +38,7 @@ def gpt2(layers=2, words=97):
     no_ends = {"bos_token_id": 0, "eos_token_id": None}
     config = GPT2Config(vocab_size=words, **sizes, **no_dropout, **no_ends)
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
+    model.loss_type = "ForCausalLM"  # otherwise transformers warns that it has none
     return model
 
 ids = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -157,10 +157,11 @@ check_row(MyRow)
 # %% [markdown]
 # ## A plan
 #
-# tplab's `parallelize` does the same for whole models. Its plan says what happens to each module that has parameters or
-# draws a mask, and `*` stands for any block. "column" and "row" are the layers above, `FusedColumn(parts=3)` cuts three
-# matrices part by part, "vocab" splits the words as in lab 06, and "replicate" leaves a copy on every rank. "local" is
-# a dropout inside, where each rank draws its own mask ([lab 07](07_dropout.ipynb)).
+# tplab's `parallelize` does the same for whole models. Its plan says what happens to each module that has parameters, and
+# `*` stands for any block. "column" and "row" are the layers above, `FusedColumn(parts=3)` cuts three matrices part by
+# part, and "replicate" leaves a copy on every rank. "vocab" splits the words as in lab 06, both for the embedding and for
+# the head that is **tied** to it: they are one matrix. "local" is a dropout inside, where each rank draws its own mask
+# ([lab 07](07_dropout.ipynb)). The other dropouts are outside. They need no line, and draw one mask for all ranks.
 
 # %%
 plan = tt.gpt2_plan(gpt2())
@@ -240,7 +241,7 @@ def train_sharded(model, ids):
 state = tt.run(train_sharded, Mesh(tp=4), gpt2(), ids).per_rank[0]
 unsharded = train(gpt2(), ids).state_dict()
 apart = max((state[name] - value).abs().max() for name, value in unsharded.items())
-print("equal after five steps, up to rounding:", bool(apart < 1e-4))  # of steps of 1e-3
+print("equal after five steps, up to rounding:", bool(apart < 1e-4))  # a step is 1e-3
 
 def generate(model, ids):
     start = {"attention_mask": torch.ones_like(ids[:, :4]), "pad_token_id": 0}
@@ -278,6 +279,8 @@ total = sum(parameter.numel() for parameter in gpt2().parameters())
 print(f"{total:,} parameters, on each rank", tt.run(held, Mesh(tp=R), gpt2()).per_rank)
 
 # %% [markdown]
+# The last rank holds less than the others: it has 22 of the 97 words, and they have 25 each.
+#
 # Turn the knob: how do the bytes for the loss grow with the vocabulary?
 
 # %%
@@ -419,8 +422,8 @@ check_llama_plan(my_plan)
 # - Compare every gradient with the unsharded model. A loss that agrees proves little.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). [Megatron-LM to
-# transformers](https://github.com/huggingface/transformers/issues/10321), which wished for this ("GPT2 would be
-# perfect"). Radford et al. 2019, GPT-2.
+# transformers](https://github.com/huggingface/transformers/issues/10321), an issue that asks for this. Radford et al.
+# 2019, [GPT-2](https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf).
 #
 # Next: [10 Pipeline schedules](10_pipeline_schedules.ipynb), for models that have too many layers for one rank.
 

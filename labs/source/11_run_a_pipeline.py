@@ -84,13 +84,12 @@ timeline(ran, predicted=simulate(one_f_one_b(p, m), slow))
 # then the backward pass:
 
 # %%
-x, a, b, target = 3, 2, 5, 28
-y = a * x  # on rank 0
-loss = (b * y - target) ** 2  # on rank 1
-dloss = 2 * (b * y - target)
-db, dy = dloss * y, dloss * b  # on rank 1
-da = dy * x  # on rank 0 again
-print(f"y {y}, loss {loss}, db {db}, dy {dy}, da {da}")
+a, b = 2, 5
+y = a * 3  # on rank 0
+error = b * y - 28  # on rank 1
+db, dy = 2 * error * y, 2 * error * b  # on rank 1
+da = dy * 3  # on rank 0 again
+print(f"y {y}, loss {error**2}, db {db}, dy {dy}, da {da}")
 
 # %% [markdown]
 # Two numbers cross the cut: $y$ goes down, and its gradient comes back. In torch, rank 0 sends $y$ without its graph.
@@ -170,10 +169,10 @@ def all_gradients(how, rule):
     out = run(partial(on_rank, how, rule(p, m)), Mesh(pp=p))
     return [grad for grads in out.per_rank for grad in grads]
 
-ours = all_gradients(train, gpipe)
+by_hand = all_gradients(train, gpipe)
 others = (train, one_f_one_b), (train_batch, gpipe), (train_batch, one_f_one_b)
 for how, rule in others:
-    same = all(map(torch.equal, ours, all_gradients(how, rule)))
+    same = all(map(torch.equal, by_hand, all_gradients(how, rule)))
     print(f"{how.__name__:11} {rule.__name__:11} equal to the last bit: {same}")
 
 # %% [markdown]
@@ -272,7 +271,8 @@ timeline(measured, predicted=beside)
 
 # %% [markdown]
 # No two runs of an action take the same time, and stages are not alike: the last one has the head and the loss. With the
-# *average* F, I and W, the simulation would be too optimistic, because at every moment all ranks wait for the slowest:
+# *average* F, I and W, the simulation would be too optimistic. A slow action holds up every rank that waits for it, and
+# fast actions elsewhere do not make up for that:
 
 # %% tags=["nbval-ignore-output"]
 costs = measured_costs(two, measured, batch=beside.batch)
@@ -288,7 +288,7 @@ for name, seconds in [("predicted from averages", simulate(two, average).makespa
 #
 # Lab 10 says that more microbatches make the bubble smaller. Here are four blocks, 1,024 wide, one on each of four modelled
 # H100s. The batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. The model assumes that every
-# operation takes 5 µs to launch. The lower bars show the same without launches, as with CUDA graphs. Which number of
+# operation takes 5 µs to launch. The lower bar shows the same without launches, as with CUDA graphs. Which number of
 # microbatches is best? Guess first.
 
 # %%
@@ -319,9 +319,9 @@ def bars(num):
         idle.append(100 * (1 - computing / one.makespan))
         parts = {"computing": computing, "idle": one.makespan - computing}
         rows.append(Row(name, parts))
-    rule = 100 * (p - 1) / (num + p - 1)
+    ideal = 100 * (p - 1) / (num + p - 1)
     return Bars(rows, f"{idle[0]:.0f} % and {idle[1]:.0f} % of the time is idle; "
-                      f"the formula (p-1)/(m+p-1) says {rule:.0f} %.")
+                      f"the formula (p-1)/(m+p-1) says {ideal:.0f} %.")
 
 knob("One batch on four ranks", "microbatches",
      {num: bars(num) for num in (1, 2, 4, 8, 16)}, start=4, about="modelled · H100")
@@ -331,7 +331,7 @@ knob("One batch on four ranks", "microbatches",
 #
 # With launches, eight microbatches are best: 16.6 ms, and 18.2 ms with sixteen. The bubble still shrinks from 28 % to
 # 18 %, but every rank launches twice as many operations, each of them half as large. Without launches, sixteen are
-# better. The formula is right about the bubble in both cases. It says nothing about launches.
+# better. The formula is nearly right about the bubble in both cases. It says nothing about launches.
 #
 # </details>
 #
@@ -361,7 +361,7 @@ for rule, cuts in num_cuts.items():
 # ## A bug to repair: a deadlock
 #
 # When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39, because ranks wait for messages.
-# Running more forwards ahead would hide the messages. So we run more of them:
+# Running more forwards ahead would hide the messages. Here is a first attempt:
 
 # %%
 def ahead(rank, ranks):  # forwards before the first pair of forward and backward
@@ -435,10 +435,10 @@ def made_by_torch():
     return ScheduleInterleavedZeroBubble(stages, m, loss_fn=F.mse_loss).pipeline_order
 
 order = run(made_by_torch, Mesh(pp=p), distributed=True).per_rank[0]
-theirs = simulate(Schedule.from_torch(order, "ScheduleInterleavedZeroBubble"))
-ours = simulate(interleaved_1f1b(p, m))
-print(f"torch's zero bubble {theirs.makespan:g} steps,", end=" ")
-print(f"interleaved 1F1B {ours.makespan:g}")
+zero_bubble = simulate(Schedule.from_torch(order, "ScheduleInterleavedZeroBubble"))
+interleaved = simulate(interleaved_1f1b(p, m))
+print(f"torch's zero bubble {zero_bubble.makespan:g} steps,", end=" ")
+print(f"interleaved 1F1B {interleaved.makespan:g}")
 
 # %% [markdown]
 # ## To take away
@@ -453,7 +453,7 @@ print(f"interleaved 1F1B {ours.makespan:g}")
 # [Megatron-LM](https://arxiv.org/abs/2104.04473), on pipelines between nodes. Qi et al. 2024,
 # [Zero bubble](https://arxiv.org/abs/2401.10241), for I and W (they write B for our I). torch's
 # [torch.distributed.pipelining](https://docs.pytorch.org/docs/stable/distributed.pipelining.html). Bruno Magalhães,
-# [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io).
+# [Pipeline parallelism on DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md).
 #
 # Next: [12 A pipeline in JAX](12_pipeline_in_jax.ipynb).
 

@@ -4,7 +4,7 @@
 # **Where does a pipeline's memory go, and why does its first rank need the most?**
 #
 # Prerequisites: the schedules of [lab 10](10_pipeline_schedules.ipynb) and the pipeline of
-# [lab 11](11_run_a_pipeline.ipynb). Time: 50 minutes.
+# [lab 11](11_run_a_pipeline.ipynb). Time: one hour.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/13_pipeline_memory.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/13_pipeline_memory.ipynb)
 #
@@ -208,13 +208,13 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
 #
 # ## The mystery of the first stage
 #
-# A [blog about pipelines](https://brunomaga.github.io) trained "GPT-lite": 12 blocks, 768 wide, 65 characters, on four
-# ranks, balanced by parameters. Its embedding was written as a `lambda`. tplab's `partition` gives the table that was
-# printed there:
+# Bruno Magalhães [trained "GPT-lite" with DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md):
+# 12 blocks, 768 wide, 65 characters, cut into four stages of about equally many parameters. Its embedding was written as
+# a `lambda`. tplab's `partition` gives the table that DeepSpeed printed:
 
 # %%
-block, norm, head = 7_085_568, 1_536, 65 * 768  # parameters
-printed = partition([0, *[block] * 12, norm, head, 0], 4)  # 0: a function has none
+twelve, norm_and_head = [7_085_568] * 12, [1_536, 65 * 768]  # parameters
+printed = partition([0, *twelve, *norm_and_head, 0], 4)  # 0: a function has none
 print(printed)
 
 # %% [markdown]
@@ -225,20 +225,21 @@ print(printed)
 # <details><summary>Answer</summary>
 #
 # Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one
-# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings are
-# missing, too, because they hide in a lambda. With Adam they add 3 MB, so the table is also wrong about which stage is
-# the largest. Here is the count, with one sequence of 200 characters per microbatch:
+# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings of 65
+# characters and 200 positions are missing, too, because they hide in a lambda. With Adam they add 3 MB, so the table is
+# also wrong about which stage is the largest.
 #
 # </details>
+#
+# Here is the whole count, with one sequence of 200 characters per microbatch:
 
 # %%
-counted = partition([(65 + 200) * 768, *[block] * 12, norm, head, 0], 4)
-kept = 16 * 200 * 768 * 4  # a block keeps about 16 times its input, in float32
+counted = partition([(65 + 200) * 768, *twelve, *norm_and_head, 0], 4)
+by_block = 16 * 200 * 768 * 4  # a block keeps about 16 times its input, in float32
 for r in range(p):
-    weights = 16 * counted.stage_weights[r]  # with gradient and Adam, in float32
-    activations = (p - r) * 3 * kept
-    print(f"rank {r}: parameters and Adam {weights / 1e6:.1f} MB,",
-          f"activations {activations / 1e6:.0f} MB")
+    with_adam = 16 * counted.stage_weights[r]  # and with the gradient, in float32
+    print(f"rank {r}: parameters and Adam {with_adam / 1e6:.1f} MB,",
+          f"activations {(p - r) * 3 * by_block / 1e6:.0f} MB")
 print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]")
 
 # %% [markdown]
@@ -263,8 +264,8 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 width, tokens, blocks = 4096, 4096, 32
 N, A = blocks * 12 * width**2, blocks * 16 * tokens * width * 2
 for ranks in (4, 8, 16):
-    for name, kept in [("GPipe, 32 microbatches", 32), ("1F1B", ranks)]:
-        sizes = 16 * N / ranks / 1e9, kept * A / ranks / 1e9
+    for name, held in [("GPipe, 32 microbatches", 32), ("1F1B", ranks)]:
+        sizes = 16 * N / ranks / 1e9, held * A / ranks / 1e9
         print(f"{ranks:2} ranks, {name:22}: with Adam {sizes[0]:4.1f} GB,",
               f"activations of rank 0 {sizes[1]:5.1f} GB")
 
@@ -298,6 +299,22 @@ check_layers(my_layers)
 # list of parameters.
 #
 # </details>
+#
+# ## Your turn: bytes along a row
+#
+# `most_kept` counts microbatches. Write a function that counts bytes. `row` holds the actions of one rank, and
+# `stage_bytes[s]` is what stage `s` keeps for one microbatch. A rank may have several stages, and `action.stage` says
+# which one an action belongs to. Return the most that the rank keeps at once. No backward is split here. The check
+# trains a small model and compares your numbers with what its ranks held.
+
+# %%
+def most_bytes(row, stage_bytes):
+    ...
+
+# %%
+from tplab.exercises.pipeline_memory import check_most_bytes
+
+check_most_bytes(most_bytes)
 
 # %% [markdown]
 # ## On Monday
@@ -318,7 +335,7 @@ check_layers(my_layers)
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,
 # [PipeDream-2BW](https://arxiv.org/abs/2006.09503), where 1F1B with a flush is called PipeDream-Flush. Bruno Magalhães,
-# [Pipeline parallelism on DeepSpeed](https://brunomaga.github.io). DeepSpeed's
+# [Pipeline parallelism on DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md). DeepSpeed's
 # [pipeline tutorial](https://www.deepspeed.ai/tutorials/pipeline/), for `LayerSpec` and `TiedLayerSpec`.
 #
 # Next: [14 Cut a pipeline](14_cut_a_pipeline.ipynb).

@@ -1,4 +1,4 @@
-"""Lab 13's exercise: its solution passes, known mistakes get their hint, and nothing raises."""
+"""Lab 13's exercises: their solutions pass, known mistakes get their hint, and nothing raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tplab.exercises.pipeline_memory import check_layers
+from tplab.exercises.pipeline_memory import check_layers, check_most_bytes
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 
 WIDTH = 16
@@ -94,3 +94,47 @@ def test_known_mistakes_in_the_layers(layers, said: str):
 def test_an_untouched_stub():
     verdict = check_layers(cast(Any, lambda: ...))
     assert verdict.passed is None and "not started" in verdict.text
+
+
+def most_bytes(mistake: str = ""):
+    """The solution, or one with a mistake in it."""
+
+    def count(row, stage_bytes):
+        kept = most = 0
+        own = [stage_bytes[action.stage] for action in row]
+        for action, size in zip(row, own):
+            size = {"largest": max(own), "first": own[0], "microbatches": 1}.get(mistake, size)
+            frees = mistake != "never frees"
+            kept += size if action.kind == "F" else -size * frees
+            most = max(most, kept)
+        return kept if mistake == "end" else most
+
+    return count
+
+
+def test_bytes_along_a_row():
+    verdict = check_most_bytes(most_bytes())
+    assert verdict.passed and "right to the byte" in verdict.text, verdict
+    assert [panel.title for panel in verdict.panels] == ["yours, bytes by rank", "what each rank held"]
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        ("largest", "with the bytes of the rank's largest stage"),
+        ("first", "with the bytes of the rank's first stage"),
+        ("microbatches", "How many bytes does each of them take?"),
+        ("never frees", "A backward lets go of what its forward has kept."),
+        ("end", "This is what is left at the end of the row."),
+    ],
+)
+def test_wrong_bytes(mistake: str, said: str):
+    verdict = check_most_bytes(most_bytes(mistake))
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_bytes_that_are_none():
+    assert check_most_bytes(lambda row, stage_bytes: ...).passed is None
+    assert "ZeroDivisionError" in check_most_bytes(lambda row, stage_bytes: 1 / 0).text
+    assert "return one number of bytes per row" in check_most_bytes(lambda row, stage_bytes: [1, 2]).text
+    assert "The stages keep" in check_most_bytes(lambda row, stage_bytes: 7).text

@@ -1,4 +1,4 @@
-"""The exercise of lab 13: a model with a matrix that hides from the pipeline."""
+"""The exercises of lab 13: a model with a matrix that hides from the pipeline, and the bytes along a row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.mesh import Mesh
 from tplab.pipeline.layer_spec import layer_names, ties
-from tplab.schedules import one_f_one_b
+from tplab.schedules import Action, Schedule, gpipe, interleaved_1f1b, looped_bfs, measured_costs, one_f_one_b
 from tplab.widgets.matrices import Panel
+
+# --- the bug: a matrix that hides ------------------------------------------------------------------------------------
 
 WORDS, SEQUENCE, MICROBATCHES = 65, 16, 4
 
@@ -135,3 +137,90 @@ def _differs(name: str, ranks: int, key: str, got: np.ndarray, want: np.ndarray,
 
 def _panels(ranks: int, got: np.ndarray, want: np.ndarray) -> list[Panel]:
     return [Panel(f"gradient, {ranks} ranks", got), Panel("gradient, one rank", want)]
+
+
+# --- the exercise: bytes along a row ---------------------------------------------------------------------------------
+
+SCHEDULES = (
+    interleaved_1f1b(2, 4, virtual_stages=2),
+    one_f_one_b(3, 5),
+    gpipe(2, 3),
+    looped_bfs(3, 4, virtual_stages=2),
+    one_f_one_b(1, 2),
+)
+WIDTH = 4
+MostBytes = Callable[[Sequence[Action], Sequence[int]], Any]
+
+
+def check_most_bytes(most_bytes: MostBytes) -> Verdict:
+    """Whether `most_bytes(row, stage_bytes)` is the most that the rank with this row of actions keeps at once, as ranks
+    that train a model of unequal stages do. stage_bytes[s] is what stage s keeps for one microbatch."""
+    name = "most_bytes"
+    if not_started(most_bytes):
+        return untouched(name)
+    panels: list[Panel] = []
+    for schedule in SCHEDULES:
+        stage_bytes, held = _held(schedule)
+        where = f"{schedule.name} on {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
+        try:
+            given = [most_bytes(row, stage_bytes) for row in schedule.by_rank()]
+            found = np.array(given, float)
+        except Exception as error:
+            return Verdict(False, f"{name}, with {where}: {type(error).__name__}: {error}")
+        if found.shape != held.shape or not np.isfinite(found).all():
+            return Verdict(False, f"{name}, with {where}: return one number of bytes per row. It returned {given}.")
+        shown = [Panel("yours, bytes by rank", found, found != held), Panel("what each rank held", held)]
+        if (found != held).any():
+            rank = int(np.flatnonzero(found != held)[0])
+            text = f"{name}: with {where}, rank {rank} held {held[rank]:,.0f} bytes, and yours are {found[rank]:,.0f}."
+            return Verdict(False, f"{text}\n{_why(schedule, stage_bytes, found)}", shown)
+        panels = panels or shown
+    listed = ", ".join(f"{schedule.name} on {schedule.num_ranks}" for schedule in SCHEDULES)
+    return Verdict(True, f"{name} is right to the byte: {listed}.\nThe picture shows the first of them.", panels)
+
+
+def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> str:
+    """What the wrong numbers look like."""
+    rows = schedule.by_rank()
+    forwards = [[action for action in row if action.kind == "F"] for row in rows]
+    counts = [_most(row, [1] * schedule.num_stages) for row in rows]
+    stages = [sorted({action.stage for action in row}) for row in rows]
+    known = {
+        "This is the sum over all forwards. A backward lets go of what its forward has kept.":
+            [sum(stage_bytes[action.stage] for action in row) for row in forwards],
+        "These are microbatches. How many bytes does each of them take?": counts,
+        "This is what is left at the end of the row. When is it at its largest?": [0] * len(rows),
+        "Every microbatch has been counted with the bytes of the rank's largest stage.":
+            [count * max(stage_bytes[stage] for stage in own) for count, own in zip(counts, stages)],
+        "Every microbatch has been counted with the bytes of the rank's first stage.":
+            [count * stage_bytes[own[0]] for count, own in zip(counts, stages)],
+    }  # fmt: skip
+    hint = next((hint for hint, guess in known.items() if (found == np.array(guess, float)).all()), "")
+    return hint or f"The stages keep {', '.join(f'{size:,}' for size in stage_bytes)} bytes per microbatch."
+
+
+def _most(row: Sequence[Action], stage_bytes: Sequence[int]) -> int:
+    kept = most = 0
+    for action in row:
+        kept += stage_bytes[action.stage] * (1 if action.kind == "F" else -1)
+        most = max(most, kept)
+    return most
+
+
+def _held(schedule: Schedule) -> tuple[list[int], np.ndarray]:
+    """What each stage of a small model keeps for one microbatch, and the most that each rank keeps, both measured."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    from tplab.torch import run, split_batch, stages_of, train_batch
+
+    layers = [nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH)) for hidden in range(2, 8)]
+
+    def program() -> None:
+        stages, x = stages_of(layers, schedule, "uniform"), torch.ones(schedule.num_microbatches, WIDTH)
+        train_batch(schedule, stages, split_batch(x, x, schedule.num_microbatches), F.mse_loss)
+
+    trace = run(program, Mesh(pp=schedule.num_ranks)).trace
+    sizes = measured_costs(schedule, trace).activation
+    return [int(size) for size in np.broadcast_to(sizes, schedule.num_stages)], trace.peak_bytes.astype(float)
