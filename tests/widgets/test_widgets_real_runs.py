@@ -122,3 +122,31 @@ def test_ranks_that_exchange_in_pairs_have_one_partner_each():
     told = [words.sentences(score(run(fn, Mesh(tp=4), x, in_specs=P("tp")).trace))[1] for fn in (in_pairs, both_ways)]
     assert told[0] == "every rank sends its own piece to its partner, 1 place away"
     assert told[1].endswith("to both neighbours")
+
+
+def test_a_sum_has_none_of_its_terms_names():
+    """Rank 0 of a star adds up three tensors, and sends the sum back; along a line, parts of a sum are passed on."""
+
+    def star(ranks, x):
+        total = x
+        for k in (1, 2, 3):
+            total = total + ranks.ppermute(x, "tp", [(k, 0)])
+        for k in (1, 2, 3):
+            ranks.ppermute(total, "tp", [(0, k)])
+        return total
+
+    def line(ranks, x):
+        for k in (0, 1, 2):
+            x = x + ranks.ppermute(x, "tp", [(k, k + 1)])
+        return x
+
+    x = np.ones((4, 2))
+    assert words.sentences(run("torch", star, Mesh(tp=4), x, P("tp")))[1:] == [
+        "3 ranks send their own piece to rank 0",
+        *(f"rank 0 sends the finished sum to rank {k}" for k in (1, 2, 3)),
+    ]
+    assert words.sentences(run("torch", line, Mesh(tp=4), x, P("tp")))[1:] == [
+        "rank 0 sends x to rank 1",
+        "rank 1 sends the sum of 2 ranks' parts to rank 2",
+        "rank 2 sends the sum of 3 ranks' parts to rank 3",
+    ]

@@ -193,8 +193,15 @@ class _News:
         return ("complete" if whole else "added") if came < members else "other"
 
     def _name(self, row: int) -> str:
+        """What a message is called. A sum has none of its terms' names."""
         item = int(self.score.bars["item"][row])
-        return self.score.items[item].text if item >= 0 else bytes_text(int(self.score.bars["bytes"][row]))
+        if item < 0:
+            return bytes_text(int(self.score.bars["bytes"][row]))
+        made, number = self.score.items[item], len(self.members[row])
+        if number < 2 or not made.how:
+            return made.text
+        result = _JOINED[made.how][0]
+        return f"the finished {result}" if number == self.full[item] else f"the {result} of {number} ranks' parts"
 
     def _direction(self, rows: list[int]) -> str:
         """Where the messages of a round go, as shifts along their axis."""
@@ -210,6 +217,8 @@ class _News:
             size = mesh.axis_size(names)
             shift = (mesh.index(int(bars["peer"][row]), names) - mesh.index(int(bars["rank"][row]), names)) % size
             shifts.add((axis, shift - size if shift > size // 2 and size > 2 else shift))
+        if len(pairs) > 1 == len({peer for _, peer in pairs}):
+            return f"rank {next(iter(pairs))[1]}"
         over = {axis for axis, _ in shifts}
         along = f" along {over.pop()}" if len(mesh.axis_names) > 1 and len(over) == 1 else ""
         hops = {shift for _, shift in shifts}
