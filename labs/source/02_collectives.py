@@ -96,8 +96,8 @@ for rank, arrived in enumerate(out.per_rank):
 #
 # Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that its
 # third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is
-# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around at the bottom. Find the other three sums before you
-# run the cell.
+# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around at the bottom. Find the other three before you run the
+# cell.
 
 # %%
 def add_on(parts):  # R parts, in the order in which a passing sum collects them
@@ -244,7 +244,7 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `broadcast`, as a tree | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
-# `tplab.cost` has these formulas, and our programs send exactly those bytes:
+# `tplab.cost` has these formulas, and our programs send just those bytes:
 
 # %%
 built = {
@@ -341,9 +341,9 @@ curves(
 # hops *and* few bytes. Then why use rings at all? That curve assumes a link for every pair of ranks. Where ranks are
 # wired as a ring or a torus, messages to ranks four places away share links. A ring sends to neighbours only.
 #
-# Next we **measure** star and ring on four processes. The star wins for the small tensor, with 6 messages against 24.
-# For the large one it depends on how many cores are free. (The `laptop` model has one for each rank, and leaves out
-# copying data and waking a process. So compare star with ring, not measured with modelled.)
+# Next we **measure** star and ring on four processes. On a quiet machine the star wins for the small tensor, with 6
+# messages against 24. For the large one it depends on how many cores are free. (The `laptop` model has one for each
+# rank, and leaves out copying data and waking a process. So compare star with ring, not measured with modelled.)
 
 # %% tags=["nbval-ignore-output"]
 for nbytes in (2**10, 2**23):
@@ -401,8 +401,8 @@ except ReplicationError as error:
 #
 # In [NCCL's ring](https://github.com/NVIDIA/nccl/blob/master/src/device/all_reduce.h), as in ours, rank $i$ ends with
 # the sum of piece $i$. In [Baidu's](https://github.com/baidu-research/baidu-allreduce), it ends with piece $i + 1$.
-# This program has the first half of one and the second half of the other. It passes the usual tests: tensors of ones
-# are added up correctly, all ranks agree, and total and norm are right.
+# This program has the first half of one and the second half of the other. It passes the usual tests: ones are added up
+# correctly, all ranks agree, and total and norm are right.
 
 # %%
 def sum_up(x):
