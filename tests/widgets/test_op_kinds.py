@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tplab.torch as tt
-from tplab import Mesh
+from tplab import Mesh, P
 from tplab.trace.trace import Trace
 from tplab.widgets import timeline
 from tplab.widgets.paper.palette import OPS
@@ -18,7 +18,8 @@ from tplab.widgets.score.score import score
         "product": "mm addmm addmm_ bmm baddbmm matmul dot_general mv linear _flash_attention",
         "norm": "native_layer_norm _softmax _log_softmax rms_norm logsumexp",
         "copy": "clone copy_ cat concatenate index_select embedding dynamic_slice _to_copy zeros_like",
-        "elementwise": "add gelu tanh mul silu max compute sum maximum command",
+        "elementwise": "add gelu tanh mul silu max sum maximum command",
+        "computing": "compute",
     }.items(),
 )
 def test_the_kind_of_an_operation(kind: str, ops: str):
@@ -57,4 +58,19 @@ def test_a_measured_stretch_is_not_called_elementwise():
     """It is one bar from message to message, and may be a product."""
     x = torch.ones(4, 4)
     measured = tt.run(layer, Mesh(tp=2), x, x, False, clock="measured").trace
-    assert dict(score(measured).work_legend) == {"elementwise": "computing"}
+    assert dict(score(measured).work_legend) == {"computing": "computing"}
+
+
+def several(x: torch.Tensor) -> torch.Tensor:
+    whole = tt.all_gather(x, "tp")
+    return tt.reduce_scatter(whole, "tp") + tt.all_reduce(x, "tp", "max") + tt.broadcast(x, "tp")
+
+
+def test_collectives_have_the_colour_of_what_they_do_and_a_legend_of_their_names():
+    trace = tt.run(several, Mesh(tp=2), torch.ones(4, 4), in_specs=P("tp"), cluster="h100").trace
+    read = score(trace)
+    assert read.talk_legend == [("combines", "all_reduce, reduce_scatter"), ("moves", "all_gather, broadcast")]
+    does = {(read.ops[op], kind) for op, kind in zip(read.bars["op"], read.talk_kinds, strict=True)}
+    assert does >= {("reduce_scatter", "combines"), ("all_gather", "moves"), ("add", "")}
+    assert {kind for _, kind in does} == {"", "combines", "moves"}
+    assert timeline(trace).picture()

@@ -13,7 +13,9 @@ KINDS = {"F": "#1f55bd", "I": "#55b3a6", "W": "#f0c969"}
 """Of a schedule's actions: dark, middle and light, so that a grey print tells them apart too. A B is an I and a W."""
 
 OPS = {"product": "#43558c", "backward": "#4a9d97", "norm": "#8f6fc4", "elementwise": "#8fa0bb", "copy": "#c3cbd9"}
-"""Of what a rank computes, by the kind of the operation; "backward" is a product of a backward pass."""
+OPS |= {"computing": WORK, "combines": HUES[1], "moves": HUES[0]}
+"""Of what a rank does, by the kind of the operation. "backward" is a product of a backward pass, "computing" of a kind
+that is not known. A collective "combines", as a sum does, or only "moves"."""
 
 GRADIENT = "#1d7f72"
 """Of a message with gradients, in a pipeline: the colour of I, dark enough for white letters."""

@@ -1,10 +1,10 @@
-"""What kind of work an operation is, for its colour on a timeline."""
+"""What kind of work an operation is, and what a collective does, for their colours on a timeline."""
 
 from __future__ import annotations
 
 import re
 
-KINDS = ("product", "norm", "elementwise", "copy")
+KINDS = ("product", "norm", "elementwise", "copy", "computing")
 
 _PRODUCTS = re.compile(r"(add|badd)?b?(mm|mv)_?|matmul|linear|dot(_general)?|einsum|conv\w*|.*attention.*|.*matmul.*")
 _NORMS = re.compile(r".*norm.*|.*softmax.*|logsumexp|var(_mean)?|mean|rsqrt")
@@ -16,7 +16,10 @@ _COPIES = re.compile(
 
 
 def kind_of(op: str) -> str:
-    """ "product" (of matrices), "norm" (norms, softmax and the statistics they need), "copy", else "elementwise"."""
+    """ "product" (of matrices), "norm" (norms, softmax and the statistics they need), "copy", "computing" (whatever ran
+    between two measured collectives), else "elementwise"."""
+    if op == "compute":
+        return "computing"
     if _PRODUCTS.fullmatch(op):
         return "product"
     if _NORMS.fullmatch(op):

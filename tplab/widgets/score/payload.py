@@ -47,7 +47,7 @@ def lanes(score: Score) -> bytes:
     items = [[item.name, item.origin, item.text, item.op, [], item.how] for item in score.items]
     header = {**_about(score), "items": items, "sentences": words.sentences(score)}
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
-    header["work"] = score.work_legend
+    header |= {"work": score.work_legend, "talk": score.talk_legend}
     return pack(header, {**_bars(score), "flops": flops, "critical": critical_rows(score)})
 
 

@@ -104,18 +104,35 @@ class Score:
 
     @cached_property
     def work_legend(self) -> list[tuple[str, str]]:
-        """The kinds of what is computed, as far as they are there, and what a legend calls each.
-
-        On a measured clock a stretch between two messages is one bar, "compute", whatever it computes.
-        """
-        drawn = (self.bars["end"] > self.bars["start"]).tolist()
-        ops = {(kind, op) for kind, op, is_drawn in zip(self.work_kinds, self.bars["op"].tolist(), drawn) if is_drawn}
-        there = {kind for kind, _ in ops}
-        others = {self.ops[op] for kind, op in ops if kind == "elementwise"}
+        """The kinds of what is computed, as far as they are there, and what a legend calls each."""
+        there = {kind for kind, drawn in zip(self.work_kinds, self.bars["end"] > self.bars["start"]) if kind and drawn}
         product = "product, forward" if "backward" in there else "matrix product"
         says = {"product": product, "backward": "product, backward", "norm": "norm, softmax"}
-        says |= {"elementwise": "computing" if others == {"compute"} else "elementwise", "copy": "copy"}
+        says |= {"elementwise": "elementwise", "copy": "copy", "computing": "computing"}
         return [(kind, text) for kind, text in says.items() if kind in there]
+
+    @cached_property
+    def talk_kinds(self) -> list[str]:
+        """What each bar that is a collective does, for its colour on a timeline: it "combines" what ranks put in, as a
+        sum, or only "moves" it; "" for other bars."""
+        names, codes = self.trace.codes("reduction")
+        does = ["combines" if name else "moves" for name in names]
+        place = codes[self.bars["row"]].tolist()
+        return [
+            does[at] if kind == COLLECTIVE else "" for at, kind in zip(place, self.bars["kind"].tolist(), strict=True)
+        ]
+
+    @cached_property
+    def talk_legend(self) -> list[tuple[str, str]]:
+        """These kinds, as far as they are there, and the names of the collectives of each."""
+        found = {
+            (kind, self.ops[op]) for kind, op in zip(self.talk_kinds, self.bars["op"].tolist(), strict=True) if kind
+        }
+        return [
+            (kind, ", ".join(sorted(op for its, op in found if its == kind)))
+            for kind in ("combines", "moves")
+            if any(its == kind for its, _ in found)
+        ]
 
     @cached_property
     def table_caption(self) -> str:

@@ -177,8 +177,8 @@ def still(score: Score, position: float) -> bytes:
 def timeline(score: Score) -> bytes:
     """The timeline alone, as PNG."""
     width = 760
-    lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN)
-    legend = [] if score.is_pipeline else score.work_legend
+    lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN, by_kind=True)
+    legend = [] if score.is_pipeline else score.work_legend + score.talk_legend
     pen = Pen(width, 52 + lanes.height + (60 if legend else 38))
     _head(pen, score)
     lanes.draw(pen)
@@ -194,7 +194,8 @@ def timeline(score: Score) -> bytes:
             pen.box(x, y - 5, 18, 11, fill=SOFT)
             pen.hatch(x, y - 5, 18, 11, HATCH)
         else:
-            pen.box(x, y - 5, 18, 11, fill=mix(OPS[kind], 0.55), edge=OPS[kind], radius=2)
+            share = 0.24 if kind in score.talk_kinds else 0.55
+            pen.box(x, y - 5, 18, 11, fill=mix(OPS[kind], share), edge=OPS[kind], radius=2)
         x += 24 + pen.text(x + 24, y, text, size=11, fill=DIM, anchor="lm") + 16
     return encode([pen.image()], [0])
 

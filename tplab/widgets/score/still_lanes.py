@@ -12,10 +12,13 @@ from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
 
 class Lanes:
-    """The timeline under the picture: one lane per rank."""
+    """The timeline under the picture: one lane per rank.
 
-    def __init__(self, score: Score, left: float, top: float, width: float):
-        self.score, self.top = score, top
+    by_kind   colours collectives by what they do; otherwise each bar has the colour of what it carries
+    """
+
+    def __init__(self, score: Score, left: float, top: float, width: float, by_kind: bool = False):
+        self.score, self.top, self.by_kind = score, top, by_kind and not score.is_pipeline
         ranks = score.trace.mesh.size
         self.lane = 19.0 if ranks <= 4 else 15.0 if ranks <= 16 else max(2.5, 160 / ranks)
         if score.computes and ranks <= 16:
@@ -52,7 +55,8 @@ class Lanes:
             if action >= 0 and item >= 0:
                 draw_action(pen, action, score.ops[bars["op"][row]], x, right, y, height)
                 continue
-            colour = OPS[score.work_kinds[row]] if kind == COMPUTE else score.bar_colour(row)
+            work_kind = score.work_kinds[row] or (score.talk_kinds[row] if self.by_kind else "")
+            colour = OPS[work_kind] if work_kind else score.bar_colour(row)
             fill = mix(colour, 0.55 if kind == COMPUTE else 0.24)
             edge = colour if height > 6 else None
             pen.box(x + 0.5, y, max(right - x - 1, 0.7), height, fill=fill, edge=edge, radius=2)

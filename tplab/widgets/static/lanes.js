@@ -1,7 +1,7 @@
 // The timeline: one lane per rank, computing above and messages below, on one canvas; the playhead lies over it.
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
-import { COMPUTE, SEND, WAIT, barColour, workKind } from "./score.js";
+import { COLLECTIVE, COMPUTE, SEND, WAIT, barColour, talkKind, workKind } from "./score.js";
 import { describeBar } from "./bars.js";
 import { actionBar, hatch, shape } from "./canvas.js";
 
@@ -146,7 +146,7 @@ export class Lanes {
         actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
         continue;
       }
-      const colour = kind === COMPUTE ? paint.ops[workKind(score, row)] : barColour(score, paint, row);
+      const colour = kind === COMPUTE ? paint.ops[workKind(score, row)] : this.byKind(row) ? paint.ops[talkKind(score, row)] : barColour(score, paint, row);
       const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
       pen.fillStyle = paint.paper;
       if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching
@@ -163,9 +163,14 @@ export class Lanes {
     pen.globalAlpha = 1;
   }
 
+  // Where the time goes, a collective has the colour of what it does, and no letter: no table has a column for it.
+  byKind(row) {
+    return this.zoom && this.score.kind[row] === COLLECTIVE && !this.score.pipeline;
+  }
+
   write(pen, paint, row, x, y, width, height) {
     const { score } = this, item = score.item[row], op = score.ops[score.op[row]];
-    const name = item >= 0 ? score.items[item][0] : "";
+    const name = item >= 0 && !this.byKind(row) ? score.items[item][0] : "";
     const texts = score.kind[row] === SEND ? [`send ${name}`, name] : name ? [`${op} ${name}`, op, name] : [op, op.replace(/^(_|native_)/, "")];
     pen.font = `${height >= 14 ? 11 : 10}px ${paint.font}`;
     const text = texts.find((text) => text && pen.measureText(text).width < width - 8);

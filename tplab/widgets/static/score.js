@@ -12,6 +12,9 @@ export function workKind(score, row) {
   return kind === "product" && score.phases?.[score.phase[row]] === "backward" ? "backward" : kind;
 }
 
+// What a collective does, for its colour: it combines what ranks put in, as a sum, or only moves it.
+export const talkKind = (score, row) => (score.reductions[score.reduction[row]] ? "combines" : "moves");
+
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
 // When the playhead at `position` (in rounds) is.

@@ -33,10 +33,12 @@ function workKeys(score, key) {
   return score.pipeline ? [key("f", "F forward"), key("b", "B backward: I, then W")] : score.work.map(([kind, text]) => key(kind, text));
 }
 
-// What travels, as far as anything does.
-function talkKey(score, key) {
+// What travels, as far as anything does: collectives by what they do, messages by what they carry.
+function talkKeys(score, key) {
+  const carry = "in the colour of what they carry", sends = score.kind.includes(SEND);
   const names = [[SEND, "messages"], [COLLECTIVE, "collectives"]].filter(([kind]) => score.kind.includes(kind)).map(([, name]) => name);
-  return names.length ? key("send", `${names.join(" and ")}, in the colour of what they carry`) : null;
+  if (score.pipeline) return names.length ? [key("send", `${names.join(" and ")}, ${carry}`)] : [];
+  return [...score.talk.map(([kind, text]) => key(kind, text)), ...(sends ? [key("hues", `messages, ${carry}`)] : [])];
 }
 
 function busyShares(score) {
@@ -50,7 +52,7 @@ function busyShares(score) {
 // What the marks in the picture mean.
 function keys(score) {
   const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  if (!score.overlay) return [...workKeys(score, key), talkKey(score, key), score.computes ? key("idle", "idle") : null];
+  if (!score.overlay) return [...workKeys(score, key), ...talkKeys(score, key), score.computes ? key("idle", "idle") : null];
   const kinds = ["F", "B", "I", "W"].filter((_, kind) => score.kind.includes(kind));
   const says = { F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient" };
   return [...kinds.map((kind) => key(kind.toLowerCase(), says[kind])), el("span.tpl-key", {}, `${score.word}, above`), key("due", "predicted, beneath"),
