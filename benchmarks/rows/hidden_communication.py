@@ -57,4 +57,4 @@ def measure() -> list[Row]:
     what = f"communication hidden by the overlapped layers, {WIDTH} -> {hidden} -> {WIDTH}, {TOKENS} tokens, tp "
     what += f"{NUM_RANKS}, modelled H100 node"
     ok = min(bare.share_of_possible, whole.share_of_possible) >= 0.9
-    return [Row(what, ">= 90 % of what can be hidden", measured, ok)]
+    return [Row(what, ">= 90% of what can be hidden", measured, ok)]

@@ -234,7 +234,7 @@ shards(Mesh(dp=2, tp=4), x=((8, 16), P("dp", None)), w=((16, 12), P(None, "tp"))
 def test_the_timeline_zooms_and_shows_the_critical_path(open_notebook):
     book = open_notebook([cell_of(ALL["overlap 4"](), "timeline")])
     expect(card(book)).to_contain_text("45 µs")
-    expect(card(book)).to_contain_text("80 %")
+    expect(card(book)).to_contain_text("80%")
     lanes = card(book).locator(".tpl-lanes")
     box = lanes.bounding_box()
     assert box

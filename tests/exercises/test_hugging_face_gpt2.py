@@ -128,7 +128,7 @@ def test_a_notebook_shows_the_report_below_the_text():
 
 def test_the_plan():
     verdict = check_llama_plan(lambda: dict(PLAN))
-    assert verdict.passed and "each of 4 ranks holds 26 % of the parameters" in verdict.text, verdict
+    assert verdict.passed and "each of 4 ranks holds 26% of the parameters" in verdict.text, verdict
 
 
 def test_a_plan_that_computes_something_else_is_told_where_it_begins(monkeypatch: pytest.MonkeyPatch):

@@ -97,7 +97,7 @@ def worker(mistake: str = ""):
 
 def test_train_split_solved():
     verdict = check_train_split(worker())
-    assert verdict.passed and "10 % more FLOPs" in verdict.text, verdict
+    assert verdict.passed and "10% more FLOPs" in verdict.text, verdict
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_at_width_8192_all_of_the_layers_communication_is_hidden():
 
 
 def test_where_hops_are_longer_than_products_the_two_rings_of_a_backward_pass_are_interleaved():
-    """H = W: a product takes 22 us, a hop 39. One ring after the other would hide 66 % of the communication."""
+    """H = W: a product takes 22 us, a hop 39. One ring after the other would hide 66% of the communication."""
     assert overlap(layers(AsyncLinear, hidden=8192).trace).share > 0.75
 
 

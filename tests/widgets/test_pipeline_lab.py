@@ -109,10 +109,10 @@ def test_dualpipe_is_shown_with_and_without_its_overlap():
         for part in (1, 0)
     )
     assert (with_["makespan"], without["makespan"]) == (("22", ""), ("26", ""))
-    assert with_["without overlap"] == ("26", "bubble 7.69 % of the makespan")
-    assert without["with overlap 1"] == ("22", "bubble 4.55 % of the makespan")
-    assert with_["bubble, of the makespan"] == ("4.55 %", "(p/2−1)(F&B+B−3W) / T = 1 / 22")
-    assert with_["bubble, of the ideal time"] == ("4.76 %", "(p/2−1)(F&B+B−3W) / busy time = 1 / 21")
+    assert with_["without overlap"] == ("26", "bubble 7.69% of the makespan")
+    assert without["with overlap 1"] == ("22", "bubble 4.55% of the makespan")
+    assert with_["bubble, of the makespan"] == ("4.55%", "(p/2−1)(F&B+B−3W) / T = 1 / 22")
+    assert with_["bubble, of the ideal time"] == ("4.76%", "(p/2−1)(F&B+B−3W) / busy time = 1 / 21")
     unequal = {fact.name: fact for fact in facts(pipeline_lab("dualpipe", overlap=0.5, stage_costs=[1, 1, 1, 2]).run)}
     assert unequal["overlapped pair, F&B"].figure == "F + B − 0.5 × min(F, B)"
     assert not any("F&B" in fact.name for fact in facts(simulate(zb_v(4, 8), Costs(overlap=1))))
@@ -134,9 +134,9 @@ def test_a_formula_that_does_not_fit_stands_beside_the_count():
 
 def test_the_lower_bound_is_that_of_schedules_that_keep_the_memory_limit():
     run = simulate(auto_schedule(4, 8, memory_limit=3))
-    assert facts(run)[-1] == ("lower bound", "27", f"gap {plain(100 * (run.makespan / 27 - 1))} %")
+    assert facts(run)[-1] == ("lower bound", "27", f"gap {plain(100 * (run.makespan / 27 - 1))}%")
     gap = plain(100 * (run.makespan / 28 - 1))
-    assert facts(run, 3)[-1] == ("lower bound", "28", f"gap {gap} %, holding 3 at most")
+    assert facts(run, 3)[-1] == ("lower bound", "28", f"gap {gap}%, holding 3 at most")
     assert facts(run, 2) == facts(run)  # it does not keep this one
     assert unpack(gantt(run, memory_limit=3).board)[0]["runs"][0]["facts"][-1] == list(facts(run, 3)[-1])
 

@@ -150,8 +150,8 @@ def test_both_makespans_the_residual_and_the_clock_are_told():
     assert [tuple(fact) for fact in facts(over)] == [
         ("makespan, executed", "12", ""),
         ("predicted", "8", ""),
-        ("residual", "+4", "50 %"),
-        ("bubble", "37.5 %", "predicted 37.5 %"),
+        ("residual", "+4", "50%"),
+        ("bubble", "37.5%", "predicted 37.5%"),
         ("largest lag", "+3.25", "B1 of stage 0"),
         ("other work", "0.5", "per rank"),
     ]

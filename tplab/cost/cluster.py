@@ -263,7 +263,7 @@ LAPTOP_CORE = Chip(
     source="assumed: half of a 2-core laptop",
 )
 
-# NCCL has three protocols. This is the latency of LL128, which still reaches 95 % of the peak bandwidth over NVLink
+# NCCL has three protocols. This is the latency of LL128, which still reaches 95% of the peak bandwidth over NVLink
 # (Hu et al. 2025, "Demystifying NCCL"); Simple would be 3.4 and 9.6 us, LL 0.6 and 2.7 us at half the bandwidth.
 _NCCL = "latency: NCCL, src/graph/tuning.cc, ring with LL128"
 

@@ -164,7 +164,7 @@ def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict
             return _wrong(name, mesh, report)
     whole = [key for key, given in model.named_parameters() if given.dim() > 1 and here.get(key) == given.numel()]
     percent = 100 * sum(here.values()) / sum(sizes(model).values())
-    held = f"each of {MOST_RANKS} ranks holds {percent:.0f} % of the parameters"
+    held = f"each of {MOST_RANKS} ranks holds {percent:.0f}% of the parameters"
     if whole:
         more = f", and {len(whole) - 1} more" if len(whole) > 1 else ""
         text = f"{name} computes the right numbers, but {held}.\nEvery rank holds all of {whole[0]}{more}."

@@ -114,7 +114,7 @@ def check_train_split(fn: Train) -> Verdict:
     text = f"{name} is right: loss and every gradient, for 1F1B, ZB-H1 and ZB-H2 on 1, 2, 3 and 4 ranks."
     if split > 1.02 * whole:  # less is additions, counted where torch shows them
         text += (
-            f"\nOn two ranks a batch takes {100 * (split / whole - 1):.0f} % more FLOPs with I and W than with B: W "
+            f"\nOn two ranks a batch takes {100 * (split / whole - 1):.0f}% more FLOPs with I and W than with B: W "
             "goes through the whole chain once more. tplab's `train_batch` avoids this: it keeps the gradient of each "
             "layer's output."
         )

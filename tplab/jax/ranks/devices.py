@@ -28,7 +28,7 @@ NUM_CPU_DEVICES = 16
 _MOST_CPU_DEVICES = 1024  # that tplab asks for; of 2,048 the first message takes 15 seconds
 
 # A device may have two programs under way, one of which waits for other devices that are still in the one before; each
-# holds a thread. With 2 threads a device nothing has starved, with 1.5 all of it has; 3 cost a product 5 % of its time.
+# holds a thread. With 2 threads a device nothing has starved, with 1.5 all of it has; 3 cost a product 5% of its time.
 _THREADS_A_DEVICE = 3
 
 _PATIENCE = "xla_cpu_collective_call_terminate_timeout_seconds"

@@ -121,15 +121,15 @@ def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
             work = "busy time" if has_pairs and costs.overlap else "m(F+I+W)"
             text = "(p−1)/m" if schedule.name in ("gpipe", "one_f_one_b") else f"{known.text} / {work}"
             ideal = f"{text} = {time(bubble)} / {time(run.makespan - bubble)}"
-    found.append(Fact("bubble, of the makespan", f"{plain(100 * run.bubble_fraction)} %", note))
-    found.append(Fact("bubble, of the ideal time", f"{plain(100 * run.bubble_over_ideal)} %", ideal))
+    found.append(Fact("bubble, of the makespan", f"{plain(100 * run.bubble_fraction)}%", note))
+    found.append(Fact("bubble, of the ideal time", f"{plain(100 * run.bubble_over_ideal)}%", ideal))
     found += _of_pairs(run, time) if has_pairs else []
     peak, held = PEAK.get(schedule.name), float(run.peak_activations.max(initial=0.0))
     note = "" if peak is None or peak.text == "1" else f"{peak.text} = {plain(peak.value(p, m, v))}"
     found.append(Fact("peak microbatches", plain(held), note))
     keeps = limit is not None and held <= limit + 1e-9
     best = lower_bounds(schedule, costs, limit).makespan if keeps else run.bounds.makespan
-    gap = f"gap {plain(round(100 * (run.makespan / best - 1), 9))} %" if best else ""
+    gap = f"gap {plain(round(100 * (run.makespan / best - 1), 9))}%" if best else ""
     found.append(Fact("lower bound", time(best), f"{gap}, holding {limit:g} at most" if keeps else gap))
     return found
 
@@ -150,7 +150,7 @@ def _of_pairs(run: Simulation, time: Callable[[float], str]) -> list[Fact]:
     figure, note = (time(pair_time(costs)), rule) if is_plain else (rule, "")
     other = simulate(run.schedule, replace(costs, overlap=0.0 if costs.overlap else 1.0), lockstep=run.lockstep)
     name = WITHOUT if costs.overlap else WITH
-    bubble = f"bubble {plain(100 * other.bubble_fraction)} % of the makespan"
+    bubble = f"bubble {plain(100 * other.bubble_fraction)}% of the makespan"
     return [Fact(PAIR, figure, note), Fact(name, time(other.makespan), bubble)]
 
 

@@ -197,7 +197,7 @@ def facts(over: Overlay) -> list[Fact]:
     """What is written under the picture."""
     beside, run, unit = over.comparison, over.predicted, over.trace.unit
     ranks, makespan = run.schedule.num_ranks, beside.makespan
-    share = f"{plain(round(100 * beside.residual / run.makespan, 1))} %" if run.makespan else ""
+    share = f"{plain(round(100 * beside.residual / run.makespan, 1))}%" if run.makespan else ""
     found = [
         Fact(f"makespan, {over.word}", time_text(makespan, unit), ""),
         Fact("predicted", time_text(run.makespan, unit), ""),
@@ -208,8 +208,8 @@ def facts(over: Overlay) -> list[Fact]:
         found.append(
             Fact(
                 "bubble",
-                f"{plain(round(100 * bubble, 1))} %",
-                f"predicted {plain(round(100 * run.bubble_fraction, 1))} %",
+                f"{plain(round(100 * bubble, 1))}%",
+                f"predicted {plain(round(100 * run.bubble_fraction, 1))}%",
             )
         )
     latest = int(np.argmax(beside.lag))

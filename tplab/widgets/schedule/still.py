@@ -184,7 +184,7 @@ def sentence(runs: Sequence[Simulation]) -> str:
     """One plain sentence, for where there is no picture."""
     said = [
         f"{run.schedule.name or 'a schedule'} on {run.schedule.num_ranks} ranks with {run.schedule.num_microbatches} "
-        f"microbatches: makespan {run.makespan:g}, {100 * run.bubble_fraction:.1f} % idle, "
+        f"microbatches: makespan {run.makespan:g}, {100 * run.bubble_fraction:.1f}% idle, "
         f"{float(run.peak_activations.max(initial=0.0)):g} microbatches held at most"
         for run in runs
     ]

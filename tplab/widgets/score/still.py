@@ -186,7 +186,7 @@ def timeline(score: Score) -> bytes:
     busy = score.trace.busy() / span if span else score.trace.busy()
     facts = f"makespan {time_text(span, score.trace.unit)}" + " steps" * (score.trace.unit == "steps")
     if score.computes:
-        facts += f" · each rank is busy {range_text((100 * busy).round().tolist(), plain)} % of it"
+        facts += f" · each rank is busy {range_text((100 * busy).round().tolist(), plain)}% of it"
     pen.text(MARGIN, 52 + lanes.height + 18, facts, size=11.5, anchor="lm")
     x, y = float(MARGIN), 52 + lanes.height + 40
     for kind, text in [*legend, *([("idle", "idle")] if legend else [])]:

@@ -109,7 +109,7 @@ export class Lanes {
       const name = score.names?.[rank] ?? rank;
       if (rank % every === 0) pen.fillText(score.ranks > 16 ? name : `rank ${name}`, 0, middle);
       pen.textAlign = "right";
-      if (this.busy && rank % every === 0) pen.fillText(`${plain(Math.round(100 * this.busy[rank]))} %`, left + width + this.right, middle);
+      if (this.busy && rank % every === 0) pen.fillText(`${plain(Math.round(100 * this.busy[rank]))}%`, left + width + this.right, middle);
     }
     const [from, to] = this.view;
     for (const time of ticks(from, to, Math.max(2, width / 110), score.unit, this.begin)) {

@@ -14,8 +14,8 @@ export function facts(score, busy) {
   const found = [["makespan", timeText(span, score.unit), score.unit === "steps" ? "steps" : ""]];
   if (score.computes) {
     const idle = 100 * (1 - busy.reduce((sum, share) => sum + share, 0) / busy.length);
-    found.push(["busy", `${rangeText(busy.map((share) => Math.round(1000 * share) / 10), plain)} %`, "of the makespan, per rank"]);
-    found.push(["idle", `${plain(Math.round(10 * idle) / 10)} %`, "of all ranks' time"]);
+    found.push(["busy", `${rangeText(busy.map((share) => Math.round(1000 * share) / 10), plain)}%`, "of the makespan, per rank"]);
+    found.push(["idle", `${plain(Math.round(10 * idle) / 10)}%`, "of all ranks' time"]);
   }
   let compute = 0, all = 0;
   for (const row of score.critical) {
@@ -23,7 +23,7 @@ export function facts(score, busy) {
     if (kind[row] === COMPUTE) compute += end[row] - start[row];
   }
   if (score.critical.length) {
-    found.push(["critical path", score.critical.length.toLocaleString("en"), `bars, ${plain(Math.round((100 * compute) / (all || 1)))} % of it computing`]);
+    found.push(["critical path", score.critical.length.toLocaleString("en"), `bars, ${plain(Math.round((100 * compute) / (all || 1)))}% of it computing`]);
   }
   return found;
 }
