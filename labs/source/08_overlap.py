@@ -315,8 +315,9 @@ def tidied(x, w):
     up = down = x
     y = x @ columns[i].T
     for k in range(1, R // 2 + 1):
-        hops = [tt.start(tt.ring_shift, up, "tp"), tt.start(tt.ring_shift, down, "tp", -1)]
-        up, down = [hop.wait() for hop in hops]
+        going_up = tt.start(tt.ring_shift, up, "tp")
+        going_down = tt.start(tt.ring_shift, down, "tp", -1)
+        up, down = going_up.wait(), going_down.wait()
         y = y + up @ columns[(i - k) % R].T
         if 2 * k < R:  # else both have brought the same piece
             y = y + down @ columns[(i + k) % R].T

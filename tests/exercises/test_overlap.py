@@ -102,11 +102,12 @@ def test_the_lab_shows_the_bug():
     cells = [cell.source for cell in build.read_source("08_overlap").cells if cell.cell_type == "code"]
     bug = next(source for source in cells if "def tidied(" in source)
     assert "tidied: the numbers are right, but 0% of" in check_gather_product(made("tidied", bug)).text
-    first, wait = "    y = x @ columns[i].T\n", "        up, down = [hop.wait() for hop in hops]\n"
-    (start,) = (line + "\n" for line in bug.splitlines() if "hops = " in line)
-    assert bug.count(first) == bug.count(start + wait) == 1
-    mended = bug.replace(start + wait, f"{wait}        if k < R // 2:\n    {start}")
-    mended = mended.replace(first, f"{start.replace('        hops', '    hops')}{first}")
+    first, wait = "    y = x @ columns[i].T\n", "        up, down = going_up.wait(), going_down.wait()\n"
+    up, down = (f"{line.strip()}\n" for line in bug.splitlines() if " = tt.start(" in line)
+    starts, indent = f"        {up}        {down}", " " * 12
+    assert bug.count(first) == bug.count(starts + wait) == 1
+    mended = bug.replace(starts + wait, f"{wait}        if k < R // 2:\n{indent}{up}{indent}{down}")
+    mended = mended.replace(first, f"    {up}    {down}{first}")
     assert check_gather_product(made("tidied", mended)).passed
 
 
