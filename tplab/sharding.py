@@ -14,7 +14,7 @@ Rule = Literal["equal", "ceil", "even"]
 
 
 class P(tuple):
-    """How a tensor lies on a mesh: one entry per dim, as in `jax.sharding.PartitionSpec`.
+    """How a tensor is sharded over a mesh: one entry per dim, as in `jax.sharding.PartitionSpec`.
 
     An entry is None (every rank holds the whole dim), the name of a mesh axis (the dim is split over it), or a
     tuple of names (split over all of them, the first one slowest). Dims past the last entry are whole; an axis

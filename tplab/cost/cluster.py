@@ -108,7 +108,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """As many chips as the program has ranks, and what joins them.
+    """As many chips as the program has ranks, and what connects them.
 
     inner_link   between two ranks of one node
     node_size    how many consecutive ranks make a node (8: ranks 0..7, 8..15, ...); None: all ranks are one node

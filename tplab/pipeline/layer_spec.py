@@ -44,7 +44,7 @@ class LayerSpec:
 
 
 class TiedSpec(LayerSpec):
-    """A layer whose weight is one with that of every other layer of the same key.
+    """A layer that shares its weight with every other layer of the same key.
 
         TiedSpec("words", Embedding, 65, 768)
         TiedSpec("words", Embedding, 65, 768, forward=lambda layer, x: x @ layer.weight.T)
@@ -73,7 +73,7 @@ class TiedSpec(LayerSpec):
 def layer_names(layers: Sequence[Any]) -> list[str]:
     """What each layer is called, for "type:regex" partitions and for printing.
 
-    Raises TypeError for what is no layer.
+    Raises TypeError for anything that is not a layer.
     """
     for place, layer in enumerate(layers):
         if not isinstance(layer, LayerSpec) and not callable(layer):

@@ -38,7 +38,7 @@ class Action:
     """`kind` (one of KINDS) on `stage` for `microbatch`; -1 where there is none, as in a STEP.
 
     joined   runs overlapped with the action before it in its rank's row: a forward and a backward of two
-             microbatches at once, as in DualPipe. Who cannot overlap runs one after the other.
+             microbatches at once, as in DualPipe. An executor that cannot overlap them runs one after the other.
     """
 
     kind: str

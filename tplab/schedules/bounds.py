@@ -48,8 +48,8 @@ def lower_bounds(
 
     head(r)   before its first stage has any input: the forwards of all stages before it
     tail(r)   after its last backward: the backwards of all stages before its first one; nothing where the backward is
-              split, since what comes last is then a W, for which nobody waits
-    gap(r)    between its first forward and its first backward lie all further forwards and backwards of that
+              split, since what comes last is then a W, which no rank waits for
+    gap(r)    between its first forward and its first backward come all remaining forwards and backwards of that
               microbatch; in that time the rank has only forwards to do, as many as microbatches, or as its memory holds
 
     For equal stages this is (m+p-1)(F+B) for GPipe and 1F1B, (p-1)(F+B)/v + m(F+B) interleaved, and with a split

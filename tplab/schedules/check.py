@@ -33,7 +33,7 @@ class Fault:
 
 
 def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = None) -> None:
-    """Raise ScheduleError unless `schedule` is right; the message tells each fault: which action, on which rank.
+    """Raise ScheduleError unless `schedule` is right; the message lists each fault: which action, on which rank.
 
     Right means: each stage's forward and backward (B, or I and W) exactly once per microbatch, on a rank that holds the
     stage, and the backward where the forward was; nothing before what it needs, on its own rank and across ranks; no

@@ -18,7 +18,7 @@ Transfer = tuple[str, int, int]
 def with_communication(schedule: Schedule) -> Schedule:
     """The schedule with every send and receive written out, in an order that cannot deadlock.
 
-    Actions are taken in the order of their ticks. A send goes right behind its action, and its receive is posted at
+    Actions are taken in the order of their ticks. A send comes right after its action, and its receive is posted at
     that moment on the other rank, behind what that rank has done so far. So any two ranks exchange in the same order
     at both ends, which is all that in-order communication asks for. (torch lowers its schedules in the same way.)
     """

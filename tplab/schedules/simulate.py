@@ -29,7 +29,7 @@ def simulate(
     optimizer   None: the schedule ends with its last action. "own": each rank takes its optimizer step when its own
                 row is done. "together": when all ranks' rows are (as for a global gradient norm)
 
-    Sends and receives that are written out are left aside: `costs` says how messages travel.
+    Sends and receives that are written out are ignored: `costs` says how messages travel.
     Raises ScheduleError where the schedule cannot run, and says why.
     """
     costs = Costs() if costs is None else costs

@@ -118,7 +118,7 @@ class Simulation:
 
     @property
     def gap(self) -> float:
-        """How far the makespan lies above its proven lower bound: 0.1 is ten per cent."""
+        """How far the makespan is above its proven lower bound: 0.1 is ten percent."""
         return self.makespan / self.bounds.makespan - 1 if self.bounds.makespan else 0.0
 
     # --- why -----------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Simulation:
     def peak_activations(self) -> np.ndarray:
         """The most activations each rank holds at once, in microbatches (a virtual stage's count 1/v) [ranks].
 
-        F adds them, W or B lets them go.
+        F adds them, W or B frees them.
         """
         return peak_activations(self.schedule)
 

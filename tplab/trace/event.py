@@ -22,7 +22,7 @@ class Event:
     bytes           send and collective: what this rank sends; receive: what it gets; compute: what it reads and writes
     flops           floating-point operations of a compute event
     shape, dtype    of the tensor that is sent or produced
-    message         a send and its receive share this number, so do all ranks' events of one collective; -1: none
+    message         a send and its receive share this number, as do all ranks' events of one collective; -1: none
     step            the round of communication it belongs to: how many hops come before it; -1: none
     chunk           what is carried, as an index into `Trace.chunks`; -1: not known
     contributors    the ranks whose data is in it

@@ -23,7 +23,7 @@ reduction."""
 
 
 class Recorder:
-    """Takes down events while a program runs, and makes the `Trace` of them at the end.
+    """Records events while a program runs, and makes a `Trace` of them at the end.
 
     A program does the same things again and again. What their events share is given once, as a form; of each event
     there is a note of the rest. So little is done while the program runs, and what is kept is numbers behind one
@@ -126,7 +126,7 @@ class Recorder:
         contributors: tuple[int, ...] = (),
         values: np.ndarray | None = None,
     ) -> None:
-        """Take down an event, or a message, of this form. What is wrong with it, `trace` will say."""
+        """Record an event, or a message, of this form. `trace` reports what is wrong with it."""
         notes = self._notes
         if values is not None:
             self._values[self._num_packed + len(notes) // _WIDTH] = values
@@ -135,7 +135,7 @@ class Recorder:
             self._pack()
 
     def note_wait(self, form: int, start: float, end: float) -> None:
-        """Take down a wait of this form."""
+        """Record a wait of this form."""
         notes = self._notes
         notes += (form, start, end, 0, -1, -1, -1, ())
         if len(notes) >= _FULL:
@@ -152,7 +152,7 @@ class Recorder:
         contributors: tuple[int, ...],
         values: np.ndarray | None,
     ) -> int:
-        """Take down a message of this form, with a number of its own, which it returns."""
+        """Record a message of this form, with a number of its own, which it returns."""
         notes, message = self._notes, self._num_messages
         self._num_messages = message + 1
         if values is not None:
@@ -163,7 +163,7 @@ class Recorder:
         return message
 
     def taken(self, message: int, where: str, phase: str) -> None:
-        """Take down from which line, and in which phase, a message was received, where that is not the sender's."""
+        """Record from which line, and in which phase, a message was received, where that is not the sender's."""
         self._takings[message] = where, phase
 
     # --- one by one ----------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Recorder:
         phase: str = "",
         reduction: str = "",
     ) -> None:
-        """Take down one event; the arguments are the fields of `Event`."""
+        """Record one event; the arguments are the fields of `Event`."""
         form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction)
         self.note(form, start, end, bytes, message, step, chunk, contributors, values)
 
@@ -215,18 +215,18 @@ class Recorder:
         where: str,
         phase: str = "",
     ) -> int:
-        """Take down a message: its send on `source` and its receive on `target`. Returns its number."""
+        """Record a message: its send on `source` and its receive on `target`. Returns its number."""
         form = self.message_form(source, target, op, axis, group, shape, dtype, where, phase)
         return self.note_message(form, *span, num_bytes, step, chunk, contributors, values)
 
     def add_wait(self, rank: int, op: str, start: float, end: float, axis: str, where: str, phase: str = "") -> None:
-        """Take down that `rank` stood still from `start` to `end`."""
+        """Record that `rank` was idle from `start` to `end`."""
         self.note_wait(self.form(rank, "wait", op, axis, where=where, phase=phase), start, end)
 
     # --- the trace -----------------------------------------------------------------------------------------------
 
     def trace(self, clock: str = "modelled", unit: str = "s", cluster: str | None = None) -> Trace:
-        """The trace of what was taken down so far."""
+        """The trace of what was recorded so far."""
         blocks = [*self._blocks, self._packed()]
         noted = {name: np.concatenate([block[name] for block in blocks]) for name in _NOTED}
         form = noted.pop("form")

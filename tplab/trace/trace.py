@@ -28,8 +28,8 @@ class Trace:
     chunks      what travelled: (the rank it came from, how many that rank had sent before it)
     chunk_names its name in the program: "Z", or "x[3]" for piece 3 of x; "" where that is not known
 
-    Inside there is one array per column, so a million events are fine. A trace is never changed. Two are equal when all
-    of the above and every event are, bit for bit.
+    Internally there is one array per column, so a million events are fine. A trace is never changed. Two are equal when
+    all of the above and every event are, bit for bit.
     """
 
     def __init__(

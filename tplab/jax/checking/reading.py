@@ -46,7 +46,7 @@ def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
 def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
     """What each softmax in fn(*args) takes, in the order in which they are computed; not of those in a loop.
 
-    A softmax is exp(x - max(x)), whoever wrote it.
+    A softmax is exp(x - max(x)), in whatever words.
     """
     closed = jax.make_jaxpr(fn)(*args)
     found: list[Array] = []

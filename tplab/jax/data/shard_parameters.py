@@ -89,7 +89,7 @@ class ShardedLayer:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The layer's own: whoever calls it can see whether it takes a random key."""
+        """The layer's own: a caller can see whether it takes a random key."""
         return inspect.signature(self.layer)
 
     def init(self, key: Any) -> Any:

@@ -89,7 +89,7 @@ class AsyncLinear:
 
     x [..., D/R]   weight [R, F/R, D/R], in the order of the ring   bias [F/R]   ->   y [..., F/R]: this rank's features
     "gather"    all_gather_matmul: R-1 hops of x. weight[k] is multiplied with the k-th piece that arrives
-    "scatter"   matmul_reduce_scatter: R-1 hops of y. weight[k] makes the k-th part that leaves, the own one last
+    "scatter"   matmul_reduce_scatter: R-1 hops of y. weight[k] makes the k-th part that leaves, its own last
     "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank for itself, nothing is sent. With one rank the
                 other modes are this one
     bias        one per feature of y, on the rank that has the feature; added once

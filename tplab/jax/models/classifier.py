@@ -31,7 +31,7 @@ class ParallelMLPBlock:
     """y = x + down(silu(up(norm(x)))) on features that are sharded over `axis` (R ranks).
 
     x [..., W/R]   ->   y [..., W/R]: this rank's features
-    norm      RMSNorm of all W features: one all_reduce of 1 number a token
+    norm      RMSNorm of all W features: one all_reduce of 1 number per token
     up        W -> H: the pieces of x are gathered        down   H -> W: the parts of y are scattered
     overlap   True: AsyncLinear, R-1 hops beside R products. False: all_gather before up, reduce_scatter after down
     cost      (R-1)/R of all of x is gathered and as much is scattered, either way; one key gives one model either way
@@ -79,7 +79,7 @@ class ParallelMLPBlock:
 
 @dataclass(frozen=True)
 class ParallelClassifier:
-    """Input features -> `width`, `num_layers` blocks, -> a logit a class.
+    """Input features -> `width`, `num_layers` blocks, -> one logit per class.
 
     x [..., I], the same on every rank   ->   logits [..., C], the same on every rank
     input     each rank computes its own W/R features: nothing is sent

@@ -42,7 +42,7 @@ class ColumnParallelLinear(nn.Module):
     forward   y = x @ weight.T + bias             nothing is sent
     backward  dx = all_reduce(dy @ weight)        2(R-1)/R of x is sent by each rank; dW, db: nothing
 
-    gather_output   y [..., F] on every rank: an all_gather more
+    gather_output   y [..., F] on every rank: one more all_gather
     sequence_dim    x is this rank's piece along that dim: all_gather(x) first; dx = reduce_scatter(dy @ weight). Each
                     sends (R-1)/R of the whole x
     Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator f.
@@ -145,7 +145,7 @@ class ParallelMLP(nn.Module):
     cost         one all_reduce forward and one backward, 2(R-1)/R of x each, for swiglu too
     sequence_dim in place of each an all_gather and a reduce_scatter, of the same bytes together
 
-    Column first, row second: the hidden features need not be known whole to any rank. The other order needs a second
+    Column first, row second: no rank needs all hidden features. The other order needs a second
     sum before the nonlinearity, since gelu(a + b) is not gelu(a) + gelu(b).
     """
 

@@ -187,7 +187,7 @@ def _call_hooks(parameter: nn.Parameter) -> None:
 
 
 def _own(grad: Tensor) -> Tensor:
-    """A gradient that nobody else's writes reach."""
+    """A gradient that no other writes reach."""
     return grad.detach() if base_of(grad) is None and grad.is_contiguous() else grad.detach().clone()
 
 

@@ -86,7 +86,7 @@ class Exchange:
             self.wait(self._sends.popleft()[0])
 
     def break_off(self) -> None:
-        """Close all connections: whoever waits here or for us is released, with ConnectionLost."""
+        """Close all connections: a rank that waits here or for us is released, with ConnectionLost."""
         if self._gloo.size() == 1:
             return
         neighbor = (self._rank + 1) % self._gloo.size()

@@ -73,7 +73,7 @@ class Native:
             queue.popleft().launch()
 
     def launch_all(self) -> None:
-        """Launch what nobody has waited for; for the end of a program."""
+        """Launch what the program has not waited for; for its end."""
         for queue in self._queues.values():
             while queue:
                 queue.popleft().launch()

@@ -128,7 +128,7 @@ class Raised(NamedTuple):
     is_mismatch: bool
 
     def to_text(self, rank: int) -> bytes:
-        """For a place where others may write: without the pickled error, which nobody should read from there."""
+        """For a place where others may write: without the pickled error, which must not be read from there."""
         return json.dumps([rank, *self[1:]]).encode()
 
     @classmethod

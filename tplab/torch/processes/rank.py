@@ -3,11 +3,11 @@
 Over gloo every collective is built from pieces that ranks send each other, and what is added up is added in the order
 of positions, by the same function as simulated ranks use: the results are theirs, bit for bit.
 
-    all_reduce       small: everybody's x to everybody, and each rank adds all up
-                     large: piece j to index j, which adds the pieces up and sends the sum to everybody;
+    all_reduce       small: each rank's x to every rank, and each rank adds all up
+                     large: piece j to index j, which adds the pieces up and sends the sum to every rank;
                      2(R-1)/R of x is sent by each rank, as in a ring, in 2 rounds
     reduce_scatter   piece j to index j, which adds up       all_to_all   piece j to index j
-    all_gather       x to everybody                          broadcast    the root's x to everybody
+    all_gather       x to every rank                         broadcast    the root's x to every rank
 
 On a GPU of its own a rank's CUDA tensors go through NCCL's collectives instead (native.py), which add up in an order of
 their own: equal to rounding.

@@ -75,7 +75,7 @@ class Membership:
             self._exchange = None
 
     def gather(self, content: Any) -> list[Any]:
-        """Everybody's content, on every rank. Raises ConnectionLost where somebody is gone."""
+        """The content of every rank, on every rank. Raises ConnectionLost where one is gone."""
         exchange, bodies = self.exchange(), [b""] * self.num_ranks
         try:
             dist.all_gather_object(bodies, Parcel(content, shared=False).body, group=self._group)
@@ -214,7 +214,7 @@ class Board:
             seen = waits_in
 
     def _judge(self, mesh: Mesh) -> TplabError | None:
-        """The error that explains why all stand still, once everybody has put up a report."""
+        """The error that explains why all ranks are stuck, once every rank has put up a report."""
         keys = [self._key(rank) for rank in mesh.ranks]
         if not self._here.store.check(keys):
             return None

@@ -73,7 +73,7 @@ def verdict(reports: Mapping[int, Report], mesh: Mesh) -> TplabError | None:
 
 
 def _unbegun(wait: Wait, reports: Mapping[int, Report]) -> list[int]:
-    """Those who are waited for and had not begun the collective. What somebody else has begun is on its way."""
+    """The ranks that are waited for and had not begun the collective. What another rank has begun is on its way."""
     return [
         rank for rank in wait.missing if rank not in reports or not reports[rank].has_begun(wait.group, wait.number)
     ]

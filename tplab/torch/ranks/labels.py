@@ -33,7 +33,7 @@ class Labels:
         self._entries.pop(id(x), None)
 
     def joined(self, operands: Iterable[Tensor], rank: int) -> Label | None:
-        """The label of what `rank` computes from these: the first one's chunk, everybody's contributors, and this rank
+        """The label of what `rank` computes from these: the first one's chunk, the contributors of all, and this rank
         too where data of its own takes part. None where no operand has one."""
         first, contributors, takes_part = None, set(), False
         for x in operands:

@@ -24,7 +24,7 @@ class LiveBytes(DispatchMode):
     now()   bytes at this moment
 
     Each piece of memory counts once, what collectives bring too, and views of what was there before do not count.
-    Gradients do, and what a backward pass has not let go of yet; so does `torch.tensor([...])`, but not
+    Gradients do, and what a backward pass has not freed yet; so does `torch.tensor([...])`, but not
     `torch.from_numpy`, whose memory is NumPy's. What an operation takes for itself while it runs is not seen, and
     torch's "meta" device, which has no memory, does not count. Inside a rank's program it sees this rank's tensors
     only. Looking costs time.

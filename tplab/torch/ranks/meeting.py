@@ -38,7 +38,7 @@ class Site:
     dtype: what all those calls have in common.
 
     signature   what every member of the group must bring to the meeting
-    target      of a collective between pairs: to whom, None if to nobody; `source`: from whom
+    target      of a collective between pairs: to which rank, None if to none; `source`: from which
     num_sent    of the others: the bytes that the ring algorithm sends from here, where that is the same in each meeting
     """
 

@@ -58,7 +58,7 @@ def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]
 
 
 def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
-    """The inputs combined elementwise, in the order given: the same bits whoever computes it; memory of its own.
+    """The inputs combined elementwise, in the order given: the same bits whichever rank computes it; memory of its own.
 
     Types of 16 bits and fewer are added up in float32 and rounded once at the end.
     """
@@ -175,7 +175,7 @@ def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _copies(x: Tensor, count: int) -> list[Tensor]:
-    """x itself, which nobody else has, and copies of it. Large ones share their memory until they are `settled`."""
+    """x itself, which no other rank has, and copies of it. Large ones share their memory until they are `settled`."""
     copy = lazy_copy if _may_share(x) else own
     return [x, *(copy(x) for _ in range(count - 1))]
 

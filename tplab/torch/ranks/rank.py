@@ -120,7 +120,7 @@ MESSAGES = ("send", "receive")
 
 
 class Pending(ABC):
-    """A collective that has been started. It is no tensor: whoever uses it as one is told to wait for it."""
+    """A collective that has been started. It is not a tensor: using it as one is an error that says to wait for it."""
 
     __slots__ = ()
 

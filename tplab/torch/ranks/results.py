@@ -150,6 +150,6 @@ def _largest(x: Tensor) -> float:
 
 def _rounding(x: Tensor) -> float:
     """How far two copies of `x` may be apart because their sums were in another order: a few roundings of the largest.
-    In types of 16 bits and fewer, in which nobody adds up long sums, very few."""
+    In types of 16 bits and fewer, in which no program adds up long sums, very few."""
     kind = torch.finfo(x.dtype)
     return {8: 1, 16: 4}.get(kind.bits, 64) * kind.eps * _largest(_exact(x))

@@ -311,7 +311,7 @@ class SimulatedRank(Rank):
         self._stand_still(site, end if self.world.cluster is None else self.clock, hops)
 
     def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
-        """Give this rank's tensor to the meeting; the last one to come works out what everybody gets."""
+        """Give this rank's tensor to the meeting; the last one to arrive works out what every rank gets."""
         meeting.inputs[site.index] = x.detach() if x.requires_grad else x
         meeting.ready = max(meeting.ready, self.clock)
         meeting.hops = max(meeting.hops, self.hops)
@@ -355,7 +355,7 @@ class SimulatedRank(Rank):
         return result if is_lent else settled(result)
 
     def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
-        """The message to this rank, once it is there; zeros like `x` where nobody sends one."""
+        """The message to this rank, once it is there; zeros like `x` where no rank sends one."""
         if site.source is None:
             return _zeros_like(x)
         message = meeting.messages.pop(self.rank, None)

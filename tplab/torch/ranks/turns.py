@@ -64,7 +64,7 @@ class Turns:
 
     `ready` holds the seats that can go on, in the order in which they came to: first those of all ranks, then each one
     when what it waits for has arrived. The thread that has to wait, or returns, gives its turn to the first of them. If
-    there is none, nobody can ever move again: a deadlock.
+    there is none, no rank can ever go on: a deadlock.
 
     Threads that a rank's program starts take turns too, each on a seat of its own beside the rank's (`beside`). When
     all ranks have come to the end of their programs, those that still wait are let go.

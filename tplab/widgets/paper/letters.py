@@ -17,7 +17,7 @@ _OTHER, _MONO, _BOLD = 0.6, 0.602, 1.1
 
 
 def about_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
-    """How wide a text is, within some per cent, where no font can be asked."""
+    """How wide a text is, within a few percent, where no font can be asked."""
     text = one_line(text)
     if mono:
         return size * _MONO * len(text)

@@ -84,7 +84,7 @@ class SvgPen:
         return self.width_of(text, size, bold, mono)
 
     def document(self, title: str) -> str:
-        """The whole SVG. `title` is what it shows, for those who hear it."""
+        """The whole SVG. `title` is what it shows, for screen readers."""
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         hatch = (
             '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '

@@ -271,7 +271,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def parts_of(text: str) -> list[float] | None:
-    """What the consecutive parts of the model cost beside one another, from "1, 1, 1, 2"; None for an empty text."""
+    """What consecutive parts of the model cost relative to one another, from "1, 1, 1, 2"; None for an empty text."""
     parts = []
     for word in text.replace(",", " ").split():
         try:

@@ -1,6 +1,6 @@
 """What each rank holds, and since when: read from what it sent, received and computed.
 
-A trace says what travelled. From that follows more: whoever sends a chunk had it before; a rank that sends on more
+A trace says what travelled. From that follows more: a rank that sends a chunk had it before; a rank that sends on more
 than it was sent has added a part of its own, so it had that part from the beginning; and what was sent to be added
 to is no longer worth much where it came from.
 """
