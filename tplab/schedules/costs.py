@@ -25,8 +25,8 @@ class Costs:
                     F, I and W. One number is a *rank's* share of one microbatch: each of its v stages takes 1/v of it.
                     A sequence has one figure per stage, a nested one one per stage and microbatch, both as they are
     stage_costs     how much the consecutive parts of the model cost relative to one another: (1, 1, 1, 2) doubles
-                    F, I and W of the last quarter of the layers. As many figures as stages, or a number that divides theirs or
-                    is a multiple of it: a schedule with more stages cuts the same model finer
+                    F, I and W of the last quarter of the layers. As many figures as stages, or a number that
+                    divides theirs or is a multiple of it: a schedule with more stages cuts the same model finer
     transfer        latency of a message between two ranks; stages on one rank hand over in no time
     full_backward   B where it is not split; left out, I + W
     overlap         of an overlapped pair, the part of the shorter one that is hidden behind the longer one, 0 to 1:
