@@ -268,9 +268,11 @@ def test_readme_code_runs_and_prints_what_it_says(code: str, tmp_path: Path):
     assert done.stdout.splitlines() == re.findall(r"^print\(.*\) +# (.*)$", code, re.MULTILINE)
 
 
-def test_readme_lists_every_lab_with_its_badges():
-    rows = re.findall(r"^\| \[[^\]]+\]\(labs/(\w+)\.ipynb\) \| [^|]+ \| (.*) \|$", README, re.MULTILINE)
-    assert rows == [(name, build.badges(name)) for name in build.names()]
+def test_readme_lists_every_lab_with_its_question_and_badges():
+    rows = re.findall(r"^\| \[[^\]]+\]\(labs/(\w+)\.ipynb\) \| ([^|]+) \| (.*) \|$", README, re.MULTILINE)
+    openings = {name: build.read_source(name).cells[0].source for name in build.names()}
+    questions = {name: " ".join(text.split("**")[1].split()) for name, text in openings.items()}
+    assert rows == [(name, questions[name], build.badges(name)) for name in build.names()]
 
 
 MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])

@@ -199,7 +199,7 @@ def bars(tokens):
 
 options = {2**k: bars(2**k) for k in range(9, 16)}
 about = "1.07 billion parameters, bfloat16, modelled on H100 nodes"
-knob("One step of a large model", "tokens per rank", options, start=2048, about=about)
+knob("One step of a large model", "tokens per rank", options, start=512, about=about)
 
 # %% [markdown]
 # <details><summary>What there is to find</summary>

@@ -164,7 +164,7 @@ def errors(block):
     return Bars(rows, f"The scales add {scales:,} bytes to 4,096 bytes of codes.")
 
 by_block = {block: errors(block) for block in (4096, 512, 128, 32)}
-knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=512,
+knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=4096,
      about="millionths", unit="")
 
 # %% [markdown]
@@ -237,7 +237,7 @@ for reduce in (one_level, two_levels):
 # %% [markdown]
 # On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels only 528 do, a quarter, because a
 # node has four GPUs. The price is a second rounding: 18% off instead of 13%. The rows must also be sorted, so that
-# every sum ends up on the right rank. You will do that below.
+# every sum ends up on the right rank.
 #
 # ## The whole step
 #
@@ -265,7 +265,7 @@ for name, options in SAVINGS.items():
 # ## Does it still learn?
 #
 # A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. All three runs have the same seed and
-# batches. The third run has a single scale for each message.
+# batches.
 
 # %%
 import codecs
