@@ -30,6 +30,10 @@ if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
 
 MOST_MEMORY = 1_200_000_000
 """Bytes of this process beyond which compiled JAX programs go after a test. Each holds up to 0.2 GB until then."""
+WORTH_CLEARING = 250_000_000
+"""Bytes that have come since they went last. Whoever needs them again compiles them again, which takes seconds."""
+LEFT = pytest.StashKey[int]()
+"""Bytes that were left then."""
 
 _BROWSERS = (
     "chromium",
@@ -55,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(180))
 
 
+def pytest_collection_finish() -> None:
+    """What the imports have made stays: without this, each full garbage collection looks through it, for 0.7 s."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("browser") and not find_browser():
@@ -63,12 +73,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(_NO_BROWSER)
 
 
-def pytest_runtest_logfinish() -> None:
-    """Let go of what JAX compiled, once it has become much: 5,000 tests compile several GB."""
-    if "jax" in sys.modules and _resident_bytes() > MOST_MEMORY:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Let go of what JAX compiled, once it has become much: 7,000 tests compile several GB."""
+    limit = max(MOST_MEMORY, item.config.stash.get(LEFT, 0) + WORTH_CLEARING)
+    if "jax" in sys.modules and _resident_bytes() > limit:
         sys.modules["jax"].clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
+        item.config.stash[LEFT] = _resident_bytes()
 
 
 def _resident_bytes() -> int:

@@ -69,14 +69,15 @@ def sharded(
     x_spec: P = WHOLE,
     y_spec: P = WHOLE,
 ) -> tuple[tuple[Any, Any, dict[str, Any]], Any]:
-    """The same by the layer that `make` makes of the framework's names, and the trace. What ranks are said to hold
-    copies of must agree: run checks it."""
+    """The same by the layer that `make` makes of the framework's names, and the trace, which has no values: for those,
+    JAX computes the program once more, step by step. What ranks are said to hold copies of must agree: run checks it.
+    """
     has_dx = x.dtype.kind == "f"
     program = _torch_program(fw, make, has_dx) if fw.name == "torch" else _jax_program(fw, make, has_dx)
     specs = dict(specs)
     args = {name: fw.array(value) for name, value in state.items()}, fw.array(x), fw.array(c)
     out_specs = (y_spec, *((x_spec,) if has_dx else ()), specs)
-    out = fw.lab.run(program, mesh, *args, in_specs=(specs, x_spec, y_spec), out_specs=out_specs)
+    out = fw.lab.run(program, mesh, *args, in_specs=(specs, x_spec, y_spec), out_specs=out_specs, keep_values=0)
     y, *dx, grads = out.value
     return (fw.numpy(y), fw.numpy(dx[0]) if dx else None, {n: fw.numpy(g) for n, g in grads.items()}), out.trace
 

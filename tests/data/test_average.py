@@ -43,7 +43,7 @@ def averaged(fw: Framework, num_ranks: int, bucket_bytes: float | None):
         return fw.lab.average_gradients({name: x[0] for name, x in stacked.items()}, "dp", bucket_bytes=bucket_bytes)
 
     program = of_torch if fw.name == "torch" else of_jax
-    out = fw.lab.run(program, Mesh(dp=num_ranks), given, in_specs=P("dp"), out_specs=P())
+    out = fw.lab.run(program, Mesh(dp=num_ranks), given, in_specs=P("dp"), out_specs=P(), keep_values=0)
     return {name: fw.numpy(x) for name, x in out.value.items()}, out.trace
 
 

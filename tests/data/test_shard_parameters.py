@@ -117,6 +117,7 @@ def train(fw: Framework, mesh: Mesh, steps: int, **options: Any) -> tuple[list[n
         fw.array(Y),
         in_specs=(P(), P(names), P(names)),
         out_specs=spec,
+        keep_values=0,
     )
     wholes = on_jax.run(net.gather, mesh, out.value, in_specs=spec).per_rank[-1]
     return [np.asarray(state[name]) for state in wholes for name in ("weight", "bias")], lambda: out.trace

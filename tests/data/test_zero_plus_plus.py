@@ -103,7 +103,7 @@ def trained(framework: str, name: str) -> Any:
     program = (torch_program if framework == "torch" else jax_program)(SAVINGS[name])
     specs = (P(AXIS), P(AXIS), *[P()] * LAYERS)
     arrays = [fw.array(array) for array in (*batch(), *weights())]
-    return fw.lab.run(program, MESH, *arrays, in_specs=specs, out_specs=(P(), P(AXIS), P(AXIS)))
+    return fw.lab.run(program, MESH, *arrays, in_specs=specs, out_specs=(P(), P(AXIS), P(AXIS)), keep_values=0)
 
 
 # ----------------------------------------------------------------------------------------------------------- bytes

@@ -83,7 +83,7 @@ def train(fw: Framework, make: Make, num_ranks: int, steps: int = STEPS, mesh: M
     mesh = mesh or Mesh(dp=num_ranks)
     state, (x, y) = {name: fw.array(value) for name, value in start().items()}, map(fw.array, batch())
     spec = P(mesh.axis_names)
-    return fw.lab.run(program, mesh, state, x, y, in_specs=(P(), spec, spec), out_specs=P())
+    return fw.lab.run(program, mesh, state, x, y, in_specs=(P(), spec, spec), out_specs=P(), keep_values=0)
 
 
 def _torch_steps(make: Make, steps: int) -> Callable[..., Any]:

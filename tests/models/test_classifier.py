@@ -255,7 +255,7 @@ def test_what_the_classifier_sends(fw):
         mine = fw.lab.async_state(state, 4) if overlap else state
         args = fw.array(x), {name: fw.array(value) for name, value in mine.items()}
         in_specs = P(), fw.lab.classifier_specs(1, "tp", overlap=overlap)
-        return fw.lab.run(program, Mesh(tp=4), *args, in_specs=in_specs, out_specs=P())
+        return fw.lab.run(program, Mesh(tp=4), *args, in_specs=in_specs, out_specs=P(), keep_values=0)
 
     overlapped, blocking = forward(True), forward(False)
     close(fw.numpy(overlapped.value), fw.numpy(blocking.value), "logits", tolerance=1e-5)  # float32

@@ -92,7 +92,7 @@ def in_jax(config, state):
     of_jit = Traffic.of_compiled(collectives_in_text(jitted.as_text() or ""))
     program = jax.value_and_grad(model.loss)
     specs = {"in_specs": (model.specs, P(), P()), "out_specs": (P(), model.specs)}
-    out = tplab.jax.run(program, mesh, params, IDS, IDS, **specs)
+    out = tplab.jax.run(program, mesh, params, IDS, IDS, keep_values=0, **specs)
     return (loss, flat(grads), of_jit), (out.value[0], flat(out.value[1]), Traffic.of_trace(out.trace))
 
 
