@@ -64,16 +64,18 @@ def run_torch(
     microbatches: Batch | Callable[[int], Batch],
     mesh: Mesh | None = None,
     on: str = "simulated",
+    evaluates: bool = False,
     **options: Any,
 ) -> tuple[list[Any], Any]:
     """What each rank returned: the loss, and the gradients of its stages. And the result of the run.
 
     microbatches   of all ranks; or position along "dp" -> those of the ranks there
+    evaluates      whether the batch runs forward only, so that there are no gradients
     """
     import torch
     from torch import nn
 
-    from tplab.torch import axis_index, run, train_batch
+    from tplab.torch import axis_index, evaluate_batch, run, train_batch
 
     class Layers(nn.Module):
         def __init__(self, state: State):
@@ -90,8 +92,10 @@ def run_torch(
         stages = {n: Layers(weights(schedule.num_stages)[n]) for n in schedule.placement[index]}
         own = microbatches(axis_index("dp")) if callable(microbatches) else microbatches
         given = [(torch.tensor(x), torch.tensor(y)) for x, y in own]
-        loss = train_batch(schedule, stages, given, nn.functional.mse_loss, **options)
-        return loss, {n: {k: p.grad for k, p in stage.named_parameters()} for n, stage in stages.items()}
+        execute = evaluate_batch if evaluates else train_batch
+        loss = execute(schedule, stages, given, nn.functional.mse_loss, **options)
+        grads = {n: {k: p.grad for k, p in stage.named_parameters()} for n, stage in stages.items()}
+        return loss, {n: {k: g for k, g in held.items() if g is not None} for n, held in grads.items()}
 
     out = run(program, mesh or Mesh(pp=schedule.num_ranks), on=on)
     results = [(float(loss), {n: {k: g.numpy() for k, g in grads.items()} for n, grads in held.items()})
@@ -100,13 +104,17 @@ def run_torch(
 
 
 def run_jax(
-    schedule: Schedule, microbatches: Batch | Callable[[int], Batch], mesh: Mesh | None = None, **options: Any
+    schedule: Schedule,
+    microbatches: Batch | Callable[[int], Batch],
+    mesh: Mesh | None = None,
+    evaluates: bool = False,
+    **options: Any,
 ) -> tuple[list[Any], Any]:
     """The same in JAX. All ranks run one program, which takes the microbatches as arrays."""
     import jax.numpy as jnp
 
     from tplab import P
-    from tplab.jax import run, stages_of, train_batch
+    from tplab.jax import evaluate_batch, run, stages_of, train_batch
     from tplab.jax.private import in_float64
 
     class Layers:
@@ -126,6 +134,9 @@ def run_jax(
         def __call__(self, params: Any, x: Any) -> Any:
             return jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
+    def mean_squares(y: Any, target: Any) -> Any:
+        return ((y - target) ** 2).mean()
+
     stages, bounds = weights(schedule.num_stages), range(schedule.num_stages + 1)
     mesh = mesh or Mesh(pp=schedule.num_ranks)
     own = [microbatches(i) for i in range(mesh.shape["dp"])] if callable(microbatches) else [microbatches]
@@ -134,7 +145,9 @@ def run_jax(
     def program(xs: Any, ys: Any) -> Any:
         held = stages_of([Layers(state) for state in stages], schedule, bounds=bounds)
         given = list(zip(xs[0], ys[0]))
-        loss, grads = train_batch(schedule, held, given, lambda y, target: ((y - target) ** 2).mean(), **options)
+        if evaluates:
+            return evaluate_batch(schedule, held, given, mean_squares, **options), [[{}]] * schedule.num_stages
+        loss, grads = train_batch(schedule, held, given, mean_squares, **options)
         return loss, [grads[stage] for stage in range(schedule.num_stages)]
 
     with in_float64():

@@ -160,3 +160,30 @@ def test_what_is_sent(framework):
     assert sent == [4 * one * widths[1], 4 * one * (widths[1] + widths[2]), 4 * one * widths[2]]
     assert {e.op for e in trace.events if e.kind == "collective"} == {"all_reduce"}
     assert np.sum([e.kind == "collective" for e in trace.events]) == 3
+
+
+@pytest.mark.parametrize(
+    "framework, schedule",
+    [
+        *(("torch", schedule) for schedule in (gpipe(1, 2), one_f_one_b(3, 4), zb_v(2, 3), chimera(2, 4))),
+        *(("jax", schedule) for schedule in (gpipe(1, 2), zb_v(2, 3))),
+    ],
+    ids=lambda case: getattr(case, "name", case),
+)
+def test_an_evaluation_runs_forward_only(framework, schedule):
+    """The same loss, no gradients, nothing kept, and half of what is sent."""
+    batch = pipelines.batch(schedule.num_stages, schedule.num_microbatches)
+    results, out = EXECUTORS[framework](schedule, batch, evaluates=True)
+    loss, _ = pipelines.plain(schedule.num_stages, batch)
+    for found, grads in results:
+        np.testing.assert_allclose(found, loss, rtol=1e-12)
+        assert not any(grads.values())
+    sends = schedule.num_microbatches * sum(
+        schedule.rank_of(stage, 0) != schedule.rank_of(stage + 1, 0) for stage in range(schedule.num_stages - 1)
+    )
+    events = out.trace.events
+    assert sum(e.kind == "send" for e in events) == sends
+    done = [e for e in events if e.kind == "compute"]
+    assert {e.op[0] for e in done} == {"F"}
+    assert len(done) == schedule.num_stages * schedule.num_microbatches
+    assert all(e.held <= 0 for e in done)

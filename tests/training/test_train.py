@@ -259,6 +259,39 @@ def test_dropout_draws_anew_in_every_step_and_the_same_after_a_break(tmp_path, f
     np.testing.assert_allclose(whole.held_out[2], without, rtol=1e-12)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("framework, stages", [("torch", (0, 1, 2, 3)), ("jax", (1, 2))])
+def test_dropout_draws_the_same_in_every_stage_of_zero(framework, stages):
+    """Also where gradients are combined after every microbatch; and held-out text is read alike."""
+    how: dict[str, Any] = {"train": TRAIN[framework], "config": GPTConfig(32, 16, 1, 2, 8, dropout=0.2), "steps": 2}
+    with in_float64():
+        runs = [trained(Mesh(dp=2), zero=zero, evaluate_every=2, **how) for zero in stages]
+    for other in runs[1:]:
+        np.testing.assert_allclose(other.losses, runs[0].losses, rtol=1e-12)
+        np.testing.assert_allclose(other.held_out[2], runs[0].held_out[2], rtol=1e-12)
+    assert abs(runs[0].losses[0] - trained(Mesh(dp=2), config=GPTConfig(32, 16, 1, 2, 8), steps=1).losses[0]) > 1e-4
+
+
+def test_an_evaluation_reduces_nothing(monkeypatch):
+    """With ZeRO 3: parameters are gathered for the forward passes alone, which is less than a step gathers."""
+    from tplab.torch.training import train as home
+    from tplab.trace.traffic import Traffic
+
+    traces = []
+
+    def recorded(*args, **options):
+        traces.append(tplab.torch.run(*args, **options))
+        return traces[-1]
+
+    monkeypatch.setattr(home, "run", recorded)
+    for every in (None, 2):
+        trained(Mesh(dp=2), zero=3, steps=2, evaluate_every=every)
+    without, evaluated = (Traffic.of_trace(out.trace) for out in traces)
+    assert evaluated["reduce_scatter"].bytes == without["reduce_scatter"].bytes > 0
+    more = evaluated["all_gather"].bytes - without["all_gather"].bytes
+    assert 0 < more < without["all_gather"].bytes / 2
+
+
 def test_clipping_is_clip_gradients_own(tmp_path):
     """At the largest norm that is allowed, gradients shrink by the 1e-6 that is added to it, as torch's do."""
     how: dict[str, Any] = {"steps": 1, "warmup": 0}

@@ -52,7 +52,7 @@ from tplab.jax.models.gpt_layers import gpt_layers
 from tplab.jax.models.huggingface import gpt2_params, shard_params
 from tplab.jax.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.jax.pipeline.stages import Stages, num_parameters, stages_of
-from tplab.jax.pipeline.train_batch import train_batch
+from tplab.jax.pipeline.train_batch import evaluate_batch, train_batch
 from tplab.jax.ranks.context import rank_key
 from tplab.jax.run import Result, run
 from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, temporary_bytes
@@ -107,6 +107,7 @@ __all__ = [
     "data_parallel",
     "dequantize",
     "dropout",
+    "evaluate_batch",
     "explain",
     "gather_again",
     "gather_from",

@@ -204,6 +204,11 @@ class Schedule:
         keep = self.kind <= max(COMPUTE)
         return self if keep.all() else self.select(keep)
 
+    def forward_only(self) -> Schedule:
+        """The forward passes, each as early as its rank and its input allow: an evaluation."""
+        rows = [[action.alone() for action in row if action.kind == "F"] for row in self.by_rank()]
+        return Schedule(rows, self.placement, self.name)
+
     def moved(self, rank: int, index: int, to: int) -> Schedule:
         """With the action at `index` of `rank`'s row at index `to` instead; `check` tells whether that is legal."""
         rows = [list(row) for row in self.by_rank()]

@@ -59,7 +59,7 @@ from tplab.torch.models.huggingface import parallelize, whole_state
 from tplab.torch.models.plans import FusedColumn, gpt2_plan, llama_plan
 from tplab.torch.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.torch.pipeline.stages import Stages, num_parameters, stages_of
-from tplab.torch.pipeline.train_batch import train_batch
+from tplab.torch.pipeline.train_batch import evaluate_batch, train_batch
 from tplab.torch.private import not_compiled
 from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.ranks.memory import count_as
@@ -113,6 +113,7 @@ __all__ = [
     "dequantize",
     "device_mesh",
     "dropout",
+    "evaluate_batch",
     "gather_again",
     "gather_from",
     "gather_state",

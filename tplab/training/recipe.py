@@ -34,7 +34,7 @@ class Recipe:
                            the compiler decides
     sequence_parallel      whether tensor-parallel ranks share the sequence between the layers
     checkpoint_every       every so many layers of a stage, activations are computed again; None: all are kept
-    evaluate_every         how often the loss on held-out text is computed, which takes as long as a step; None: never
+    evaluate_every         how often the loss on held-out text is computed, forward only; None: never
     save_every             how often a checkpoint is written, where there is a folder; None: at the end
     """
 

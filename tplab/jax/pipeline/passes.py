@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +167,13 @@ class Passes:
         self.input_grad = equations.part(
             [*traced.input_grads, *(gradients[n] for n in self.early), *self.left], saved | ends
         )
+
+    def forward_only(self) -> Passes:
+        """The same, of which F is run and keeps nothing."""
+        alone = copy(self)
+        alone.saved, alone.left, alone.outlasting = [], [], set()
+        alone.forward = self.traced.equations.part([*self.traced.outputs])
+        return alone
 
     def _chain(self, known: set[Var]) -> set[int]:
         """The places of the equations that the gradient passes on its way to the inputs."""

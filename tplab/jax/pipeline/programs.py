@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,11 +24,12 @@ from tplab.jax.ranks.context import vary
 class Batch:
     """The microbatches of a batch, behind one another, and its random key. There for every pass, on every rank.
 
-    axes   along which ranks have activations of their own: those of the pipeline and of data parallelism
+    axes    along which ranks have activations of their own: those of the pipeline and of data parallelism
+    first   the number of the first microbatch, for the key
     """
 
-    def __init__(self, microbatches: Sequence[tuple[Any, Any]], key: Any, axes: tuple[str, ...]):
-        self.axes, self._key = axes, key
+    def __init__(self, microbatches: Sequence[tuple[Any, Any]], key: Any, axes: tuple[str, ...], first: Any = 0):
+        self.axes, self._key, self._first = axes, key, first
         self._inputs = self._stacked([x if isinstance(x, tuple) else (x,) for x, _ in microbatches])
         self._targets = self._stacked([target for _, target in microbatches])
 
@@ -40,6 +41,8 @@ class Batch:
 
         inputs, target = one(self._inputs) if is_first else None, one(self._targets) if is_last else None
         # of the types that the stage was traced with, or what dropout draws from them would not fit
+        if not isinstance(self._first, int) or self._first:
+            microbatch = microbatch + jnp.asarray(self._first, jnp.int32)
         microbatch, place = vary(microbatch, self.axes), vary(place, self.axes)
         return Given(params, inputs, target, microbatch, place, self._key)
 
@@ -87,6 +90,10 @@ class Program:
         passes = self.passes
         outlasting = {buffer for var, buffer in zip(passes.saved, self.saved) if var in passes.outlasting}
         return Keeping(self.saved, frozenset(outlasting), self.left)
+
+    def forward_only(self) -> Program:
+        """The same, of which F is run and keeps nothing."""
+        return replace(self, passes=self.passes.forward_only(), saved=(), left=())
 
     def params(self, flat: Flat, begin: Any = None) -> Any:
         """The stage's parameters, unpacked."""

@@ -36,6 +36,7 @@ def train_batch(
     tied: Tied | None = None,
     checkpoint_every: int | None = None,
     costs: Costs | None = None,
+    first: int | Array = 0,
     key: Any = None,
 ) -> tuple[Array, Any]:
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a
@@ -68,6 +69,8 @@ def train_batch(
                   backward pass
     costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
                   time. So the trace can be laid over `simulate(schedule, costs, lockstep=True)`
+    first         the number of the first microbatch, where what one optimizer step learns from is run in several calls:
+                  dropout draws as if it were one
     key           the batch's random key, the same on every rank: layers that have a parameter of this name are given
                   one made of it, of the microbatch and of the layer's place in the model alone. So dropout draws the
                   same numbers in every schedule of the same layers, computed again or not
@@ -85,12 +88,40 @@ def train_batch(
     layers are compiled once.
     Raises ScheduleError and ShapeError, in words, where schedule, stages, microbatches and axis do not fit together.
     """
-    mesh = this_mesh()
-    names = mesh.names(axis)
-    axes = names if data_axis is None else (*names, *mesh.names(data_axis))
-    require_ranks(schedule, axis_size(axis), ",".join(names))
+    made = _stages(schedule, stages, axis)
+    ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, checkpoint_every, costs, first, key)
+    end = ticks.run()
+    gradients = mean(end.grads, data_axis if average else None)
+    gradients = add_copies(gradients, made.blueprints, made.blueprints.tied if tied is None else tied)
+    grads = Stages(gradients, made.blueprints)
+    return _mean_loss(end.loss, schedule, axis, data_axis), grads if made is stages else as_params(grads)
+
+
+def evaluate_batch(
+    schedule: Schedule,
+    stages: Stages | tuple[Callable[..., Any], Any],
+    microbatches: Sequence[tuple[Any, Any]],
+    loss: Loss,
+    *,
+    axis: Axis = "pp",
+    data_axis: Axis | None = None,
+    costs: Costs | None = None,
+) -> Array:
+    """Run one batch through a pipeline, forward only: the loss that `train_batch` returns.
+
+    The arguments are those of `train_batch`. The schedule's forward passes run in their order, each as early as its
+    input is there. Nothing is kept, and nothing is sent but what passes from stage to stage. Layers are given no key,
+    so dropout drops nothing.
+    """
+    made = _stages(schedule, stages, axis)
+    ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, None, costs, 0, None, is_forward_only=True)
+    return _mean_loss(ticks.run().loss, schedule, axis, data_axis)
+
+
+def _stages(schedule: Schedule, stages: Any, axis: Axis) -> Stages:
+    """The stages, which are those of the schedule."""
+    require_ranks(schedule, axis_size(axis), ",".join(this_mesh().names(axis)))
     check(schedule)
-    pairs = check_microbatches(microbatches, schedule.num_microbatches)
     made = stages if isinstance(stages, Stages) else alike(*_function_and_params(stages), schedule, axis)
     blueprints = made.blueprints
     if (blueprints.placement, len(blueprints.stages)) != (schedule.placement, schedule.num_stages):
@@ -98,19 +129,40 @@ def train_batch(
             f"the stages were made for ranks that hold {blueprints.placement}, and in {schedule!r} they hold "
             f"{schedule.placement}; make them with stages_of(layers, schedule) for this schedule"
         )
-    schedule = schedule.compute_only()
-    params = _own(made, axes)
-    batch = Batch(pairs, key, axes)
+    return made
+
+
+def _ticks(
+    schedule: Schedule,
+    stages: Stages,
+    microbatches: Sequence[tuple[Any, Any]],
+    loss: Loss,
+    axis: Axis,
+    data_axis: Axis | None,
+    checkpoint_every: int | None,
+    costs: Costs | None,
+    first: int | Array,
+    key: Any,
+    is_forward_only: bool = False,
+) -> Ticks:
+    """The loop over the schedule, with everything that it needs."""
+    mesh, blueprints = this_mesh(), stages.blueprints
+    axes = mesh.names(axis) if data_axis is None else (*mesh.names(axis), *mesh.names(data_axis))
+    pairs = check_microbatches(microbatches, schedule.num_microbatches)
+    params = _own(stages, axes)
+    batch = Batch(pairs, key, axes, first)
     programs, program_of = programs_of(blueprints, params, batch, loss, checkpoint_every)
+    if is_forward_only:
+        schedule, programs = schedule.forward_only(), [program.forward_only() for program in programs]
+    schedule = schedule.compute_only()
     planned = plan(schedule, program_of, [program.keeping for program in programs])
-    end = Ticks(schedule, planned, programs, blueprints, params, batch, axis, costs).run()
-    total = all_reduce(end.loss, axis) / schedule.num_microbatches
-    if data_axis is not None:
-        total = all_reduce(total, data_axis, "mean")
-    gradients = mean(end.grads, data_axis if average else None)
-    gradients = add_copies(gradients, blueprints, blueprints.tied if tied is None else tied)
-    grads = Stages(gradients, blueprints)
-    return total, grads if made is stages else as_params(grads)
+    return Ticks(schedule, planned, programs, blueprints, params, batch, axis, costs)
+
+
+def _mean_loss(total: Array, schedule: Schedule, axis: Axis, data_axis: Axis | None) -> Array:
+    """Of all microbatches, the same on every rank."""
+    mean_of_axis = all_reduce(total, axis) / schedule.num_microbatches
+    return mean_of_axis if data_axis is None else all_reduce(mean_of_axis, data_axis, "mean")
 
 
 def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:

@@ -14,7 +14,7 @@ from tplab.data.text import Text
 from tplab.jax.layers.vocabulary import vocab_parallel_cross_entropy
 from tplab.jax.models.gpt_layers import gpt_layers
 from tplab.jax.pipeline.stages import Stages
-from tplab.jax.pipeline.train_batch import train_batch
+from tplab.jax.pipeline.train_batch import evaluate_batch, train_batch
 from tplab.jax.run import run
 from tplab.jax.training import checkpoint
 from tplab.jax.training.gpt_stages import GPTPacking, blueprints_on, sharded_layer
@@ -73,7 +73,7 @@ def train(
             stages, state, loss, norm = loop.step(stages, state, batch, step)
             held_out = None
             if recipe.evaluates(step):
-                held_out = loop.evaluate(stages, state, text.held_out(recipe.batch_size, config.context))
+                held_out = loop.evaluate(stages, text.held_out(recipe.batch_size, config.context))
             done.append(Progress(step + 1, recipe.steps, float(loss), held_out, float(norm), clock.left(step + 1)))
             show(done[-1])
             if folder is not None and recipe.saves(step):
@@ -102,7 +102,9 @@ class _Loop:
             return stages, state, loss, norm
 
         def evaluate(stages: Stages, ids: Array, targets: Array) -> Array:
-            return self._loss_and_grads(stages, ids, targets, None)[0]
+            pairs = split_batch(ids, targets, recipe.microbatches)
+            whole = recipe.schedule(mesh.axis_size("pp"), recipe.microbatches)
+            return evaluate_batch(whole, stages, pairs, self._loss, data_axis="dp")
 
         self._programs = step, evaluate
 
@@ -124,10 +126,8 @@ class _Loop:
             in_specs=(*specs, P("dp"), P("dp"), P(), P()), out_specs=(*specs, P(), P()), on=self._on,
         ).value  # fmt: skip
 
-    def evaluate(self, stages: Stages, state: Any, batch: tuple[np.ndarray, np.ndarray]) -> float:
-        """The loss on a batch, without dropout. Where there is none, it is that of a step whose update is let go."""
-        if not self._config.dropout:
-            return float(self.step(stages, state, batch, 0)[2])
+    def evaluate(self, stages: Stages, batch: tuple[np.ndarray, np.ndarray]) -> float:
+        """The loss on a batch, without dropout: forward only."""
         specs = (stages.specs, P("dp"), P("dp"))
         return float(
             run(self._programs[1], self._mesh, stages, *batch, in_specs=specs, out_specs=P(), on=self._on).value
@@ -137,27 +137,31 @@ class _Loop:
         """The loss, and the gradients as the optimizer takes them: with ZeRO 2 they are cut after every microbatch."""
         num_parts = self._recipe.num_parts
         if num_parts == 1:
-            return self._of_part(stages, ids, targets, key)
+            return self._of_part(stages, ids, targets, key, 0)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
             number, (ids, targets) = part
-            more = self._of_part(stages, ids, targets, None if key is None else jax.random.fold_in(key, number))
+            more = self._of_part(stages, ids, targets, key, number * self._schedule.num_microbatches)
             return jax.tree.map(lambda x, y: x + y / num_parts, total, more), None
 
         pairs = jax.tree.map(lambda *xs: jnp.stack(xs), *split_batch(ids, targets, num_parts))
         nothing = jnp.zeros((), jnp.result_type(float)), self.optimizer.no_gradients()
         return lax.scan(add, nothing, (jnp.arange(num_parts), pairs))[0]
 
-    def _of_part(self, stages: Stages, ids: Array, targets: Array, key: Any) -> tuple[Array, Stages]:
-        recipe, vocab_size = self._recipe, self._config.vocab_size
+    def _of_part(self, stages: Stages, ids: Array, targets: Array, key: Any, first: Any) -> tuple[Array, Stages]:
+        recipe = self._recipe
         loss, grads = train_batch(
             self._schedule,
             stages,
             split_batch(ids, targets, self._schedule.num_microbatches),
-            lambda y, t: vocab_parallel_cross_entropy(y, t, "tp", vocab_size),
+            self._loss,
             data_axis="dp",
             average=not recipe.zero,
             checkpoint_every=recipe.checkpoint_every,
+            first=first,
             key=key,
         )
         return loss, self.optimizer.reduced(grads)
+
+    def _loss(self, logits: Array, targets: Array) -> Array:
+        return vocab_parallel_cross_entropy(logits, targets, "tp", self._config.vocab_size)

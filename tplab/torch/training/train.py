@@ -21,7 +21,7 @@ from tplab.torch.data.shard_parameters import shard_parameters
 from tplab.torch.layers.vocabulary import vocab_parallel_cross_entropy
 from tplab.torch.models.gpt_layers import gpt_layers
 from tplab.torch.pipeline.stages import Stages, stages_of
-from tplab.torch.pipeline.train_batch import train_batch
+from tplab.torch.pipeline.train_batch import evaluate_batch, train_batch
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.run import launched_by_torchrun, run
 from tplab.torch.training import checkpoint
@@ -110,11 +110,10 @@ def _train(
     for step in range(first, recipe.steps):
         if stop is not None and not stop.may_begin(step):
             break
-        rank.draws["batches"] = step * recipe.num_parts  # what dropout draws depends on it: the same after a break
-        loss = _run_batch(stages, text.batch(step, recipe.batch_size, config.context, seed, **_share()), config, recipe)
+        batch = text.batch(step, recipe.batch_size, config.context, seed, **_share())
+        loss = _run_batch(stages, batch, step, config, recipe)
         norm = optimizer.step(recipe.rate(step))
         held_out = _evaluate(stages, text, config, recipe) if recipe.evaluates(step) else None
-        optimizer.inner.zero_grad()
         done.append(Progress(step + 1, recipe.steps, loss, held_out, norm, clock.left(step + 1)))
         if show is not None and rank.rank == 0:
             show(done[-1])
@@ -126,30 +125,48 @@ def _train(
     return done, {name: x.cpu().numpy() for name, x in held.items()} if axis_index("dp") == 0 else {}
 
 
-def _run_batch(stages: Stages, batch: tuple[np.ndarray, np.ndarray], config: GPTConfig, recipe: Recipe) -> float:
+def _run_batch(
+    stages: Stages, batch: tuple[np.ndarray, np.ndarray], step: int, config: GPTConfig, recipe: Recipe
+) -> float:
     """Forward and backward: the mean loss over all data-parallel ranks. Hooks of the optimizer's see to gradients."""
     num_parts = recipe.num_parts
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size) / num_parts
 
-    device = stages.parameters()[0].device
-    ids, targets = (torch.from_numpy(x).to(device) for x in batch)
-    pairs = split_batch(ids, targets, recipe.microbatches)
-    schedule, size = recipe.schedule_on(this_rank().mesh), recipe.microbatches // num_parts
+    rank, pairs = this_rank(), _pairs(stages, batch, recipe)
+    schedule, size = recipe.schedule_on(rank.mesh), recipe.microbatches // num_parts
     how: dict[str, Any] = {"data_axis": "dp", "average": False, "checkpoint_every": recipe.checkpoint_every}
-    parts = (pairs[part * size : (part + 1) * size] for part in range(num_parts))
-    return sum(float(train_batch(schedule, stages, part, loss, **how)) for part in parts)
+    total = 0.0
+    for first in range(0, recipe.microbatches, size):
+        rank.draws["batches"] = step  # what dropout draws depends on it: the same after a break, and in every part
+        total += float(train_batch(schedule, stages, pairs[first : first + size], loss, first=first, **how))
+    return total
 
 
 def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> float:
-    """The loss on held-out text, without dropout. Its gradients are let go."""
+    """The loss on held-out text, without dropout: forward only."""
+    batch = text.held_out(recipe.batch_size, config.context, **_share())
+    schedule = recipe.schedule(axis_size("pp"), recipe.microbatches)
     for module in stages.values():
         module.eval()
-    loss = _run_batch(stages, text.held_out(recipe.batch_size, config.context, **_share()), config, recipe)
+    loss = evaluate_batch(
+        schedule,
+        stages,
+        _pairs(stages, batch, recipe),
+        lambda logits, targets: vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size),
+        data_axis="dp",
+    )
     for module in stages.values():
         module.train()
-    return loss
+    return float(loss)
+
+
+def _pairs(stages: Stages, batch: tuple[np.ndarray, np.ndarray], recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
+    """The microbatches, where the stages are."""
+    device = stages.parameters()[0].device
+    ids, targets = (torch.from_numpy(x).to(device) for x in batch)
+    return split_batch(ids, targets, recipe.microbatches)
 
 
 def _share() -> dict[str, int]:
