@@ -108,7 +108,7 @@ def signature(call: Call, x: Tensor) -> tuple[Any, ...]:
 def own(x: Tensor) -> Tensor:
     """A contiguous tensor with the values of `x`, in memory of its own."""
     try:
-        return x.clone(memory_format=torch.contiguous_format)
+        return x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     except NotImplementedError:  # of bits
         return x.contiguous().view(BITS[x.itemsize]).clone().view(x.dtype)
 
@@ -141,11 +141,11 @@ def _may_share(x: Tensor) -> bool:
 
 def check_tensor(op: str, x: Any) -> Tensor:
     """Raise TypeError where `x` is not a tensor."""
+    if isinstance(x, Tensor):
+        return x
     if isinstance(x, Pending):
         raise TypeError(f"{op}: {UNWAITED}")
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor makes one of numbers")
-    return x
+    raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor makes one of numbers")
 
 
 @cache

@@ -305,10 +305,13 @@ class Lines:
         self._is_program = _IsProgram()
         self._texts: dict[tuple[str, int], str] = {}
 
-    def frame(self) -> FrameType:
-        """The innermost frame of the program; of a program that is an installed package, the one that calls tplab."""
+    def frame(self, above: int = 0) -> FrameType:
+        """The innermost frame of the program; of a program that is an installed package, the one that calls tplab.
+
+        above   how many frames above the caller's cannot be the program's: looking at each frame takes time
+        """
         is_program = self._is_program
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1 + above)
         while frame is not None:
             if is_program[frame.f_code.co_filename]:
                 return frame

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tplab.errors import CollectiveMismatchError, OutsideRunError
-from tplab.torch.private import no_dispatch, num_modes, phase
+from tplab.torch.private import graph_task, no_dispatch, num_modes, phase
 from tplab.torch.ranks.burst import Burst
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.memory import begun, count
@@ -241,16 +241,15 @@ class SimulatedRank(Rank):
 
     def _site(self, call: Call, x: Tensor) -> Site:
         world = self.world
-        frame = world.lines.frame()
+        frame = world.lines.frame(above=3)
         code = frame.f_code
-        now_in = phase()
-        key = (call, x.shape, x.dtype, id(code), frame.f_lasti, now_in)
+        key = (call, x.shape, x.dtype, id(code), frame.f_lasti, graph_task() == -1)
         site = self._sites.get(key)
         if site is None:
             ranks = call.place.group
             group = world.groups.setdefault(ranks, Group(ranks))
             where = self._line(frame)
-            site = self._sites[key] = Site(call, x, self.rank, group, where, now_in, code, world.recorder)
+            site = self._sites[key] = Site(call, x, self.rank, group, where, phase(), code, world.recorder)
         return site
 
     def _arrive(self, site: Site) -> Meeting:
@@ -363,7 +362,7 @@ class SimulatedRank(Rank):
             self._wait(site, meeting)
             message = meeting.messages.pop(self.rank)
         result, end, hops, label, number, sent = message
-        if (site.where, site.phase) != (sent.where, sent.phase):
+        if site.where != sent.where or site.phase != sent.phase:
             self.world.recorder.taken(number, site.where, site.phase)
         if label is not UNKNOWN or not self._provenance.has_lost_track:
             self._provenance.received(result, label)
