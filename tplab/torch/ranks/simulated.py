@@ -296,9 +296,10 @@ class SimulatedRank(Rank):
             site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values
         )
         meeting.messages[target] = payload, end, hop_end, label, number, site
-        for seat in [seat for seat in meeting.waiting if seat.number == target]:
-            meeting.waiting.remove(seat)
-            self.seat.turns.ready.append(seat)
+        if meeting.waiting:
+            for seat in [seat for seat in meeting.waiting if seat.number == target]:
+                meeting.waiting.remove(seat)
+                self.seat.turns.ready.append(seat)
         if self.seat.turns.watches:
             self.look()
         return end, hop_end
