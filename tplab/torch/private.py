@@ -173,6 +173,34 @@ def dtensor_dispatcher() -> Any:
     return getattr(home, "_op_dispatcher", None)
 
 
+CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
+"""The module of torch's ring attention. Its `custom_ops` says what to do with each kernel (tried on torch 2.13)."""
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+class ContextParallel:
+    """What torch's context_parallel keeps once for a process: the attention that it has put in place of
+    `scaled_dot_product_attention`, whose it is, and the options. Each of them is as at the beginning."""
+
+    def __init__(self) -> None:
+        self.attention: Any = _SDPA
+        self.replaced: dict[Any, Any] = {}
+        self.options: dict[str, Any] | None = None
+
+    def take(self) -> None:
+        if (home := sys.modules.get(CONTEXT_PARALLEL)) is not None and hasattr(home, "_cp_options"):
+            self.attention, self.replaced = torch.nn.functional.scaled_dot_product_attention, home._replaced_functions
+            self.options = dict(vars(home._cp_options))
+
+    def put(self) -> None:
+        if (home := sys.modules.get(CONTEXT_PARALLEL)) is not None and hasattr(home, "_cp_options"):
+            torch.nn.functional.scaled_dot_product_attention = self.attention
+            home._replaced_functions = self.replaced  # type: ignore[attr-defined]
+            if self.options is None:
+                self.options = vars(type(home._cp_options)())
+            vars(home._cp_options).update(self.options)
+
+
 def accelerate_states() -> dict[Any, dict[str, Any]]:
     """What Hugging Face's accelerate knows of a process, in dicts of classes; empty where it was not imported."""
     if (home := sys.modules.get("accelerate.state")) is None:

@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader
 
 from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
-from tplab.torch.private import no_torch_function
+from tplab.torch.distributed.ring_attention import cpu_kernels
+from tplab.torch.private import CONTEXT_PARALLEL, no_torch_function
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -48,8 +49,8 @@ class CudaOnCpu:
         self._mine: list[tuple[Any, str, Any]] = []  # module or class, name, what is there while ranks run
         self._torchs: list[Any] = []  # what is there otherwise
         self._add([*self._answers(), *self._changed()])
-        if (module := sys.modules.get(_FSDP)) is not None:
-            self._change_fsdp(module)
+        self._not_imported = {_FSDP: self._change_fsdp, CONTEXT_PARALLEL: self._change_attention}
+        self._change_imported()
         self._is_there = False
         self._settings: list[Any] = []
 
@@ -98,9 +99,6 @@ class CudaOnCpu:
         def exec_module(module: ModuleType) -> None:
             with self._as_always():
                 execute(module)
-            if name == _FSDP and self._is_there:
-                self._change_fsdp(module)
-                setattr(*self._mine[-1])
 
         spec.loader.exec_module = exec_module
         return spec
@@ -116,6 +114,7 @@ class CudaOnCpu:
             with no_torch_function():
                 yield
         finally:
+            self._change_imported()
             self._put_attributes()
 
     # --- what is another attribute while ranks run ---------------------------------------------------------------
@@ -137,10 +136,18 @@ class CudaOnCpu:
         self._mine += values
         self._torchs += [vars(home).get(name, _INHERITED) for home, name, _ in values]
 
+    def _change_imported(self) -> None:
+        """Change what takes seconds to import, where a program has imported it."""
+        for name in [name for name in self._not_imported if name in sys.modules]:
+            self._not_imported.pop(name)(sys.modules[name])
+
     def _change_fsdp(self, module: ModuleType) -> None:
-        """It takes seconds to import, so that it is changed only where a program has imported it."""
         fsdp = module.FullyShardedDataParallel
         self._add([(fsdp, "__init__", self._with(fsdp.__init__, _sharded_on_cpu))])
+
+    def _change_attention(self, module: ModuleType) -> None:
+        if hasattr(module, "custom_ops"):  # other versions of torch may call it differently
+            self._add([(module, "custom_ops", {**module.custom_ops, **cpu_kernels(module)})])
 
     def _answers(self) -> list[tuple[Any, str, Any]]:
         """What torch.cuda and torch.accelerator say."""

@@ -21,6 +21,7 @@ from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.groups import Groups, Hooks
 from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (
+    ContextParallel,
     PythonRandom,
     accelerate_states,
     c10d_C,
@@ -45,6 +46,7 @@ class Process:
     locks     of the modules that it is just importing
     tracker   DTensor's generator; `handlers`: how it handles operations, which loss_parallel changes for a while
     states    what the classes of Hugging Face's accelerate know of a process
+    attention what torch's context_parallel has put in place of it
     """
 
     def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
@@ -54,6 +56,7 @@ class Process:
         self.tracker: Any = None
         self.handlers: dict[Any, Any] | None = None
         self.states: dict[Any, dict[str, Any]] = {}
+        self.attention = ContextParallel()
 
 
 class Processes:
@@ -123,6 +126,7 @@ class Processes:
         if (dispatcher := dtensor_dispatcher()) is not None:
             active.handlers = dispatcher._custom_op_handlers
         active.states = accelerate_states()
+        active.attention.take()
         return active
 
     def put(self, process: Process) -> None:
@@ -149,6 +153,7 @@ class Processes:
             dispatcher._custom_op_handlers = process.handlers
         for kind in accelerate_states():
             kind._shared_state = process.states.setdefault(kind, {})
+        process.attention.put()
         self.active = None if is_notebook else process
 
     def _enter(self) -> None:
@@ -194,6 +199,7 @@ class Processes:
         if (dispatcher := dtensor_dispatcher()) is not None:
             process.handlers = dispatcher._custom_op_handlers
         process.states = accelerate_states()
+        process.attention.take()
         return process
 
     def _rank(self, rank: int, kernel: Process) -> Process:
