@@ -4,7 +4,7 @@
 # **Which ranks must drop the same numbers, and how do they agree on them?**
 #
 # Prerequisites: [lab 01](01_split_a_layer.ipynb), which explains $f$ and $g$, and the block of [lab
-# 04](04_megatron_block.ipynb). Time: 35 minutes.
+# 04](04_megatron_block.ipynb). Time: 45 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/07_dropout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/07_dropout.ipynb)
 #
@@ -31,7 +31,7 @@ import tplab.torch as tt
 from torch.nn import functional as F
 from tplab import Mesh, P
 from tplab.errors import ReplicationError
-from tplab.widgets import matrices
+from tplab.widgets import Bars, Row, knob, matrices
 
 # %% [markdown]
 # ## By hand: one mask or four?
@@ -142,13 +142,13 @@ print("one weight:", list(same.value.shape), "bytes sent:", same.trace.bytes_sen
 # </details>
 
 # %%
-def num_kept(axis):
+def num_kept(axis, ranks=4):
     def program():
-        hidden = torch.ones(4096, 2)  # this rank's two features of 4096 tokens
+        hidden = torch.ones(4096, 8 // ranks)  # this rank's features of 4096 tokens
         kept = tt.dropout(hidden, 0.5, axis=axis) > 0
         return tt.all_reduce(kept.sum(-1), "tp")
 
-    return tt.run(program, Mesh(tp=4), out_specs=P()).value
+    return tt.run(program, Mesh(tp=ranks), out_specs=P()).value
 
 coins = {"own masks": num_kept("tp"), "one mask": num_kept(None)}
 print("features kept " + "".join(f"{k:>7}" for k in range(9)) + "    mean  variance")
@@ -158,9 +158,28 @@ for name, counts in coins.items():
     print(f"{name:<14}{shares}{mean:>8.2f}{variance:>10.2f}")
 
 # %% [markdown]
-# The noise of independent features partly cancels in a sum. If features are dropped together, it adds up. With the same
-# mask on $R$ ranks, the number of kept features has $R$ times the variance, here four times, as if the layer were $R$
-# times narrower. The same is true of the sum after $g$ if all features contribute alike to it.
+# The noise of independent features partly cancels in a sum. If features are dropped together, it adds up.
+#
+# Turn the knob: share the eight features among more ranks or fewer. What happens to the variance, and why? Guess first.
+
+# %%
+def bars(ranks):
+    own, one = (num_kept(axis, ranks).float().var().item() for axis in ("tp", None))
+    rows = [Row("own masks", {"variance": own}), Row("one mask", {"variance": one})]
+    return Bars(rows, f"With one mask, the variance is {one / own:.1f} times as large.")
+
+options = {ranks: bars(ranks) for ranks in (1, 2, 4, 8)}
+about = "of eight features, with p = 1/2, for 4,096 tokens"
+knob("How many a token keeps", "ranks", options, start=4, about=about, unit="")
+
+# %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# With the same mask on $R$ ranks, the variance is about $R$ times as large, as if the layer were $R$ times narrower. On
+# eight ranks a single coin decides about all features, so a token keeps all of them or none. The same is true of the sum
+# after $g$ if all features contribute alike to it.
+#
+# </details>
 #
 # ## How ranks agree on a mask
 #
