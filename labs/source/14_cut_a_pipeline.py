@@ -96,7 +96,7 @@ print(chosen.stage_costs, f"takes {step(chosen.stage_costs).makespan:g} steps")
 for m in (8, 32, 128):
     early, late = (step(cut, m).makespan for cut in ([1, 4, 4, 2], [1, 4, 2, 4]))
     apart = 100 * (late / early - 1)
-    print(f"{m:3} microbatches: {early:g} and {late:g} steps, {apart:.1f} % apart")
+    print(f"{m:3} microbatches: {early:g} and {late:g} steps, {apart:.1f}% apart")
 
 # %% [markdown]
 # ## Build it
@@ -193,7 +193,7 @@ for name, cut in [("parameters", by_parameters), ("time", by_time)]:
 #
 # `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. We count both for a GPT with 65
 # words, where parameters matter less: 16 bytes per parameter with Adam, and the bytes kept for one microbatch of four
-# sequences. Then we lower the limit. How much longer does a step take when every rank has 15 % less memory? Guess, then
+# sequences. Then we lower the limit. How much longer does a step take when every rank has 15% less memory? Guess, then
 # turn the knob.
 
 # %%
@@ -229,9 +229,9 @@ knob("The best cut that fits", "memory per rank, in % of what the even cut needs
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# At 95 %, a step already takes 1.16 times as long. Blocks cannot be divided, so a whole block moves from rank 0 to rank
-# 2, and this cut still fits at 85 %. At 80 %, rank 3 gets two more blocks than in the even cut, and a step takes 1.42
-# times as long. At 75 %, no cut fits.
+# At 95%, a step already takes 1.16 times as long. Blocks cannot be divided, so a whole block moves from rank 0 to rank
+# 2, and this cut still fits at 85%. At 80%, rank 3 gets two more blocks than in the even cut, and a step takes 1.42
+# times as long. At 75%, no cut fits.
 #
 # </details>
 #
@@ -254,7 +254,7 @@ for stages in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
     print(stages, f"at least {bound(stages)} steps; 1F1B takes {steps:g}")
 
 # %% [markdown]
-# When is an uneven cut worth it? Here it saves up to 15 % of the memory for 16 % more time. Recomputation ([lab
+# When is an uneven cut worth it? Here it saves up to 15% of the memory for 16% more time. Recomputation ([lab
 # 15](15_recomputation.ipynb)) saves most of the activations for up to a third more FLOPs. So if you need a little more
 # memory, move a layer. If you need much more, recompute.
 

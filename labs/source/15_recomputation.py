@@ -257,7 +257,7 @@ for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
     microbatches = simulate(schedule).peak_activations[0]
     idle = simulate(schedule).bubble_fraction
     print(f"{pipelines} x {ranks} ranks: rank 0 has 1/{ranks} of the layers and keeps",
-          f"{microbatches:g} microbatches, {100 * idle:.0f} % of the time idle")
+          f"{microbatches:g} microbatches, {100 * idle:.0f}% of the time idle")
 
 # %% [markdown]
 # Longer pipelines divide the weights further, but are idle for longer. Rank 0 keeps the same amount of activations in
