@@ -163,7 +163,7 @@ for v in (2, 4):
 gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
-# The price is more messages, and memory for $(p-1)/v$ microbatches more than 1F1B keeps.
+# The price is more messages, and memory for $(p-1)/v$ more microbatches than 1F1B keeps.
 
 # %% [markdown]
 # ## Split the backward
@@ -183,8 +183,7 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 #
 # Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first
 # action to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still
-# finish this one. Clipping by the norm of all gradients rules that out, unless a step can be rolled back, as Qi et al.
-# do.
+# finish this one. Clipping by the norm of all gradients rules that out, unless a step can be rolled back, as in Qi et al.
 #
 # </details>
 
@@ -202,8 +201,9 @@ gantt(h1, h2)
 # ## Other places: V shapes and two directions
 #
 # In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. **V-Half** and
-# **V-Min** repeat the pattern of one microbatch, their **building block**, every 6 steps. A microbatch is kept from its
-# first F to its last W, so a shorter block takes less memory. (W is left out here: it goes where there is room.)
+# **V-Min** have the same stages. They repeat the pattern of one microbatch, their **building block**, every 6 steps. A
+# microbatch is kept from its first F to its last W, so a shorter block takes less memory. (W is left out here: it goes
+# where there is room.)
 
 # %%
 def building_block(block):

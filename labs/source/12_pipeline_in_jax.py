@@ -225,8 +225,8 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # %% [markdown]
 # ## Turn the knob: activations
 #
-# The same is true of activations. Each bar shows how much a rank keeps at its peak. Its room is at least as large as
-# what the fullest rank keeps, and the rest of that stays empty. Which schedule wastes the most?
+# The same is true of activations. Each bar shows how much a rank keeps at its peak. Every rank has room for at least what
+# the fullest one keeps, and what it does not use of that stays empty. Which schedule wastes the most?
 
 # %%
 def bars(rule, every):
@@ -344,7 +344,7 @@ check_loop(my_loop)
 # | here | JAX | elsewhere |
 # |---|---|---|
 # | `pipeline`, a scan with `ppermute` | [praxis](https://github.com/google/praxis) and [MaxText](https://github.com/AI-Hypercomputer/maxtext) use this form, with a `vmap` over stages and a shift that XLA turns into messages | torch and Megatron run one program per rank |
-# | `my_loop`, the ring | MaxText's `num_pipeline_repeats` | interleaved 1F1B |
+# | `my_loop`, the ring | MaxText's `num_pipeline_repeats` | interleaved schedules |
 # | the table of actions | write it yourself; or one program per stage, as [JaxPP](https://arxiv.org/abs/2412.14374) does | torch's `_PipelineScheduleRuntime` executes a table of actions per rank |
 # | `checkpoint_every` | `jax.checkpoint` around the stage | `torch.utils.checkpoint` |
 #
