@@ -16,10 +16,10 @@ F            forward of one microbatch through one stage
 B            its full backward (I and W at once)
 I            the gradient of the stage's input; the zero-bubble papers call this B
 W            the gradient of the stage's weights
-SEND_F       send a stage's output to the next stage           RECV_F   take it in there
-SEND_B       send the gradient of a stage's input back         RECV_B   take it in there
-REDUCE_GRAD  sum a stage's gradients over the data-parallel ranks, once all its microbatches are through
-UNSHARD      gather a stage's sharded weights                  RESHARD  let go of them
+SEND_F       send a stage's output to the next stage           RECV_F   receive it there
+SEND_B       send the gradient of a stage's input back         RECV_B   receive it there
+REDUCE_GRAD  sum a stage's gradients over the data-parallel ranks, once all its microbatches are done
+UNSHARD      gather a stage's sharded weights                  RESHARD  free them again
 STEP         the rank's optimizer step
 """
 CODE = {kind: code for code, kind in enumerate(KINDS)}
@@ -28,7 +28,7 @@ COMPUTE = (F, B, I, W)
 MESSAGES = tuple(CODE[kind] for kind in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
 
 LARGEST = 2**31 - 1
-"""The largest number of a stage or a microbatch: columns have 32 bits."""
+"""The largest number that a stage or a microbatch may have: columns have 32 bits."""
 
 _TEXT = re.compile(rf"(\d*)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d*)")
 
@@ -37,7 +37,7 @@ _TEXT = re.compile(rf"(\d*)({'|'.join(sorted(KINDS, key=len, reverse=True))})(\d
 class Action:
     """`kind` (one of KINDS) on `stage` for `microbatch`; -1 where there is none, as in a STEP.
 
-    joined   runs overlapped with the action before it in its rank's row: a forward and a backward of two
+    joined   runs overlapped with the action before it in its rank's row: for example a forward and a backward of two
              microbatches at once, as in DualPipe. An executor that cannot overlap them runs one after the other.
     """
 
@@ -86,7 +86,7 @@ class Action:
 
 
 def whole_number(value: Any) -> int | None:
-    """`value` as a plain int, also from NumPy; None where it is no whole number. A bool is none."""
+    """`value` as a plain int, also from NumPy; None if it is not a whole number. A bool does not count as one."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -17,17 +17,17 @@ def as_trace(
 ) -> Trace:
     """Events of kind compute, send, receive and wait, on a mesh with one axis, `pp`. The columns are a `Simulation`'s.
 
-    op       "F3", for an overlapped pair "F3+B1"; `where` says which stage
-    chunk    the microbatch, so that what belongs together has one colour
-    message  one number for a send, its receive, and the wait for it
-    step     how many hops the microbatch had behind it
+    op       "F3", or "F3+B1" for an overlapped pair; `where` says which stage
+    chunk    the microbatch, so that everything that belongs to it has one colour
+    message  one number shared by a send, its receive, and the wait for it
+    step     how many hops the microbatch has made so far
     """
     rank = schedule.rank
     names = [f"{kind}{k if k >= 0 else ''}" for kind in KINDS for k in range(-1, schedule.num_microbatches)]
     code = schedule.kind.astype(np.intp) * (schedule.num_microbatches + 1) + schedule.microbatch + 1
     stages = ["", *(f"stage {stage}" for stage in range(schedule.num_stages))]
     stage = schedule.stage.astype(np.intp) + 1
-    for second in np.flatnonzero(schedule.joined).tolist():  # a pair is one event: its rank is busy once
+    for second in np.flatnonzero(schedule.joined).tolist():  # a pair is one event: its time counts once
         names.append(f"{names[code[second - 1]]}+{names[code[second]]}")
         stages.append(f"{stages[stage[second - 1]]} + {stages[stage[second]]}")
         code[second - 1], stage[second - 1] = len(names) - 1, len(stages) - 1
@@ -84,7 +84,7 @@ def as_trace(
 
 
 def _message_of(number: np.ndarray, message: np.ndarray, cause: np.ndarray, waiter: np.ndarray) -> np.ndarray:
-    """The message each wait is for: its own, or where a pair waits for its second one's input, that one's."""
+    """The message each wait is for: that of its own action or, if a pair waits for its second action's input, that."""
     direct = message[waiter] == cause
     second = np.minimum(waiter + 1, len(number) - 1)
     return np.where(direct, number[waiter], np.where(message[second] == cause, number[second], -1))

@@ -15,12 +15,12 @@ from tplab.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of one schedule's shape: its placement, its microbatches, whether it splits the backward, and
+    """Lower bounds for one schedule's shape: its placement, its microbatches, whether it splits the backward, and
     whether it overlaps only forwards with backwards, or computations of any kinds.
 
-    makespan, span    of any schedule of that shape
+    makespan, span    no schedule of that shape is below these
     reason            what the makespan's bound says, in words and numbers
-    rank              the rank whose work sets it; -1 where it is the way of one microbatch
+    rank              the rank whose work sets it; -1 if the path of one microbatch does
     """
 
     makespan: float
@@ -38,19 +38,20 @@ def lower_bounds(
     """What no schedule with this placement, number of microbatches, kind of backward and kind of overlap can beat under
     `costs`.
 
-    memory_limit    the most microbatches that a rank may hold; left out, memory is no limit
+    memory_limit    the most microbatches that a rank may hold; by default memory is unlimited
 
-    With f, b the chain of forwards and of backwards (B, or I where it is split) and the transfers between ranks:
+    With f and b the chains of forwards and of backwards (B, or I where it is split), including transfers between ranks:
 
         makespan >= head(r) + work(r) + gap(r) + tail(r)          for every rank r
         span     >= work(r) + gap(r)
         makespan >= f and b of one microbatch through all stages, and its last W
 
     head(r)   before its first stage has any input: the forwards of all stages before it
-    tail(r)   after its last backward: the backwards of all stages before its first one; nothing where the backward is
-              split, since what comes last is then a W, which no rank waits for
+    tail(r)   after its last backward: the backwards of all stages before its first one; 0 if the backward is split,
+              since the last action is then a W, which no rank waits for
     gap(r)    between its first forward and its first backward come all remaining forwards and backwards of that
-              microbatch; in that time the rank has only forwards to do, as many as microbatches, or as its memory holds
+              microbatch; in that time the rank has only forwards to do, one per microbatch, or fewer if its memory
+              cannot hold them all
 
     For equal stages this is (m+p-1)(F+B) for GPipe and 1F1B, (p-1)(F+B)/v + m(F+B) interleaved, and with a split
     backward (p-1)F/v + m(F+I+W). With M activation slots and one stage per rank, gap(0) is pF + (p-1)I - MF.
@@ -86,7 +87,7 @@ def lower_bounds(
 
 @dataclass(frozen=True)
 class _Way:
-    """The way of one microbatch: f and b of each stage, and what lies before it, transfers included [stages]."""
+    """The path of one microbatch: f and b of each stage, and of all before it, transfers included [stages]."""
 
     f: np.ndarray
     b: np.ndarray
@@ -115,9 +116,9 @@ def _fastest(schedule: Schedule, duration: np.ndarray, kinds: tuple[int, ...]) -
 def _hidden(schedule: Schedule, costs: Costs, duration: np.ndarray) -> np.ndarray:
     """The most work that pairs could hide [ranks], which is `overlap` times the shorter action of each pair.
 
-    Where the schedule pairs forwards with backwards only, that is no more than all its forwards, or all its backwards.
-    Where it pairs computations of any kinds, no pairing hides more than that of the longest with the second longest,
-    the third with the fourth, and so on.
+    If the schedule pairs only forwards with backwards, that is at most all its forwards, or all its backwards. If it
+    pairs computations of any kinds, no pairing hides more than pairing the longest with the second longest, the third
+    with the fourth, and so on.
     """
     hidden = np.zeros(schedule.num_ranks)
     second = np.flatnonzero(schedule.joined)
@@ -144,7 +145,7 @@ def _gap(schedule: Schedule, duration: np.ndarray, way: _Way, rank: int, limit: 
     copies = sum(map(len, schedule.placement)) > schedule.num_stages
     ends = (
         zip(held, held) if copies else [(min(held), max(held))]
-    )  # with two directions it passes one stage of the rank
+    )  # with two directions, a microbatch passes one stage of the rank
     forward, backward = way.before_f[-1] + way.f[-1], way.before_b[-1] + way.b[-1]
     wait = min(forward - way.before_f[first] + backward - way.before_b[last] - way.b[last] for first, last in ends)
     slots = len(forwards) if np.isinf(limit) else min(len(forwards), round(limit * schedule.stages_per_rank))

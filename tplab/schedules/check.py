@@ -1,4 +1,4 @@
-"""Checks: everything that can be wrong with a schedule, told in words."""
+"""Checks: everything that can be wrong with a schedule, described in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Fault:
-    """What kind of fault, on which rank, at which index of its row (-1: at none, something is missing), in words."""
+    """A fault of a schedule: its kind, its rank, its index in that row (-1 if something is missing), and its words."""
 
     kind: str
     rank: int
@@ -35,9 +35,9 @@ class Fault:
 def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = None) -> None:
     """Raise ScheduleError unless `schedule` is right; the message lists each fault: which action, on which rank.
 
-    Right means: each stage's forward and backward (B, or I and W) exactly once per microbatch, on a rank that holds the
-    stage, and the backward where the forward was; nothing before what it needs, on its own rank and across ranks; no
-    ranks that wait for each other; sends and receives, where written out, in the same order at both ends.
+    A schedule is right if each stage's forward and backward (B, or I and W) run exactly once per microbatch, both on
+    the same rank, and that rank holds the stage; if no action runs before what it needs, on its own rank or another;
+    if no ranks wait for each other; and if sends and receives, where written out, have the same order at both ends.
 
     memory_limit   the most microbatches whose activations a rank may hold (one figure, or one per rank)
     """
@@ -48,7 +48,7 @@ def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = Non
 
 
 def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = None, at_most: int = 100) -> list[Fault]:
-    """What `check` would raise, as data: the first `at_most` faults; empty where all is right."""
+    """What `check` would raise, as data: the first `at_most` faults, or an empty list if the schedule is right."""
 
     def in_turn() -> Iterator[Fault]:
         for find in (
@@ -77,7 +77,7 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def _strangers(schedule: Schedule) -> Iterator[Fault]:
-    """Actions that name no stage or no microbatch and need one."""
+    """Actions that need a stage or a microbatch but name none."""
     nameless = (schedule.kind <= CODE["RECV_B"]) & ((schedule.stage < 0) | (schedule.microbatch < 0))
     for index in np.flatnonzero(nameless).tolist():
         yield _fault_at(
@@ -86,7 +86,7 @@ def _strangers(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _miscounted(schedule: Schedule) -> Iterator[Fault]:
-    """What is missing, and what is there twice."""
+    """Actions that are missing, and actions that appear twice."""
     shape = (schedule.num_stages, schedule.num_microbatches)
     named = (schedule.stage >= 0) & (schedule.microbatch >= 0)
     key = schedule.stage.astype(np.intp) * shape[1] + schedule.microbatch
@@ -149,7 +149,7 @@ def _misplaced(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _own_order(schedule: Schedule) -> Iterator[Fault]:
-    """What comes before, or without, something that its own rank must have done."""
+    """Actions that come before, or without, something that their own rank must have done first."""
     indices = np.arange(len(schedule))
     for own in schedule.needs.own:
         at_home = schedule.rank[np.maximum(own, 0)] == schedule.rank
@@ -190,7 +190,7 @@ def _pairs(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
-    """A fault for each rank whose input never comes, and one for a circle of ranks that wait for each other."""
+    """A fault for each rank whose input never arrives, and one for a cycle of ranks that wait for each other."""
     ticks = schedule.earliest
     if bool(np.all(ticks >= 0)):
         return
@@ -243,7 +243,7 @@ def _awaited(schedule: Schedule, ticks: np.ndarray, head: int) -> int:
 
 
 def _ticks(schedule: Schedule) -> Iterator[Fault]:
-    """Where the time is part of the schedule: two actions in one tick, or one before its input is there."""
+    """If ticks are part of the schedule: two actions in one tick, or an action before its input has arrived."""
     ticks, message = schedule.given_ticks, schedule.needs.message
     if ticks is None:
         return
@@ -269,7 +269,7 @@ def _ticks(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _transfers(schedule: Schedule) -> Iterator[Fault]:
-    """Sends and receives that do not meet: between two ranks they must come in the same order at both ends."""
+    """Sends and receives that do not match: between two ranks they must have the same order at both ends."""
     ends = transfers(schedule) if schedule.has_communication else {}
     for a, b in sorted({(min(pair), max(pair)) for pair in ends}):
         here, there = ends.get((a, b), []), ends.get((b, a), [])
@@ -290,7 +290,7 @@ def _transfers(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _last_things(schedule: Schedule) -> Iterator[Fault]:
-    """Anything behind an optimizer step, and gradient sums before the last gradient."""
+    """Anything after an optimizer step, and gradient sums before the last gradient."""
     for index in np.flatnonzero(schedule.kind == CODE["STEP"]).tolist():
         if index + 1 < schedule.offsets[schedule.rank[index] + 1]:
             yield _fault_at(schedule, index, "order", f"takes its optimizer step before {schedule.in_words(index + 1)}")
@@ -325,6 +325,6 @@ def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Faul
 
 
 def _fault_at(schedule: Schedule, index: int, kind: str, what: str) -> Fault:
-    """The fault that the action at `index` of the columns has; `what` follows "rank 2 (index 5)"."""
+    """The fault of the action at `index` of the columns; `what` continues a sentence that begins "rank 2 (index 5)"."""
     rank, own = int(schedule.rank[index]), schedule.index_in_row(index)
     return Fault(kind, rank, own, f"rank {rank} (index {own}) {what}")

@@ -1,4 +1,4 @@
-"""Sends, receives and optimizer steps, written into a schedule that only computes; and torch's text of both."""
+"""Adds sends, receives and optimizer steps to a schedule that only computes; writes either as torch's text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def with_communication(schedule: Schedule) -> Schedule:
     """The schedule with every send and receive written out, in an order that cannot deadlock.
 
     Actions are taken in the order of their ticks. A send comes right after its action, and its receive is posted at
-    that moment on the other rank, behind what that rank has done so far. So any two ranks exchange in the same order
-    at both ends, which is all that in-order communication asks for. (torch lowers its schedules in the same way.)
+    that moment on the other rank, after what that rank has done so far. So any two ranks have their transfers in the
+    same order, which is all that in-order communication requires. (torch lowers its schedules in the same way.)
     """
     schedule = schedule.select(~np.isin(schedule.kind, MESSAGES)) if schedule.has_communication else schedule
     message = schedule.needs.message
@@ -44,7 +44,7 @@ def with_communication(schedule: Schedule) -> Schedule:
 
 
 def transfers(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Transfer, int]]]:
-    """(rank, other rank) -> what the one exchanges with the other, in its order, and the index of each action."""
+    """(rank, other rank) -> what the first exchanges with the second, in its own order, with each action's index."""
     found: dict[tuple[int, int], list[tuple[Transfer, int]]] = defaultdict(list)
     needs = schedule.needs
     for index in np.flatnonzero(np.isin(schedule.kind, MESSAGES)).tolist():
@@ -63,7 +63,7 @@ def transfers(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Transfer, 
 def with_optimizer_step(schedule: Schedule, sync: bool = False) -> Schedule:
     """The schedule with a STEP at the end of each row that has none.
 
-    sync    a REDUCE_GRAD of each stage right behind the last B or W that adds to its gradients, too
+    sync    also add a REDUCE_GRAD of each stage, right after the last B or W that adds to its gradients
     """
     rows = []
     for row in schedule.by_rank():

@@ -19,29 +19,30 @@ Amount = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What a schedule is simulated with. Times are in any unit, the same for all; sizes in bytes.
+    """The costs that a schedule is simulated with. All times share one unit, of your choice; sizes are in bytes.
 
     forward, input_grad, weight_grad
                     F, I and W. One number is a *rank's* share of one microbatch: each of its v stages takes 1/v of it.
-                    A sequence has one figure per stage, a nested one one per stage and microbatch, both as they are
+                    A sequence has one figure per stage, and a nested sequence one per stage and microbatch; neither is
+                    divided by v
     stage_costs     how much the consecutive parts of the model cost relative to one another: (1, 1, 1, 2) doubles
-                    F, I and W of the last quarter of the layers. As many figures as stages, or a number that
-                    divides theirs or is a multiple of it: a schedule with more stages cuts the same model finer
-    transfer        latency of a message between two ranks; stages on one rank hand over in no time
-    full_backward   B where it is not split; left out, I + W
-    overlap         of an overlapped pair, the part of the shorter one that is hidden behind the longer one, 0 to 1:
+                    F, I and W of the last quarter of the layers. Give one figure per stage, or a number of figures that
+                    divides the number of stages or is a multiple of it: more stages cut the same model finer
+    transfer        latency of a message between two ranks; between stages on the same rank it is zero
+    full_backward   B where it is not split; I + W by default
+    overlap         in an overlapped pair, the fraction of the shorter action that is hidden behind the longer, 0 to 1:
                     F & B takes F + B - overlap * min(F, B). A pair begins when both can, and ends together. F and B
                     then include their own messages, such as the all-to-all of experts, and only that share can be
-                    hidden. This is a model: DeepSeek (DualPipe 2025) leaves F & B a figure to be measured
+                    hidden. This is a model: DeepSeek (DualPipe 2025) treats F & B as a figure to be measured
     message_bytes   size of one message (a number, or what each stage sends), and `bandwidth` in bytes per unit of time:
                     a message takes transfer + message_bytes / bandwidth
     links           "free": any number of messages travel at once. "queue": a link (one direction between two ranks)
                     carries one message at a time, for message_bytes / bandwidth each
-    optimizer_step  of one rank
-    gradient_sync   of one rank's gradients (REDUCE_GRAD), a share per stage; it occupies the rank
+    optimizer_step  time of one rank's optimizer step
+    gradient_sync   time to sum one rank's gradients (REDUCE_GRAD), shared among its stages; it occupies the rank
     activation      what F keeps for the backward: bytes of a rank's share of one microbatch, or one figure per stage
-    input_grad_frees  the part of it that I lets go (one number, or one per stage); W lets go of the rest (B of all).
-                    Below 0 where I keeps more: the gradients that W will need
+    input_grad_frees  the part of it that I frees (one number, or one per stage); W frees the rest (B frees all of it).
+                    It is negative if I adds more than it frees: it keeps the gradients that W will need
     unit            "steps" for unit times, "s" for seconds
     """
 
@@ -91,7 +92,7 @@ class Costs:
                 raise ScheduleError(f"{name} is {getattr(self, name)}; it is a part of a whole, 0 to 1")
 
     def _refuse_stage_costs(self, parts: np.ndarray) -> None:
-        """Raise where `parts` is no list, or where F, I, W or B have one figure per stage already."""
+        """Raise if `parts` is not a list, or if F, I, W or B already have one figure per stage."""
         if parts.ndim != 1 or not len(parts):
             raise ScheduleError(f"stage_costs is {self.stage_costs!r}; it must have one number for each stage")
         for name in ("forward", "input_grad", "weight_grad", "full_backward"):
@@ -101,7 +102,7 @@ class Costs:
                 )
 
     def by_stage(self, num_stages: int) -> np.ndarray:
-        """What the mean part of each stage costs, from `stage_costs` [stages]. Ones, where that is left out."""
+        """The mean cost of the parts in each stage, from `stage_costs` [stages]. All ones if that is not given."""
         if self.stage_costs is None:
             return np.ones(num_stages)
         parts = np.asarray(self.stage_costs, float)
@@ -131,13 +132,13 @@ class Costs:
         return duration
 
     def carrying(self, schedule: Schedule) -> np.ndarray:
-        """How long the message that each action sends occupies its link: message_bytes / bandwidth [actions]."""
+        """How long each action's message occupies its link: message_bytes / bandwidth [actions]."""
         return self.message_sizes(schedule) / self.bandwidth
 
     def message_sizes(self, schedule: Schedule) -> np.ndarray:
         """Bytes of the message that each action sends, if it sends one [actions].
 
-        A sequence has what each stage's forward sends; the gradient of that comes back through the same cut.
+        A sequence holds what each stage's forward sends; the gradient that comes back over the same cut is as large.
         """
         sizes = np.asarray(self.message_bytes, float)
         if sizes.ndim == 0:
@@ -151,11 +152,11 @@ class Costs:
         return sizes[np.clip(cut, 0, max(len(sizes) - 1, 0))]
 
     def kept(self, schedule: Schedule) -> np.ndarray:
-        """Bytes that the activations of each action's stage and microbatch weigh [actions]."""
+        """Bytes of the activations of each action's stage and microbatch [actions]."""
         return _of(self.activation, schedule, np.arange(len(schedule)), "activation")
 
     def part_freed(self, schedule: Schedule) -> np.ndarray:
-        """The part of them that I of each action's stage lets go [actions]."""
+        """The part of them that I of each action's stage frees [actions]."""
         part = np.asarray(self.input_grad_frees, float)
         if part.ndim and len(part) < schedule.num_stages:
             raise ScheduleError(f"input_grad_frees has {len(part)} figures; there are {schedule.num_stages} stages")
@@ -165,7 +166,7 @@ class Costs:
 _DIMS = {"message_bytes": 1, "input_grad_frees": 1, "stage_costs": 1} | dict.fromkeys(
     ("forward", "input_grad", "weight_grad", "full_backward", "activation"), 2
 )
-"""How many dims a cost may have; the others are one number."""
+"""How many dims a cost may have. A cost that is not listed is a single number."""
 
 
 def memory_limits(limit: float | Sequence[float] | None, num_ranks: int) -> np.ndarray:
@@ -181,7 +182,7 @@ def memory_limits(limit: float | Sequence[float] | None, num_ranks: int) -> np.n
 
 
 def _numbers(value: Any) -> np.ndarray | None:
-    """Real numbers as an array of floats; None for what holds anything else."""
+    """Real numbers as an array of floats; None if `value` holds anything else."""
     try:
         found = np.asarray(value)
     except ValueError:  # rows of different lengths

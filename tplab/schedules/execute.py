@@ -13,7 +13,7 @@ from tplab.schedules.schedule import Schedule
 
 
 def require_ranks(schedule: Schedule, num_ranks: int, label: str) -> None:
-    """Raise unless it is a schedule, and for as many ranks as there are along the axis of this name."""
+    """Raise unless `schedule` is a Schedule with one row per rank of the axis that `label` names."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"train_batch takes a tplab.schedules.Schedule, as gpipe(4, 8), not {schedule!r}")
     if schedule.num_ranks != num_ranks:
@@ -24,14 +24,15 @@ def require_ranks(schedule: Schedule, num_ranks: int, label: str) -> None:
 
 
 def program(schedule: Schedule) -> list[tuple[Action, ...]]:
-    """What each rank executes: its row with sends and receives written out. Raises ScheduleError, as `check` does,
-    where the schedule is not right."""
+    """What each rank executes: its row with sends and receives written out. Raises ScheduleError, as `check` does, if
+    the schedule is not right."""
     ticks = None if schedule.given_ticks is None else schedule.given_ticks.tobytes()
     return _program(schedule, schedule.placement, ticks)
 
 
 @lru_cache(maxsize=16)
 def _program(schedule: Schedule, placement: Placement, ticks: bytes | None) -> list[tuple[Action, ...]]:
-    """Worked out once for all ranks; schedules are equal whatever their placement and ticks, which `check` looks at."""
+    """Cached, so it is worked out once for all ranks. Schedules compare equal even if their placements and ticks
+    differ, so these are part of the cache's key: `check` looks at them."""
     check(schedule)
     return (schedule if schedule.has_communication else with_communication(schedule)).by_rank()

@@ -20,13 +20,13 @@ from tplab.trace.trace import Trace
 
 
 def measured_costs(schedule: Schedule, trace: Trace, *, axis: Axis = "pp", batch: int = -1) -> Costs:
-    """What each action took in the trace of a run of `train_batch`, as the costs of `simulate`: its time; the bytes of
-    each stage's activations, and the part of them that I lets go.
+    """The measured times and bytes of a run of `train_batch`, as costs for `simulate`: how long each action took, the
+    bytes of each stage's activations, and the part of them that I frees.
 
-    A message takes as long as the quickest one did: others may have waited until their receiver looked.
+    Every message is taken to last as long as the fastest one: the others may have waited for their receiver.
 
-    trace   of the run. Of several batches in it, `batch` says which
-    axis    of the pipeline; with more axes, the ranks of the group of rank 0 count
+    trace   the trace of the run; if it holds several batches, `batch` says which one
+    axis    the axis of the pipeline; if the mesh has more axes, the group of rank 0 is measured
     """
     took = _times(schedule, trace, axis, batch)
     tables = {kind: np.zeros((schedule.num_stages, schedule.num_microbatches)) for kind in (F, B, I, W)}
@@ -52,17 +52,17 @@ def measured_costs(schedule: Schedule, trace: Trace, *, axis: Axis = "pp", batch
 def compare(
     schedule: Schedule | Simulation, trace: Trace, costs: Costs | None = None, *, axis: Axis = "pp", batch: int = -1
 ) -> Comparison:
-    """The executed schedule beside the predicted one: `costs` are those predicted with; left out, the measured ones.
+    """The executed schedule beside the predicted one. The prediction uses `costs`, by default the measured ones.
 
-    With measured costs nothing is left to predict but the waiting: the residual is what the simulation does not know
-    of. With others, it is also what they got wrong.
+    With measured costs, only the waiting is left to predict, so the residual is what the simulation does not model.
+    With other costs, it also includes their errors.
 
-    schedule   that was executed; or a run of it by `simulate`, which is the prediction then. The executors run an
-               overlapped pair one after the other, and so it is predicted, unless `costs` say what overlap saves
+    schedule   the one that was executed; or its simulation by `simulate`, which is then the prediction. The executors
+               run an overlapped pair one after the other, so it is predicted that way unless `costs` gives an overlap
     axis, batch   as in `measured_costs`
 
-    A program of JAX goes in lock-step: give simulate(schedule, costs, lockstep=True).
-    Raises ScheduleError where the trace is of another schedule, or counts its time in another unit.
+    A JAX program runs in lock-step: pass simulate(schedule, costs, lockstep=True).
+    Raises ScheduleError if the trace is of another schedule, or measures time in another unit.
     """
     if isinstance(schedule, Simulation):
         if costs is not None:
@@ -79,11 +79,11 @@ def measured_strip(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(times, bytes held from then on) of the rank at position `rank` of `axis`: a staircase that begins at 0.
 
-    The bytes are those of `trace`, the times those of `run`, so that it can be laid over `run.activation_bytes(rank)`,
-    which is all predicted. As there, F takes its bytes when it begins, and the others let go when they end.
+    The bytes come from `trace` and the times from `run`, so you can draw it over `run.activation_bytes(rank)`, whose
+    bytes are predicted too. As there, F allocates its bytes when it begins, and the others free theirs when they end.
 
     trace, axis, batch   as in `measured_costs`
-    Raises ScheduleError where the trace is of another schedule than `run`.
+    Raises ScheduleError if the trace is of another schedule than `run`.
     """
     took = _times(run.schedule, trace, axis, batch)
     if (took.held < 0).any():
@@ -123,9 +123,9 @@ class Comparison:
     """When each action of a schedule ran: predicted, and measured (counted from the first start). Arrays are in the
     order of the schedule's columns.
 
-    busy     how long its rank computed within each action: less than end - start where it waited for a message
+    busy     how long the rank computed within each action: less than end - start if it waited for a message
     origin   the time of the first start in the trace
-    ranks    who ran the schedule's rows; along `axis` of the trace's mesh
+    ranks    the ranks that ran the schedule's rows, along `axis` of the trace's mesh
     batch    which of the trace's `num_batches` batches of this schedule it is, from 0
     """
 
@@ -141,7 +141,7 @@ class Comparison:
 
     @property
     def makespan(self) -> float:
-        """The measured one."""
+        """The measured makespan."""
         return float(self.end.max() - self.start.min())
 
     @property
@@ -175,8 +175,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Times:
-    """When each action started and ended, how long its rank was busy with it, and what it held then [actions of
-    `schedule`]; who ran the rows, and which batch of how many it is."""
+    """When each action started and ended, how long its rank was busy with it, and what the rank then held [actions of
+    `schedule`]; which ranks ran the rows, and which batch of how many this is."""
 
     schedule: Schedule
     start: np.ndarray
@@ -189,7 +189,7 @@ class _Times:
 
 
 def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
-    """Follow each rank's row through the trace; again and again, where there are several batches in it."""
+    """Follow each rank's row through the trace, once per batch if there are several."""
     schedule = schedule.compute_only()
     group = trace.mesh.group(0, axis)
     if len(group) != schedule.num_ranks:
@@ -222,7 +222,7 @@ def _one_by_one(schedule: Schedule) -> Schedule:
 
 
 def _actions_only(run: Simulation) -> Simulation:
-    """Without gradient sums and optimizer steps: of the batch there are the F, B, I and W in a trace."""
+    """The simulation without gradient sums and optimizer steps: a trace has only the F, B, I and W of a batch."""
     keep = run.schedule.kind <= max(COMPUTE)
     if keep.all():
         return run
@@ -235,14 +235,14 @@ _ACTION = re.compile(r"[FBIW]\d+")
 
 
 def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tuple[float, float, float, int]]]:
-    """(start, end, busy, held) of each action of a row, for each time it was run whole. An action may be several
+    """(start, end, busy, held) of each action of a row, for each time the whole row was run. An action may be several
     events."""
     names = [(action.label, f"stage {action.stage}") for action in row]
     made = []
     for event in trace.select(rank=rank, kind="compute").events:
         name = event.op, event.where
         if not (_ACTION.fullmatch(event.op) and event.where.startswith("stage ")):
-            continue  # what the rank computes besides
+            continue  # other work of this rank
         if made and name == names[len(made) - 1]:
             made[-1] = made[-1][0], event.end, made[-1][2] + event.duration, event.held
             continue
@@ -261,11 +261,11 @@ def _batches(row: Sequence[Action], trace: Trace, rank: int) -> Iterator[list[tu
 
 
 def _bytes(took: _Times) -> tuple[list[float] | float, list[float] | float]:
-    """Bytes that F of each stage keeps (the mean over microbatches), and the part that I lets go."""
+    """Bytes that F of each stage keeps (the mean over microbatches), and the part that I frees."""
     schedule = took.schedule
-    if (took.held < 0).any():  # a trace of something else than train_batch
+    if (took.held < 0).any():  # a trace of something other than train_batch
         return 1.0, 0.0
-    change = np.diff(took.held, prepend=0.0)  # each rank begins, and ends, with nothing
+    change = np.diff(took.held, prepend=0.0)  # each rank begins and ends with nothing
     means = []
     for kind, sign in ((F, 1), (I, -1)):
         rows = np.flatnonzero(schedule.kind == kind)

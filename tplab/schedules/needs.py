@@ -9,7 +9,7 @@ import numpy as np
 from tplab.schedules.action import CODE, MESSAGES, B, F, I, W
 
 NOTHING, MISSING = -1, -2
-"""An action that needs nothing, and one whose need is nowhere in the schedule."""
+"""Mark an action that needs nothing, and one whose need is missing from the schedule."""
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class Needs:
     """The dependencies of a schedule, as indices into its columns (or NOTHING, or MISSING).
 
     Stage s of S, microbatch k:
-        F(s, k)  takes in F(s-1, k)                   nothing at stage 0
-        B(s, k)  takes in B(s+1, k) or I(s+1, k)      nothing at stage S-1; and its own rank must have run F(s, k)
+        F(s, k)  receives F(s-1, k)                   nothing at stage 0
+        B(s, k)  receives B(s+1, k) or I(s+1, k)      nothing at stage S-1; and its own rank must have run F(s, k)
         I(s, k)  the same
         W(s, k)  its own rank must have run I(s, k)
-    Where sends and receives are written out, what comes in from another rank is the *send*, and the own rank must have
-    posted its receive. A posted receive does not wait by itself.
+    Where sends and receives are written out, an input from another rank is the *send*, and the action's own rank must
+    have posted the receive. A posted receive does not wait by itself.
 
-    message     what comes in, from whichever rank ran it [actions]
-    partner     for the first of an overlapped pair, what the second one takes in: a pair begins when both can [actions]
+    message     the action's input, from whichever rank ran it [actions]
+    partner     for the first of an overlapped pair, the second one's input: a pair begins when both can [actions]
     own         what the same rank must have run before: two arrays [actions]
     forward, backward, weight
                 where F, where B or I, and where W of each stage and microbatch are [stages, microbatches]; -1: nowhere
@@ -48,7 +48,7 @@ def find_needs(
     num_stages: int,
     num_microbatches: int,
 ) -> Needs:
-    """The dependencies of every action, given by its columns, found in tables of every (stage, microbatch)."""
+    """The dependencies of every action, given the columns, looked up in tables over all (stage, microbatch) pairs."""
     indices = np.arange(len(kind), dtype=np.intp)
     rows_of = {code: np.flatnonzero(kind == code) for code in np.flatnonzero(np.bincount(kind)).tolist()}
     valid = (stage >= 0) & (microbatch >= 0)
@@ -65,7 +65,7 @@ def find_needs(
     message, own_first, own_second = (np.full(len(kind), NOTHING, np.intp) for _ in range(3))
 
     def look_up(target: np.ndarray, rows: np.ndarray, table: np.ndarray, shift: int) -> None:
-        """target[row] = where `table` has the row's microbatch at its stage + shift; MISSING where it has none."""
+        """target[row] = the entry of `table` for the row's microbatch at its stage + shift; MISSING if it has none."""
         rows = rows[valid[rows]]
         found = table[np.clip(stage[rows] + shift, 0, num_stages - 1), microbatch[rows]]
         target[rows] = np.where(found < 0, MISSING, found)

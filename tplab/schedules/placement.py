@@ -10,7 +10,7 @@ from tplab.schedules.action import whole_number
 Placement = tuple[tuple[int, ...], ...]
 
 MOST_RANKS, MOST_CELLS = 10_000, 4_000_000
-"""Of a schedule that a rule makes: ranks, and stages times microbatches. So many take a gigabyte."""
+"""Limits for a schedule made by a rule: ranks, and stages times microbatches. At that size it takes a gigabyte."""
 
 
 def linear(ranks: int) -> Placement:
@@ -23,7 +23,7 @@ def linear(ranks: int) -> Placement:
 
 
 def wrapped(ranks: int, virtual_stages: int) -> Placement:
-    """`virtual_stages` per rank; after the last rank the first one takes the next stage. Narayanan et al., SC'21.
+    """`virtual_stages` per rank: after the last rank, the first rank takes the next stage. Narayanan et al., SC'21.
 
     rank     0  1  2  3
     stages   0  1  2  3
@@ -34,7 +34,7 @@ def wrapped(ranks: int, virtual_stages: int) -> Placement:
 
 
 def wave(ranks: int, virtual_stages: int) -> Placement:
-    """`virtual_stages` per rank, down and up in turn, so that a turn needs no message. Hanayo, SC'23.
+    """`virtual_stages` per rank, alternately down and up, so that a turn needs no message. Hanayo, SC'23.
 
     rank     0  1  2  3
     stages   0  1  2  3
@@ -59,7 +59,7 @@ def v_shape(ranks: int) -> Placement:
 
 
 def one_way(placement: Placement, num_stages: int) -> Placement:
-    """The placement along which a model is balanced: the same, or with two directions a line, which each way is."""
+    """The placement along which a model is balanced: `placement`, or a line if it has two directions, each a line."""
     return placement if sum(map(len, placement)) == num_stages else linear(num_stages)
 
 
@@ -90,7 +90,7 @@ def name_of(placement: Placement) -> str:
 
 
 def counts(**given: int) -> tuple[int, ...]:
-    """The sizes as plain ints. Raises ScheduleError unless each is a whole number, 1 or more, and not too large."""
+    """The sizes as plain ints. Raises ScheduleError unless each is a whole number from 1 up, and not too large."""
     found: dict[str, int] = {}
     for name, count in given.items():
         number = whole_number(count)

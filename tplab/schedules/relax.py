@@ -1,4 +1,4 @@
-"""When each action ends: the one loop that ticks and the simulation share."""
+"""When each action ends: one loop, used both for the ticks and for the simulation."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def relax(
     clock: np.ndarray | None = None,
     links: Links | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(end, sent) of each action, when every rank runs its row in order, each action as early as it can.
+    """(end, sent) of each action if every rank runs its row in order, each action as early as it can.
 
     offsets     rank r's row is offsets[r] to offsets[r + 1]
     needs       arrays [actions] of indices: what must have ended; or NOTHING, or MISSING
-    lags        for each array of needs, how long after that end its result is there [actions]
+    lags        for each array of needs, how long after that end its result is available [actions]
     duration    of each action [actions]
-    clock       when each rank may begin [ranks]; 0
-    links       where given, messages queue: a message is sent when its action has ended and its link is free
+    clock       when each rank may begin [ranks]; 0 by default
+    links       if given, messages queue: a message is sent when its action has ended and its link is free
 
         start  = max(end of the one before on the rank, sent(need) + lag)      end = start + duration
         sent   = end, or with links max(end, link is free) + hold
 
-    What can never run (it waits for something that waits for it) ends at infinity.
+    An action that can never run (it waits for something that waits for it) ends at infinity.
 
-    One round advances every rank by one action where its needs have ended, all ranks in one NumPy operation: the
-    number of rounds is the number of ticks, and a rank that cannot move yet computes an infinite end, which is
-    harmless. Behind each row lies a sentinel that needs itself, so it never runs.
+    One round advances each rank by one action if what it needs has ended, all ranks in one NumPy operation. The number
+    of rounds is therefore the number of ticks, and a rank that cannot move yet computes an infinite end, which is
+    harmless. Each row is followed by a sentinel that needs itself, so it never runs.
     """
     num_actions, num_ranks = int(offsets[-1]), len(offsets) - 1
     gap = np.repeat(np.arange(num_ranks), np.diff(offsets))  # the sentinels in front of each action
-    nothing = num_actions + num_ranks  # one more index, of what ended before time began
+    nothing = num_actions + num_ranks  # one more index, for what had ended before the start
     sentinels = offsets[1:] + np.arange(num_ranks)
     at, never = np.arange(num_actions) + gap, sentinels[gap]
 
@@ -101,7 +101,7 @@ def relax(
 def earliest_ticks(offsets: np.ndarray, needs: Needs) -> np.ndarray:
     """The first tick at which each action can run when each takes one tick; -1 where it never can.
 
-    An overlapped pair takes two ticks that follow each other, and begins when both have what they need.
+    An overlapped pair takes two consecutive ticks, and begins when both actions have what they need.
     """
     awaited = [needs.message]
     if bool(np.any(needs.partner != NOTHING)):

@@ -1,4 +1,4 @@
-"""A schedule: what each rank of a pipeline does, in order. Printed, checked, simulated, executed: the same object."""
+"""A schedule: what each rank of a pipeline does, in order. The same object is printed, checked, simulated and run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tplab.schedules.relax import earliest_ticks
 from tplab.schedules.text import draw, read_csv, read_picture, read_torch
 
 _FEW = 1_000_000
-"""Cells of a table that are no waste, however few are filled."""
+"""A table of up to this many cells is never too large, however few of them are filled."""
 
 
 class Schedule:
     """A pipeline schedule: ranks x time.
 
     rows        what each rank does, in order: one sequence of `Action` per rank
-    placement   the stages each rank holds; left out, those that appear in its row
+    placement   the stages each rank holds; by default those that appear in its row
     name        for titles
-    ticks       when, if the time is part of the schedule: the tick of each action, rank after rank. Left out, every
-                action runs as early as its rank and its inputs allow, each taking one tick
+    ticks       the tick of each action, rank after rank, if time is part of the schedule. By default every action
+                runs as early as its rank and its inputs allow, and takes one tick
 
-    A schedule is never changed. Inside it is columns (`kind`, `stage`, `microbatch`, `joined`), rank after rank, rank r
-    from `offsets[r]` to `offsets[r + 1]`, so that a million actions are fine.
+    A schedule never changes. It is stored as columns (`kind`, `stage`, `microbatch`, `joined`), rank after rank: rank r
+    has `offsets[r]` to `offsets[r + 1]`. So a schedule of a million actions is fine.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Schedule:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def index_in_row(self, index: int) -> int:
-        """Where in its rank's row the action at this index of the columns is, from 0."""
+        """The position within its rank's row, counted from 0, of the action at this index of the columns."""
         return int(index - self.offsets[self.rank[index]])
 
     def action(self, index: int) -> Action:
@@ -137,7 +137,7 @@ class Schedule:
 
     @cached_property
     def slot(self) -> np.ndarray:
-        """Which of its rank's stages each action is of, counted from 0; -1 where it is of none [actions]."""
+        """Which of its rank's stages each action belongs to, counted from 0; -1 if it has no stage [actions]."""
         slot = np.full(len(self), -1, np.int32)
         for rank, held in enumerate(self.placement):
             row = slice(self.offsets[rank], self.offsets[rank + 1])
@@ -154,12 +154,12 @@ class Schedule:
 
     @cached_property
     def earliest(self) -> np.ndarray:
-        """The first tick at which each action can run, whatever the given ticks; -1 where it never can."""
+        """The first tick at which each action can run, regardless of any given ticks; -1 if it never can."""
         return earliest_ticks(self.offsets, self.needs)
 
     @property
     def ticks(self) -> np.ndarray:
-        """The tick of each action. Raises ScheduleError where some action can never run; `check` says why."""
+        """The tick of each action. Raises ScheduleError if some action can never run; `check` says why."""
         if self.given_ticks is not None:
             return self.given_ticks
         stuck = np.flatnonzero(self.earliest < 0)
@@ -196,11 +196,11 @@ class Schedule:
         return Schedule(rows, self.placement, self.name if name is None else name, ticks)
 
     def named(self, name: str) -> Schedule:
-        """The same under another name."""
+        """The same schedule under another name."""
         return self.select(np.ones(len(self), bool), name)
 
     def compute_only(self) -> Schedule:
-        """Without sends, receives, gradient sums and optimizer steps."""
+        """The schedule without sends, receives, gradient sums and optimizer steps."""
         keep = self.kind <= max(COMPUTE)
         return self if keep.all() else self.select(keep)
 
@@ -210,19 +210,19 @@ class Schedule:
         return Schedule(rows, self.placement, self.name)
 
     def moved(self, rank: int, index: int, to: int) -> Schedule:
-        """With the action at `index` of `rank`'s row at index `to` instead; `check` tells whether that is legal."""
+        """The schedule with one action of `rank`'s row moved from `index` to `to`; `check` says if that is legal."""
         rows = [list(row) for row in self.by_rank()]
         if not (0 <= rank < self.num_ranks and 0 <= index < len(rows[rank]) and 0 <= to < len(rows[rank])):
             raise ScheduleError(f"rank {rank} has no actions {index} and {to}; there are {self.num_ranks} ranks")
         rows[rank].insert(to, rows[rank].pop(index).alone())
-        for after in (index, index + 1):  # what was joined to the moved action is joined to nothing now
+        for after in (index, index + 1):  # what was joined to the moved action is no longer joined to anything
             if after < len(rows[rank]):
                 rows[rank][after] = rows[rank][after].alone()
         return Schedule(rows, self.placement, self.name)
 
     @classmethod
     def from_csv(cls, text: str, name: str = "") -> Schedule:
-        """Read either of torch's forms. Blanks are idle cells: the order counts, and the time follows from it."""
+        """Read either of torch's forms. Blanks are idle cells; only the order counts, and the ticks follow from it."""
         return cls(read_csv(text), None, name)
 
     @classmethod
@@ -233,12 +233,12 @@ class Schedule:
 
     @classmethod
     def parse(cls, picture: str, name: str = "") -> Schedule:
-        """Read what `str` prints: the dots are part of it, so `check` says where an action comes too early."""
+        """Read what `str` prints. The dots fix the ticks, so `check` can say where an action comes too early."""
         rows, ticks = read_picture(picture)
         return cls(rows, None, name, ticks)
 
     def __str__(self) -> str:
-        """One line per rank, one cell per tick; where there are no ticks, the rows and why."""
+        """One line per rank, one cell per tick. A schedule that has no ticks prints its rows, and the reason."""
         with_stages = self.placement != tuple((rank,) for rank in range(self.num_ranks))
         try:
             return draw(self.by_rank(), self.ticks_by_rank(), with_stages)
@@ -253,7 +253,7 @@ class Schedule:
         )
 
     def __eq__(self, other: object) -> bool:
-        """The same actions in the same order on the same ranks; names and given ticks do not count."""
+        """Whether both have the same actions in the same order on the same ranks; names and ticks do not count."""
         return (
             isinstance(other, Schedule)
             and np.array_equal(self.offsets, other.offsets)
@@ -271,8 +271,8 @@ class Schedule:
         return np.stack([self.kind, self.stage, self.microbatch, self.joined], axis=1).astype(np.int32)
 
     def _refuse_gaps(self) -> None:
-        """Raise where a number is so far from the others that tables over stages, microbatches or ticks would be empty
-        but for it."""
+        """Raise if a number is so far from the others that a table over stages, microbatches or ticks would be almost
+        empty."""
         room, actions = max(_FEW, 4 * len(self)), _count(len(self), "action")
         if self.num_stages * self.num_microbatches > room:
             raise ScheduleError(

@@ -20,17 +20,17 @@ from tplab.schedules.simulation import Simulation
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, lockstep: bool = False, optimizer: str | None = None
 ) -> Simulation:
-    """Run `schedule` on paper: every rank does its row in order, each action as soon as what it needs is there.
+    """Run `schedule` on paper: every rank does its row in order, each action as soon as its inputs have arrived.
 
-    costs       times and sizes; left out, F = I = W = 1 and messages take no time
-    lockstep    as in one SPMD program: all ranks take each tick together, so a tick costs its slowest rank, and then
-                the messages of that tick travel. Where it pays to wait is then another question: p=4, m=8, F=1, B=2
-                takes GPipe 33, 1F1B 40
+    costs       times and sizes; by default F = I = W = 1 and messages take no time
+    lockstep    as in one SPMD program: all ranks take each tick together, so a tick lasts as long as its slowest
+                action, and then the messages of that tick travel. This changes which schedule is faster: with p=4,
+                m=8, F=1, B=2, GPipe takes 33 and 1F1B takes 40
     optimizer   None: the schedule ends with its last action. "own": each rank takes its optimizer step when its own
-                row is done. "together": when all ranks' rows are (as for a global gradient norm)
+                row is done. "together": when all ranks' rows are done (as for a global gradient norm)
 
-    Sends and receives that are written out are ignored: `costs` says how messages travel.
-    Raises ScheduleError where the schedule cannot run, and says why.
+    Sends and receives that are written out are ignored: `costs` says how long messages take.
+    Raises ScheduleError if the schedule cannot run, and says why.
     """
     costs = Costs() if costs is None else costs
     if optimizer not in (None, "own", "together"):
@@ -64,20 +64,20 @@ def simulate(
 
 
 def period(schedule: Schedule, costs: Costs | None = None, *, optimizer: str = "own") -> float:
-    """Time from one step to the next when steps follow each other, each rank going on as soon as it may.
+    """Time from one step to the next when steps follow each other and each rank continues as soon as it may.
 
-    With optimizer="own" a rank begins its next step when its own is done, and what counts is the span: this is where
-    ZB-H2 beats ZB-H1. With "together" all ranks wait for each other, and what counts is the makespan.
+    With optimizer="own", a rank begins its next step as soon as it has finished this one, and the span decides: this
+    is where ZB-H2 beats ZB-H1. With "together", all ranks wait for each other, and the makespan decides.
     """
     if optimizer not in ("own", "together"):
         raise ScheduleError(f"optimizer is 'own' or 'together', not {optimizer!r}")
     costs = costs or Costs()
     schedule = with_optimizer_step(schedule.compute_only(), sync=costs.gradient_sync > 0)
-    simulate(schedule, costs)  # raises where the schedule cannot run
+    simulate(schedule, costs)  # raises if the schedule cannot run
     plan, steps = _Plan.of(schedule, costs), 2 * schedule.num_ranks + 2
     last = schedule.offsets[1:] - 1  # each row ends with its STEP
     clock, when = np.zeros(schedule.num_ranks), []
-    for _ in range(2 * steps):  # the first steps fill the pipeline, the others are alike
+    for _ in range(2 * steps):  # the first steps fill the pipeline, the rest are alike
         end, _ = plan.relaxed(clock)
         clock = end[last]
         if optimizer == "together":
@@ -88,7 +88,7 @@ def period(schedule: Schedule, costs: Costs | None = None, *, optimizer: str = "
 
 @dataclass(frozen=True)
 class _Plan:
-    """What `relax` needs to know: see there. leader: the first of each action's pair [actions]."""
+    """The arguments of `relax`, explained there. leader: the first of each action's pair [actions]."""
 
     offsets: np.ndarray
     needs: list[np.ndarray]
@@ -126,7 +126,7 @@ def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:
 
 
 def _paired(schedule: Schedule, duration: np.ndarray, overlap: float) -> tuple[np.ndarray, np.ndarray]:
-    """(the first of each action's pair, durations): the first of a pair lasts as long as both, the second nothing."""
+    """(the first of each action's pair, durations): the first of a pair lasts as long as both, the second no time."""
     second = np.flatnonzero(schedule.joined)
     leader = np.arange(len(schedule))
     leader[second] = second - 1
@@ -137,7 +137,7 @@ def _paired(schedule: Schedule, duration: np.ndarray, overlap: float) -> tuple[n
 
 
 def _links(schedule: Schedule, carrying: np.ndarray) -> Links:
-    """Which link each action's message takes: one each way between two ranks; what stays on its rank takes none."""
+    """The link of each action's message: one per direction between two ranks; none if it stays on its rank."""
     message = schedule.needs.message
     consumer = np.flatnonzero(message >= 0)
     producer = message[consumer]

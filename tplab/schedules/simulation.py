@@ -20,7 +20,7 @@ class Idle:
     """A stretch in which a rank does nothing, and why.
 
     before   the action it comes before; None after the rank's last one
-    waits_for, from_rank   the action whose message is missing, and who runs it; None where no message is
+    waits_for, from_rank   the action whose message it waits for, and the rank that runs it; None if there is none
     """
 
     rank: int
@@ -50,9 +50,9 @@ class Simulation:
     """A simulated schedule. Arrays are in the order of the schedule's columns.
 
     start, end   of each action
-    duration     time each action takes of its rank; the second of an overlapped pair counts 0
-    sent         when each action's message was on its way (its end, or later where links queue)
-    waits_for    the index of the action whose message decided when this one started; -1: its own rank did
+    duration     how long each action occupies its rank; the second of an overlapped pair counts as 0
+    sent         when each action's message had left (at the action's end, or later where links queue)
+    waits_for    the index of the action whose message decided when this one started; -1 if its own rank did
     lockstep     whether the ranks took each tick together
     """
 
@@ -103,7 +103,7 @@ class Simulation:
 
     @property
     def bubble_over_ideal(self) -> float:
-        """idle / (ranks x ideal time), the other metric in use; the ideal time is that without bubbles."""
+        """idle / (ranks x ideal time), the other metric in use; the ideal time is the time without bubbles."""
         return float(self.idle.sum() / self.busy.sum()) if self.busy.sum() else 0.0
 
     @property
@@ -179,7 +179,7 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> np.ndarray:
-        """The same in bytes of `costs.activation`, where I lets go of its part [ranks]."""
+        """The same in bytes of `costs.activation`, of which I frees its part [ranks]."""
         return _peaks(self.schedule, self._bytes())
 
     def activations(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,13 +187,13 @@ class Simulation:
         return self._staircase(rank, activation_changes(self.schedule) / self.schedule.stages_per_rank)
 
     def activation_bytes(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(times, bytes held from then on) of one rank: I lets go of a part, W of the rest."""
+        """(times, bytes held from then on) of one rank: I frees a part, W the rest."""
         return self._staircase(rank, self._bytes())
 
     def _staircase(self, rank: int, change: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
         change, takes = change[rows], change[rows] > 0
-        times = np.where(takes, self.start[rows], self.end[rows])  # taken when F begins, let go when W ends
+        times = np.where(takes, self.start[rows], self.end[rows])  # allocated when F begins, freed when W ends
         rows_that_change = np.flatnonzero(change)
         order = rows_that_change[np.argsort(times[rows_that_change], kind="stable")]
         return np.append(0.0, times[order]), np.append(0.0, np.cumsum(change[order]))
@@ -205,7 +205,7 @@ class Simulation:
             [kind == F, kind == B, kind == I, kind == W], [kept, -kept, -part * kept, (part - 1) * kept], 0.0
         )
 
-    # --- telling -------------------------------------------------------------------------------------------------
+    # --- reporting -----------------------------------------------------------------------------------------------
 
     @cached_property
     def trace(self) -> Trace:
@@ -243,7 +243,7 @@ def peak_activations(schedule: Schedule) -> np.ndarray:
 
 
 def activation_changes(schedule: Schedule) -> np.ndarray:
-    """+1 where a stage's activations are taken, -1 where they are let go [actions]."""
+    """+1 where a stage's activations are allocated, -1 where they are freed [actions]."""
     change = np.zeros(max(CODE.values()) + 1, np.intp)
     change[[F, B, W]] = 1, -1, -1
     return change[schedule.kind]

@@ -20,8 +20,8 @@ def draw(rows: Sequence[Row], ticks: Sequence[Sequence[int]] | None, with_stages
     F0 F1 .. B0 .. B1        B1 is the backward of microbatch 1
     .. F0 B0 F1 B1 ..
 
-    with_stages   torch's text, for ranks that hold several stages: 2F0 is stage 2. A plus joins an overlapped pair:
-                  3F3+4B1
+    with_stages   write torch's text, for ranks that hold several stages: 2F0 is F0 of stage 2. A plus joins an
+                  overlapped pair: 3F3+4B1
     ticks         of each action; None writes each row without gaps
     """
     texts = [[str(action) if with_stages else action.label for action in row] for row in rows]
@@ -41,8 +41,8 @@ def draw(rows: Sequence[Row], ticks: Sequence[Sequence[int]] | None, with_stages
 
 
 def read_picture(picture: str) -> tuple[list[list[Action]], list[int]]:
-    """(rows, the tick of each action) of what `draw` draws. An action without a stage, as F0, is on the stage that has
-    its rank's number."""
+    """(rows, the tick of each action) of what `draw` draws. An action without a stage, such as F0, belongs to the stage
+    with its rank's number."""
     rows: list[list[Action]] = []
     ticks: list[int] = []
     for rank, line in enumerate(filter(None, map(str.strip, picture.splitlines()))):
@@ -87,7 +87,7 @@ def read_csv(text: str) -> list[list[Action]]:
 def read_torch(source: Any) -> tuple[list[list[Action]], str]:
     """(rows, name) of a torch schedule, its `pipeline_order`, or rows of torch's actions (None where idle).
 
-    Nothing is mended: torch 2.13's Schedule1F1B, for one, writes no microbatch 0 on its last rank, and `check` says so.
+    Nothing is repaired: torch 2.13's Schedule1F1B, for example, omits microbatch 0 on its last rank; `check` says so.
     """
     order, name = source, ""
     for attribute in ("pipeline_order", "_get_pipeline_order"):

@@ -1,4 +1,4 @@
-"""Families of building blocks: all slopes and turns of the way down the stages and back, those that fit first."""
+"""Families of building blocks, with every choice of slopes and pauses on the way down the stages and back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from tplab.schedules.placement import Placement
 from tplab.schedules.rules.stamp import Block
 
-_MOST = 6_000  # combinations looked at for one interval
+_MOST = 6_000  # combinations tried for one interval
 
 
 def blocks(placement: Placement, slots: Sequence[int]) -> Iterator[Block]:
-    """Blocks for a placement whose stages lie in arms of p (linear, wrapped, V, wave), the shortest first.
+    """Blocks for a placement whose stages form arms of p (linear, wrapped, V, wave), the shortest first.
 
-    Each arm has a slope, the slots from one stage's F (or I) to the next stage's, and each turn a pause. A block
-    without idle slots has an interval of three slots per stage; where memory is scarce, longer ones fit. Only blocks
-    whose activations fit into `slots` are given.
+    Each arm has a slope: the number of slots from one stage's F (or I) to the next stage's. Each turn has a pause. A
+    block without idle slots has an interval of three slots per stage; if memory is scarce, a longer one fits.
+    Only blocks whose activations fit into `slots` are given.
     """
     p, num_stages = len(placement), sum(map(len, placement))
     arms = num_stages // p
@@ -34,7 +34,7 @@ def blocks(placement: Placement, slots: Sequence[int]) -> Iterator[Block]:
         for rank in range(p):
             mine = np.sort(slot[:, owner == rank], axis=1)
             fits &= ~np.any(mine[:, 1:] == mine[:, :-1], axis=1)
-            kept = (backward - forward + 2)[:, home == rank].sum(axis=1) / interval  # W follows a slot or so behind I
+            kept = (backward - forward + 2)[:, home == rank].sum(axis=1) / interval  # W comes a slot or so after I
             fits &= kept <= slots[rank] + 0.5
         found = np.flatnonzero(fits)
         for row in found[np.argsort(backward[found, 0], kind="stable")].tolist():

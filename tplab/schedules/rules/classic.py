@@ -34,10 +34,10 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs p-1-r forwards ahead, then one forward and one backward in turn. Narayanan et al. 2020
+    """Rank r runs p-1-r forwards ahead, then alternates one forward and one backward. Narayanan et al. 2020
     (PipeDream-Flush), Fan et al. 2020 (DAPPLE).
 
-    The bubble of GPipe, but only p-r microbatches are held at once, not m.
+    The bubble is the same as GPipe's, but rank r holds only p-r microbatches at once, not m.
 
     F0 F1 .. B0 F2 B1 .. B2
     .. F0 B0 F1 B1 F2 B2 ..

@@ -9,7 +9,7 @@ from tplab.schedules.schedule import Schedule
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Two streams from both ends of the pipe, each rank holding a stage of either. DeepSeek-V3 2024.
+    """Two streams, one from each end of the pipe; each rank holds one stage of both. DeepSeek-V3 2024.
 
     The first half of the microbatches runs down the ranks, the second half up. Forwards of one stream are overlapped
     with backwards of the other: (p/2-1)(F&B + B - 3W) of bubble, p+1 stage activations, two copies of the weights.
@@ -55,7 +55,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _dual_letters(r: int, p: int, m: int) -> str:
     """What a rank of DualPipeV does, in eight steps; big letters are its first stage, small ones its second.
 
-    The last p of the 2p final backwards are split, so that W fills the gaps that the last I leave.
+    The last p of the 2p final backwards are split, so that W fills the gaps that the last I actions leave.
     """
     steady = "(Fb)(fB)" * (m - 2 * p + r + 1)
     if r == p - 1:  # the turn of the V: an overlapped pair would only make its own backward later

@@ -1,4 +1,4 @@
-"""List scheduling: every rank takes, whenever it is free, the best action that is ready."""
+"""List scheduling: whenever a rank is free, it takes the best action that is ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tplab.schedules.rules.row import Row
 
 @dataclass(frozen=True)
 class Durations:
-    """How long each action takes: forward, backward (B, or I where it is split), weight [stages]; and a transfer."""
+    """How long each action takes: forward, backward (B, or I if it is split), weight [stages]; and a transfer."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -30,9 +30,9 @@ class Durations:
 class Taste:
     """What a free rank prefers.
 
-    backward_first   a ready backward to a ready forward
-    deep_first       the forward of its later stage to that of its earlier one
-    patience         to wait, rather than begin a W, where something else arrives within this part of W's duration
+    backward_first   it prefers a ready backward to a ready forward
+    deep_first       it prefers the forward of its later stage to that of its earlier one
+    patience         it waits instead of beginning a W if something else arrives within this fraction of W's duration
     """
 
     backward_first: bool = True
@@ -48,8 +48,8 @@ Step = tuple[int, int, int]
 class _Rank:
     stages: list[int]
     limit: int
-    free: float = 0.0  # when it is done with what it does
-    held: int = 0  # activations of a stage: taken by F, let go by B or W
+    free: float = 0.0  # when its current action ends
+    held: int = 0  # stage activations: allocated by F, freed by B or W
     owed: deque[tuple[int, int]] = field(default_factory=deque)  # W that can be done
     row: list[tuple[int, int, int, int]] = field(default_factory=list)
     plan: deque[Step] | None = None
@@ -66,11 +66,11 @@ def list_schedule(
 ) -> list[Row]:
     """One row per rank. `limits` is how many stage activations each rank may hold.
 
-    Without a plan, a forward is begun only where the rank could still take the microbatches in flight to their end,
-    oldest first, within its limit (the banker's rule): a rank never locks itself out.
+    Without a plan, a rank begins a forward only if it could then still finish the microbatches in flight, oldest first,
+    within its limit (the banker's algorithm). So a rank never deadlocks itself.
 
-    plan    the order of F and I (or B) on each rank, if that is settled: then each rank follows it, and does the W it
-            owes where the next step cannot begin, because its input is not there or its activations do not fit
+    plan    the order of F and I (or B) on each rank, if it is already decided. Each rank then follows it, and does a W
+            that it owes whenever the next step cannot begin, for lack of its input or of room for its activations
     """
     taste = taste or Taste()
     ranks = [_Rank(sorted(stages), limit) for stages, limit in zip(placement, limits)]
@@ -80,17 +80,17 @@ def list_schedule(
     home = {stage: number for number, rank in enumerate(ranks) for stage in rank.stages}
     back, last = I if split else B, num_stages - 1
     done_f, done_b = [0] * num_stages, [0] * num_stages  # microbatches of each stage so far: they run in order
-    # When the input of each stage's F and I (or B) is there, by microbatch; inf while nobody knows.
+    # When the input of each stage's F and I (or B) arrives, by microbatch; inf until that is known.
     there_f, there_b = ([[np.inf] * microbatches for _ in range(num_stages)] for _ in range(2))
     there_f[0] = [0.0] * microbatches
 
     def fits(rank: _Rank, stage: int, k: int) -> bool:
-        """Whether F may begin here: could the microbatches in flight then be taken to their end, oldest first?"""
+        """Whether F may begin here: could the microbatches in flight then still be finished, oldest first?"""
         stages, held = rank.stages, rank.held - len(rank.owed) + 1
         if len(stages) == 1 or held + len(stages) <= rank.limit:
             return held <= rank.limit
         first = min([done_b[s] for s in stages])
-        # Between these microbatches, each older one lacks as many stages and lets go of as much.
+        # From one of these turns to the next, all microbatches have equally many stages left and free equally much.
         turns = sorted({first, k, *(n for s in stages for n in (done_f[s], done_b[s]) if first < n < k)})
         for older, until in pairwise([*turns, k + 1]):
             ran = sum([done_f[s] > older for s in stages]) + (older == k)
@@ -100,9 +100,9 @@ def list_schedule(
         return True
 
     def choose(rank: _Rank, now: float) -> Step | None:
-        """What `rank` does now; None if it waits."""
+        """What `rank` does now; None if it has to wait."""
         near, soon = now + 1e-12, np.inf
-        if rank.plan is not None:  # it may turn to the next of its plan only
+        if rank.plan is not None:  # it may only take the next step of its plan
             backs = [rank.plan[0]] if rank.plan and rank.plan[0][0] != F else []
             aheads = [rank.plan[0]] if rank.plan and rank.plan[0][0] == F else []
         else:
@@ -118,7 +118,7 @@ def list_schedule(
         if ready is not None:
             if ready[0] != F or rank.held < rank.limit:
                 return ready
-            return (W, *rank.owed[0]) if rank.owed else None  # it fits once a W has let go of something
+            return (W, *rank.owed[0]) if rank.owed else None  # it fits once a W has freed something
         if not rank.owed:
             return None
         for _, s, k in backs:

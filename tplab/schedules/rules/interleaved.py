@@ -13,7 +13,8 @@ from tplab.sharding import cut
 def interleaved_1f1b(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     """1F1B over `virtual_stages` (v) stages per rank, a group of p microbatches at a time. Narayanan et al. SC'21.
 
-    Rank r runs 2(p-r-1) + (v-1)p forwards ahead. The bubble is 1F1B's divided by v, the transfers are multiplied by it.
+    Rank r runs 2(p-r-1) + (v-1)p forwards ahead. Compared with 1F1B, the bubble is divided by v and the transfers are
+    multiplied by v.
 
     0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
     ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 ...
@@ -28,9 +29,10 @@ def interleaved_1f1b(ranks: int, microbatches: int, virtual_stages: int = 2) -> 
 
 
 def looped_bfs(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
-    """Every microbatch through one stage, then through the next; backward the other way. Lamy-Poirier 2022.
+    """All microbatches go through one stage, then through the next; the backward in reverse. Lamy-Poirier 2022.
 
-    Interleaved 1F1B's bubble with GPipe's memory; each stage's weights are needed once a step, in one go.
+    The bubble is interleaved 1F1B's and the memory is GPipe's. Each stage's weights are needed in one go, once in
+    the forward and once in the backward.
 
     0F0 0F1 2F0 2F1 ... ... 2B0 2B1 0B0 0B1
     ... 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ...
@@ -47,8 +49,8 @@ def in_groups(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> 
     """(forwards, backwards, size of the first group) of a rank that takes groups of microbatches in turn.
 
     A group goes through the rank's first stage, then through its next. A group of p is just long enough for its first
-    microbatch to come round all ranks. Where m is not a multiple of p the m // p groups are made as equal as can be
-    (torch asks that they be equal, Megatron-LM that m be a multiple).
+    microbatch to come round all ranks. If m is not a multiple of p, the m // p groups are made as equal as possible
+    (torch requires equal groups, and Megatron-LM requires m to be a multiple of p).
     """
     groups = cut(microbatches, max(1, microbatches // ranks), "even")
     stage = np.concatenate([np.arange(virtual_stages).repeat(len(group)) for group in groups]) * ranks + rank

@@ -19,17 +19,17 @@ def forwards(stage: ArrayLike, microbatch: ArrayLike) -> Row:
 
 
 def backwards(stage: ArrayLike, microbatch: ArrayLike) -> Row:
-    """B of each, in order."""
+    """B of each microbatch, in order."""
     return row(B, stage, microbatch)
 
 
 def input_grads(stage: ArrayLike, microbatch: ArrayLike) -> Row:
-    """I of each, in order."""
+    """I of each microbatch, in order."""
     return row(I, stage, microbatch)
 
 
 def weight_grads(stage: ArrayLike, microbatch: ArrayLike) -> Row:
-    """W of each, in order."""
+    """W of each microbatch, in order."""
     return row(W, stage, microbatch)
 
 
@@ -45,7 +45,7 @@ def chain(*parts: Row) -> Row:
 
 
 def riffle(first: Row, second: Row, lead: int) -> Row:
-    """`lead` of the first, then one of each in turn, then what is left.
+    """`lead` actions of the first row, then one of each row in turn, then what is left.
 
     riffle(F0 F1 F2 F3, B0 B1 B2 B3, lead=1)  ->  F0  F1 B0 F2 B1 F3 B2  B3
     """
@@ -56,7 +56,7 @@ def riffle(first: Row, second: Row, lead: int) -> Row:
 
 
 def overlap(first: Row, second: Row) -> Row:
-    """Each of the first together with the one of the second at the same index."""
+    """Each action of the first row overlapped with the action of the second row at the same index."""
     second = second.copy()
     second[:, 3] = 1
     return riffle(first, second, lead=0)
@@ -65,10 +65,10 @@ def overlap(first: Row, second: Row) -> Row:
 def spelled(letters: str, big: tuple[int, int], small: tuple[int, int], microbatches: int | None = None) -> Row:
     """A row from letters: F B I W on one stage, f b i w on another; each letter takes its next microbatch.
 
-    big, small     (stage, first microbatch) of either
-    microbatches   leave out those from here on
-    (Fb)           overlapped
-    *              the oldest weight gradient that is still to do, of either stage
+    big, small     (stage, first microbatch) of the big and of the small letters
+    microbatches   leave out microbatches from this number on
+    (Fb)           an overlapped pair
+    *              the oldest weight gradient still to be done, of either stage
 
     spelled("FF(Fb)*", ...)  where b is i: F0 F1, F2 together with the other stage's I0, then that W0
     """

@@ -1,8 +1,9 @@
-"""Building blocks: the slots of one microbatch, stamped for each of them, then squeezed. Qi et al., arXiv 2405.15362.
+"""Building blocks: the slots of one microbatch, stamped for each one, then squeezed. Qi et al., arXiv 2405.15362.
 
-A block says at which slot each stage runs F and I of microbatch 0; microbatch k runs `interval` slots later each. All
-actions take one slot here. What a rank holds in the long run is how long each of its stages keeps a microbatch, divided
-by the interval: so the memory of a schedule is read off its block.
+A block says at which slot each stage runs F and I of microbatch 0; each later microbatch runs `interval` slots after
+the one before. All actions take one slot here. In the long run, the activations that a rank
+holds are the slots for which each of its stages keeps a microbatch, divided by the interval. So you can read a
+schedule's memory off its block.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tplab.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Block:
-    """forward, backward: the slot of F and of I of microbatch 0 [stages]; interval: slots from one to the next."""
+    """forward, backward: the slots of F and I of microbatch 0 [stages]; interval: slots from one microbatch to the
+    next."""
 
     placement: Placement
     forward: tuple[int, ...]
@@ -45,8 +47,8 @@ class Block:
     ) -> Schedule:
         """Stamp the block `microbatches` times, squeeze, and fill in the W.
 
-        limits      how many stage activations each rank may hold; left out, what the stamped block holds
-        durations   for the filling-in of the W; left out, one slot each
+        limits      how many stage activations each rank may hold; by default what the stamped block holds
+        durations   used for filling in the W; by default one slot each
         """
         num_stages = len(self.forward)
         durations = durations or Durations([1] * num_stages, [1] * num_stages, [1] * num_stages)
@@ -57,8 +59,8 @@ class Block:
     def squeezed(self, microbatches: int, limits: Sequence[int] | None = None) -> tuple[list[list[Step]], list[int]]:
         """(the order of F and I on each rank, what each rank holds at most).
 
-        In the order of their slots, actions move to the earliest free slot behind what they need: a backward always, a
-        forward only where the rank then holds no more than its limit.
+        In the order of their slots, actions move to the earliest free slot after what they need: a backward always, a
+        forward only if the rank then holds no more than its limit.
         """
         if self.collides():
             raise ScheduleError(f"two stampings of {self} meet in one slot of a rank; choose other slots")
@@ -109,7 +111,7 @@ class Block:
 
 
 def _with_weight_grads(slot: dict[Step, int], stages: set[int]) -> dict[int, Step]:
-    """slot -> action of one rank: its F and I, and each W in the first free slot behind its I."""
+    """slot -> action of one rank: its F and I, and each W in the first free slot after its I."""
     taken = {at: step for step, at in slot.items() if step[1] in stages}
     owed, at = deque(step for _, step in sorted(taken.items()) if step[0] == I), 0
     while owed:
@@ -123,7 +125,7 @@ def _with_weight_grads(slot: dict[Step, int], stages: set[int]) -> dict[int, Ste
 
 
 def _held(taken: dict[int, Step]) -> list[int]:
-    """How many activations the rank holds in each slot: F adds in its slot, W lets go after its own."""
+    """How many activations the rank holds in each slot: F adds one in its slot, W frees one after its own."""
     change = [0] * (max(taken) + 2)
     for at, (kind, _, _) in taken.items():
         change[at + (kind == W)] += {F: 1, I: 0, W: -1}[kind]

@@ -14,10 +14,11 @@ from tplab.schedules.schedule import Schedule
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """Two pipes, one down and one up the ranks, each with half of every p microbatches. Li and Hoefler, SC'21.
 
-    In units of p microbatches: the j-th of those that go down has its forward on rank r at slot r + 2j and its backward
-    at slot 2p-1-r + 2j, and those that go up are the mirror image. With an even p no two ever meet in one slot.
+    In each unit of p microbatches, the j-th of those that go down has its forward on rank r at slot r + 2j and its
+    backward at slot 2p-1-r + 2j; those that go up are the mirror image. If p is even, no two ever share a slot.
 
-    About half of GPipe's bubble, for two copies of the weights. Units follow each other by "direct concatenation".
+    The bubble is about half of GPipe's, at the cost of two copies of the weights. Units follow each other by "direct
+    concatenation".
 
     0F0 1F1 1B1 0B0
     0F1 1F0 1B0 0B1
@@ -46,8 +47,8 @@ def hanayo(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
     """Waves: every microbatch goes down the ranks and up again, virtual_stages / 2 times over, so that two directions
     share one copy of the weights. Liu et al., SC'23.
 
-    Each rank takes, slot by slot, a backward if one is ready, else the forward of its deepest stage that is ready, and
-    holds p microbatches at most.
+    In each slot, a rank takes a backward if one is ready, and otherwise the ready forward of its deepest stage. It
+    holds at most p microbatches.
 
     0F0 0F1 ... 3F0 3B0 3F1 3B1 0B0 ... 0B1
     ... 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 ...

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: the backward split into I, which others wait for, and W, which fills the gaps."""
+"""Zero-bubble schedules: the backward is split into I, which other ranks wait for, and W, which fills the gaps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tplab.schedules.schedule import Schedule
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B with the backward split; rank r is r weight gradients late. Qi et al., ICLR 2024 (ZB-H1).
+    """1F1B with the backward split; rank r delays W by r microbatches. Qi et al., ICLR 2024 (ZB-H1).
 
-    I goes up the ranks as fast as it can, W fills what was bubble: (p-1)(F+I-W) is left. Every rank holds p
-    microbatches, as much as 1F1B's first.
+    I goes up the ranks as fast as it can, and W fills part of the bubble: (p-1)(F+I-W) is left. Every rank holds p
+    microbatches, as many as the first rank of 1F1B.
 
     F0 F1 .. I0 W0 F2 I1 W1 I2 W2
     .. F0 I0 F1 I1 W0 F2 I2 W1 W2
@@ -32,8 +32,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """ZB-H1 with twice the warm-up and twice the delay of W: 2p-1 microbatches held. Qi et al., ICLR 2024 (ZB-H2).
 
-    Each rank works without a gap, (p-1)(F+I-2W) is left of its span; but the ranks end one after the other, so the
-    makespan gains nothing over ZB-H1 unless a rank may start its optimizer step when it is done.
+    Only (p-1)(F+I-2W) of idle time is left in each rank's span, none when F = I = W. But the ranks end one after the
+    other, so the makespan gains nothing over ZB-H1 unless a rank may start its optimizer step as soon as it is done.
 
     F0 F1 F2 I0 W0 I1 W1 I2 W2 ..
     .. F0 I0 F1 I1 F2 I2 W0 W1 W2
@@ -48,10 +48,10 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved_zb(ranks: int, microbatches: int, virtual_stages: int = 2) -> Schedule:
-    """Interleaved 1F1B with the backward split and half the lead: p-1-r + (v-1)p forwards. Qi et al., ICLR 2024;
+    """Interleaved 1F1B with the backward split and a shorter lead: p-1-r + (v-1)p forwards. Qi et al., ICLR 2024;
     torch's ScheduleInterleavedZeroBubble.
 
-    (p-1)F/v is left of the bubble when F = I = W.
+    A bubble of (p-1)F/v is left when F = I = W.
 
     0F0 0F1 2F0 2F1 ... 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     ... 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
@@ -70,9 +70,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Two stages per rank, placed as a V, so that the last stage's backward starts where the first stage is. Qi et al.,
     ICLR 2024 and arXiv 2405.15362 (ZB-V); torch's ScheduleZBVZeroBubble.
 
-    No gap in any rank's span when F = I = W, with p microbatches held, as in 1F1B. Big letters are the rank's
-    first stage r, small letters its second one 2p-1-r. With fewer than 2p-1 microbatches it is that schedule without
-    the others.
+    When F = I = W, no rank has a gap in its span, and each holds p microbatches, as in 1F1B. In the code, big letters
+    are the rank's first stage r, small letters its second one 2p-1-r. With fewer than 2p-1 microbatches, the schedule
+    is the one for 2p-1 without the extra microbatches.
 
     0F0 0F1 ... 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 ... 0I1 0W1
     ... 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 ...
@@ -91,7 +91,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def with_weight_grads(row: Row, late: int) -> Row:
-    """`row` with the W of each I behind the I that comes `late` ones later; the last ones at the end."""
+    """`row` with the W of each I placed after the I that comes `late` positions later; the last W at the end."""
     at = np.flatnonzero(row[:, 0] == I)
     late = min(late, len(at))
     weight_grads = row[at]

@@ -1,1 +1,1 @@
-"""Schedules that are searched for: greedily, automatically, or proven best."""
+"""Searches for schedules: greedy, automatic, or with a proof that the result is optimal."""

@@ -1,4 +1,4 @@
-"""An automatic scheduler: given costs and a memory limit, a good schedule; or the best one, for small pipelines."""
+"""An automatic scheduler: a good schedule for given costs and memory, or the optimal one for a small pipeline."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def auto_schedule(
     solver: str = "heuristic",
     seconds: float = 10.0,
 ) -> Schedule:
-    """A good schedule for these costs that keeps within the memory limit.
+    """A good schedule for these costs that stays within the memory limit.
 
-    costs           as for `simulate`; left out, F = I = W = 1
+    costs           as for `simulate`; F = I = W = 1 by default
     memory_limit    the most microbatches whose activations a rank may hold (one figure, or one per rank)
     placement       "linear", "v", "wrapped" (with `virtual_stages` per rank), or a placement
     split_backward  whether the backward may be split into I and W
-    objective       "makespan"; or "span", for when a rank takes its optimizer step as soon as it is done
-    solver          "heuristic"; "quick", its first guesses, for an answer at once; or "exact", the proven best, for
+    objective       "makespan"; or "span", if each rank takes its optimizer step as soon as it is done
+    solver          "heuristic"; "quick", its first guesses, for an immediate answer; or "exact", proven optimal, for
                     small pipelines (needs the extra package ortools)
-    seconds         how long the exact solver may look; where that is too short, its schedule's name says so
+    seconds         how long the exact solver may search; if that is too short, the schedule's name says so
 
     The heuristic tries the known rules that fit, building blocks stamped and squeezed into the limit, and list
-    scheduling with several tastes, and takes the best: the same one every time. On small pipelines that is within a
-    few per cent of the proven best, and mostly is the best.
-    Raises ScheduleError where no schedule fits.
+    scheduling with several sets of preferences, and returns the best, which is the same every time. On small
+    pipelines the result is within a few per cent of the proven optimum, and usually equal to it.
+    Raises ScheduleError if no schedule fits.
     """
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     costs = costs or Costs()
@@ -130,7 +130,7 @@ def _rules(held: Placement, microbatches: int, split: bool) -> list[Schedule]:
 
 
 def _best_blocks(held: Placement, microbatches: int, costs: Costs, slots: Sequence[int]) -> list[Block]:
-    """The blocks that do best on a few microbatches: what holds for those holds for many."""
+    """The blocks that do best on a few microbatches; those also do best on many."""
     few = min(microbatches, 2 * len(held))
     durations, tried = _durations(held, few, costs, True), []
     for block in islice(blocks(held, slots), 60):
@@ -155,7 +155,7 @@ def _fits(schedule: Schedule, slots: Sequence[int]) -> bool:
 
 
 def _durations(held: Placement, microbatches: int, costs: Costs, split: bool) -> Durations:
-    """The costs as list scheduling wants them: one figure per stage, the mean over the microbatches."""
+    """The costs in the form that list scheduling needs: one figure per stage, the mean over the microbatches."""
     k = np.arange(microbatches)
     kinds = (F, I, W) if split else (F, B)
     rows = [chain(*(row(kind, stage, k) for kind in kinds for stage in stages)) for stages in held]

@@ -1,4 +1,4 @@
-"""The proven best schedule of a small pipeline, by constraint programming (OR-Tools CP-SAT, an extra package)."""
+"""The proven optimal schedule of a small pipeline, by constraint programming (OR-Tools CP-SAT, an extra package)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tplab.schedules.simulate import simulate
 def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, seconds: float) -> Schedule:
     """The best order of `start`'s actions on its ranks, with at most `slots` stage activations on each.
 
-    Its name is "exact" where the best is proven, and else says how far the proof came. `start` is the first guess.
+    Its name is "exact" if it is proven optimal, and otherwise says how far the proof got. `start` is the first guess.
 
-    Each action is an interval that starts when its input is there; those of one rank do not overlap; a stage's
-    activations of a microbatch are an interval from its F to its W (or B), of which a rank may hold `slots` at once.
-    Microbatches are alike, so each stage takes them in order.
+    Each action is an interval that starts once its input has arrived, and the intervals of one rank do not overlap. A
+    stage's activations for one microbatch are an interval from its F to its W (or B); a rank may hold `slots` of them
+    at once. All microbatches are alike, so each stage takes them in order.
     """
     try:
         from ortools.sat.python import cp_model  # pyright: ignore[reportMissingImports]
@@ -94,7 +94,7 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
     columns = row(start.kind, start.stage, start.microbatch)
     rows = []
     for a, b in zip(start.offsets[:-1], start.offsets[1:]):
-        # W costs nothing in some models: what starts together keeps F before I before W of one microbatch
+        # W may cost nothing: actions that start together keep the order F, I, W within a microbatch
         rows.append(columns[a:b][np.lexsort((start.microbatch[a:b], start.kind[a:b], lasts[a:b] > 0, times[a:b]))])
     proven = status == cp_model.OPTIMAL
     name = "exact" if proven else f"exact (not proven; nothing below {solver.best_objective_bound / scale:g})"
@@ -102,7 +102,8 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
 
 
 def _scale(amounts: np.ndarray) -> int:
-    """What makes all amounts whole numbers; or, where they are no simple fractions, large enough to round well."""
+    """A factor that makes all amounts whole numbers or, if they are not simple fractions, one large enough for
+    rounding to do little harm."""
     denominators = [Fraction(float(x)).limit_denominator(1000) for x in np.unique(amounts)]
     common = int(np.lcm.reduce([fraction.denominator for fraction in denominators], dtype=np.int64))
     exact = all(abs(float(f) - x) < 1e-12 for f, x in zip(denominators, np.unique(amounts)))
