@@ -14,7 +14,6 @@ LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 # On Linux the registry's torch is a CUDA build of several GB. With TORCH_INDEX set, torch alone comes from there.
 from_torch_index = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 colab_torch = $(shell grep '^torch==' requirements/colab.txt)
-locked_torch = $(shell grep '^torch==' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help lab test lint unit labs-test browser test-oldest labs site bench lock clean
@@ -108,14 +107,11 @@ install = $(BIN)/pip install --require-hashes --no-deps --requirement
 	$(install) requirements/test.lock
 	@touch $@
 
-# As on Colab: first what is there, then tplab over it; the last lines prove that this replaced nothing. Colab's torch
-# where an index has its CPU build, otherwise the one that .venv has.
-.venv-oldest/test: oldest_torch = $(if $(TORCH_INDEX),$(colab_torch),$(locked_torch))
-.venv-oldest/test: requirements/colab.txt requirements/torch.txt pyproject.toml | python.venv-oldest
+# As on Colab: first what is there, then tplab over it; the last lines prove that this replaced nothing.
+.venv-oldest/test: requirements/colab.txt pyproject.toml | python.venv-oldest
 	test -x $(OLDEST)/python || $(PYTHON) -m venv .venv-oldest
-	$(if $(TORCH_INDEX),$(OLDEST)/pip install --no-deps $(from_torch_index) $(oldest_torch))
-	grep -v '^torch==' requirements/colab.txt > .venv-oldest/colab.txt
-	$(OLDEST)/pip install --requirement .venv-oldest/colab.txt $(oldest_torch) accelerate cloudpickle optax safetensors \
+	$(if $(TORCH_INDEX),$(OLDEST)/pip install --no-deps $(from_torch_index) $(colab_torch))
+	$(OLDEST)/pip install --requirement requirements/colab.txt accelerate cloudpickle optax safetensors \
 	  editables hatchling hypothesis jupytext nbval pytest pytest-timeout pytest-xdist
 	$(OLDEST)/pip freeze --exclude-editable > .venv-oldest/before
 	$(OLDEST)/pip install --editable .
