@@ -46,6 +46,14 @@ def pvary(x: Any, axes: tuple[str, ...]) -> Any:
     return jax.lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
+def moved(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    """`array` with another sharding. Before 0.9, device_put looked for an array's Explicit axes in the new mesh, and an
+    array without a mesh lies on one device."""
+    if jax.__version_info__ < (0, 9) and array.is_fully_addressable and any(jax.typeof(array).sharding.spec):
+        array = jax.device_put(array, jax.sharding.SingleDeviceSharding(next(iter(array.devices()))))
+    return jax.device_put(array, sharding)
+
+
 def knows_patience_flag() -> bool:
     """Whether XLA knows how to wait longer for a rank than 40 seconds. It ends a process for a flag that it does not
     know: those before 0.8 do not, and libtpu brings flags of its own."""

@@ -48,7 +48,8 @@ _STATELESS = {"jax", "jaxlib", "tplab", "optax", "math", "cmath", "functools", "
 
 _TRUSTED = _STATELESS | {
     "numpy", "builtins", "collections", "contextlib", "dataclasses", "enum", "abc", "types", "copy", "numbers", "re",
-    "inspect", "_operator", "_functools", "_collections", "_collections_abc", "einops", "flax", "equinox", "chex",
+    "inspect", "reprlib", "_operator", "_functools", "_collections", "_collections_abc",
+    "einops", "flax", "equinox", "chex",
 }  # fmt: skip
 """Modules whose functions and classes depend on their arguments alone."""
 

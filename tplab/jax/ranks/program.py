@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tplab.errors import SpecError
-from tplab.jax.private import retracing, trace_context
+from tplab.jax.private import moved, retracing, trace_context
 from tplab.jax.ranks.context import random_key, vary
 from tplab.jax.ranks.devices import jax_mesh, needs_pacing
 from tplab.jax.ranks.equal import equal
@@ -245,7 +245,7 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
         if isinstance(array, Tracer) or array.sharding == sharding:
             return array
         if sharding.is_fully_addressable or not array.is_fully_addressable:
-            return jax.device_put(array, sharding)
+            return moved(array, sharding)
         array = np.asarray(array)  # device_put does not reach devices of other processes
     if not isinstance(array, np.ndarray):
         return array  # a number: jit knows best
