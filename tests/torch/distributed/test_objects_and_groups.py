@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.torch.distributed.test_collectives import each_size, group_of, on, put_in, same, sent
 from tplab import Mesh
-from tplab.errors import CollectiveMismatchError
+from tplab.errors import CollectiveMismatchError, DeadlockError
 from tplab.torch import device_mesh, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -261,6 +261,58 @@ def test_many_keys_at_once_and_appending():
         return [store.multi_get(["a", "b"]), store.get("c"), store.num_keys() >= 3]
 
     assert on(2, program).per_rank == [[[b"1", b"2"], b"first second", True]] * 2
+
+
+@pytest.mark.parametrize("kind", ["of the group", "TCPStore", "FileStore"])
+def test_keys_and_queues_of_every_store(kind: str):
+    def program() -> list[Any]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store: Any = dist.distributed_c10d._get_default_store()
+        if kind == "TCPStore":
+            store = dist.TCPStore("127.0.0.1", 29511, size, is_master=rank == 0, timeout=timedelta(seconds=5))
+            assert (store.host, store.port) == ("127.0.0.1", 29511)
+        elif kind == "FileStore":
+            store = dist.FileStore("never written", size)
+        mine: Any = dist.PrefixStore("mine", store)
+        if rank == 0:
+            store.set("first", "1")
+            mine.set("second", "2")
+            for item in ("a", "b", "c"):
+                mine.queue_push("jobs", item)
+        popped = mine.queue_pop("jobs")  # a rank that waits lets the first one go on
+        dist.barrier()
+        keys = [key for key in store.list_keys() if "first" in key or "second" in key]
+        if rank == 0:
+            with pytest.raises(dist.QueueEmptyError):
+                store.queue_pop("jobs", block=False)
+        return [popped, keys, mine.list_keys(), mine.queue_len("jobs"), store.queue_len("jobs")]
+
+    found = on(3, program).per_rank
+    assert sorted(popped for popped, *_ in found) == [b"a", b"b", b"c"]
+    assert all(rest == [["first", "mine/second"], ["second"], 0, 0] for _, *rest in found)
+
+
+def test_stores_of_other_addresses_are_others():
+    def program() -> list[bool]:
+        own = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        own.set("rank", str(dist.get_rank()))
+        dist.barrier()
+        other = dist.TCPStore("127.0.0.1", 29512)
+        return [own.get("rank") == str(dist.get_rank()).encode(), other.check(["rank"])]
+
+    assert on(2, program).per_rank == [[True, False]] * 2
+
+
+def test_ranks_of_a_node_and_a_barrier_that_names_who_is_missing():
+    def program(is_wrong: bool = False) -> list[Any]:
+        if is_wrong and dist.get_rank() == 1:
+            dist.recv(torch.empty(1), 0)
+        dist.monitored_barrier(timeout=timedelta(seconds=1))
+        return [dist.get_node_local_rank(), dist.get_node_local_rank(fallback_rank=9)]
+
+    assert on(2, program).per_rank == [[0, 0], [1, 1]]
+    with pytest.raises(DeadlockError, match=r"rank 0 waits in barrier\('world'\) at .* for rank 1\n"):
+        on(2, lambda: program(is_wrong=True))
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------

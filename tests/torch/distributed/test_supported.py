@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.multiprocessing
 from torch.distributed import distributed_c10d as c10d
 
 from tplab import Mesh
-from tplab.errors import RankError
+from tplab.errors import MeshError
 from tplab.torch import run
 
 TABLE = Path(__file__).parents[3] / "docs" / "torch_distributed.md"
@@ -54,16 +55,25 @@ def test_a_name_for_the_profiler_changes_nothing():
     assert {event.op for event in out.trace.events} == {"all_reduce"}
 
 
-@pytest.mark.parametrize(
-    "start, said",
-    [
-        (lambda: dist.TCPStore("127.0.0.1", 29500, 2, dist.get_rank() == 0), "TCPStore does not work"),
-        (lambda: dist.FileStore("somewhere", 2), "FileStore does not work"),
-        (lambda: torch.multiprocessing.spawn(print, nprocs=2), "spawn does not work on simulated ranks"),
-    ],
-)
-def test_what_would_stop_all_ranks_is_refused(start, said):
+def test_spawn_calls_the_function_on_the_rank_of_its_number(capsys):
+    """As in torch's tutorials, whose scripts start their own processes."""
+
+    def worker(rank: int, world: int, scale: float) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+        x = torch.ones(1) * (rank + 1)
+        dist.all_reduce(x)
+        print(x.item() * scale)
+        dist.destroy_process_group()
+
     before = dist.TCPStore, torch.multiprocessing.spawn
-    with pytest.raises(RankError, match=said):
-        run(start, Mesh(dp=2), distributed=True)
+
+    def program(nprocs: int) -> Any:
+        torch.multiprocessing.spawn(worker, args=(nprocs, 0.5), nprocs=nprocs)
+        context: Any = torch.multiprocessing.spawn(print, nprocs=nprocs, join=False)
+        return context.join()
+
+    assert run(lambda: program(3), Mesh(dp=3), distributed=True).per_rank == [True] * 3
+    assert capsys.readouterr().out.splitlines() == [f"[rank {r}] {said}" for r in range(3) for said in ("3.0", r)]
+    with pytest.raises(MeshError, match=r"nprocs=3\) on 2 simulated ranks.*run it on 3 ranks"):
+        run(lambda: program(3), Mesh(dp=2), distributed=True)
     assert (dist.TCPStore, torch.multiprocessing.spawn) == before

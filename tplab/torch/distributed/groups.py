@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.errors import MeshError
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.group import Group
-from tplab.torch.distributed.store import Store
+from tplab.torch.distributed.store import FileStore, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -30,8 +30,8 @@ class Groups:
     finds torch.distributed initialised before it calls init_process_group. dims: learns of every group.
     """
 
-    def __init__(self, member: SimulatedRank, values: dict[str, bytes], is_joined: bool, dims: Dims):
-        self.member, self.store, self._dims = member, Store(values, member), dims
+    def __init__(self, member: SimulatedRank, shared: Shared, is_joined: bool, dims: Dims):
+        self.member, self.shared, self.store, self._dims = member, shared, Store(shared, member), dims
         self.pg_map: dict[Any, tuple[str, Any]] = {}
         self.pg_names: dict[Any, str] = {}
         self.pg_group_ranks: dict[Any, dict[int, int]] = {}
@@ -133,7 +133,7 @@ class Groups:
         self.default_pg = group
 
     def _made(self, ranks: Sequence[int], name: str, backend: str, tag: str | None = None, about: str = "") -> Group:
-        store = c10d.PrefixStore(f"{name}/", self.store)
+        store = PrefixStore(f"{name}/", self.store)
         group = Group(self.member, ranks, name, self._dims.label(about, ranks), backend, store)
         self.pg_map[group] = backend, store
         self.pg_names[group] = name
@@ -186,7 +186,10 @@ class Hooks:
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
             (device_mesh, "get_backend", lambda group=None: "threaded"),  # so that each rank's meshes are its own
             (device_mesh, "_resolve_process_group", _resolve),
-            *((home, name, _refusal(name, advice)) for home, name, advice in _REFUSED),
+            *((dist, kind.__name__, kind) for kind in (PrefixStore, TCPStore, FileStore)),
+            (c10d, "PrefixStore", PrefixStore),
+            (torch.multiprocessing, "spawn", _spawned),
+            (torch.multiprocessing, "start_processes", _spawned),
         ]
         self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
 
@@ -212,20 +215,27 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-_ALONE = "a rank that waits for it stops all the others; init_process_group() needs no store"
-_REFUSED = [
-    (dist, "TCPStore", _ALONE),
-    (dist, "FileStore", _ALONE),
-    (torch.multiprocessing, "spawn", "it starts real processes; call the function itself: every rank runs the script"),
-]
-"""What cannot be had on simulated ranks, and why."""
+class _Spawned:
+    """What `spawn(..., join=False)` returns: here, all is done."""
+
+    processes: Sequence[Any] = ()
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        return True
 
 
-def _refusal(name: str, advice: str) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name} does not work on simulated ranks: {advice}")
-
-    return refused
+def _spawned(
+    fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+) -> _Spawned | None:
+    """`torch.multiprocessing.spawn`: every rank has called it, so each one runs `fn` as the process of its number."""
+    member = c10d._world.member  # type: ignore[attr-defined]
+    if nprocs != member.mesh.size:
+        raise MeshError(
+            f"spawn(..., nprocs={nprocs}) on {member.mesh.size} simulated ranks: each of them runs the script, and is "
+            f"one of the processes, so there must be as many; run it on {nprocs} ranks"
+        )
+    fn(member.rank, *args)
+    return None if join else _Spawned()
 
 
 def _innermost(function: Any) -> Any:

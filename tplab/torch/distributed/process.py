@@ -19,6 +19,7 @@ from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.groups import Groups, Hooks
+from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (
     ContextParallel,
@@ -86,7 +87,7 @@ class Processes:
         self._threads = Threads(self._beside)
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
-        self._values: dict[str, bytes] = {}  # of the store
+        self._shared = Shared()
         self._dims = Dims(mesh)
         self._kernel: Process | None = None
         self.active: Process | None = None
@@ -230,7 +231,7 @@ class Processes:
         """Around the program of one rank, in its thread."""
         process = self.ranks[member.rank]
         vars(current_thread())["_daemonic"] = False  # what its program starts is no daemon either, unless it says so
-        c10d._world = process.world = Groups(member, self._values, self.is_joined, self._dims)
+        c10d._world = process.world = Groups(member, self._shared, self.is_joined, self._dims)
         try:
             with nullcontext() if self._cuda is None else self._cuda.mode():
                 yield

@@ -1,22 +1,33 @@
-"""The store of torch.distributed, in which ranks leave values for one another."""
+"""The stores of torch.distributed, in which ranks leave values for one another."""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from tplab.torch.ranks.simulated import SimulatedRank
+
+
+class Shared:
+    """What all ranks of a run share in one store; and in those that the program makes, by their address."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.queues: defaultdict[str, deque[bytes]] = defaultdict(deque)
+        self.others: defaultdict[Any, Shared] = defaultdict(Shared)
 
 
 class Store(dist.Store):
     """One rank's way to the values that all ranks of a run share. A rank that waits for a key lets the others go on."""
 
-    def __init__(self, values: dict[str, bytes], member: SimulatedRank):
+    def __init__(self, shared: Shared, member: SimulatedRank):
         super().__init__()
-        self._values, self._member = values, member
+        self._values, self._queues, self._member = shared.values, shared.queues, member
 
     def set(self, key: str, value: Any) -> None:
         self._values[key] = _as_bytes(value)
@@ -57,6 +68,24 @@ class Store(dist.Store):
     def num_keys(self) -> int:
         return len(self._values)
 
+    def list_keys(self) -> list[str]:
+        return list(self._values)
+
+    def queue_push(self, key: str, value: Any) -> None:
+        self._queues[key].append(_as_bytes(value))
+        self._member.here().look()
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        queue = self._queues[key]
+        if not block and not queue:
+            raise dist.QueueEmptyError("queue is empty")  # torch's words
+        while not queue:
+            self._member.here().wait_until(lambda: bool(queue), f"the store, for something in the queue {key!r},")
+        return queue.popleft()
+
+    def queue_len(self, key: str) -> int:
+        return len(self._queues[key])
+
     deleteKey, getNumKeys = delete_key, num_keys  # a PrefixStore calls them by their names in C++
 
     def has_extended_api(self) -> bool:
@@ -71,6 +100,54 @@ class Store(dist.Store):
 
     def clone(self) -> Store:
         return self
+
+
+class PrefixStore(dist.PrefixStore):
+    """A part of a store, with what torch's own asks only of stores in C++."""
+
+    def __init__(self, prefix: str, store: Any):
+        super().__init__(prefix, store)
+        self._prefix, self._store = f"{prefix}/", store
+
+    def list_keys(self) -> list[str]:
+        return [key.removeprefix(self._prefix) for key in self._store.list_keys() if key.startswith(self._prefix)]
+
+    def queue_push(self, key: str, value: Any) -> None:
+        self._store.queue_push(self._prefix + key, value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self._store.queue_pop(self._prefix + key, block)
+
+    def queue_len(self, key: str) -> int:
+        return self._store.queue_len(self._prefix + key)
+
+
+class TCPStore(Store):
+    """A store of the program's own: for all ranks that give the same address, the same. There are no connections."""
+
+    def __init__(
+        self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *_: Any, **__: Any
+    ):
+        member, others = _of_this_rank()
+        self.host, self.port = host_name, port or _FIRST_PORT + len(others)
+        super().__init__(others[self.host, self.port], member)
+
+
+class FileStore(Store):
+    """The same by the name of a file, which is not written."""
+
+    def __init__(self, file_name: str, world_size: int = -1):
+        member, others = _of_this_rank()
+        self.path = file_name
+        super().__init__(others[file_name], member)
+
+
+_FIRST_PORT = 30000
+
+
+def _of_this_rank() -> tuple[SimulatedRank, defaultdict[Any, Shared]]:
+    groups: Any = c10d._world
+    return groups.member, groups.shared.others
 
 
 def _as_bytes(value: Any) -> bytes:
