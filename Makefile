@@ -29,7 +29,6 @@ help: ## list what there is
 lab: .venv/lab ## set up on the first run, then open JupyterLab on your own copies of the labs
 	$(BIN)/python labs/open_labs.py $(LAB_FLAGS)
 
-# The browser waits more than it computes, so that its tests run beside the others and tell at the end.
 test: lint unit labs-test browser ## everything: ruff, types, unit and property tests, labs, browser
 
 lint: .venv/test ## ruff and pyright
@@ -44,7 +43,7 @@ labs-test: .venv/test ## re-run every lab and compare every output with the comm
 	$(BIN)/python -m pytest labs --nbval --nbval-cell-timeout 120 --numprocesses auto --dist loadfile
 
 browser: .venv/test ## the widgets in a real JupyterLab in a real browser
-	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m pytest tests/browser --numprocesses auto --dist loadfile
 
 test-oldest: .venv-oldest/test ## unit tests and labs on the oldest versions supported, which are Colab's
 	$(OLDEST)/python -m pytest tests --ignore tests/browser --ignore tests/website --ignore tests/test_project.py \
