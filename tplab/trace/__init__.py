@@ -1,4 +1,4 @@
-"""What happened: a trace and its events, and what is read from it: the critical path, overlap, traffic, Perfetto."""
+"""A trace of what happened, its events, and what can be read from it: critical path, overlap, traffic, Perfetto."""
 
 from tplab.trace.critical_path import critical_path
 from tplab.trace.event import Event

@@ -18,7 +18,7 @@ _FORMAT = "tplab trace 1"
 
 
 def dump(mesh: Mesh, columns: Mapping[str, Column], values: Mapping[int, np.ndarray], about: Mapping[str, Any]) -> str:
-    """The trace as text: of numbers one list per column; of words their table, and for each event its place there."""
+    """The trace as text. A column of numbers is one list; one of words is their table, and an index for each event."""
     listed = {
         name: {"table": given.table, "codes": given.codes.tolist()} if isinstance(given, Words) else given.tolist()
         for name, given in columns.items()
@@ -32,7 +32,7 @@ def dump(mesh: Mesh, columns: Mapping[str, Column], values: Mapping[int, np.ndar
 
 
 def load(text: str) -> dict[str, Any]:
-    """The arguments of `Trace.from_columns`, from what `dump` wrote. Raises TraceError where it is something else."""
+    """The arguments of `Trace.from_columns`, from what `dump` wrote. Raises TraceError if it is something else."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ def _row(text: str) -> int:
 
 
 def _array(given: Any) -> np.ndarray:
-    """A value that was kept. The dtype is that of numbers only: nothing that NumPy would have to evaluate."""
+    """A value that was kept. Only dtypes of numbers are accepted: nothing that NumPy would have to evaluate."""
     try:
         if not re.fullmatch("[<>|=]?[biufc][0-9]{1,2}", given["dtype"]):
             raise ValueError(f"dtype {given['dtype']!r} is not one of numbers")

@@ -1,4 +1,4 @@
-"""The columns of a trace: one array per field of `Event`; values that are not numbers are kept once, in a table."""
+"""The columns of a trace: one array per field of `Event`; values that are not numbers are stored once, in a table."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ NUMBERS: dict[str, type[np.generic]] = {
     "chunk": np.int32,
     "held": np.int64,
 }
-"""Fields that are numbers, and how they are stored. No peer is -1."""
+"""Fields that are numbers, and how they are stored. A missing peer is -1."""
 
 STORED = tuple(name for name in COLUMNS if name != "values")
-"""Fields with a column; values are kept by row, for few events have them."""
+"""Fields with a column; values are kept by row, because few events have them."""
 
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
 DEFAULTS |= {"phase": "", "reduction": ""}
 
 ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks", "chunk_names")
-"""What a trace says besides its mesh and its events."""
+"""Everything in a trace except its mesh and its events."""
 
 _TUPLES = ("group", "shape", "contributors")
 
 
 class Codes(dict[Any, int]):
-    """Value -> its place in a table that grows when it meets a new one."""
+    """Value -> its index in a table that grows with each new value."""
 
     def __missing__(self, value: Any) -> int:
         self[value] = code = len(self)
         return code
 
     def of(self, name: str, values: Sequence[Any]) -> np.ndarray:
-        """The places of `values`, which are of the field `name`."""
+        """The indices of `values`, which belong to the field `name`."""
         try:
             return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
         except TypeError:
@@ -57,7 +57,7 @@ class Codes(dict[Any, int]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """A column of few distinct values: a table of them, and for each row its place in the table."""
+    """A column of few distinct values: a table of them, and for each row an index into the table."""
 
     table: list[Any]
     codes: np.ndarray
@@ -76,7 +76,7 @@ class Words:
     def expand(self) -> np.ndarray:
         """The value of every row: an array of objects."""
         table = np.empty(len(self.table), object)
-        for place, value in enumerate(self.table):  # one by one: NumPy would take tuples of one length for a matrix
+        for place, value in enumerate(self.table):  # one by one: NumPy would make a matrix of tuples of equal length
             table[place] = value
         return table[self.codes]
 
@@ -88,9 +88,9 @@ Column = np.ndarray | Words
 
 
 def column(name: str, given: Any, num_events: int) -> Column:
-    """The column of the field `name` from a sequence, one value for all rows, or a pair (table, array of places).
+    """The column of the field `name` from a sequence, one value for all rows, or a pair (table, array of indices).
 
-    Raises TraceError where it has another length than `num_events`, or holds what the field cannot be.
+    Raises TraceError if its length is not `num_events`, or if it holds a value that the field cannot have.
     """
     made = number_column(name, given, num_events) if name in NUMBERS else _words(name, given, num_events)
     if len(made) != num_events:
@@ -99,7 +99,7 @@ def column(name: str, given: Any, num_events: int) -> Column:
 
 
 def number_column(name: str, given: Any, num_events: int) -> np.ndarray:
-    """The column of a field in NUMBERS; a single value is repeated in `num_events` rows. Raises TraceError."""
+    """The column of a field in NUMBERS; a single value is repeated for `num_events` rows. Raises TraceError."""
     if name == "peer" and not isinstance(given, np.ndarray):
         given = -1 if given is None else given
         given = [-1 if peer is None else peer for peer in given] if isinstance(given, Iterable) else given
@@ -133,12 +133,12 @@ def _words(name: str, given: Any, num_events: int) -> Words:
 
 
 def _is_row(given: Any) -> bool:
-    """Whether a tuple is one row's value, and no column of them."""
+    """Whether a tuple is one row's value, and not a whole column."""
     return isinstance(given, tuple) and all(isinstance(item, int | np.integer) for item in given)
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value as JSON and `repr` should see it: no torch.Size, no NumPy scalars."""
+    """A value in a form that suits JSON and `repr`: no torch.Size, no NumPy scalars."""
     try:
         if name in _TUPLES:
             return tuple(operator.index(item) for item in value)
@@ -152,7 +152,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def chunks_of(mesh: Mesh, given: Any) -> list[tuple[int, int]]:
-    """The chunks of a trace as plain numbers. Raises TraceError where they are not (origin rank, piece)."""
+    """The chunks of a trace as plain numbers. Raises TraceError unless each is (origin rank, piece)."""
     try:
         chunks = [(operator.index(origin), operator.index(piece)) for origin, piece in given]
     except (TypeError, ValueError):
@@ -163,7 +163,7 @@ def chunks_of(mesh: Mesh, given: Any) -> list[tuple[int, int]]:
 
 
 def names_of(given: Any, num_chunks: int) -> list[str]:
-    """The names of a trace's chunks, one for each; where none are known, none. Raises TraceError for anything else."""
+    """The names of a trace's chunks: one for each, or none at all if none is known. Otherwise raises TraceError."""
     names = [given] if isinstance(given, str) else list(given)
     if not all(isinstance(name, str) for name in names) or len(names) not in (0, num_chunks):
         raise TraceError(f"chunk_names has one text for each of the {num_chunks} chunks, not {given!r:.80}")
@@ -171,7 +171,7 @@ def names_of(given: Any, num_chunks: int) -> list[str]:
 
 
 def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int, valued: Iterable[int]) -> None:
-    """Raise TraceError where an event is of no kind, of no rank, of no chunk, or at no time.
+    """Raise TraceError if an event has an impossible kind, rank, chunk or time.
 
     valued   the events whose values are kept
     """

@@ -1,16 +1,16 @@
 """The critical path: the chain of events that decides how long a program takes.
 
-Only times and message numbers are looked at, so traces of every origin are alike here. Backwards from the event that
+Only times and message numbers matter, so traces of every origin are treated alike. Going backwards from the event that
 ends last, each event is traced to what held it up:
 
     compute       what ended last on its own rank: its own work, or a message or collective that arrived
-    send          the same, or, where its link was still taken, the message before it on the link
+    send          the same or, if its link was still busy, the message before it on the link
     receive       its send, which lasts as long and takes its place
     collective    what held up the member of the group that arrived last
 
-In a modelled trace each event of the chain then starts when the one before it ends. There is one exception: a link may
-carry the next message while the last one is still on its way, so that the two overlap by the latency. In a measured
-trace there are also gaps, where a rank did something that was not recorded, and receives that began before their send.
+In a modelled trace, each event of the chain then starts when the one before it ends. There is one exception: a link may
+carry the next message while the last one is still on its way, so that the two overlap by the latency. A measured trace
+also has gaps, where a rank did something that was not recorded, and receives that began before their send.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tplab.trace.trace import Trace
 
 _COMPUTE, _SEND, _RECEIVE, _COLLECTIVE, _WAIT = range(len(KINDS))
 
-# What may hold an event up; of those that end together the likeliest first. A late receive is one of no length that
-# was recorded after what it set free. A wait explains nothing: it only shows that something else was late.
+# What may hold an event up; if several end together, the likeliest comes first. A late receive is one of zero length
+# that was recorded after the event it released. A wait explains nothing: it only shows that something else was late.
 _CAUSES = ("compute", "collective", "receive", "send", "link", "late receive", "wait")
 
 
@@ -40,9 +40,9 @@ def critical_path(trace: Trace) -> list[Event]:
 
 
 class _Causes:
-    """For each event, by its place in the trace, what held it up.
+    """For each event, by its index in the trace, what held it up.
 
-    Times are whole numbers here: those that differ by rounding only are one instant.
+    Times are whole numbers here: times that differ only by rounding are one instant.
     """
 
     def __init__(self, trace: Trace):
@@ -66,7 +66,7 @@ class _Causes:
         return int(self.stand_in[np.lexsort((prefer[self.kind], self.end))[-1]])
 
     def before(self, event: int, seen: set[int]) -> int:
-        """What held up `event`, or -1. Never one of `seen`: events of no length may seem to wait for each other."""
+        """What held up `event`, or -1. Never one of `seen`: events of zero length may seem to wait for each other."""
         if int(self.best[event]) not in seen:
             return int(self.best[event])
         for row in np.argsort(-self.scores[:, event], kind="stable"):
@@ -95,7 +95,7 @@ class _Causes:
         return np.where(self.message[found] == self.message[events], found, -1)
 
     def _on_own_rank(self, cause: str) -> np.ndarray:
-        """For each event the last one on its rank that may be such a cause, or -1."""
+        """For each event, the last one on its rank that may be such a cause, or -1."""
         in_order, at_once = self.events + 1, np.zeros_like(self.events)
         if cause == "link":  # the send that began before this one, and was still on its way
             sends = np.flatnonzero(self.kind == _SEND)
@@ -108,7 +108,7 @@ class _Causes:
         if cause == "late receive":
             found = self._latest(np.flatnonzero(self.kind == _RECEIVE), self.end, self.rank, at_once, in_order)
             return np.where(found == self.events, -1, found)
-        # Of what ends just when an event starts, only what was recorded before it: so no two explain each other.
+        # A cause may end just when the event starts, but only if recorded before it: so no two explain each other.
         return self._latest(np.flatnonzero(self.kind == KINDS.index(cause)), self.end, self.rank, in_order, in_order)
 
     def _is_under_way(self, sends: np.ndarray) -> np.ndarray:
@@ -117,7 +117,7 @@ class _Causes:
     def _latest(
         self, among: np.ndarray, times: np.ndarray, lane: np.ndarray, order: np.ndarray, asked: np.ndarray
     ) -> np.ndarray:
-        """For each event the last one `among` those of its lane whose (time, order) lies before its (start, asked)."""
+        """For each event, the last one `among` those of its lane whose (time, order) is before its (start, asked)."""
         if not len(among):
             return np.full_like(self.events, -1)
         num_orders = len(self.events) + 1
@@ -129,10 +129,10 @@ class _Causes:
         return np.where((places >= 0) & (lane[found] == lane), found, -1)
 
     def _scores(self) -> np.ndarray:
-        """How late each cause ended, and of those that ended together how likely it is; -1 where there is none."""
+        """How late each cause ended and, among those that ended together, how likely it is; -1 if there is none."""
         likely = np.arange(len(_CAUSES), 0, -1)[:, None]
         ends = self.end[self.found]
-        ends[_CAUSES.index("link")] = self.start  # that is when the link was free, whenever what it carries arrives
+        ends[_CAUSES.index("link")] = self.start  # the link was free then, whenever the message arrives
         return np.where(self.found < 0, -1, ends * (len(_CAUSES) + 1) + likely)
 
     def _likeliest(self) -> np.ndarray:
@@ -140,11 +140,11 @@ class _Causes:
         return np.where(found < 0, -1, self.stand_in[found])
 
     def _look_at_groups(self) -> None:
-        """What held up a collective is what held up the member that came last, in any of the group."""
+        """A collective was held up, on every rank of the group, by what held up the member that arrived last."""
         events = np.flatnonzero((self.kind == _COLLECTIVE) & (self.message >= 0))
         if not len(events):
             return
-        # Of messages that held up two members the one that arrives last was the longer on its link.
+        # If messages held up two members, the one that arrives last was on its link for longer.
         arrives = np.where(self.best[events] < 0, -1, self.end[self.best[events]])
         order = np.lexsort((arrives, self.scores.max(axis=0)[events], self.start[events], self.message[events]))
         events = events[order]
@@ -164,7 +164,7 @@ class _Causes:
 
 
 def _instants(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Times as whole numbers in their order, and how many there are. What differs by rounding is one instant."""
+    """Times as whole numbers in their order, and how many there are. Times that differ by rounding are one instant."""
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     rounding = 64 * np.spacing(np.abs(times).max())

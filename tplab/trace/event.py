@@ -13,24 +13,24 @@ KINDS = ("compute", "send", "receive", "collective", "wait")
 class Event:
     """One thing one rank did.
 
-    rank, kind      who, and what kind of thing (one of KINDS)
+    rank, kind      the rank, and what kind of thing it did (one of KINDS)
     op              its name: "matmul", "ring_shift", "all_reduce", "F3"
-    start, end      seconds, or unit times where `Trace.unit` is "steps". A message starts when its link begins to carry
-                    it and ends when its last byte is there
+    start, end      in seconds, or in unit times if `Trace.unit` is "steps". A message starts when its link begins to
+                    carry it and ends when its last byte arrives
     axis, group     the mesh axis it runs along ("dp,tp" for two), and the ranks that take part
     peer            the other rank of a message
-    bytes           send and collective: what this rank sends; receive: what it gets; compute: what it reads and writes
+    bytes           send, collective: what this rank sends; receive: what it receives; compute: what it reads and writes
     flops           floating-point operations of a compute event
     shape, dtype    of the tensor that is sent or produced
     message         a send and its receive share this number, as do all ranks' events of one collective; -1: none
     step            the round of communication it belongs to: how many hops come before it; -1: none
-    chunk           what is carried, as an index into `Trace.chunks`; -1: not known
+    chunk           what is carried, as an index into `Trace.chunks`; -1: unknown
     contributors    the ranks whose data is in it
-    values          what is carried, or what a collective returned, where it is small (bfloat16 and the like as float32)
+    values          what is carried, or what a collective returned, if it is small (bfloat16 and the like as float32)
     where           the line of the program
-    held            compute: bytes that the rank keeps for backward passes when it is over; -1: not known
-    phase           "backward": it is part of a backward pass; "forward": it is not; "": not known
-    reduction       how a collective combines what the ranks put in: "sum", "mean", "max", ...; "": it does not
+    held            compute: bytes that the rank keeps for backward passes afterwards; -1: unknown
+    phase           "backward": it is part of a backward pass; "forward": it is not; "": unknown
+    reduction       how a collective combines the ranks' inputs: "sum", "mean", "max", ...; "": it does not
     """
 
     rank: int

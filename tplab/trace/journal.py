@@ -1,4 +1,4 @@
-"""The journal: what one rank's process notes while it runs; and the trace that all ranks' journals make together."""
+"""The journal: what one rank's process notes while it runs, and the trace made from the journals of all ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Group = tuple[int, ...]
 
 
 class Doing(NamedTuple):
-    """One thing that a rank does, as an action of a schedule: its name, where it belongs, whose data it is about.
+    """One thing that a rank does, such as an action of a schedule: its name, where it belongs, and whose data it uses.
 
-    takes   how long, on the clock that counts steps, where computing takes no time otherwise
+    takes   how long it takes on a clock that counts steps, on which computing otherwise takes no time
     """
 
     op: str
@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A message from another rank, noted by its receiver: when it was there, and the line that asked for it."""
+    """A message from another rank, noted by its receiver: when it arrived, and the line that asked for it."""
 
     time: float
     where: str
@@ -55,7 +55,7 @@ class Taken(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A collective of the whole group, noted by each of its ranks: when it came, and when it had what it gets."""
+    """A collective of the whole group, noted by each of its ranks: when the rank arrived and when it had its result."""
 
     group: Group
     number: int
@@ -74,7 +74,7 @@ class Met(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What the rank computed, and for what, where the program says so; and what it held for backward passes then."""
+    """What the rank computed; what for, if the program says so; and what it then held for backward passes."""
 
     start: float
     end: float
@@ -83,7 +83,7 @@ class Computed(NamedTuple):
 
 
 class Added(NamedTuple):
-    """Data of the rank's own has joined what it had received."""
+    """The rank has added data of its own to what it had received."""
 
     op: str
     time: float
@@ -110,7 +110,7 @@ class Journal:
         self.waited: list[tuple[str, float, float, str, str]] = []
 
     def shift(self, seconds: float) -> Journal:
-        """The same on a clock that shows so much more."""
+        """The same journal on a clock that is this many seconds ahead."""
         other = Journal(self.rank)
         other.start, other.end = self.start + seconds, self.end + seconds
         other.computed = [one._replace(start=one.start + seconds, end=one.end + seconds) for one in self.computed]
@@ -127,8 +127,8 @@ class Journal:
 def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
     """One measured trace of all ranks, which starts when the first of them does.
 
-    A message lasts from its send until its receiver has it; a collective, on each rank, from when all of its group are
-    there until that rank has its result.
+    A message lasts from its send until its receiver has it. On each rank, a collective lasts from the moment all of its
+    group have arrived until that rank has its result.
     """
     recorder = Recorder(mesh, title, "torch")
     origin = min(journal.start for journal in journals)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Label(NamedTuple):
-    """Where a tensor's data comes from: the chunk it is, by number, and the ranks whose data is in it."""
+    """Where a tensor's data comes from: its chunk, by number, and the ranks whose data is in it."""
 
     chunk: int
     contributors: tuple[int, ...]

@@ -12,26 +12,26 @@ from tplab.errors import TraceError
 from tplab.mesh import Mesh
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
-"""From what stays longest to what goes first.
+"""The kinds of memory, from those that stay longest to those that are freed first.
 
-parameters    what is trained, or frozen: whole, or this rank's pieces
+parameters    trained or frozen parameters, whole or only this rank's pieces
 optimizer     the states of an optimizer, and its master copies of parameters
 gradients     `.grad` of the parameters, and gradients on their way there
-gathered      whole parameters that were made of pieces, for a layer that needs them (ZeRO stage 3)
-activations   what a forward pass has saved for the backward pass, and has not let go of yet
+gathered      whole parameters, gathered from pieces for a layer that needs them (ZeRO stage 3)
+activations   what a forward pass has saved for the backward pass and has not been freed yet
 other         the rest: inputs, results, and what an operation leaves for the next one
 """
 
 
 @dataclass(frozen=True, eq=False)
 class RankMemory:
-    """What one rank held: a row for every moment at which it changed, and one for the end.
+    """What one rank held: one row for every change, and one for the end.
 
     times        [n] when the row begins, in the run's unit; it lasts until the next one
     operations   [n] how many operations of the rank come before it
     num_bytes    [n, kinds] in the order of KINDS
-    ops          [n] the operation that made it so: "mm", "all_gather"
-    where        [n] its line in the program
+    ops          [n] the operation that caused the change: "mm", "all_gather"
+    where        [n] the operation's line in the program
     phases       [n] "forward" or "backward"
     """
 
@@ -67,15 +67,15 @@ class RankMemory:
         return self.num_bytes[:, KINDS.index(kind)]
 
     def at(self, row: int) -> dict[str, int]:
-        """kind -> bytes in one row; -1 is the end."""
+        """kind -> bytes in one row; row -1 is the end."""
         return dict(zip(KINDS, self.num_bytes[row].tolist()))
 
 
 class Memory(Sequence[RankMemory]):
     """What every rank of `mesh` held while a program ran: `memory[rank]`.
 
-    clock, unit, cluster   of the times, as in `Trace`. Where the unit is "steps", computing takes no time: then only
-                           the number of operations tells moments apart
+    clock, unit, cluster   of the times, as in `Trace`. If the unit is "steps", computing takes no time, and only the
+                           number of operations distinguishes one moment from the next
     peaks                  the most bytes that each rank held
     """
 
@@ -109,10 +109,10 @@ class Memory(Sequence[RankMemory]):
 
 
 class Ledger:
-    """Takes down what one rank holds while its program runs, and makes the `RankMemory` of it.
+    """Records what one rank holds while its program runs, and makes a `RankMemory` of it.
 
-    A row is opened for every operation. A holding is booked when it is over: its bytes, the row in which it began, and
-    from which row on it was of which kind.
+    A row is opened for every operation. A piece of memory is booked when it is freed: its bytes, the row in which it
+    began, and from which row on it was of which kind.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Ledger:
         self._rows.append((time, op, where, phase))
 
     def book(self, num_bytes: int, kinds: Sequence[tuple[int, str]], end: int) -> None:
-        """Book `num_bytes` from the first of `kinds` (row, kind) up to row `end`, which does not have them any more."""
+        """Book `num_bytes` from the first of `kinds` (row, kind) up to row `end`, which no longer has them."""
         for (start, kind), (following, _) in pairwise([*kinds, (end, "")]):
             if start < following:
                 place = KINDS.index(kind)

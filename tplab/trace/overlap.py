@@ -1,6 +1,6 @@
 """Overlap: how much of a program's communication is hidden behind its computing, counted in a trace of any origin.
 
-What the overlapped linear layers should hide, by formula, is in `tplab.cost.overlap`.
+The formula for what the overlapped linear layers should hide is in `tplab.cost.overlap`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tplab.trace.trace import Trace
 
 
 class Overlap(NamedTuple):
-    """Of each rank, in the unit of the trace's clock; what runs at once counts once.
+    """Three times for each rank, in the trace's unit. Within each, things that run at the same time count once.
 
-    communication   time in which something was on its way to the rank, or a collective ran that it takes part in
-    computing       time in which it computed
-    hidden          time of both at once
+    communication   while a message was on its way to the rank, or one of its collectives ran
+    computing       while the rank computed
+    hidden          while both happened at once
     """
 
     communication: np.ndarray
@@ -26,22 +26,22 @@ class Overlap(NamedTuple):
 
     @property
     def exposed(self) -> np.ndarray:
-        """Communication beside which the rank did not compute."""
+        """Communication during which the rank did not compute."""
         return self.communication - self.hidden
 
     @property
     def possible(self) -> np.ndarray:
-        """What can be hidden at most, by any order of the same work: a rank can hide no more than it computes.
+        """The most that any order of the same work could hide: a rank can hide no more than it computes.
 
-        It is a bound from above. A ring whose hops are longer than the products beside them stays below it, at
-        (R-1)/R of its computing: of R products the first (of a reduce_scatter) or the last (of an all_gather) has no
-        hop beside it.
+        This is an upper bound. A ring whose hops take longer than the matrix products beside them stays below it, at
+        (R-1)/R of its computing: of its R products, the first (for a reduce_scatter) or the last (for an all_gather)
+        has no hop beside it.
         """
         return np.minimum(self.communication, self.computing)
 
     @property
     def share(self) -> float:
-        """Hidden / communication, over all ranks: 0 to 1. 1 where nothing is communicated."""
+        """Hidden / communication, over all ranks: 0 to 1. It is 1 if nothing is communicated."""
         return _ratio(self.hidden, self.communication)
 
     @property

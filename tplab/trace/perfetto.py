@@ -1,15 +1,15 @@
 """A trace in the Chrome trace-event format, for ui.perfetto.dev and chrome://tracing.
 
-A rank is a process of it, and each of these its tracks, where there is anything on them:
+Each rank becomes a process, with a track for each of these kinds that occurs:
 
     compute       what the rank computes, and where it waits
-    send          messages that leave it; an arrow leads from each to its receive
-    receive       messages that come in
+    send          messages that it sends; an arrow leads from each to its receive
+    receive       messages that it receives
     collective    collectives that run as one event
 
-Slices of one track must not overlap, so what overlaps another of its kind goes to a second track ("send 2").
-Times are microseconds from the start of the trace, in whole nanoseconds; of a trace that counts steps, a step is
-one microsecond. Format: "Trace Event Format", Google 2016; and Perfetto, "Visualizing external trace formats".
+Slices of one track must not overlap, so an event that overlaps another of its kind goes to a second track ("send 2").
+Times are microseconds from the start of the trace, rounded to nanoseconds; if a trace counts steps, one step is one
+microsecond. Format: "Trace Event Format", Google 2016; and Perfetto, "Visualizing external trace formats".
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def to_perfetto(trace: Trace, path: str | Path) -> Path:
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """The trace as the object that its JSON file holds."""
+    """The trace as the object that the JSON file contains."""
     starts, ends = _nanoseconds(trace, "start"), _nanoseconds(trace, "end")
     events = list(trace.events)
     tracks = _tracks(events, starts, ends)
     thread_of = {track: trace.mesh.size + 1 + place for place, track in enumerate(sorted(set(tracks.values())))}
     sends, receives = _by_message(events, "send"), _by_message(events, "receive")
 
-    # Arrows bind to the slice that is open where they begin or end, and one that ends must have begun: hence the keys.
+    # An arrow binds to the slice that is open at its time, and must begin before it ends: hence the keys.
     keyed: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = []
     for row, event in enumerate(events):
         place = {"pid": event.rank, "tid": thread_of[tracks[row]]}
@@ -54,7 +54,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
         if sends.get(event.message) == row and event.message in receives:
             keyed.append(((starts[row], 0, row, 1), {"ph": "s", "ts": starts[row] / 1000, **arrow}))
         elif receives.get(event.message) == row and event.message in sends:
-            # In a measured trace a rank may begin to receive before the other one sends.
+            # In a measured trace, a rank may begin to receive before the other rank sends.
             time = min(max(starts[row], starts[sends[event.message]]), ends[row])
             keyed.append(((time, 1, row, 1), {"ph": "f", "bp": "e", "ts": time / 1000, **arrow}))
     keyed.sort(key=lambda item: item[0])
@@ -66,18 +66,18 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 
 def _by_message(events: list[Event], kind: str) -> dict[int, int]:
-    """Message -> place of the event of this kind that carries it."""
+    """Message -> index of the event of this kind that carries it."""
     return {event.message: row for row, event in enumerate(events) if event.kind == kind and event.message >= 0}
 
 
 _Track = tuple[int, int, int]
-"""(rank, place in _ORDER, which of several)"""
+"""(rank, index in _ORDER, which of several)"""
 
 
 def _tracks(events: list[Event], starts: list[int], ends: list[int]) -> dict[int, _Track]:
-    """The track of each event, by its place: the first of its kind that is free when it starts.
+    """The track of each event, by index: the first of its kind that is free when the event starts.
 
-    A slice without length keeps its track to the next nanosecond: an arrow could not tell two at one time apart.
+    A slice of zero length keeps its track for one nanosecond, since an arrow could not tell two at the same time apart.
     """
     free: dict[tuple[int, int], list[int]] = {}
     tracks = {}
@@ -91,7 +91,7 @@ def _tracks(events: list[Event], starts: list[int], ends: list[int]) -> dict[int
 
 
 def _names(trace: Trace, thread_of: dict[_Track, int]) -> list[dict[str, Any]]:
-    """What ranks and their tracks are called, and in which order they are shown."""
+    """The names of the ranks and their tracks, and the order in which they are shown."""
     named = []
     for rank in trace.mesh.ranks:
         named += _name_and_place("process", {"pid": rank}, _rank_name(trace, rank), rank)
@@ -119,7 +119,7 @@ def _name(event: Event) -> str:
 
 
 def _args(event: Event) -> dict[str, Any]:
-    """What a click on the slice shows: the fields that say something."""
+    """What a click on the slice shows: the fields that are known."""
     shown: dict[str, Any] = {"bytes": event.bytes} if event.kind != "wait" else {}
     if event.dtype:
         shown |= {"shape": str(list(event.shape)), "dtype": event.dtype}

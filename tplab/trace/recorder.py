@@ -1,4 +1,4 @@
-"""A recorder: takes down what happens while a program runs."""
+"""A recorder: notes what happens while a program runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tplab.trace.columns import NUMBERS, STORED, Codes, number_column
 from tplab.trace.trace import Trace
 
 _BLOCK = 1 << 16
-"""Notes kept as they come before they are turned into arrays, which take a quarter of the memory."""
+"""How many notes are kept before they are turned into arrays, which take a quarter of the memory."""
 
 _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contributors")
 _WIDTH = len(_NOTED)
@@ -25,16 +25,16 @@ reduction."""
 class Recorder:
     """Records events while a program runs, and makes a `Trace` of them at the end.
 
-    A program does the same things again and again. What their events share is given once, as a form; of each event
-    there is a note of the rest. So little is done while the program runs, and what is kept is numbers behind one
-    another, which the garbage collector has no need to follow.
+    A program does the same things again and again. What their events share is given once, as a form; each event then
+    adds a note of the rest. So recording costs little while the program runs, and the notes are flat lists of numbers,
+    which the garbage collector does not have to follow.
     """
 
     def __init__(self, mesh: Mesh, title: str = "", framework: str = ""):
         self.mesh, self.title, self.framework = mesh, title, framework
-        self._forms: dict[tuple[Any, ...], int] = {}  # the number of a message's form is negative: ~number, a send
-        self._rows: list[tuple[Any, ...]] = []  # of forms; that of a send is followed by that of its receive
-        self._notes: list[Any] = []  # behind one another
+        self._forms: dict[tuple[Any, ...], int] = {}  # a message's form has a negative number: ~number of its send
+        self._rows: list[tuple[Any, ...]] = []  # one per form; that of a send is followed by that of its receive
+        self._notes: list[Any] = []  # one after the other, flat
         self._blocks: list[dict[str, np.ndarray]] = []
         self._contributors = Codes()
         self._values: dict[int, np.ndarray] = {}  # by note
@@ -50,14 +50,15 @@ class Recorder:
         return packed + len(self._notes) // _WIDTH + sum(form < 0 for form in self._notes[::_WIDTH])
 
     def chunk(self, origin_rank: int, piece: int, name: str = "") -> int:
-        """The number of the chunk that is `piece` of what `origin_rank` held, and how the program names it."""
+        """The number of the chunk that is piece `piece` of what `origin_rank` held; `name` is its name in the
+        program."""
         number = self._chunks.setdefault(origin_rank + piece * self.mesh.size, len(self._chunks))
         if name:
             self._chunk_names[number] = name
         return number
 
     def rename(self, mesh: Mesh, axes: Mapping[str, str]) -> None:
-        """Let the trace be one on `mesh`, which has the same ranks; `axes`: what the groups are called -> will be."""
+        """Put the trace on `mesh`, which has the same ranks; `axes` maps the groups' old names to their new ones."""
         self.mesh = mesh
         at = _FORMS.index("axis")
         self._rows = [(*row[:at], axes.get(row[at], row[at]), *row[at + 1 :]) for row in self._rows]
@@ -85,7 +86,7 @@ class Recorder:
         phase: str = "",
         reduction: str = "",
     ) -> int:
-        """The form of events of which these fields are the same, for `note`."""
+        """The form of events that share these fields, for `note`."""
         peer = -1 if peer is None else peer
         row = rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction
         return self._form(row, row)
@@ -102,7 +103,7 @@ class Recorder:
         where: str,
         phase: str = "",
     ) -> int:
-        """The form of messages: of two events each, the send on `source` and the receive on `target`."""
+        """The form of messages. Each is two events: the send on `source` and the receive on `target`."""
         rest = 0, shape, dtype, where, -1, phase, ""
         send = source, "send", op, axis, group, target, *rest
         return ~self._form(("message", *send), send, (target, "receive", op, axis, group, source, *rest))
@@ -152,7 +153,7 @@ class Recorder:
         contributors: tuple[int, ...],
         values: np.ndarray | None,
     ) -> int:
-        """Record a message of this form, with a number of its own, which it returns."""
+        """Record a message of this form. Returns the number that it was given."""
         notes, message = self._notes, self._num_messages
         self._num_messages = message + 1
         if values is not None:
@@ -163,7 +164,7 @@ class Recorder:
         return message
 
     def taken(self, message: int, where: str, phase: str) -> None:
-        """Record from which line, and in which phase, a message was received, where that is not the sender's."""
+        """Record the line and the phase in which a message was received, if they are not the sender's."""
         self._takings[message] = where, phase
 
     # --- one by one ----------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class Recorder:
         noted = {name: np.concatenate([block[name] for block in blocks]) for name in _NOTED}
         form = noted.pop("form")
         is_message = form < 0
-        note_of = np.repeat(np.arange(len(form)), is_message + 1)  # of each event; a message's come in twos
+        note_of = np.repeat(np.arange(len(form)), is_message + 1)  # of each event; a message has two
         is_receive = np.zeros(len(note_of), bool)
         is_receive[1:] = note_of[1:] == note_of[:-1]
         form = np.where(is_message, ~form, form)[note_of] + is_receive
@@ -248,7 +249,7 @@ class Recorder:
                     taken = [self._takings[number][name == "phase"] for number in columns["message"][rows].tolist()]
                     codes[rows] = table.of(name, taken)
                 columns[name] = list(table), codes
-        first = np.flatnonzero(~is_receive)  # of each note, its first event
+        first = np.flatnonzero(~is_receive)  # the first event of each note
         values = {}
         for note, kept in self._values.items():
             values.update(dict.fromkeys(range(first[note], first[note] + 1 + is_message[note]), kept))
@@ -263,7 +264,7 @@ class Recorder:
         self._notes.clear()
 
     def _packed(self) -> dict[str, np.ndarray]:
-        """The notes as arrays; contributors by their place in the recorder's table."""
+        """The notes as arrays; contributors are indices into the recorder's table."""
         num_notes = len(self._notes) // _WIDTH
         packed = {"form": np.fromiter(self._notes[::_WIDTH], np.int64, num_notes)}
         for place, name in enumerate(_NOTED[1:], 1):

@@ -12,7 +12,7 @@ from tplab.units import bytes_text, plain, time_text
 def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) -> str:
     """What you want to know first about a run, as text.
 
-    peaks       the most bytes of tensors that each rank held at once, where they were counted
+    peaks       the most bytes of tensors that each rank held at once, if they were counted
     num_waits   how many of the longest waits to list
     """
     on = f" on {trace.cluster}" if trace.cluster else ""
@@ -50,7 +50,7 @@ def _sent(trace: Trace) -> str:
 
 
 def _shares(trace: Trace) -> str:
-    """How long it took, and for how much of that the ranks were idle."""
+    """How long the run took, and for how much of that time the ranks were idle."""
     idle = trace.idle_share()
     took = _time(trace, trace.makespan)
     if not np.any(trace.busy()):
@@ -61,7 +61,7 @@ def _shares(trace: Trace) -> str:
 
 
 def _longest_waits(trace: Trace, count: int) -> str:
-    """The longest waits, each line of the program once."""
+    """The longest waits; each line of the program appears once."""
     longest: dict[tuple[str, str | None, str], list[Event]] = {}
     for wait in trace.select(kind="wait").events:
         longest.setdefault((wait.op, wait.axis, wait.where), []).append(wait)

@@ -1,4 +1,4 @@
-"""A trace: everything that happened on every rank, as data. What is drawn, counted or exported is read from here."""
+"""A trace: everything that happened on every rank, as data. All pictures, counts and exports are read from it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Trace:
     title       the program's name
     framework   "torch", "jax" or "schedule"
     clock       "modelled" (from a cluster's figures) or "measured" (on this machine)
-    unit        "s", or "steps": no cluster was given, a hop takes 1 and computing 0
+    unit        "s"; or "steps" if no cluster was given: a hop takes 1 and computing takes 0
     cluster     the name of the modelled cluster, or None
     chunks      what travelled: (the rank it came from, how many that rank had sent before it)
-    chunk_names its name in the program: "Z", or "x[3]" for piece 3 of x; "" where that is not known
+    chunk_names each chunk's name in the program: "Z", or "x[3]" for piece 3 of x; "" if that is unknown
 
-    Internally there is one array per column, so a million events are fine. A trace is never changed. Two are equal when
-    all of the above and every event are, bit for bit.
+    Internally there is one array per column, so a million events are fine. A trace never changes. Two traces are equal
+    if all of the above and every event are equal, bit for bit.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Trace:
         self.clock, self.unit, self.cluster = clock, unit, cluster
         self.chunks = [(int(origin), int(piece)) for origin, piece in chunks]
         self.chunk_names = list(chunk_names)
-        # Stable: of events that start together, one rank's keep the order in which it recorded them.
+        # The sort is stable: events of one rank that start together keep the order in which they were recorded.
         numbers = {name: given for name, given in columns.items() if not isinstance(given, Words)}
         order = np.lexsort((numbers["rank"], numbers["start"]))
         self._numbers = {name: given[order] for name, given in numbers.items()}
@@ -70,11 +70,11 @@ class Trace:
 
     @classmethod
     def from_columns(cls, mesh: Mesh, *, values: Mapping[int, np.ndarray] | None = None, **given: Any) -> Trace:
-        """A trace from one sequence per column, named as the fields of `Event`; what is left out has its default.
+        """A trace from one sequence per column, named like the fields of `Event`; the others have their defaults.
 
-        `rank`, `kind`, `op`, `start` and `end` are needed. A column may also be one value for all rows, or a pair
-        (table, array of places in it). `values` is row -> array. The keywords of `Trace` (title, framework, clock,
-        ...) are passed on. Raises TraceError where an event cannot be.
+        `rank`, `kind`, `op`, `start` and `end` are required. A column may also be one value for all rows, or a pair
+        (table, array of indices into it). `values` is row -> array. The keywords of `Trace` (title, framework, clock,
+        ...) are passed on. Raises TraceError if an event is impossible.
         """
         missing = [name for name in STORED if name not in given and name not in DEFAULTS]
         if missing:
@@ -97,11 +97,11 @@ class Trace:
 
     @property
     def events(self) -> Sequence[Event]:
-        """The events, made when they are asked for."""
+        """The events, created when you access them."""
         return _Events(self)
 
     def events_at(self, rows: np.ndarray) -> list[Event]:
-        """The events at these places, in the order given."""
+        """The events at these indices, in the order given."""
         lists = {name: stored[rows].tolist() for name, stored in (self._numbers | self._words).items()}
         lists["peer"] = [None if peer < 0 else peer for peer in lists["peer"]]
         lists["values"] = [self._values.get(row) for row in rows.tolist()]
@@ -109,11 +109,11 @@ class Trace:
 
     @property
     def values(self) -> Mapping[int, np.ndarray]:
-        """The values that were kept: place of the event -> array."""
+        """The values that were kept: index of the event -> array."""
         return MappingProxyType(self._values)
 
     def column(self, name: str) -> np.ndarray:
-        """One field of every event: an array of numbers (no peer is -1), or of objects where it is no number."""
+        """One field of every event: an array of numbers (no peer is -1), or of objects if it is not a number."""
         if name in self._numbers:
             return self._numbers[name]
         if name not in self._words:
@@ -121,7 +121,7 @@ class Trace:
         return self._words[name].expand()
 
     def codes(self, name: str) -> tuple[list[Any], np.ndarray]:
-        """A field that is not a number, as (its distinct values, for each event the place of its value)."""
+        """A field that is not a number, as (its distinct values, for each event the index of its value)."""
         if name not in self._words:
             raise TraceError(f"column {name!r} has no table; those with one are {', '.join(self._words)}")
         return list(self._words[name].table), self._words[name].codes
@@ -129,7 +129,7 @@ class Trace:
     def select(
         self, *, rank: int | None = None, kind: str | None = None, op: str | None = None, axis: Axis | None = None
     ) -> Trace:
-        """The trace of those events only."""
+        """The trace of only those events that match."""
         rows = np.flatnonzero(self._rows(rank=rank, kind=kind, op=op, axis=axis))
         places = {int(row): place for place, row in enumerate(rows)} if self._values else {}
         return Trace(
@@ -142,7 +142,7 @@ class Trace:
     def _rows(
         self, rank: int | None = None, kind: str | None = None, op: str | None = None, axis: Axis | None = None
     ) -> np.ndarray:
-        """Which events match: one truth value per row."""
+        """Which events match: one bool per row."""
         rows = np.ones(len(self), bool)
         if rank is not None:
             self.mesh.check_rank(rank)
@@ -153,19 +153,19 @@ class Trace:
             rows &= self._words["kind"].where(kind)
         if op is not None:
             rows &= self._words["op"].where(op)
-        if axis is not None:  # also as an event has it: "dp,tp"
+        if axis is not None:  # also in the form an event has: "dp,tp"
             names = self.mesh.names(tuple(axis.split(",")) if isinstance(axis, str) else axis)
             rows &= self._words["axis"].where(",".join(names))
         return rows
 
     def about(self) -> dict[str, Any]:
-        """What a trace says besides its mesh and its events, by name."""
+        """Everything in a trace except its mesh and its events, by name."""
         return {name: getattr(self, name) for name in ABOUT}
 
     # --- totals --------------------------------------------------------------------------------------------------
 
     def bytes_sent(self, rank: int | None = None, axis: Axis | None = None, op: str | None = None) -> int:
-        """Bytes that left `rank` (all ranks together, where it is None), along `axis`, by `op`.
+        """Bytes that `rank` sent (or all ranks together, if it is None), along `axis`, by `op`.
 
         A collective that runs as one event counts what the ring algorithm makes each rank send.
         """
@@ -188,7 +188,7 @@ class Trace:
         return int(self._numbers["step"].max()) + 1 if len(self) else 0
 
     def busy(self) -> np.ndarray:
-        """Time in which each rank computed: one figure per rank. What overlaps counts once."""
+        """How long each rank computed: one figure per rank. Computations that overlap count once."""
         rows = np.flatnonzero(self._rows(kind="compute"))
         rows = rows[np.argsort(self._numbers["rank"][rows], kind="stable")]  # by rank, then by start
         bounds = np.searchsorted(self._numbers["rank"][rows], np.arange(self.mesh.size + 1))
@@ -208,7 +208,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> np.ndarray:
-        """The most that each rank held for backward passes, in bytes: of ranks that ran `train_batch`, else 0."""
+        """The most that each rank held for backward passes, in bytes; 0 for ranks that did not run `train_batch`."""
         most = np.zeros(self.mesh.size, np.int64)
         np.maximum.at(most, self._numbers["rank"], self._numbers["held"])
         return most
@@ -237,12 +237,12 @@ class Trace:
     # --- as text -------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """All of it, as text that `from_json` reads back."""
+        """The whole trace, as text that `from_json` reads back."""
         return as_json.dump(self.mesh, self._numbers | self._words, self._values, self.about())
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """The trace that `to_json` wrote. Raises TraceError where the text is anything else."""
+        """The trace that `to_json` wrote. Raises TraceError if the text is anything else."""
         return cls.from_columns(**as_json.load(text))
 
     def __eq__(self, other: object) -> bool:
@@ -291,7 +291,7 @@ class _Events(Sequence[Event]):
 
 
 def _plain_array(array: Any) -> np.ndarray:
-    """A copy of `array` that NumPy alone can hold and JSON carry: bfloat16 and its like become float32."""
+    """A copy of `array` that plain NumPy and JSON can hold: bfloat16 and the like become float32."""
     plain = np.array(array)
     plain = plain if plain.dtype.kind in "biufc" else plain.astype(np.float32)
     plain.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Traffic: what one rank sends, by kind: how often, and how many bytes. Of a trace, of DTensor, of XLA's program."""
+"""Traffic: what one rank sends, how often and how many bytes by kind; from a trace, from DTensor, or from XLA."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tplab.trace.trace import Trace
 
 
 class Sent(NamedTuple):
-    """One kind of collective: how often it ran, and the bytes that the rank sent by it, under the ring algorithm."""
+    """One kind of collective: how often it ran, and how many bytes the rank sent for it, with the ring algorithm."""
 
     count: int
     bytes: int
 
 
 class Traffic(dict[str, Sent]):
-    """Collective -> Sent, of one rank; prints as one line each. Two are equal when all counts and bytes are."""
+    """Collective -> Sent, for one rank; prints as one line each. Two are equal if all counts and bytes are equal."""
 
     @classmethod
     def of(cls, collectives: Iterable[tuple[str, int, int]]) -> Traffic:
-        """From (name, how often, bytes each time); of the same name they are added up."""
+        """From (name, how often, bytes each time); entries of the same name are added up."""
         found = cls()
         for op, count, nbytes in collectives:
             before = found.get(op, Sent(0, 0))
@@ -29,13 +29,13 @@ class Traffic(dict[str, Sent]):
 
     @classmethod
     def of_trace(cls, trace: Trace, rank: int = 0) -> Traffic:
-        """What `rank` sent by collectives, as the trace of a run has it."""
+        """What `rank` sent in collectives, according to the trace of a run."""
         events = trace.select(kind="collective", rank=rank).events
         return cls.of((event.op, 1, event.bytes) for event in events)
 
     @classmethod
     def of_compiled(cls, collectives: Iterable[Any]) -> Traffic:
-        """What a rank sends in a compiled program, from what `tplab.jax.collectives_in` lists of it.
+        """What a rank sends in a compiled program, from the list that `tplab.jax.collectives_in` makes of it.
 
         Raises ValueError for a collective in a loop whose length is known only when it runs.
         """

@@ -1,4 +1,4 @@
-"""Real runs: what each rank's process has written down, merged into one measured trace."""
+"""Real runs: the files that the ranks' processes have written, merged into one measured trace."""
 
 from tplab.trace.recorded.merge import Merged, merge
 

@@ -1,18 +1,18 @@
-"""Clocks: what each machine's clock must be advanced by, so that all show the same time.
+"""Clocks: how much each machine's clock must be advanced, so that all show the same time.
 
-Nobody asks for the time while the program runs. What the ranks did anyway bounds it: a collective in which every rank
-waits for every other ends, on each of them, after it has begun on the last one, and a message arrives after it was
-sent. With a_i, what clock i must be advanced by, each of these says
+The clocks are never compared while the program runs, but the program's own communication bounds their differences: a
+collective in which every rank waits for every other ends, on each of them, after it has begun on the last one, and a
+message arrives after it was sent. If clock i must be advanced by a_i, each of these says
 
     a_j - a_i <= end_i - begin_j
 
-The tightest of all bounds each way leave an interval, of which we take the middle. Half its width is how far off that
-can be: about the time of the quickest small collective between the two machines. Bounds add up along a chain of
-machines (shortest paths, Floyd 1962).
+The tightest bounds in both directions leave an interval, of which we take the middle. That can be off by half the
+interval's width: about the time of the fastest small collective between the two machines. Bounds add up along a chain
+of machines (shortest paths, Floyd 1962).
 
-The clocks of two machines drift apart, by milliseconds in some minutes. Then a_i changes during the run, and bounds
-from its beginning contradict bounds from its end: along some cycle of machines they have a sum below 0. Such a run is
-halved until the bounds of each part agree, and the interval is the one that has those of all parts in it.
+The clocks of two machines drift apart, by milliseconds within a few minutes. Then a_i changes during the run, and
+bounds from its beginning contradict bounds from its end: along some cycle of machines, their sum is below 0. Such a run
+is halved until the bounds of each part agree, and the interval is the one that contains those of all parts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ _ROUNDING = 1e-9
 
 
 def advances(bounds: Sequence[Bounds], hosts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """What each machine's clock must be advanced by to show the first one's time, and how far off that can be.
+    """How much each machine's clock must be advanced to show the first one's time, and how far off that can be.
 
     bounds  of each collective and message, in the order in which they took place
     hosts   the M machines' names, for errors
-    Returns two arrays of seconds, [M] each. Raises TraceError where nothing was
-    sent between two machines.
+    Returns two arrays of seconds, [M] each. Raises TraceError if nothing was sent between two machines.
     """
     lowest, highest = _interval(bounds, len(hosts))
     for machine, host in enumerate(hosts[1:], 1):
@@ -49,7 +48,7 @@ def advances(bounds: Sequence[Bounds], hosts: Sequence[str]) -> tuple[np.ndarray
 
 
 def _interval(bounds: Sequence[Bounds], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the most that each machine's clock must be advanced by, [M] each; infinite where nothing tells."""
+    """The least and the most that each machine's clock may be advanced, [M] each; infinite if nothing bounds it."""
     least = np.full((count, count), np.inf)
     np.fill_diagonal(least, 0.0)
     for each in bounds:

@@ -1,4 +1,4 @@
-"""Meetings: which operations of the ranks are one collective, or one message; and in which round it took place."""
+"""Meetings: which operations of the ranks form one collective or one message, and in which round it took place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.trace.recorded.rank_file import ANY, Operation, RankFile
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """A collective, or a message, with the ranks that have come to it.
+    """A collective or a message, with the ranks that have reached it.
 
     members   the ranks that belong to it
     sides     rank -> its side; `step`: how many rounds of communication come before it
@@ -36,7 +36,7 @@ def meetings_of(files: Sequence[RankFile]) -> list[Meeting]:
             tag = None
             if (peer := operation.peer) is not None:
                 if peer == ANY:
-                    continue  # a receive from any rank, to which nothing came
+                    continue  # a receive from any rank, for which no message came
                 members = (rank, peer) if operation.op == "send" else (peer, rank)
                 tag = operation.tag
             key = operation.group, members, tag
@@ -51,10 +51,10 @@ def meetings_of(files: Sequence[RankFile]) -> list[Meeting]:
 
 
 def _number_steps(num_ranks: int, meetings: Sequence[Meeting]) -> None:
-    """Say of each meeting how many rounds of communication come before it, as simulated ranks count.
+    """Count the rounds of communication before each meeting, in the same way as simulated ranks do.
 
-    A rank that has waited for something of round k goes on in round k + 1, and one after another is what takes the same
-    way from one rank to another. A collective is in the last round of those in which its ranks have come to it.
+    A rank that has waited for something of round k continues in round k + 1, and messages that take the same way from
+    one rank to another are in successive rounds. A collective is in the latest round in which one of its ranks arrives.
     """
     steps: list[list[tuple[float, bool, Meeting]]] = [[] for _ in range(num_ranks)]
     for meeting in meetings:
@@ -69,7 +69,7 @@ def _number_steps(num_ranks: int, meetings: Sequence[Meeting]) -> None:
     blocked: dict[int, list[int]] = defaultdict(list)  # by number of the meeting that ranks wait for
 
     def number(meeting: Meeting) -> list[int]:
-        """Give the meeting its round; the ranks that waited for that."""
+        """Give the meeting its round. Returns the ranks that were waiting for that."""
         ranks = meeting.members
         taken = [ranks] if meeting.is_message else [(one, ranks[i - len(ranks) + 1]) for i, one in enumerate(ranks)]
         meeting.step = max([ready[meeting.number], *(ways[pair] for pair in taken)])

@@ -1,4 +1,4 @@
-"""Merging: the files that the ranks of a real run have written become one measured trace."""
+"""Merging: turns the files that the ranks of a real run have written into one measured trace."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ALL_WAIT_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 class Merged:
     """A real run.
 
-    trace        what all ranks did, in seconds from the first operation on
+    trace        what all ranks did, in seconds from the first operation
     doubt        by how many seconds the clocks of two ranks may still differ at some time in the run; 0 on one machine
-    unfinished   what was not finished when the files end, and which ranks are in it: the reason why a run hung. Also
-                 collectives of which the ranks called different ones, and files that break off
+    unfinished   what had not finished when the files end, and which ranks take part in it: the reason why a run hung.
+                 Also, where ranks called different collectives, and which files break off
     """
 
     trace: Trace
@@ -50,11 +50,11 @@ class Merged:
 def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
     """One trace of a real run, from the folder in which each of its ranks has left a file (`tplab.torch.record`).
 
-    mesh   names the groups of ranks in the trace; without it, the program's DeviceMesh does where it had one
+    mesh   names the groups of ranks in the trace; without it, the program's DeviceMesh does, if it had one
 
-    The ranks' clocks are aligned, as `tplab.trace.recorded.clocks` says. A collective lasts from when its last rank has
-    come until each rank has its result; between its waits a rank computes. The trace begins with the first operation.
-    Raises TraceError where files are missing, or of several runs.
+    The ranks' clocks are aligned as described in `tplab.trace.recorded.clocks`. On each rank, a collective lasts from
+    the moment its last rank arrives until this rank has its result; between its waits, a rank computes. The trace
+    begins with the first operation. Raises TraceError if files are missing, or belong to several runs.
     """
     files = _read_all(Path(folder))
     world = len(files)
@@ -74,7 +74,7 @@ def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
 
 
 def _read_all(folder: Path) -> list[RankFile]:
-    """The files of all ranks, by rank. Raises TraceError where they are not those of one run."""
+    """The files of all ranks, by rank. Raises TraceError if they do not belong to one run."""
     paths = sorted(folder.glob("rank*.jsonl"))
     if not paths:
         what = f"there is no folder {folder}" if not folder.is_dir() else f"{folder} has no files rank*.jsonl"
@@ -103,7 +103,7 @@ def _read_all(folder: Path) -> list[RankFile]:
 
 
 def _aligned(files: Sequence[RankFile], meetings: Sequence[Meeting]) -> tuple[list[float], float]:
-    """What each rank's clock must be advanced by, and how far apart two of them may still be."""
+    """How much each rank's clock must be advanced, and how far apart two of them may still be."""
     machines = list(dict.fromkeys(file.about.machine for file in files))
     if len(machines) == 1:
         return [0.0] * len(files), 0.0
@@ -134,7 +134,7 @@ def _after(meeting: Meeting) -> Iterator[tuple[int, int]]:
 
 
 def _leave_out_the_start(files: Sequence[RankFile], offsets: Sequence[float]) -> None:
-    """Let every rank begin when the first operation does: before that, programs are imported and models made."""
+    """Let every rank begin with the first operation: before that, modules are imported and models are built."""
     firsts = [file.operations[0].begin + offset for file, offset in zip(files, offsets, strict=True) if file.operations]
     for file, offset in zip(files, offsets, strict=True):
         first = min(firsts, default=file.about.start + offset) - offset
@@ -206,7 +206,7 @@ def _journals(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh
 
 
 def _apart(file: RankFile) -> Iterator[tuple[float, float]]:
-    """The times in which the rank stood still, one after another."""
+    """The spans in which the rank was waiting, with overlaps removed."""
     until = file.about.start
     for wait in sorted(file.waits, key=lambda wait: wait.start):
         if wait.end > until:

@@ -1,18 +1,18 @@
-"""The file of one rank of a real run: written line by line while the program runs, so that a crash leaves what was.
+"""The file of one rank of a real run. It is written line by line while the program runs, so it survives a crash.
 
-The first line is about the rank. Each line after it is a list, of which the first word says what follows:
+The first line is about the rank. Each line after it is a list whose first word says what follows:
 
     group  id, description, ranks
     begin  number, op, id of the group, time, bytes, shape, dtype, line of the program, phase, reduction, peer, tag
-    start  number, time                     the GPU has come to it
+    start  number, time                     the GPU has reached it
     end    number, time                     it is done
-    drop   number                           it was refused; other notes about it may follow, and say nothing
-    from   number, rank                     a message from any rank has come from this one
-    wait   number, time, time, line         the rank stood still until it was done
+    drop   number                           it was refused; ignore any later notes about it
+    from   number, rank                     a message that could come from any rank came from this one
+    wait   number, time, time, line         the rank waited until it was done
     stop   time                             the program has ended
 
-Times are seconds of the machine's monotonic clock. `peer` and `tag` are of messages; `peer` is -1 for any rank, and
-None for a collective.
+Times are in seconds of the machine's monotonic clock. Only messages have a `peer` and a `tag`; `peer` is -1 for any
+rank, and None for a collective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 FORMAT = "tplab rank 1"
 WRITE_EVERY = 0.25
-"""Seconds: so much of what a rank noted is lost at most when its process is killed."""
+"""Seconds. If a rank's process is killed, at most the notes of this long are lost."""
 
 
 ANY = -1
@@ -36,10 +36,10 @@ ANY = -1
 
 
 class About(NamedTuple):
-    """Whose file it is.
+    """Which rank, of which run, the file belongs to.
 
     run       the same on all ranks of one run
-    machine   ranks that have the same read the same clock
+    machine   ranks with the same machine read the same clock
     host      the machine's name
     start     when the rank joined the others
     """
@@ -62,7 +62,7 @@ class Later:
 
 
 class Writer:
-    """Writes a rank's file. Noting is cheap: a thread beside the program writes."""
+    """Writes a rank's file. Noting is cheap, because a separate thread does the writing."""
 
     def __init__(self, path: Path, about: About):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class Writer:
         self._notes.append(fields)
 
     def close(self, now: float, patience: float = 0.0) -> None:
-        """The program has ended. Times that are not known yet are waited for, `patience` seconds at most."""
+        """End the file: the program has ended. Waits at most `patience` seconds for times that are not known yet."""
         if os.getpid() != self._process or self._is_over.is_set():
             return  # a copy of the process (after a fork) leaves the file alone
         deadline = time.monotonic() + patience
@@ -106,7 +106,7 @@ class Writer:
             for note in notes:
                 try:
                     known = tuple(_known(field) for field in note)
-                except Exception:  # the GPU has failed, and will never tell
+                except Exception:  # the GPU has failed, so the time will never be known
                     continue
                 if any(isinstance(field, Later) for field in known):
                     self._later.append(known)
@@ -117,14 +117,14 @@ class Writer:
 
 
 def _known(field: Any) -> Any:
-    """The field, or the time that it was waiting for."""
+    """The field itself or, if it is a `Later`, its time."""
     seconds = field.seconds() if isinstance(field, Later) else None
     return field if seconds is None else seconds
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A collective or a message, as one rank took part in it. No `end`: it was not done when the file ends."""
+    """One rank's part in a collective or a message. Without an `end`, it was not done when the file ends."""
 
     op: str
     group: str
@@ -139,11 +139,11 @@ class Operation:
     tag: int
     end: float | None = None
     taken: float | None = None
-    """When the rank had waited for it."""
+    """When the rank had finished waiting for it."""
 
 
 class Wait(NamedTuple):
-    """The rank stood still."""
+    """A span in which the rank waited."""
 
     operation: Operation
     start: float
@@ -153,12 +153,12 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RankFile:
-    """What is in the file of one rank.
+    """The contents of one rank's file.
 
     groups       id -> description, ranks
     operations   in the order in which they began
-    stop         when the program ended; or the last time in the file, where it was killed
-    has_ended    whether the program came to its end, be it by an error
+    stop         when the program ended; or the last time in the file, if it was killed
+    has_ended    whether the program came to its end, even with an error
     """
 
     about: About

@@ -1,4 +1,4 @@
-"""Reading a rank's file, line by line. It may come from anywhere, so every field is looked at."""
+"""Reading a rank's file, line by line. It may come from anywhere, so every field is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tplab.trace.recorded.rank_file import ANY, FORMAT, About, Operation, RankFi
 
 
 def read(path: Path) -> RankFile:
-    """Read a rank's file. The last line may be cut off. Raises TraceError where it is no such file, or is damaged."""
+    """Read a rank's file. The last line may be cut off. Raises TraceError if it is not such a file, or is damaged."""
     lines = path.read_text(encoding="utf8", errors="replace").split("\n")
     try:
         first = json.loads(lines[0])
@@ -24,7 +24,7 @@ def read(path: Path) -> RankFile:
     number = 1
     try:
         reading = _Reading(About(**first))
-        for line in lines[1:-1]:  # what follows the last newline was not written to its end
+        for line in lines[1:-1]:  # what follows the last newline was not completely written
             number += 1
             reading.take(json.loads(line))
     except (ValueError, TypeError, IndexError) as error:
@@ -34,7 +34,7 @@ def read(path: Path) -> RankFile:
 
 
 class _Reading:
-    """What was read of a file so far. Raises ValueError, TypeError or IndexError where a line is damaged."""
+    """What has been read of a file so far. Raises ValueError, TypeError or IndexError if a line is damaged."""
 
     def __init__(self, about: About):
         _rank(about.rank, _whole(about.world))
@@ -94,7 +94,7 @@ class _Reading:
         self._until(begin)
 
     def _more(self, kind: str, number: int, *rest: Any) -> None:
-        """A note about an operation that was begun."""
+        """A note about an operation that had begun."""
         operation = self.begun[number]
         if kind == "drop":
             del self.begun[number]

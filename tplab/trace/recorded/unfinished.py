@@ -1,4 +1,4 @@
-"""What was not finished when the files of a real run end, in words: the reason why it hung."""
+"""What had not finished when the files of a real run end, in words: the reason why it hung."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tplab.units import ranks_text
 
 
 def unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh) -> Iterator[str]:
-    """What some rank did not finish, and which ranks are in it; where the ranks called different collectives; and
-    whose files break off."""
+    """What some rank did not finish, and which ranks take part in it; where ranks called different collectives; and
+    which ranks' files break off."""
 
     def over(rank: int, group: str) -> str:
         return f"over {label_of(files[rank].groups[group][1], mesh)!r}:"
@@ -44,6 +44,6 @@ def unfinished(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mes
 
 
 def _has_arrived(meeting: Meeting) -> bool:
-    """A message that was received was sent, whether or not the program waited for that."""
+    """Whether the meeting is a message that has arrived. Then it was sent, even if the program did not wait for it."""
     target = meeting.sides.get(meeting.members[1]) if meeting.is_message else None
     return target is not None and target.end is not None
