@@ -1,7 +1,11 @@
 """On a timeline an operation has the colour of its kind."""
 
+import io
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import tplab.torch as tt
 from tplab import Mesh, P
@@ -74,3 +78,15 @@ def test_collectives_have_the_colour_of_what_they_do_and_a_legend_of_their_names
     assert does >= {("reduce_scatter", "combines"), ("all_gather", "moves"), ("add", "")}
     assert {kind for _, kind in does} == {"", "combines", "moves"}
     assert timeline(trace).picture()
+
+
+def test_a_long_legend_goes_on_in_a_second_line():
+    def talks(x: torch.Tensor) -> None:
+        layer(x, x, True)
+        y = tt.all_gather(tt.broadcast(x.softmax(1), "tp"), "tp").clone()
+        tt.reduce_scatter(tt.all_to_all(y, "tp"), "tp")
+
+    trace = tt.run(talks, Mesh(tp=2), torch.ones(4, 4), cluster="h100").trace
+    pixels = np.asarray(Image.open(io.BytesIO(timeline(trace).picture())).convert("RGB"))
+    right = pixels[60:-12, -16:-4]  # beside the card's edge
+    assert (right == right[0, 0]).all()

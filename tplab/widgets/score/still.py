@@ -23,6 +23,7 @@ MAX_BYTES = 300_000
 SECONDS = 4.5  # from one pause to the next
 PAUSE = 1800  # milliseconds
 MARGIN = 18
+_KEY = 24  # from where a legend's colour begins to its text
 
 
 class Picture:
@@ -179,7 +180,8 @@ def timeline(score: Score) -> bytes:
     width = 760
     lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN, by_kind=True)
     legend = [] if score.is_pipeline else score.work_legend + score.talk_legend
-    pen = Pen(width, 52 + lanes.height + (60 if legend else 38))
+    lines = _lines_of([*legend, ("idle", "idle")], width - 2 * MARGIN) if legend else []
+    pen = Pen(width, 52 + lanes.height + 38 + (4 + 18 * len(lines) if lines else 0))
     _head(pen, score)
     lanes.draw(pen)
     span = score.trace.makespan
@@ -188,16 +190,34 @@ def timeline(score: Score) -> bytes:
     if score.computes:
         facts += f" · each rank is busy {range_text((100 * busy).round().tolist(), plain)}% of it"
     pen.text(MARGIN, 52 + lanes.height + 18, facts, size=11.5, anchor="lm")
-    x, y = float(MARGIN), 52 + lanes.height + 40
-    for kind, text in [*legend, *([("idle", "idle")] if legend else [])]:
+    for y, line in enumerate(lines):
+        _draw_legend(pen, score, line, 52 + lanes.height + 40 + 18 * y)
+    return encode([pen.image()], [0])
+
+
+def _lines_of(legend: list[tuple[str, str]], width: float) -> list[list[tuple[str, str]]]:
+    """Its entries, in as many lines as they need."""
+    lines: list[list[tuple[str, str]]] = [[]]
+    x = 0.0
+    for kind, text in legend:
+        if lines[-1] and x + _KEY + text_width(text, 11) > width:
+            lines.append([])
+            x = 0.0
+        lines[-1].append((kind, text))
+        x += _KEY + text_width(text, 11) + 16
+    return lines
+
+
+def _draw_legend(pen: Pen, score: Score, line: list[tuple[str, str]], y: float) -> None:
+    x = float(MARGIN)
+    for kind, text in line:
         if kind == "idle":
             pen.box(x, y - 5, 18, 11, fill=SOFT)
             pen.hatch(x, y - 5, 18, 11, HATCH)
         else:
             share = 0.24 if kind in score.talk_kinds else 0.55
             pen.box(x, y - 5, 18, 11, fill=mix(OPS[kind], share), edge=OPS[kind], radius=2)
-        x += 24 + pen.text(x + 24, y, text, size=11, fill=DIM, anchor="lm") + 16
-    return encode([pen.image()], [0])
+        x += _KEY + pen.text(x + _KEY, y, text, size=11, fill=DIM, anchor="lm") + 16
 
 
 def _head(pen: Pen, score: Score) -> None:
