@@ -85,7 +85,7 @@ gantt(all_f_then_all_b)
 # %%
 for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
     idle = simulate(gpipe(ranks, microbatches)).bubble_fraction
-    print(f"{ranks} ranks, {microbatches} microbatches: {100 * idle:.2f} % idle")
+    print(f"{ranks} ranks, {microbatches} microbatches: {100 * idle:.2f}% idle")
 
 # %% [markdown]
 # ## One forward, one backward
@@ -231,7 +231,7 @@ for rule in (zb_v, v_half, v_min):
 # %%
 for overlap in (0, 0.25, 0.5):
     run = simulate(dualpipe_v(p, m), Costs(overlap=overlap))
-    print(f"{100 * overlap:3.0f} % of the shorter one hidden: {run.makespan:g} steps")
+    print(f"{100 * overlap:3.0f}% of the shorter one hidden: {run.makespan:g} steps")
 
 # %% [markdown]
 # ## Turn the knobs
@@ -287,7 +287,7 @@ for rule in (one_f_one_b, zb_h1, zb_h2):
     print(f"{name:12} published {published[name]}, simulated {rate:.4f}")
 
 # %% [markdown]
-# With these costs, the schedule with "no bubble" idles for 10.8 % of its span.
+# With these costs, the schedule with "no bubble" idles for 10.8% of its span.
 #
 # ## A bug to repair
 #
