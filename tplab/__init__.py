@@ -13,7 +13,7 @@ __all__ = ["Event", "Mesh", "P", "Trace", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Traces need NumPy, which takes longer to import than all of tplab: they come when they are asked for."""
+    """Import traces when they are first used: they need NumPy, which takes longer to import than all of tplab."""
     if name in ("Event", "Trace"):
         from tplab import trace
 
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext tplab` brings the magic `%%ranks`."""
+    """`%load_ext tplab` adds the magic `%%ranks`."""
     from tplab.magic import load
 
     load(shell)

@@ -1,4 +1,4 @@
-"""What the collectives of both frameworks accept: one check, and one message, for both."""
+"""What the collectives of both frameworks accept: both share each check and its message."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 def check_reduction(op: str, reduction: str, dtype: Any, *, is_fraction: bool, is_complex: bool) -> None:
-    """Raise ValueError for a reduction that there is not, TypeError for one that `dtype` does not have.
+    """Raise ValueError for an unknown reduction, and TypeError for one that `dtype` does not support.
 
-    The mean of whole numbers would not be whole, and complex numbers have no order. A sum of booleans is "any".
+    The mean of integers need not be an integer, and complex numbers have no order. A sum of booleans is "any".
     """
     one_of("op", reduction, REDUCTIONS)
     if is_complex and reduction in ("max", "min"):
@@ -32,7 +32,7 @@ def whole_number(given: Any, name: str) -> int:
 
 
 def dim_of(shape: Sequence[int], dim: Any, op: str) -> int:
-    """`dim` counted from the front. Raises ShapeError where a tensor of this shape does not have it."""
+    """`dim` counted from the front. Raises ShapeError if a tensor of this shape does not have it."""
     dim = whole_number(dim, f"{op}: dim")
     if not -len(shape) <= dim < len(shape):
         raise ShapeError(
@@ -43,7 +43,7 @@ def dim_of(shape: Sequence[int], dim: Any, op: str) -> int:
 
 
 def root_of(root: Any, num_ranks: int, label: str) -> int:
-    """The position from which `broadcast` sends. Raises MeshError where the axis does not have it."""
+    """The position from which `broadcast` sends. Raises MeshError if the axis does not have it."""
     root = whole_number(root, "broadcast: root")
     if not 0 <= root < num_ranks:
         raise MeshError(f"broadcast: axis {label!r} has positions 0 to {num_ranks - 1}; root={root} is not one")
@@ -51,12 +51,12 @@ def root_of(root: Any, num_ranks: int, label: str) -> int:
 
 
 def pairs_of(perm: Iterable[Any]) -> tuple[tuple[int, int], ...]:
-    """What `ppermute` is given, as pairs of ints. Raises TypeError."""
+    """The permutation passed to `ppermute`, as pairs of ints. Raises TypeError."""
     return tuple(map(_pair, perm))
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int, label: str) -> None:
-    """Raise MeshError where a position is not on the axis, sends twice or receives twice."""
+    """Raise MeshError if a position is not on the axis, sends twice or receives twice."""
     last, listed = num_ranks - 1, list(pairs)
     for side, positions in (("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs])):
         for one in positions:

@@ -1,4 +1,4 @@
-"""What commands have in common: where they import from, the axes of a mesh as text, and the files of a trace."""
+"""What all commands share: where they import from, a mesh given as text, and the files that a trace is written to."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FLAGS = {
 
 
 def leave_working_directory_out() -> None:
-    """Before torch is imported: take the working directory off sys.path, where `python -m` has put it. A file there can
-    have the name of a module that torch imports."""
+    """Take the working directory off sys.path, where `python -m` has put it. Call this before torch is imported: a file
+    there may have the same name as a module that torch imports."""
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--trace, --perfetto and --html."""
+    """Add the flags --trace, --perfetto and --html."""
     for name, (example, text) in _FLAGS.items():
         parser.add_argument(f"--{name}", metavar=example, help=text)
 
 
 def check_files(given: argparse.Namespace) -> None:
-    """Raises OSError where there is no folder for a file that will be written."""
+    """Raise OSError if the folder of a file to be written does not exist."""
     for flag in _FLAGS:
         path = Path(getattr(given, flag) or "name")
         if path.is_dir():
@@ -41,7 +41,7 @@ def check_files(given: argparse.Namespace) -> None:
 
 
 def write_files(trace: Trace, given: argparse.Namespace) -> None:
-    """Write the files that were asked for, and say what to do with them."""
+    """Write the requested files, and say what to do with them."""
     if given.trace:
         Path(given.trace).write_text(trace.to_json(), encoding="utf8")
         print(f"\n{given.trace} is the trace; read its text with tplab.Trace.from_json")

@@ -1,4 +1,4 @@
-"""What can go wrong, by name. Every message says what happened, the numbers, and the way out."""
+"""The errors that tplab raises. Every message says what happened, with the numbers, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class TplabError(Exception):
 
     @property
     def trace(self) -> Any:
-        """What simulated ranks had done until then, as a `Trace`; None of an error that no run has raised."""
+        """What the simulated ranks had done until then, as a `Trace`; None if the error was not raised in a run."""
         return None if self.make_trace is None else self.make_trace()
 
 
 class MissingPackageError(TplabError, ImportError):
-    """A package that tplab does not install by itself is not there."""
+    """An optional package, which tplab does not install by itself, is missing."""
 
     def __init__(self, module: str, package: str, extra: str):
         way_out = f"to install it: pip install 'tplab[{extra}]'"
@@ -26,7 +26,7 @@ class MissingPackageError(TplabError, ImportError):
 
 
 class MeshError(TplabError, ValueError):
-    """A mesh that cannot be, or an axis, coordinate or rank it does not have."""
+    """An impossible mesh, or an axis, coordinate or rank that the mesh does not have."""
 
 
 class SpecError(TplabError, ValueError):
@@ -34,7 +34,7 @@ class SpecError(TplabError, ValueError):
 
 
 class ShapeError(TplabError, ValueError):
-    """A size that does not fit: it does not divide, or two sizes that must agree do not."""
+    """A size that does not divide evenly, or two sizes that must agree and do not."""
 
 
 class ClusterError(TplabError, ValueError):
@@ -50,7 +50,7 @@ class ScheduleError(TplabError, ValueError):
 
 
 class RankError(TplabError, RuntimeError):
-    """A rank raised. `rank` says which one; `__cause__` is what it raised, with its own traceback."""
+    """A rank raised an error. `rank` says which rank; `__cause__` is the error itself, with its own traceback."""
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
@@ -62,26 +62,27 @@ class ReplicationError(TplabError, RuntimeError):
 
 
 class DeadlockError(TplabError, RuntimeError):
-    """Every rank that is still running waits, and nothing can reach any of them."""
+    """All ranks that are still running wait for each other, so none of them can continue."""
 
 
 class CollectiveMismatchError(TplabError, RuntimeError):
-    """Ranks of one group called different collectives, in another order, or with other shapes or dtypes."""
+    """Ranks of one group called different collectives, or the same ones in another order or with other shapes or
+    dtypes."""
 
 
 class OutsideRunError(TplabError, RuntimeError):
-    """A collective was called where there are no ranks: outside of `run`."""
+    """A collective was called outside of `run`, where there are no ranks."""
 
 
 class ParallelError(TplabError, AssertionError):
-    """A parallel model does not compute what the unsharded one does. The message is `check_parallel`'s report."""
+    """A parallel model does not compute the same as the unsharded one. The message is `check_parallel`'s report."""
 
 
 class PlanError(TplabError, ValueError):
-    """A plan to shard a model that cannot be, or that would compute something else."""
+    """A plan for sharding a model that is impossible, or that would change what the model computes."""
 
 
 def one_of(name: str, given: str, choices: Sequence[str]) -> None:
-    """Raise ValueError where `given`, which the caller knows as `name`, is none of the choices."""
+    """Raise ValueError if `given`, which the caller knows as `name`, is not one of the choices."""
     if given not in choices:
         raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(choices)}")

@@ -1,7 +1,7 @@
-"""A layout: which elements of a whole parameter a rank holds, also where several are fused into one.
+"""A layout: which elements of a whole parameter each rank holds, even if several parameters are fused into one.
 
-`P` says along which dim a parameter is cut. A fused one, such as GPT-2's query, key and value in one matrix, must be
-cut part by part: in one piece, the first of two ranks would get all queries and half of the keys.
+`P` says along which dim a parameter is cut. A fused parameter, such as GPT-2's query, key and value in one matrix, must
+be cut part by part. Otherwise, the first of two ranks would get all queries and half of the keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MOST_PARTS = 3
-"""Fused parts that are looked for: query, key and value; gate and up."""
+"""The most fused parts that we look for: query, key and value; or gate and up."""
 
 
 WHOLE = P()
@@ -27,10 +27,10 @@ WHOLE = P()
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter lies on a mesh.
+    """How a parameter is laid out on a mesh.
 
-    spec    as for any tensor; a dim that does not divide is cut into pieces of ceil(n / R), the last ones smaller
-    parts   sizes of the parts that are fused along the split dim, each of which is cut by itself; () for one
+    spec    as for any tensor; a dim that does not divide evenly has pieces of ceil(n / R), the last ones smaller
+    parts   sizes of the parts fused along the split dim, each of which is cut separately; () if there is only one
     """
 
     spec: P = WHOLE
@@ -51,7 +51,7 @@ class Layout:
 
 
 def ranges(size: int, parts: Sequence[int], index: int, num_ranks: int) -> list[range]:
-    """Which of `size` elements the rank at `index` of `num_ranks` holds: a range of each part."""
+    """Which of `size` elements the rank at `index` of `num_ranks` holds: one range per part."""
     if parts and sum(parts) != size:
         raise ShapeError(f"parts {tuple(parts)} add up to {sum(parts)}, and the dim has {size}; give all parts of it")
     found, first = [], 0
@@ -86,10 +86,10 @@ def local_shape_of(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) 
 
 
 def layouts_for(shape: Sequence[int], local_shapes: Sequence[Sequence[int]], mesh: Mesh) -> list[Layout]:
-    """Every layout under which the ranks would hold pieces of these shapes; the plainest first.
+    """Every layout under which the ranks would hold pieces of these shapes, the simplest first.
 
-    The pieces of a dim that does not divide may also be padded to one size. Several may fit, as for two fused parts;
-    their values then tell which it is.
+    The pieces of a dim that does not divide evenly may also be padded to the same size. Several layouts may fit, as
+    with two fused parts; the values of the pieces then decide between them.
     """
     if any(len(local) != len(shape) for local in local_shapes):
         return []
@@ -118,8 +118,8 @@ def layout_of(
     mesh: Mesh,
     tolerance: float,
 ) -> Layout | None:
-    """How pieces of these shapes and values lie on the mesh, one per rank: the layout that fits their values, or the
-    plainest one that fits their shapes; None where none does. tolerance: relative to the largest value."""
+    """How pieces of these shapes and values, one per rank, are laid out: the layout that fits their values, or the
+    simplest one that fits their shapes; None if there is none. tolerance: relative to the largest value."""
     import numpy as np
 
     known = [shape for shape in shapes if shape is not None]
@@ -139,7 +139,7 @@ def layout_of(
 
 
 def _entries(size: int, local_sizes: Sequence[int], mesh: Mesh) -> Iterator[str | tuple[str, ...] | None]:
-    """The entries of P under which the ranks hold so much of a dim."""
+    """The entries of P under which the ranks hold these sizes of a dim."""
     if all(local == size for local in local_sizes):
         yield None
         return

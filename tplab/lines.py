@@ -1,4 +1,4 @@
-"""Lines of the user's program, as a reader knows them."""
+"""Lines of the user's program, named so that a reader can find them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 NOT_COUNTED = 0
-"""In place of the number of a cell that has none."""
+"""Stands for the number of a cell that has none."""
 
 
 def line_text(filename: str, line: int) -> str:
-    """ "file.py:12"; in a notebook "cell 3, line 4", with the number that stands beside the cell: In [3].
+    """ "file.py:12"; in a notebook "cell 3, line 4", with the number shown beside the cell: In [3].
 
-    A cell that was run without being counted, as some tools run notebooks, has no number: "line 4 of the cell".
+    If a cell was run without being counted, as some tools do, it has no number: "line 4 of the cell".
     """
     number = _cell_of(filename)
     if number is None:
@@ -24,10 +24,10 @@ def line_text(filename: str, line: int) -> str:
 
 
 def notebook_cells() -> Mapping[str, int]:
-    """File -> number, of the cells of the notebook that runs in this process: each is compiled as a file of its own.
+    """File -> number, for the cells of the notebook that runs in this process. Each cell is compiled as its own file.
 
-    IPython knows which file came from which cell, the latest of equal ones. Before IPython 8 it did not; there the text
-    of a file is found again among those of the cells, which are kept without the empty lines at their ends.
+    IPython knows which file came from which cell (the latest, if several are equal). Before IPython 8 it did not; there
+    we look for the text of the file among the texts of the cells, which are kept without trailing empty lines.
     """
     shell = _shell()
     known = getattr(getattr(shell, "compile", None), "_filename_map", None)
@@ -43,7 +43,7 @@ def _shell() -> Any:
 
 
 def _is_of_kernel(filename: str) -> bool:
-    """Whether a kernel before IPython 8 has compiled a cell as this file."""
+    """Whether a kernel older than IPython 8 has compiled a cell as this file."""
     compiler = sys.modules.get("ipykernel.compiler")
     return compiler is not None and str(Path(filename).parent) == compiler.get_tmp_directory()
 
@@ -56,17 +56,17 @@ def _number_of(filename: str, shell: Any) -> int:
 
 
 def _text_of(filename: str) -> str:
-    """What was compiled as this file, magics replaced, without the empty lines at its end."""
+    """What was compiled as this file, with magics replaced and without trailing empty lines."""
     return "".join(linecache.getlines(filename)).rstrip("\n")
 
 
 def _texts_of_cells(shell: Any) -> Sequence[str]:
-    """What was compiled as cells 0, 1, 2, ...; cell 0 is none."""
+    """What was compiled as cells 0, 1, 2, ...; cell 0 does not exist."""
     return getattr(shell, "user_ns", {}).get("In", ())
 
 
 def _cell_of(filename: str) -> int | None:
-    """The number of the cell that is compiled as this file; None for what is no cell."""
+    """The number of the cell that is compiled as this file; None if it is not a cell."""
     shell = _shell()
     if shell is None:
         return None
@@ -76,7 +76,7 @@ def _cell_of(filename: str) -> int | None:
     number = known.get(filename)
     if number is None:
         return None
-    # a cell that is not counted is given the number that the next counted one will have
+    # a cell that is not counted gets the number that the next counted cell will have
     kept = _texts_of_cells(shell)
     is_counted = number < len(kept) and kept[number].strip() == _text_of(filename).strip()
     return number if is_counted else NOT_COUNTED

@@ -1,4 +1,4 @@
-"""`%%ranks tp=4`: a cell of a notebook, run on every rank. `%load_ext tplab` brings it."""
+"""`%%ranks tp=4`: runs a notebook cell on every rank. `%load_ext tplab` adds it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def load(shell: InteractiveShell) -> None:
 def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
     """Run the cell on every rank of a mesh, as a program for torch.distributed: `%%ranks tp=4`.
 
-    Each rank has its own copy of the notebook's variables, imports the notebook's own modules afresh, and finds
-    torch.distributed initialized. Every printed line says which rank printed it. The cell's value is a `Result`: it
-    has the trace and, in `.per_rank`, the variables that the cell made on each rank. `--into out` stores it in `out`.
+    Each rank has its own copy of the notebook's variables and imports the notebook's own modules afresh;
+    torch.distributed is already initialized. Every printed line says which rank printed it. The cell's value is a
+    `Result`: it has the trace and, in `.per_rank`, the variables that the cell made on each rank. `--into out` stores
+    it in `out`.
     """
     axes, options = _parsed(line)
     into = options.pop("into", None)
@@ -61,7 +62,7 @@ def _parsed(line: str) -> tuple[dict[str, int], dict[str, Any]]:
 
 
 def _option(name: str, value: str) -> str | int:
-    """The value of an option. Raises ValueError where there is none, or one that it cannot be."""
+    """The value of an option. Raises ValueError if it is missing, or is not allowed."""
     if not value or value.startswith("--"):
         raise ValueError(f"%%ranks: --{name} needs a value; usage: {_USAGE}")
     if name == "seed":

@@ -1,4 +1,4 @@
-"""`python -m tplab.merge tplab_trace --html run.html`: the files of a real run's ranks become one trace."""
+"""`python -m tplab.merge tplab_trace --html run.html`: merges the files of a real run's ranks into one trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tplab.trace import merge, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if the files are those of one run."""
+    """Run the command; 0 if the files belong to one run."""
     parser = argparse.ArgumentParser(
         prog="python -m tplab.merge",
         description="Make one trace of what tplab.torch.record has written down on each rank of a real run.",

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, Never
 from tplab.errors import MeshError
 
 Axis = str | tuple[str, ...]
-"""One axis by name, or several taken together, the first the slowest."""
+"""One axis by name, or several taken together, the slowest first."""
 
 
 MOST_RANKS = 1 << 20
-"""More than any cluster has. A mesh keeps tables with a row per rank, and a mistyped size could fill the memory."""
+"""More than any cluster has. A mesh keeps tables with one row per rank, so a mistyped size could fill the memory."""
 
 
 class _Places(NamedTuple):
-    """Along one axis: the position of each rank, the group it is in, and each group once."""
+    """Along one axis: the position of each rank, the group it is in, and a list of the groups."""
 
     indices: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -36,8 +36,8 @@ class Mesh:
         dp=0     0     1     2     3
         dp=1     4     5     6     7
 
-    Meshes are values: equal when their axes are, usable as keys, never changed. Where a method takes an
-    `axis` it takes one name, or a tuple of names for all the ranks those axes span (the first one slowest).
+    Meshes are immutable values: they are equal if their axes are equal, and can be used as keys. An `axis` argument
+    is one name, or a tuple of names for all the ranks that those axes span (the first one slowest).
     """
 
     __slots__ = ("_places", "_shape", "_strides")
@@ -79,7 +79,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are in all (the world size)."""
+        """How many ranks there are in total (the world size)."""
         return math.prod(self._shape.values())
 
     @property
@@ -103,7 +103,7 @@ class Mesh:
         return math.prod(self._shape[name] for name in self.names(axis))
 
     def check_rank(self, rank: int) -> None:
-        """Raise MeshError where there is no such rank."""
+        """Raise MeshError if there is no such rank."""
         if _whole_number(rank) is None or not 0 <= rank < self.size:
             raise MeshError(f"{self} has ranks 0 to {self.size - 1}, not {rank!r}")
 
@@ -129,12 +129,12 @@ class Mesh:
         return self._along(axis).indices[rank]
 
     def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, in the order of their positions."""
+        """The ranks that differ from `rank` only along `axis`, in the order of their positions."""
         self.check_rank(rank)
         return self._along(axis).groups[rank]
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """Every group along `axis`: together they hold each rank once."""
+        """Every group along `axis`; each rank is in exactly one of them."""
         return list(self._along(axis).each)
 
     def neighbor(self, rank: int, axis: Axis, shift: int = 1) -> int:
@@ -143,7 +143,7 @@ class Mesh:
         return group[(self.index(rank, axis) + shift) % len(group)]
 
     def _along(self, axis: Axis) -> _Places:
-        """Where each rank is along `axis`; kept, because collectives ask at every call."""
+        """Where each rank is along `axis`; cached, because collectives ask at every call."""
         key = axis if isinstance(axis, str) else tuple(axis) if isinstance(axis, list) else axis
         found = self._places.get(key)
         if found is None:
@@ -156,7 +156,7 @@ class Mesh:
             groups: list[tuple[int, ...]] = [()] * self.size
             each = []
             for first in self.ranks:
-                if indices[first] < 0:  # the lowest rank of a group that has not been met: where all its axes are 0
+                if indices[first] < 0:  # the lowest rank of a group not seen before: all its axes are 0
                     group = tuple(first + offset for offset in offsets)
                     each.append(group)
                     for index, rank in enumerate(group):
@@ -178,7 +178,7 @@ class Mesh:
 
 
 def label_of(ranks: Sequence[int], mesh: Mesh) -> str:
-    """What a trace calls a group: the axis of the mesh that it is, or its ranks."""
+    """A group's name in a trace: the axis of the mesh that it runs along, or its ranks."""
     names = mesh.axis_names
     for first in range(len(names)):
         for last in range(first + 1, len(names) + 1):
@@ -188,17 +188,17 @@ def label_of(ranks: Sequence[int], mesh: Mesh) -> str:
 
 
 APART = "ranks "
-"""What a trace calls a group that is no axis begins with this; its ranks follow."""
+"""In a trace, the name of a group that is not an axis begins with this, followed by its ranks."""
 
 DIM = "mesh_"
-"""What torch's DeviceMesh calls a group begins with this; the dim's name follows."""
+"""The name that torch's DeviceMesh gives a group begins with this, followed by the dim's name."""
 
 
 def mesh_of_dims(groups: Iterable[tuple[str, Sequence[int]]], world: int) -> Mesh | None:
-    """The mesh that a program's DeviceMesh says, as far as its groups tell: those of the dim "tp" are called
-    "mesh_tp". The ranks of an inner dim are closer to one another. None where the groups make no mesh of all ranks.
+    """The mesh of a program's DeviceMesh, as far as its groups reveal it: the groups of the dim "tp" are called
+    "mesh_tp". The ranks of an inner dim are closer together. None if the groups do not form a mesh of all ranks.
 
-    groups   what each is called, and its ranks
+    groups   the name of each group, and its ranks
     """
     dims: dict[str, tuple[int, int]] = {}  # name -> distance between its ranks, number of them
     for description, ranks in groups:
@@ -212,8 +212,8 @@ def mesh_of_dims(groups: Iterable[tuple[str, Sequence[int]]], world: int) -> Mes
 
 
 def _axes(dims: Mapping[str, tuple[int, int]], distance: int, world: int) -> list[str]:
-    """The dims, innermost first, that make a mesh of `world` ranks together, of which the innermost are `distance`
-    apart; [] where there are none. Dims that were flattened into one are left out for those they were made of."""
+    """The dims, innermost first, that together form a mesh of `world` ranks; ranks along the innermost are `distance`
+    apart. [] if there are none. If dims were flattened into one, the original dims are used instead of it."""
     found: list[str] = []
     for name, (step, size) in dims.items():
         if step == distance:
@@ -228,7 +228,7 @@ def _mesh_from(axes: dict[str, int]) -> Mesh:
 
 
 def _whole_number(value: Any) -> int | None:
-    """`value` as a plain int, also from NumPy; None where it is no whole number. A bool is none."""
+    """`value` as a plain int, also from NumPy; None if it is not a whole number. A bool does not count as one."""
     if type(value) is int:
         return value
     try:

@@ -10,7 +10,7 @@ from tplab.mesh import Mesh
 
 
 def check_run(fn: Any, mesh: Any, *, seed: Any, keep_values: Any) -> None:
-    """Raise TypeError where `run` was given no function and mesh, ValueError where a number makes no sense."""
+    """Raise TypeError if `run` was not given a function and a mesh, and ValueError if a number makes no sense."""
     if not isinstance(mesh, Mesh) or not callable(fn):
         raise TypeError(f"run takes a function and a mesh, as run(f, Mesh(tp=4), ...), not {fn!r} and {mesh!r}")
     for name, given in (("seed", seed), ("keep_values", keep_values)):

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 8 -m tplab.record train.py --its --own args`: the script, recorded, unchanged."""
+"""`torchrun --nproc-per-node 8 -m tplab.record train.py --its --own args`: records an unchanged script."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The order in which a ring moves pieces: what each rank gets, or sends, hop by hop, in each direction.
+"""The order in which a ring moves pieces: what each rank receives, or sends, hop by hop, in each direction.
 
-Framework-free: the rings of both frameworks read it, in JAX with an index that is known only when the program runs.
-The overlapped layers keep their weights in this order too: `async_weight` and `blocking_weight` convert them.
+This file uses no framework, and the rings of both frameworks use it; in JAX, the index is known only when the program
+runs. The overlapped layers keep their weights in this order too: `async_weight` and `blocking_weight` convert them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DIRECTIONS = ("up", "down", "both", "split")
 
 
 class RingPiece(NamedTuple):
-    """A piece, or half of one, that a rank gets or sends.
+    """A piece, or half of one, that a rank receives or sends.
 
-    distance   its place: that many ranks lie between the rank and the owner, counted the way of the ring; 0: its own
-    owner      the index of the rank whose piece it is, or for which it is
-    begin      the first element of the half, from the start of the piece; `size` of them
+    distance   how many hops away the owner is, counted in the direction of the ring; 0: the rank's own piece
+    owner      the index of the rank that the piece comes from, or is meant for
+    begin      the first element of the half, counted from the start of the piece; it has `size` elements
     """
 
     distance: int
@@ -35,20 +35,20 @@ class RingPiece(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """A rank's pieces: those that travel up, those that travel down, each in the order of their hops, and its own."""
+    """A rank's pieces: those that travel up and those that travel down, each in the order of hops, and its own."""
 
     up: list[RingPiece]
     down: list[RingPiece]
     own: RingPiece
 
     def in_places(self, up: Sequence[Any], down: Sequence[Any]) -> list[Any]:
-        """What belongs to the pieces of each lane, in the order of their distances."""
+        """The values for the pieces of both lanes, in the order of the pieces' distances."""
         pairs = [*zip(self.up, up, strict=True), *zip(self.down, down, strict=True)]
         return [item for _, item in sorted(pairs, key=lambda pair: pair[0].distance)]
 
 
 def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes:
-    """The pieces of `size` elements that the rank at `index` gets from the others, in the order in which they come.
+    """The pieces of `size` elements that the rank at `index` gets from the others, in the order of arrival.
 
     "up"      from index - 1, index - 2, ...
     "down"    from index + 1, index + 2, ...
@@ -74,8 +74,8 @@ def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes
 def scatter_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes:
     """The parts of `size` elements that the rank at `index` adds to the sums of the others, in the order of hops.
 
-    The same pieces as those of gather_lanes. A sum travels towards its owner, so what is nearest to it comes last:
-    "both" sends up what is far that way, and down what is near on the other side.
+    These are the same pieces as in gather_lanes. A sum travels towards its owner, so the part for the nearest owner
+    comes last. With "both", the parts of the larger distances (counted as there) go up, and the others go down.
     """
     up, down, own = gather_lanes(index, num_ranks, size, direction)
     if direction == "both":
@@ -86,7 +86,7 @@ def scatter_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lane
 
 
 def check_parts(num_parts: int, num_ranks: int, axis: Axis, way_out: str) -> None:
-    """Raise ShapeError where ring_reduce_scatter has not one part for each rank; `way_out` makes a list of them."""
+    """Raise ShapeError unless ring_reduce_scatter has one part for each rank; `way_out` is code that makes the list."""
     if num_parts != num_ranks:
         raise ShapeError(
             f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, but got "
@@ -100,13 +100,13 @@ def check_parts(num_parts: int, num_ranks: int, axis: Axis, way_out: str) -> Non
 def async_weight(weight: Any, num_ranks: int, mode: str, direction: str = "up") -> Any:
     """The weight of a blocking layer as the overlapped layers of R ranks keep it: the same numbers in another order.
 
-    weight [F, D], whole, as nn.Linear has it   ->   stacked [R (rank), R (arrival), F/R, D/R]
+    weight [F, D], whole, as in nn.Linear   ->   stacked [R (rank), R (arrival), F/R, D/R]
     "gather"    stacked[i, k] = rows of i, columns of (i-k) mod R: what multiplies the k-th piece of x that i gets
     "scatter"   stacked[j, k] = rows of (j-1-k) mod R, columns of j: what makes the k-th part of y that j sends
     direction   "up" and "both" as above; "down": (i+k) and (j+1+k). "split": each block's first half (of its columns
                 for "gather", of its rows for "scatter"; the larger one of an odd number) as "up", the second as "down"
 
-    NumPy, torch and JAX arrays alike. Raises ShapeError where R does not divide F and D.
+    Works for NumPy, torch and JAX arrays. Raises ShapeError if R does not divide F and D.
     """
     rows, columns = _block_sizes(weight.shape, num_ranks, mode, direction)
     order, rank = _order(num_ranks, columns if mode == "gather" else rows, mode, direction)
@@ -135,8 +135,8 @@ def blocking_weight(stacked: Any, mode: str, direction: str = "up") -> Any:
 
 
 def _order(num_ranks: int, size: int, mode: str, direction: str) -> tuple[np.ndarray, np.ndarray]:
-    """[rank, place] -> which element of a dim of R pieces a rank keeps there: piece by piece as they arrive, or, for
-    "scatter", as they leave, its own last. With it the ranks [R, 1], to index with."""
+    """[rank, position] -> which element of a dim of R pieces a rank keeps there: piece by piece as they arrive or, for
+    "scatter", as they leave, with its own last. Also returns the ranks [R, 1], for indexing."""
     import numpy as np  # here, so that `import tplab` stays quick
 
     order = []
@@ -149,7 +149,7 @@ def _order(num_ranks: int, size: int, mode: str, direction: str) -> tuple[np.nda
 
 
 def _block_sizes(shape: Sequence[int], num_ranks: int, mode: str, direction: str) -> tuple[int, int]:
-    """Rows and columns of one of R x R blocks."""
+    """Rows and columns of one of the R x R blocks."""
     if mode not in ("gather", "scatter"):
         raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter': only these have a blocking form")
     one_of("direction", direction, DIRECTIONS)

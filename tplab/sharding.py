@@ -17,12 +17,12 @@ class P(tuple):
     """How a tensor is sharded over a mesh: one entry per dim, as in `jax.sharding.PartitionSpec`.
 
     An entry is None (every rank holds the whole dim), the name of a mesh axis (the dim is split over it), or a
-    tuple of names (split over all of them, the first one slowest). Dims past the last entry are whole; an axis
-    that `P` does not name holds copies.
+    tuple of names (split over all of them, the first one slowest). Dims past the last entry are whole; along an axis
+    that `P` does not name, the tensor is replicated.
 
         P()             every rank holds all of it
         P(None, "tp")   columns split over tp
-        P(("dp", "tp")) rows split over dp, each part of that over tp
+        P(("dp", "tp")) rows split over dp, and each of those parts over tp
 
     As in JAX, P(("tp",)) is P("tp") and P(()) is P(None). Unlike in JAX, P is a tuple.
     """
@@ -84,13 +84,13 @@ def cut(size: int, parts: int, rule: Rule) -> tuple[range, ...]:
 def share(
     size: int, parts: int, what: str, *, axis: Axis | None = None, sharers: str = "ranks", least: int = 0, why: str = ""
 ) -> int:
-    """How many of `size` elements each of `parts` holds, where all hold equally many.
+    """How many of `size` elements each of `parts` holds, if all hold equally many.
 
-    what      how the sentence begins: "dim 1 has size", "num_heads is"
-    axis      of the mesh, whose ranks share; or, without one, `sharers` says what does: "microbatches"
+    what      how the error message begins: "dim 1 has size", "num_heads is"
+    axis      the mesh axis whose ranks share; without one, `sharers` says who shares: "microbatches"
     least     the smallest size that is accepted
     why       a reason to add, such as "heads are sharded whole"
-    Raises ShapeError where the size does not divide:
+    Raises ShapeError if the size does not divide evenly:
 
         dim 1 has size 10, which the 4 ranks of axis 'tp' cannot share equally;
         pad it to 12, or use a mesh whose 'tp' divides 10
@@ -112,7 +112,7 @@ def share(
 
 
 def check_spec(shape: Sequence[int], spec: P, mesh: Mesh) -> None:
-    """Raise SpecError or ShapeError where a tensor of `shape` cannot lie on `mesh` as `spec` says."""
+    """Raise SpecError or ShapeError if a tensor of `shape` cannot be sharded over `mesh` as `spec` says."""
     _check_names(spec, mesh)
     _check_dims(spec, shape, "the tensor")
     for dim, entry in enumerate(spec):
@@ -141,7 +141,7 @@ def _check_dims(spec: P, shape: Sequence[int], whose: str) -> None:
 
 
 def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the piece each rank holds of a tensor of global `shape`."""
+    """The shape of the piece that each rank holds of a tensor of global `shape`."""
     check_spec(shape, spec, mesh)
     parts = [_num_parts(entry, mesh) for entry in spec] + [1] * (len(shape) - len(spec))
     return tuple(size // part for size, part in zip(shape, parts, strict=True))
@@ -156,7 +156,7 @@ def global_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 
 def shard_slices(shape: Sequence[int], spec: P, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-    """Where the piece of `rank` lies in the whole: one slice per dim."""
+    """Where the piece of `rank` is in the whole tensor: one slice per dim."""
     check_spec(shape, spec, mesh)
     mesh.check_rank(rank)
     slices = [slice(0, size) for size in shape]
@@ -168,16 +168,17 @@ def shard_slices(shape: Sequence[int], spec: P, mesh: Mesh, rank: int) -> tuple[
 
 
 def split(array: Any, spec: P, mesh: Mesh) -> list[Any]:
-    """The piece of every rank, in the order of ranks. Of NumPy and torch they are views of `array`; JAX has none."""
-    # The ellipsis keeps a NumPy array without dims an array, which array[()] would turn into a scalar.
+    """The piece of every rank, in rank order. For NumPy and torch they are views of `array`; JAX has no views."""
+    # The ellipsis keeps a 0-dim NumPy array an array; array[()] would turn it into a scalar.
     return [array[(*shard_slices(array.shape, spec, mesh, rank), ...)] for rank in mesh.ranks]
 
 
 def join(shards: Sequence[Any], spec: P, mesh: Mesh, empty: Callable[[tuple[int, ...]], Any] | None = None) -> Any:
-    """Put the pieces of all ranks together: the reverse of `split`, of the same kind as the pieces (NumPy, torch, JAX).
+    """Put the pieces of all ranks together: the reverse of `split`. The result is of the pieces' kind (NumPy, torch,
+    JAX).
 
-    Of ranks that hold copies the lowest one's is taken; whether the copies agree is for the caller to check.
-    `empty(shape)` makes the array that is filled; by default one like the first piece.
+    If ranks hold copies, the lowest rank's is used; it is up to the caller to check that the copies agree.
+    `empty(shape)` makes the array to be filled; by default it is like the first piece.
     """
     import numpy as np  # here, so that `import tplab` stays quick
 
@@ -193,25 +194,25 @@ def join(shards: Sequence[Any], spec: P, mesh: Mesh, empty: Callable[[tuple[int,
     whole = np.empty(shape, first.dtype) if empty is None else empty(shape)
     for rank in owners(spec, mesh):
         whole[(*shard_slices(shape, spec, mesh, rank), ...)] = shards[rank]
-    # JAX arrays cannot be filled in place, so theirs are filled as NumPy and then handed to JAX.
+    # JAX arrays cannot be filled in place, so we fill a NumPy array and then convert it to JAX.
     is_jax = empty is None and not isinstance(first, np.ndarray | np.generic) and hasattr(first, "__array_namespace__")
     return first.__array_namespace__().asarray(whole) if is_jax else whole
 
 
 def owners(spec: P, mesh: Mesh) -> list[int]:
-    """The lowest rank that holds each distinct piece; together they hold the whole once."""
+    """The lowest rank that holds each distinct piece; together these ranks hold the whole exactly once."""
     return [copies[0] for copies in replicas(spec, mesh)]
 
 
 def replicas(spec: P, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Groups of ranks that hold the same piece: those that differ only along axes which `spec` does not name."""
+    """Groups of ranks that hold the same piece: they differ only along axes that `spec` does not name."""
     _check_names(spec, mesh)
     spare = tuple(name for name in mesh.axis_names if name not in spec.axis_names)
     return mesh.groups(spare) if spare else [(rank,) for rank in mesh.ranks]
 
 
 def _plain(entry: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """An entry of P in its one form: None, a name, or a tuple of two names or more."""
+    """An entry of P in its canonical form: None, a name, or a tuple of two or more names."""
     if entry is None or isinstance(entry, str):
         return entry
     return tuple(entry) if len(entry) > 1 else entry[0] if entry else None

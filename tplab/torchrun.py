@@ -1,6 +1,6 @@
-"""`python -m tplab.torchrun --nproc-per-node 8 train.py`: a script that was written for torchrun, on simulated ranks.
+"""`python -m tplab.torchrun --nproc-per-node 8 train.py`: runs a script written for torchrun on simulated ranks.
 
-The flags are torchrun's. What only real processes need (rendezvous, ports, restarts) is accepted and has no effect.
+The flags are torchrun's. Those that only real processes need (rendezvous, ports, restarts) are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHORT = {"redirects": "-r", "tee": "-t"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if the script ran to its end on every rank."""
+    """Run the command; 0 if the script finished on every rank."""
     given = _parser().parse_args(arguments)
     try:
         mesh, num_nodes = _mesh(given)
@@ -137,7 +137,7 @@ def _mesh(given: argparse.Namespace) -> tuple[Mesh, int]:
 
 
 def _check_files(given: argparse.Namespace) -> None:
-    """Raises OSError or ValueError where there is no script, or no folder for what is written after the run."""
+    """Raise OSError or ValueError if there is no script, or no folder for the files to be written after the run."""
     if not given.module and not Path(given.script).is_file():
         raise FileNotFoundError(f"there is no script {given.script}")
     if given.module and given.script.endswith(".py"):
@@ -146,13 +146,13 @@ def _check_files(given: argparse.Namespace) -> None:
 
 
 def _refuse(error: Exception) -> int:
-    """Say what is wrong with the command; its exit code."""
+    """Say what is wrong with the command. Returns the exit code."""
     print(f"tplab.torchrun: {error}", file=sys.stderr)
     return 2
 
 
 def _explain(error: TplabError) -> None:
-    """Say what went wrong and, where a rank raised, the lines of the script that led there."""
+    """Say what went wrong and, if a rank raised an error, the lines of the script that led there."""
     cause = error.__cause__
     if isinstance(error, RankError) and cause is not None:
         ours = str(Path(__file__).parent)

@@ -1,4 +1,4 @@
-"""Numbers as people read them. widgets/static/units.js says the same in JavaScript; a browser test compares the two."""
+"""Numbers as people read them. widgets/static/units.js is the same in JavaScript; a browser test compares the two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def plain(number: float) -> str:
     if number == 0 or not math.isfinite(number):
         return "0" if number == 0 else str(number)
     digits = max(0, 2 - math.floor(math.log10(abs(number)) + 1e-9))
-    text = f"{number * (1 + 1e-12):.{digits}f}"  # 1.125 is 1.13, as in JavaScript
+    text = f"{number * (1 + 1e-12):.{digits}f}"  # 1.125 becomes 1.13, as in JavaScript
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
@@ -25,7 +25,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def number_text(number: float) -> str:
-    """An element of a tensor: whole numbers below a million as they are, others with four significant digits."""
+    """An element of a tensor: whole numbers below a million are unchanged; others get four significant digits."""
     if math.isfinite(number) and number == int(number) and abs(number) < 1e6:
         return str(int(number))
     mantissa, _, exponent = f"{number:.4g}".partition("e")
@@ -41,7 +41,7 @@ def bytes_text(number: float) -> str:
 
 
 def time_text(time: float, unit: str, scale: float | None = None) -> str:
-    """2.24e-5, "s" -> "22.4 µs"; unit times are plain numbers. `scale` (a time) chooses the prefix for several."""
+    """2.24e-5, "s" -> "22.4 µs"; unit times are plain numbers. `scale`, a time, sets one prefix for several times."""
     if unit == "steps":
         return plain(time)
     size = abs(time if scale is None else scale)
@@ -50,14 +50,14 @@ def time_text(time: float, unit: str, scale: float | None = None) -> str:
 
 
 def range_text(numbers: Iterable[float], text=bytes_text) -> str:
-    """One figure where all read alike, else "the least to the most"."""
+    """One figure if all read the same, otherwise "the least to the most"."""
     numbers = list(numbers)
     least, most = text(min(numbers)), text(max(numbers))
     return least if least == most else f"{least} to {most}"
 
 
 def ticks(start: float, end: float, most: int, unit: str = "s") -> list[float]:
-    """Round times between `start` and `end`, at most about `most` of them, counted from `start` = 0."""
+    """Round times between `start` and `end`, about `most` of them or fewer, counted from `start` = 0."""
     span = end - start
     if span <= 0:
         return [start]

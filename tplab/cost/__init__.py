@@ -1,4 +1,4 @@
-"""What things take: clusters and their links, collectives by algorithm, products, overlap, and what layers keep."""
+"""What things cost: clusters and links, collectives by algorithm, matrix products, overlap, and saved activations."""
 
 from tplab.cost.activations import SavedTensor, SavedTensors, activation_bytes, activation_tensors
 from tplab.cost.cluster import (

@@ -1,7 +1,7 @@
 """What a forward pass keeps for the backward pass: the tensors that a framework kept, and what a layer must keep.
 
-`saved_tensors` of `tplab.torch` and `tplab.jax` lists what there is; `activation_tensors` and `activation_bytes` say
-what Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count for one transformer layer, tensor by tensor.
+`saved_tensors` of `tplab.torch` and `tplab.jax` lists what was really kept; `activation_tensors` and `activation_bytes`
+give what Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count for one transformer layer, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class SavedTensor:
     """One tensor that is kept from the forward to the backward pass.
 
     shape, dtype   as it was first kept
-    bytes          of the memory behind it, which several may share: it is listed once
-    made_by        the operation that computed it; "input" where the function was given it
+    bytes          of the memory behind it; memory that several tensors share is listed once
+    made_by        the operation that computed it; "input" if it was passed to the function
     """
 
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class SavedTensor:
 
 
 class SavedTensors(tuple[SavedTensor, ...]):
-    """What a forward pass keeps, in the order in which it kept it, without parameters; prints as one line each."""
+    """The tensors that a forward pass keeps, in order, without parameters. They print as one line each."""
 
     @property
     def bytes(self) -> int:
-        """Of all of them together."""
+        """Bytes of all of them together."""
         return sum(tensor.bytes for tensor in self)
 
     def __repr__(self) -> str:
@@ -54,19 +54,19 @@ def activation_tensors(
     dropout: bool = True,
     scores: bool = True,
 ) -> dict[str, float]:
-    """Bytes that each rank keeps of one transformer layer for its backward pass, by what they are.
+    """Bytes that each rank keeps of one transformer layer for its backward pass: one entry per kind of tensor.
 
     s, b, h, a: sequence, batch, width, heads; t: num_ranks; activations of `itemsize` bytes, masks of one. In 16 bit
 
-        s b h (10 + 24/t + 5 a s / (h t))     tensor parallelism: norms' inputs, the inputs of the two regions and the
-                                              masks behind them are on every rank, all between is divided
+        s b h (10 + 24/t + 5 a s / (h t))     tensor parallelism: the norms' inputs, the inputs of the two regions and
+                                              the masks after them are on every rank; everything else is divided
         s b h (34 + 5 a s / h) / t            with sequence_parallel: everything is divided
 
-    dropout   False: no masks are kept, nor the scores after theirs
+    dropout   False: no masks are kept, nor the scores after dropout
     scores    False: attention computes softmax(q k^T) again in the backward pass ("selective recomputation", section 5;
-              also what a fused attention does, which keeps one number per row instead)
-    Counted are an MLP of 4 h hidden features with GeLU, and a head for each key and value. Left out, as in the paper:
-    what is small beside these (a norm's mean and deviation, 2 numbers per token), the embedding and the head.
+              fused attention does the same, and keeps one number per row instead)
+    This counts an MLP of 4 h hidden features with GeLU, and as many key and value heads as query heads. As in the
+    paper, it leaves out small tensors (a norm's mean and deviation, 2 numbers per token), the embedding and the head.
     Korthikanti et al. 2022, equations 1, 2 and 4.
     """
     share(num_heads, num_ranks, "num_heads is", why="heads are sharded whole")
@@ -112,7 +112,7 @@ def activation_bytes(
     dropout: bool = True,
     scores: bool = True,
 ) -> float:
-    """The sum of `activation_tensors`: in 16 bit s b h (10 + 24/t + 5 a s / (h t)), or s b h (34 + 5 a s / h) / t."""
+    """The sum of `activation_tensors`: in 16 bit, s b h (10 + 24/t + 5 a s / (h t)), or s b h (34 + 5 a s / h) / t."""
     return _sum(
         activation_tensors(
             sequence,

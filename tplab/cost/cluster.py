@@ -1,14 +1,14 @@
-"""Clusters: chips, the links between them, and how long each takes; every figure with its source.
+"""Clusters: chips, the links between them, and how long each takes; every figure has its source.
 
-Two formulas are all there is:
+There are only two formulas:
 
     compute    launch + max(FLOPs / peak, bytes / memory bandwidth)     the roofline, Williams et al. 2009
     message    latency + bytes / bandwidth                              Hockney 1994
 
-Peaks are what data sheets promise. Real programs reach a part of them, so a modelled time is a bound from below
-that ranks designs fairly; it is not a forecast of seconds.
+Peaks are what data sheets promise. Real programs reach only part of them, so a modelled time is a lower bound: it
+compares designs fairly, but it does not forecast seconds.
 
-A cluster of your own is a value like those below, and `dataclasses.replace` changes one figure of a known one:
+You can define your own cluster like those below, or change one figure of a known one with `dataclasses.replace`:
 
     mine = Cluster("mine", chip=H100, inner_link=Link("PCIe 5 x16", latency=5e-6, bandwidth=64e9))
 """
@@ -26,7 +26,7 @@ from tplab.errors import ClusterError
 
 
 def _check(what: str, name: str, value: object, *, zero: bool = False, infinite: bool = False) -> None:
-    """Raise ClusterError where a figure is not a number that can be one."""
+    """Raise ClusterError if a figure is not a number, or not a possible one."""
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     enough = number >= 0 if zero else number > 0  # False for nan
     if not enough or (number == math.inf and not infinite):
@@ -42,7 +42,7 @@ class Chip:
     flops              FLOP/s by dtype name: {"bfloat16": 989e12, ...}. Dense peaks, without structured sparsity
     memory_bandwidth   B/s between the chip and its main memory
     memory             B of main memory
-    launch             s that every operation costs before it starts, however small
+    launch             s of overhead before every operation starts, however small it is
     source             where the figures come from
     """
 
@@ -78,15 +78,15 @@ class Chip:
         return self.launch + max(flops / self.peak(dtype), bytes / self.memory_bandwidth)
 
     def ridge(self, dtype: str) -> float:
-        """FLOPs per byte at which an operation is bound by arithmetic and no longer by memory."""
+        """The FLOPs per byte from which an operation is limited by arithmetic rather than by memory."""
         return self.peak(dtype) / self.memory_bandwidth
 
 
 @dataclass(frozen=True)
 class Link:
-    """What carries a message from one rank to another; both directions work at once.
+    """What carries messages between two ranks; both directions work at once.
 
-    latency     s before the first byte is there
+    latency     s until the first byte arrives
     bandwidth   B/s in one direction
     source      where the figures come from
     """
@@ -108,15 +108,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """As many chips as the program has ranks, and what connects them.
+    """The chips that a program runs on, one per rank, and the links that connect them.
 
     inner_link   between two ranks of one node
     node_size    how many consecutive ranks make a node (8: ranks 0..7, 8..15, ...); None: all ranks are one node
     outer_link   between ranks of different nodes
 
-    wiring       "switch": every rank has one way out, as fast as the link, which all its messages share (NVSwitch,
-                 Ethernet). "torus": every rank has a link of its own to each neighbour, so that messages up and down a
-                 ring do not slow each other (TPU); the axes of the mesh then lie along the axes of the torus
+    wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages share
+                 (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and down
+                 a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus
     """
 
     name: str
@@ -147,7 +147,7 @@ class Cluster:
             raise ClusterError(f"{what}: node_size is {self.node_size!r}; it must be a whole number, 1 or more")
 
     def link(self, a: int, b: int) -> Link:
-        """The link that carries a message from rank `a` to rank `b`. A rank reaches itself over no link at all."""
+        """The link that carries a message from rank `a` to rank `b`. A message to itself takes no time."""
         if a < 0 or b < 0:
             raise ClusterError(f"cluster {self.name!r}: no link from rank {a} to rank {b}; ranks count from 0")
         if a == b:
@@ -159,7 +159,7 @@ class Cluster:
     def group_link(self, ranks: Sequence[int]) -> Link:
         """The slowest link on the ring over `ranks`: every round of a ring lasts as long as its slowest hop.
 
-        Slowest means least bandwidth; between equals, most latency. One rank alone needs no link.
+        Slowest means the least bandwidth and, if that is equal, the most latency. One rank alone needs no link.
         """
         if len(ranks) == 0:
             raise ClusterError(f"cluster {self.name!r}: a group of no ranks has no links; give one rank at least")
@@ -171,7 +171,7 @@ class Cluster:
         return self.chip.seconds(flops, bytes, dtype)
 
     def table(self) -> str:
-        """Every figure, with its source, to print."""
+        """Every figure with its source, as text to print."""
         chip, lines = self.chip, [f"cluster {self.name}"]
         lines.append(f"  chip  {chip.name}")
         lines += [f"        {dtype:<15}{_si(rate, 'FLOP/s')}" for dtype, rate in chip.flops.items()]
@@ -201,7 +201,7 @@ ONE_HOP = Link("one hop", latency=1.0, bandwidth=math.inf, source="unit times: a
 
 # ---------------------------------------------------------------------------------------------------------- figures
 
-# What one eagerly launched GPU kernel costs when nothing hides it: a few microseconds, depending on the host.
+# What an eagerly launched GPU kernel costs if nothing hides it: a few microseconds, depending on the host.
 _GPU_LAUNCH = 5e-6
 
 H100 = Chip(
@@ -295,7 +295,7 @@ NAMED: Mapping[str, Cluster] = MappingProxyType(
 
 
 def find(cluster: str | Cluster) -> Cluster:
-    """A cluster by name ("h100", "a100", "tpu_v5e", "laptop", "ethernet"); a Cluster is returned as it is."""
+    """A cluster by name ("h100", "a100", "tpu_v5e", "laptop", "ethernet"); a Cluster is returned unchanged."""
     if isinstance(cluster, Cluster):
         return cluster
     known = ", ".join(repr(name) for name in NAMED)

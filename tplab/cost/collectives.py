@@ -1,8 +1,8 @@
 """What each operation costs: seconds, hops and bytes of the collectives by algorithm; FLOPs and bytes of a product.
 
 R ranks; n bytes: the size of *this rank's input* to the operation; L = ceil(log2 R); one message of b bytes takes
-latency + b / bandwidth (tplab.cost.Link). A rank sends one message and receives one at a time, both at once.
-`hops` are the messages that follow one another, `bytes` is what the busiest rank sends:
+latency + b / bandwidth (tplab.cost.Link). A rank can send one message and receive another at the same time, not more.
+`hops` counts the messages that follow one another; `bytes` is what the busiest rank sends:
 
     operation          algorithm           hops            bytes                 best for
     all_reduce         ring                2(R-1)          2(R-1)/R n            large n
@@ -15,7 +15,7 @@ latency + b / bandwidth (tplab.cost.Link). A rank sends one message and receives
     all_to_all         ring                R-1             (R-1)/R n             large n: in round k to the rank k ahead
                        bruck               L               about L/2 n           small n
                        neighbor            R-1             (R-1)/2 n             only neighbours are linked
-    broadcast          ring                R-2+m           n                     large n: m pieces, one behind the other
+    broadcast          ring                R-2+m           n                     large n: m pieces, one after the other
                        tree                L               L n (the root)        small n
                        scatter_all_gather  L+R-1           2(R-1)/R n            between the two
     reduce             ring                R-2+m           n                     a broadcast backwards, pipelined
@@ -29,18 +29,19 @@ latency + b / bandwidth (tplab.cost.Link). A rank sends one message and receives
     barrier            ring                R-1             0
                        dissemination       L               0
 
-Where a rank has two links, one to each neighbour (a torus, as TPUs have), both can carry at once. `bidirectional`
-sends one way what is near that way: R//2 hops instead of R-1. `split` sends half of everything each way: as many hops,
-each half as long. Behind a switch both directions leave a rank through one port, and neither gains anything.
+If a rank has two links, one to each neighbour (as in a TPU's torus), both can carry messages at once. `bidirectional`
+sends each piece in the direction in which it is closer: R//2 hops instead of R-1. `split` sends half of every piece in
+each direction: just as many hops, each half as long. Behind a switch, both directions leave a rank through the same
+port, so neither gains anything.
 
-By these formulas halving and doubling always beats the ring. It takes a free link between any two ranks for granted;
-where ranks are wired in a ring or torus its far messages share links, and the ring is the one that keeps its promise.
+By these formulas, halving and doubling always beats the ring. But it assumes a free link between any two ranks. If
+ranks are wired in a ring or a torus, its long-distance messages share links, and only the ring's formula still holds.
 The arithmetic of a reduction is not counted here: it is compute.
 
 Sources. Thakur, Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH" (ring,
 recursive doubling, halving and doubling, pairwise exchange, scatter + all-gather); Rabenseifner 2004 (halving and
-doubling); Bruck et al. 1997 and Träff 2023, arXiv:2304.13559 (the same hops and bytes where R is no power of two);
-Patarasuk & Yuan 2009 and Chan et al. 2007 (what cannot be beaten: see `lower_bound`); Hensgen, Finkel & Manber 1988
+doubling); Bruck et al. 1997 and Träff 2023, arXiv:2304.13559 (the same hops and bytes if R is not a power of 2);
+Patarasuk & Yuan 2009 and Chan et al. 2007 (lower bounds: see `lower_bound`); Hensgen, Finkel & Manber 1988
 (dissemination).
 """
 
@@ -91,7 +92,7 @@ _ALGORITHMS: dict[str, dict[str, Callable[[float, int, int], _Terms]]] = {
     },
     "all_to_all": {
         "ring": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R),
-        # the piece for the rank j ahead travels by the powers of two in j: as often as j has bits
+        # the piece for the rank j ahead travels by the powers of two in j: once for each 1 bit of j
         "bruck": lambda n, R, L: (L, _bits(R) * n / R, _bits(R) * n / R),
         # the piece for the rank j ahead passes j links
         "neighbor": lambda n, R, L: (R - 1, (R - 1) * n / 2, (R - 1) * n / 2),
@@ -110,7 +111,7 @@ _ALGORITHMS: dict[str, dict[str, Callable[[float, int, int], _Terms]]] = {
     "reduce": {"tree": lambda n, R, L: (L, n, L * n)},
     "gather": {
         "ring": lambda n, R, L: (R - 1, n, (R - 1) * n),
-        # a rank that has gathered half of the others hands on all that it has
+        # a rank that has gathered half of the others passes on everything it has
         "tree": lambda n, R, L: (L, max(R - (1 << L >> 1), 1 << L >> 2) * n, (R - 1) * n),
     },
     "scatter": {
@@ -123,14 +124,15 @@ _TWO_LINKS = ("bidirectional", "split")
 _PIPELINED = (("broadcast", "ring"), ("reduce", "ring"))
 
 _ALL_BUT_OWN = ("reduce_scatter", "all_to_all", "scatter")
-"""A rank that sends in these keeps its own piece."""
+"""In these, a rank does not send its own piece."""
 
 OPS = tuple(_ALGORITHMS)
 """The collectives that have a cost."""
 
 
 def algorithms(op: str, links_per_rank: int = 1) -> tuple[str, ...]:
-    """The algorithms known for `op`, the default first; those that use two links per rank only where there are two."""
+    """The algorithms known for `op`, the default first. Those that use two links per rank are listed only if there are
+    two."""
     _check_op(op)
     names = dict.fromkeys(["ring", *_ALGORITHMS[op]])  # the ring of a broadcast is pipelined: see _pipelined_broadcast
     return tuple(name for name in names if links_per_rank > 1 or name not in _TWO_LINKS)
@@ -160,27 +162,28 @@ def collective(op: str, nbytes: float, num_ranks: int, link: Link, algorithm: st
 
 
 def best(op: str, nbytes: float, num_ranks: int, link: Link, links_per_rank: int = 1) -> Cost:
-    """The quickest of the known algorithms for these figures; `.algorithm` says which it is."""
+    """The fastest of the known algorithms for these figures; `.algorithm` says which one it is."""
     costs = [collective(op, nbytes, num_ranks, link, name) for name in algorithms(op, links_per_rank)]
     return min(costs, key=lambda cost: cost.seconds)
 
 
 def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_rank: int = 1) -> Cost:
-    """What no algorithm can beat, as long as only ranks compute (a switch that adds, as SHARP's does, can).
+    """What no algorithm can beat, as long as only ranks compute (a switch that adds, as SHARP's does, can beat it).
 
-    hops    every rank's data must reach every other. With k links, a hop multiplies the ranks that know it by k + 1
-            at most: log(R) / log(k + 1) hops. A permutation needs one.
-    bytes   all_reduce       2(R-1)/R n: to add R values takes R-1 that move, to spread the sum R-1 more; over n bytes
-                             that is 2(R-1) n in all, and an R-th of it from the average rank (Patarasuk & Yuan 2009)
-            all_gather       (R-1) n: every rank lacks the R-1 other inputs
+    hops    every rank's data must reach every other rank. With k links, a hop multiplies the number of ranks that have
+            it by at most k + 1: log(R) / log(k + 1) hops. A permutation needs one.
+    bytes   all_reduce       2(R-1)/R n: adding R values moves R-1 of them, and spreading the sum moves R-1 more; over n
+                             bytes that is 2(R-1) n in total, 1/R of it from the average rank (Patarasuk & Yuan 2009)
+            all_gather       (R-1) n: every rank needs the R-1 other inputs
             reduce_scatter   (R-1)/R n: each of R pieces of n/R lacks R-1 terms where it ends
-            all_to_all       (R-1)/R n: all but a rank's own piece
+            all_to_all       (R-1)/R n: everything but a rank's own piece
             broadcast        n: the root sends everything at least once
             reduce, gather   n: every rank but the root sends its input at least once
             scatter          (R-1)/R n: the root sends every piece but its own
-    The ring all_reduce sends exactly 2(R-1)/R n and never waits for a link: so it is bandwidth-optimal.
+    The ring all_reduce sends exactly 2(R-1)/R n and never waits for a link, so it is bandwidth-optimal.
 
-    Each of the two alone is a bound on seconds, so the larger is: max(hops * latency, latency + bytes / (k bandwidth)).
+    Hops and bytes each bound the seconds, so the larger bound holds: max(hops * latency, latency + bytes / (k
+    bandwidth)).
     Chan, Heimlich, Purkayastha & van de Geijn 2007, section 3.
     """
     _check_op(op)
@@ -200,13 +203,13 @@ def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_ra
 
 
 def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
-    """The input size at which latency and bandwidth cost the same: below it hops count, above it bytes.
+    """The input size at which latency and bandwidth cost the same: below it hops dominate, above it bytes.
 
     hops * latency = bytes(n) / bandwidth; for the ring all_reduce n = R * latency * bandwidth. Hockney's n_1/2.
-    Infinite where nothing but hops is sent (barrier, one rank, infinite bandwidth).
+    Infinite if sending bytes costs nothing (barrier, one rank, infinite bandwidth).
     """
     hops = collective(op, 0, num_ranks, link, algorithm).hops  # a broadcast of nothing has one piece
-    # bytes are proportional to n in every algorithm; the pipelined broadcast gets there as n grows: one n passes
+    # bytes are proportional to n in every algorithm; for the pipelined broadcast, n bytes pass a link as n grows
     _, carried = (0, 1) if (op, algorithm) in _PIPELINED else _carried(op, num_ranks, algorithm)
     return hops * link.latency * link.bandwidth / carried if hops and carried else math.inf
 
@@ -215,15 +218,15 @@ def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring"
 
 
 def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ranks: int, index: int) -> int:
-    """Exactly what the rank at `index` of the axis sends under the ring algorithm, uneven pieces included.
+    """The exact bytes that the rank at `index` of the axis sends with the ring algorithm, uneven pieces included.
 
-    num_elements   elements of this rank's input, or of every rank's where the inputs differ. Where a tensor is split
-                   along one dim, give its size there, and as itemsize the bytes of one slice
-    index          position on the axis; counted from the root where there is one
+    num_elements   elements of this rank's input, or of every rank's input if they differ. If a tensor is split along
+                   one dim, give the size of that dim, and the bytes of one slice as itemsize
+    index          position on the axis; counted from the root if there is one
 
-    Rank i ends a reduce_scatter with piece i, and so never sends it on: n - piece_i. In an all_gather it never sends
-    its successor's input back to it. An all_reduce is the one, then the other: 2n - piece_i - piece_(i+1). Over all
-    ranks that is 2(R-1) n, however uneven the pieces are.
+    Rank i ends a reduce_scatter with piece i, and so never passes it on: n - piece_i. In an all_gather it never sends
+    its successor's input back to it. An all_reduce is the one, then the other: 2n - piece_i - piece_(i+1). Summed over
+    all ranks, that is 2(R-1) n, however uneven the pieces are.
     """
     _check_op(op)
     alike = isinstance(num_elements, int)
@@ -258,12 +261,12 @@ def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ra
 
 
 def matmul_flops(m: int, k: int, n: int, batch: int = 1) -> int:
-    """[m, k] @ [k, n]: a multiplication and an addition for each of m k n terms, `batch` times: 2 m k n."""
+    """[m, k] @ [k, n] takes 2 m k n: a multiplication and an addition for each of m k n terms; times `batch`."""
     return 2 * batch * m * k * n
 
 
 def matmul_bytes(m: int, k: int, n: int, itemsize: int, batch: int = 1) -> int:
-    """What [m, k] @ [k, n] reads and writes when each number passes once: (m k + k n + m n) * itemsize."""
+    """What [m, k] @ [k, n] reads and writes if each number moves once: (m k + k n + m n) * itemsize."""
     return batch * (m * k + k * n + m * n) * itemsize
 
 
@@ -281,8 +284,8 @@ def _carried(op: str, num_ranks: int, algorithm: str) -> tuple[int, float]:
 def _recursive_doubling(n: float, R: int) -> _Terms:
     """Pairs at distance 1, 2, 4, ... exchange and add all of n. Thakur et al. 2005, 4.5.
 
-    Where R is no power of two, the ranks beyond the largest one below it first hand their input to a partner, sit out,
-    and get the result at the end: two hops more, and one message more from that partner.
+    If R is not a power of 2, the ranks beyond the largest power of 2 below R first send their input to a partner, sit
+    out, and get the result at the end: two more hops, and one more message from that partner.
     """
     rounds = R.bit_length() - 1
     rest = 0 if R.bit_count() == 1 else 1
@@ -294,11 +297,11 @@ def _pipelined_broadcast(n: float, R: int, link: Link) -> _Terms:
 
     T(m) = (R - 2 + m) (latency + n / m / bandwidth), least at m = sqrt((R - 2) n / (latency bandwidth)).
     """
-    most = max(1, int(n))  # a piece holds a byte at least
+    most = max(1, int(n))  # a piece holds at least one byte
     if R == 2 or math.isinf(link.bandwidth):
         ideal = 1.0
     else:
-        in_latency = link.latency * link.bandwidth  # bytes; a latency may be so small that nothing is left of it
+        in_latency = link.latency * link.bandwidth  # bytes; a tiny latency may underflow to 0
         ideal = math.sqrt((R - 2) * n / in_latency) if in_latency else math.inf
     around = {1 if ideal < 1 else min(most, m) for m in ([most] if ideal >= most else [int(ideal), int(ideal) + 1])}
     m = min(around, key=lambda m: ((R - 2 + m) * link.seconds(n / m), m))
@@ -314,7 +317,7 @@ def _triangle(k: int) -> int:
 
 
 def _whole(value: float) -> float:
-    """12.0 -> 12: bytes are whole numbers where they come out even."""
+    """12.0 -> 12: bytes are ints if they are whole numbers."""
     return int(value) if value == int(value) else value
 
 

@@ -9,26 +9,26 @@ from tplab.cost.cluster import Cluster
 
 
 class Span(NamedTuple):
-    """From when something is on its way until it has arrived."""
+    """The time from when something is sent until it has arrived."""
 
     start: float
     end: float
 
 
 class Links:
-    """Until when each rank's way out is taken.
+    """How long each rank's outgoing ports are still busy.
 
-    With a cluster, a message holds the sender's way out for bytes / bandwidth seconds and arrives a latency later; a
-    collective takes what the ring algorithm costs over its group. On a switch a rank has one way out for all its
-    messages; on a torus, one to each other rank. Without a cluster time counts hops: each message, and each collective,
-    takes 1, and every pair of ranks has a way of its own.
+    With a cluster, a message occupies the sender's port for bytes / bandwidth seconds and arrives a latency later; a
+    collective takes as long as the ring algorithm over its group. On a switch, a rank has one port for all its
+    messages; on a torus, one port to each other rank. Without a cluster, time counts hops: each message and each
+    collective takes 1, and every pair of ranks has its own link.
 
-    Ways in are not taken: on a switch, seven ranks that send to one at once are done as soon as one of them, where a
-    real one carries one after the other. Rings and collectives, in which a rank receives as much as it sends, are not
-    touched by it. Whose message comes first would have to be known before any is placed; but ranks that take turns ask
-    in the order of turns, in which one may be far ahead of the others on the clock.
+    Incoming ports are not modelled: if seven ranks send to one rank at once on a switch, all seven messages arrive as
+    soon as a single one would, while a real switch carries one after the other. This does not affect rings and
+    collectives, in which a rank receives as much as it sends. To model it, we would need to know whose message comes
+    first before placing any; but simulated ranks take turns, and a rank's clock may be far ahead of the others'.
 
-    Ask in the order in which each rank issues: what was asked for first goes first.
+    Call these methods in the order in which each rank issues its operations: the first call goes first.
     """
 
     def __init__(self, cluster: Cluster | None):
@@ -51,9 +51,9 @@ class Links:
         return start, start + carried + link.latency
 
     def collective(self, op: str, num_bytes: int, group: tuple[int, ...], ready: float) -> Span:
-        """A collective over `group`, each rank putting in `num_bytes`, whose last rank is there at `ready`.
+        """A collective over `group`, with an input of `num_bytes` on each rank, whose last rank arrives at `ready`.
 
-        It holds each member's way to the next one on the group's ring.
+        It occupies each member's port to the next one on the group's ring.
         """
         ways = [(a, -1 if self._shared else b) for a, b in zip(group, group[1:] + group[:1], strict=True)]
         start = max(ready, *(self._free.get(way, 0.0) for way in ways))

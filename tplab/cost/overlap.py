@@ -1,7 +1,7 @@
-"""Overlapped linear layers on the modelled clock: their forward pass, blocking and overlapped, by formula.
+"""Overlapped linear layers on the modelled clock: formulas for their forward pass, blocking and overlapped.
 
-`gather_seconds` and `scatter_seconds` give the times that `run(..., cluster=...)` finds too; `pays_from` says from
-which size on the overlapped layer is quicker. Below it, R small products cost more than the messages that they hide.
+`gather_seconds` and `scatter_seconds` return the same times as `run(..., cluster=...)`; `pays_from` says from which
+size the overlapped layer is faster. Below that size, R small products cost more than the messages that they hide.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def pays_from(
     mode: str = "gather",
     limit: int = 1 << 20,
 ) -> int | None:
-    """The fewest tokens from which on the overlapped layer is quicker than the blocking one, or None if it is not even
-    quicker with `limit` of them. Powers of two are tried first, and then the numbers between the last two."""
+    """The number of tokens from which the overlapped layer is faster than the blocking one, or None if it is not faster
+    even with `limit` tokens. Powers of two are tried first, and then the numbers between the last two."""
     if mode not in ("gather", "scatter"):
         raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter'")
     seconds = gather_seconds if mode == "gather" else scatter_seconds
@@ -101,7 +101,7 @@ class _Layer:
         self.link = cluster.group_link(range(num_ranks))
 
     def product(self, inputs: int, outputs: int, adds: bool = False) -> float:
-        """x [tokens, inputs] @ w.T; `adds`: to y, which is then read as well."""
+        """x [tokens, inputs] @ w.T; with `adds`, it is added to y, which is then read as well."""
         num_bytes = cost.matmul_bytes(self.tokens, inputs, outputs, self.itemsize)
         num_bytes += self.tokens * outputs * self.itemsize * adds
         return self.cluster.compute_seconds(cost.matmul_flops(self.tokens, inputs, outputs), num_bytes, self.dtype)
