@@ -17,15 +17,15 @@ def dropout(x: Array, p: float, *, key: Any, axis: Axis | None = None) -> Array:
     """Each element of x set to zero with probability p, the others divided by 1 - p.
 
     key    the same on every rank; a new one for each draw, as always in JAX
-    axis   along which ranks hold other data, and draw other masks; along the others they draw the same one.
-           None: x is the same on every rank, outside of the parallel regions, and stays so: JAX's types know it.
-           "tp": x is sharded over tp, inside of a region or under sequence parallelism.
-           ("dp", "tp"), or "dp" outside of the regions: with data parallelism, each of whose ranks has its own batch
+    axis   along which ranks hold different data and draw different masks; along the other axes they draw the same one.
+           None: x is the same on every rank, outside the parallel regions, and stays so: JAX's types know it.
+           "tp": x is sharded over tp, inside a region or under sequence parallelism.
+           ("dp", "tp"), or "dp" outside the regions: with data parallelism, where each rank has its own batch
     backward  dx = dy times the same mask; nothing is sent
 
-    Raises ValueError where the types say that the key differs along an axis already, as `rank_key()` does, along which
-    x does not.
-    For evaluation leave it out, or give p=0.
+    Raises ValueError where the types say that the key already differs along an axis, as `rank_key()` does, and x does
+    not.
+    For evaluation leave it out, or pass p=0.
     """
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; it is the share that is dropped, from 0 up to, but not including, 1")

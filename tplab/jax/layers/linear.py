@@ -1,17 +1,17 @@
 """Linear layers whose weights are spread over an axis of the mesh, and the MLP made of two of them.
 
 A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
-what they contribute. One after the other they need one sum in the forward pass and one in the backward pass, whatever
+what they contribute. As a pair they need one sum in the forward pass and one in the backward pass, whatever
 elementwise function is between them (Shoeybi et al. 2019, section 3).
 
-With `sequence_dim` the activations outside of the pair are sharded along that dim (Korthikanti et al. 2022, section
+With `sequence_dim` the activations outside the pair are sharded along that dim (Korthikanti et al. 2022, section
 4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.
 
-A layer is what there is to know of it, without its parameters. They are a dict of arrays with the names and layouts of
-torch's state_dict:
+A layer holds its configuration, not its parameters. They are a dict of arrays with the names and layouts of torch's
+state_dict:
 
     layer = ParallelMLP(512, 2048, "tp")
-    params = layer.init(jax.random.key(0))                        # whole; inside of a rank's program: the rank's piece
+    params = layer.init(jax.random.key(0))                        # whole; inside a rank's program: the rank's piece
     run(program, mesh, params, x, in_specs=(layer.specs, P()))    # where program calls layer(params, x)
 """
 
@@ -78,7 +78,7 @@ class ColumnParallelLinear:
         return gather_from(y, self.axis) if self.gather_output else y
 
     def features(self, params: Params, x: Array) -> Array:
-        """This rank's features of an x that has entered the region: nothing is sent, nor in the backward pass."""
+        """This rank's features of an x that has entered the region: nothing is sent, forward or backward."""
         check_column_input(x.shape, self.in_features, self.axis)
         num_here = share(self.out_features, self.axis, "out_features")
         check_weight("ColumnParallelLinear", params["weight"], (num_here, self.in_features), self.axis)
@@ -94,9 +94,9 @@ class RowParallelLinear:
     forward   y = all_reduce(x @ weight.T) + bias   2(R-1)/R of y is sent by each rank
     backward  dx = dy @ weight                      nothing is sent
 
-    The bias is added once, after the sum: before it, it would count R times.
+    The bias is added once, after the sum: added before, it would count R times.
 
-    input_is_parallel   False: x [..., F] is the same on every rank, which takes its piece of it
+    input_is_parallel   False: x [..., F] is the same on every rank, and each takes its piece of it
     sequence_dim        y is this rank's piece along that dim: reduce_scatter in place of all_reduce, (R-1)/R of all y.
                         The bias is then added to pieces, and its gradient is summed: 2(R-1)/R of D in backward
     reduce_output       False: y is this rank's part of the sum, to be summed together with others; needs bias=False
@@ -145,13 +145,13 @@ class ParallelMLP:
     """Two linear layers and the nonlinearity between them; each rank of `axis` has some of the hidden features.
 
     x [..., D]   up.weight [H/R, D]   down.weight [D, H/R]   ->   y [..., D], the same on every rank
-    "gelu"       y = down(gelu(up(x)))          "gelu_tanh": gelu by its tanh formula, as GPT-2 has it
+    "gelu"       y = down(gelu(up(x)))          "gelu_tanh": gelu by its tanh formula, as in GPT-2
     "swiglu"     y = down(silu(gate(x)) * up(x)), gate.weight [H/R, D]: gate and up are sharded together, so that each
                  rank has both factors of its hidden features (Shazeer 2020)
     cost         one all_reduce forward and one backward, 2(R-1)/R of x each, for swiglu too
-    sequence_dim in place of each an all_gather and a reduce_scatter, of the same bytes together
+    sequence_dim replaces each all_reduce with an all_gather and a reduce_scatter, which together send the same bytes
 
-    Column first, row second: no rank needs all hidden features. The other order needs a second
+    With columns first and rows second, no rank needs all hidden features. The other order needs a second
     sum before the nonlinearity, since gelu(a + b) is not gelu(a) + gelu(b).
     """
 
@@ -205,7 +205,7 @@ class ParallelMLP:
 
 
 def enter(x: Array, axis: Axis, sequence_dim: int | None) -> Array:
-    """All of x on every rank, on its way into work that they divide; the gradient is the sum of theirs."""
+    """All of x on every rank, on its way into work that the ranks divide; its gradient is the sum of theirs."""
     if sequence_dim is None:
         return copy_to(x, axis)
     check_sequence_dim(x.shape, sequence_dim)
@@ -221,14 +221,14 @@ def leave(part: Array, axis: Axis, sequence_dim: int | None) -> Array:
 
 
 def linear(x: Array, weight: Array) -> Array:
-    """x @ weight.T, without a transposed weight: its gradient, too, comes as [out, in], and what sums it over
-    data-parallel ranks has nothing to transpose."""
+    """x @ weight.T, without a transposed weight: its gradient also comes as [out, in], so that nothing need be
+    transposed before it is summed over data-parallel ranks."""
     return jnp.einsum("...i,oi->...o", x, weight)
 
 
 def shared(parameter: Array, axis: Axis, sequence_dim: int | None) -> Array:
-    """A parameter that all ranks hold, where they use it: under sequence parallelism each on its own part of the
-    sequence, so that its gradient must be summed. Here it cannot be forgotten."""
+    """A parameter that all ranks hold, on its way into use. Under sequence parallelism each rank uses it on its own
+    part of the sequence, so its gradient must be summed. Here the sum cannot be forgotten."""
     return parameter if sequence_dim is None else copy_to(parameter, axis)
 
 
@@ -244,7 +244,7 @@ def check_share(size: int, axis: Axis, what: str) -> None:
 
 
 def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) -> None:
-    """Raise ShapeError where a rank's weight has another shape than this."""
+    """Raise ShapeError where a rank's weight has a different shape."""
     if tuple(weight.shape) != shape:
         raise ShapeError(
             f"{layer}: each of the {axis_size(axis)} ranks of axis {axis!r} holds a weight {list(shape)}, but got "
@@ -253,5 +253,5 @@ def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) 
 
 
 def with_bias(weight: Array, num_biases: int, spec: P) -> Params:
-    """A layer's first parameters. Of zeros, too, a rank has a piece: by their type, which their gradient follows."""
+    """A layer's first parameters. The zeros too are this rank's piece, also by their type, which their gradient has."""
     return {"weight": weight} | ({"bias": here(jnp.zeros(num_biases, weight.dtype), spec)} if num_biases else {})

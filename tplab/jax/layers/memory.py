@@ -15,13 +15,13 @@ from tplab.jax.tracing.jaxprs import LAYOUTS, called
 
 
 def saved_tensors(fn: Callable[..., Any], params: Any, *args: Any) -> SavedTensors:
-    """What fn(params, *args) keeps for its backward pass: each array once, and nothing that is made of params alone.
+    """What fn(params, *args) keeps for its backward pass: each array once, and nothing computed from params alone.
 
         saved_tensors(model.loss, params, ids, targets).bytes      # inside a rank's program: what this rank keeps
 
-    These are the arrays that `jax.vjp` hands from the forward to the backward pass. The same in another layout
-    (reshape, transpose) counts once. Nothing is run. Where both passes are compiled together, XLA may compute some of
-    them a second time instead of keeping them: what cheap operations made, as a norm's or gelu's.
+    These are the arrays that `jax.vjp` passes from the forward to the backward pass. The same array in another layout
+    (reshape, transpose) counts once. Nothing is run. Where both passes are compiled together, XLA may compute the
+    results of cheap operations, such as a norm's or gelu's, a second time instead of keeping them.
     """
     leaves, structure = jax.tree.flatten((params, *args))
     num_params = len(jax.tree.leaves(params))
@@ -52,21 +52,21 @@ def saved_tensors(fn: Callable[..., Any], params: Any, *args: Any) -> SavedTenso
 
 
 def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, but of what `all_gather` gives inside it only this rank's piece is kept for the backward pass.
+    """`fn`, but of what `all_gather` returns inside it only this rank's piece is kept for the backward pass.
 
-    Sequence parallelism gathers the input of attention and of the MLP. Kept whole, they are the two tensors of a layer
-    that are not divided by the number of ranks R; gathered a second time where the backward pass needs them, all are.
+    Sequence parallelism gathers the inputs of attention and of the MLP. Kept whole, they are the only two tensors of a
+    layer that are not divided by the number of ranks R. Gathered a second time for the backward pass, they are too.
 
     forward   as fn
-    backward  as that of fn, after one all_gather more for each of the forward pass: (R-1)/R of the whole
+    backward  as that of fn, after one more all_gather for each of the forward pass: (R-1)/R of the whole
     Korthikanti et al. 2022, section 4.2.2. It is jax.checkpoint, with a policy that keeps all but what was gathered.
     """
     return jax.checkpoint(fn, policy=lambda primitive, *_, **__: primitive.name != "all_gather")
 
 
 class _Origin(NamedTuple):
-    """Where a value of a jaxpr comes from: what it is the same as but for its layout, which operation made it, and
-    whether of parameters alone."""
+    """Where a value of a jaxpr comes from: the value that it equals up to its layout, the operation that made it, and
+    whether it depends on parameters alone."""
 
     key: Any
     made_by: str
@@ -74,10 +74,10 @@ class _Origin(NamedTuple):
 
 
 def _follow(jaxpr: Any, origins: dict[Any, _Origin], calls: tuple[int, ...] = ()) -> None:
-    """Note the origin of every value of a jaxpr, also through the jaxprs that it calls.
+    """Note the origin of every value of a jaxpr, and of the jaxprs that it calls.
 
-    calls   through which it was come to: JAX keeps the jaxpr of a function, so that two calls have the same variables.
-            What is made of nothing that was given is the same in both
+    calls   the calls that led to it: JAX keeps the jaxpr of a function, so that two calls have the same variables.
+            A value that depends on no argument is the same in both
     """
     for eqn in jaxpr.eqns:
         given = [None if isinstance(var, core.Literal) else origins[var] for var in eqn.invars]

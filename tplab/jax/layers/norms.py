@@ -1,11 +1,11 @@
 """Norms: of features that every rank holds, and of features that are spread over an axis of the mesh.
 
-LayerNorm and RMSNorm compute alike on every rank. Under sequence parallelism each rank has its own part of the
+LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
 sequence, so that the gradients of scale and bias are sums over ranks. `sequence_axis` puts them through copy_to, whose
-backward pass is that sum (Megatron-LM has forgotten it twice); JAX would put it in by itself, as x varies along the
+backward pass is that sum (Megatron-LM has forgotten it twice). JAX would insert it by itself, as x varies along the
 axis and the parameters do not.
 
-ParallelLayerNorm and ParallelRMSNorm normalise features of which each rank holds some, as a whole: their statistics are
+ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
 sums over the axis.
 """
 
@@ -89,7 +89,7 @@ class ParallelLayerNorm:
 
     x [..., D/R]   weight, bias [D/R]   ->   y [..., D/R]
     forward   two all_reduces of 1 number per token: the mean, then the variance about it
-    backward  as many
+    backward  the same
     """
 
     width: int
@@ -120,7 +120,7 @@ class ParallelRMSNorm:
 
     x [..., D/R]   weight [D/R]   ->   y [..., D/R]
     forward   one all_reduce of 1 number per token
-    backward  as many
+    backward  the same
     """
 
     width: int
@@ -144,7 +144,7 @@ class ParallelRMSNorm:
 
 
 def _mean(x: Array, width: int, axis: Axis) -> Array:
-    """Over the features of all ranks, which each then uses for its own ones."""
+    """The mean over the features of all ranks, which each rank then uses for its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdims=True), axis) / width, axis)
 
 

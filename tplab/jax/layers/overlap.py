@@ -1,12 +1,12 @@
 """Overlapped linear layers: products whose communication travels while they are computed (collective matmul).
 
-A product that needs an all_gather before it is cut into one product per piece: while one is multiplied, the next one is
-on its way. A product that needs a reduce_scatter after it is cut into one product per part: while one is computed, the
-sum of those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation via
-decomposition"; Megatron's tp-comm-overlap is the same over tokens.
+A product that needs an all_gather before it is cut into one product per piece: while one piece is multiplied, the next
+is on its way. A product that needs a reduce_scatter after it is cut into one product per part: while one part is
+computed, the sum of those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation
+via decomposition"; Megatron's tp-comm-overlap is the same over tokens.
 
-A hop and the product beside it need nothing of each other, and that is all XLA has to know to overlap them: there is
-nothing here to start or to wait for. The backward pass is this one read backwards, and overlaps as well.
+A hop and the product beside it are independent, and that is all XLA has to know to overlap them: nothing here has to be
+started or waited for. The backward pass is the same loop in reverse, and overlaps as well.
 
 R ranks, index i. Pieces travel as in `ring`: "up" to i + 1, "down" to i - 1, "both" half of the pieces each way,
 "split" half of every piece each way. A sum is rounded once per hop.
@@ -51,10 +51,10 @@ def all_gather_matmul(x: Array, weight: Array, axis: Axis, *, dim: int = -1, dir
     """all_gather(x, axis, dim) @ weight.T, one product per piece: each hop runs beside the product of the piece before.
 
     dim=-1      features: x [..., D/R]   weight [F, D]   ->   y [..., F], the products of the pieces added up
-    another     tokens: x [.., n, .., D]   weight [F, D]   ->   y [.., R n, .., F], the products one behind the other
+    another     tokens: x [.., n, .., D]   weight [F, D]   ->   y [.., R n, .., F], the products concatenated
     forward     R-1 hops of x beside R products; the first is of this rank's own x
-    backward    dx = matmul_reduce_scatter(dy, weight.T): R-1 hops beside 2R products. dweight is made of the pieces
-                that came in the forward pass
+    backward    dx = matmul_reduce_scatter(dy, weight.T): R-1 hops beside 2R products. dweight is made from the
+                pieces that arrived in the forward pass
     memory      all pieces of x and the weight are kept for the backward pass
     Raises ShapeError where the sizes do not fit.
     """
@@ -91,11 +91,11 @@ class AsyncLinear:
     "gather"    all_gather_matmul: R-1 hops of x. weight[k] is multiplied with the k-th piece that arrives
     "scatter"   matmul_reduce_scatter: R-1 hops of y. weight[k] makes the k-th part that leaves, its own last
     "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank for itself, nothing is sent. With one rank the
-                other modes are this one
+                other modes do the same
     bias        one per feature of y, on the rank that has the feature; added once
 
-    `async_weight` brings the weight of a blocking layer into this order, `blocking_weight` back. A layer's specs put
-    the pieces of all ranks behind one another, [R R, F/R, D/R].
+    `async_weight` puts the weight of a blocking layer in this order; `blocking_weight` does the reverse. A layer's
+    specs concatenate the pieces of all ranks, [R R, F/R, D/R].
     Raises ShapeError where R does not divide D and F.
     """
 
@@ -120,7 +120,7 @@ class AsyncLinear:
         """The pieces of the weight that BlockingLinear has for this key: evenly over +-D^-1/2, which is the bound of a
         layer of D/R features times R^-1/2, since R products are added up ("none": +-(D/R)^-1/2). The bias is zero.
 
-        Inside a rank's program: how many pieces there are depends on R.
+        Call it inside a rank's program: the number of pieces depends on R.
         """
         this_mesh()
         shape, ring = self._shape, self._ring
@@ -148,7 +148,7 @@ class AsyncLinear:
 
     @property
     def _shape(self) -> tuple[int, int, int]:
-        """That of a rank's weight."""
+        """The shape of a rank's weight."""
         inputs = share(self.in_features, self.axis, "in_features")
         outputs = share(self.out_features, self.axis, "out_features")
         return (1 if self.mode == "none" else axis_size(self.axis), outputs, inputs)
@@ -161,7 +161,7 @@ class AsyncLinear:
 
 @dataclass(frozen=True)
 class BlockingLinear:
-    """What AsyncLinear computes, by one collective and one product. Tests compare the two.
+    """What AsyncLinear computes, with one collective and one product. Tests compare the two.
 
     x [..., D/R]   bias [F/R]   ->   y [..., F/R]
     "gather"    weight [F/R, D]   y = all_gather(x, -1) @ weight.T + bias
@@ -187,8 +187,8 @@ class BlockingLinear:
         return {"weight": weight} | ({"bias": P(self.axis)} if self.bias else {})
 
     def init(self, key: Any) -> Params:
-        """The weight spread evenly over +-1/sqrt of the features that are added up, the bias zero. Whole (but "none",
-        whose size depends on R); inside a rank's program, its piece."""
+        """The weight spread evenly over +-1/sqrt of the number of features that are added up, the bias zero. Whole
+        (except "none", whose size depends on R); inside a rank's program, its piece."""
         fan_in = share(self.in_features, self.axis, "in_features") if self.mode == "none" else self.in_features
         weight = uniform(key, (self.out_features, fan_in), self.specs["weight"], fan_in**-0.5)
         return with_bias(weight, self.out_features if self.bias else 0, P(self.axis))

@@ -1,7 +1,7 @@
 """How parameters begin: those of the whole model, or inside a rank's program the rank's piece of the same numbers.
 
-A model that is made with one key is the same on every mesh, to the last bit; outside of `run`, where XLA compiles each
-operation by itself, up to a rounding.
+A model that is made with one key is the same on every mesh, to the last bit. Outside `run`, where XLA compiles each
+operation by itself, it is the same up to rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def normal(key: Any, shape: tuple[int, ...], spec: P, deviation: float) -> Array
 
 
 def here(whole: Array, spec: P) -> Array:
-    """All of it outside of `run`; inside, this rank's piece. A dim that does not divide is padded with zeros there."""
+    """All of it outside `run`; inside, this rank's piece. A dim that does not divide is padded with zeros there."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return whole
     for dim, entry in enumerate(spec):

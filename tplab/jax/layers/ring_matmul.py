@@ -1,4 +1,4 @@
-"""The engine of `overlap`: how pieces go round the ring and meet the weight."""
+"""The engine of `overlap`: how pieces go around the ring and meet the weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tplab.rings import DIRECTIONS, Lanes, RingPiece, gather_lanes, scatter_lane
 
 
 class Ring(NamedTuple):
-    """How one layer's arrays are cut into pieces that travel; `size` is that of a piece, along the dim that is cut."""
+    """How one layer's arrays are cut into pieces that travel; `size` is a piece's, along the dim that is cut."""
 
     mode: str
     axis: Axis
@@ -30,17 +30,17 @@ class Ring(NamedTuple):
     size: int
 
     def lanes(self) -> Lanes:
-        """This rank's pieces. Who owns them is known when the program runs."""
+        """This rank's pieces. Their owners are known only when the program runs."""
         lanes = gather_lanes if self.mode == "gather" else scatter_lanes
         return lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
 
     def pieces(self) -> list[RingPiece]:
-        """The own one, those that go up, those that go down."""
+        """This rank's own piece, those that go up, and those that go down."""
         lanes = self.lanes()
         return [lanes.own, *lanes.up, *lanes.down]
 
     def place(self, piece: RingPiece) -> int:
-        """Where a stacked weight has what belongs to a piece: of a scatter, the own part leaves last."""
+        """Where a stacked weight has what belongs to a piece. In a scatter this rank's own part leaves last."""
         return piece.distance if self.mode == "gather" else (piece.distance - 1) % axis_size(self.axis)
 
 
@@ -48,17 +48,17 @@ _Key = tuple[int, int]
 
 
 def key_of(piece: RingPiece) -> _Key:
-    """What tells a piece from the others of a rank."""
+    """What distinguishes a piece from the others of a rank."""
     return piece.distance, piece.begin
 
 
 def of_each(arrays: tuple[Array, ...], ring: Ring) -> dict[_Key, Array]:
-    """One array per piece, to be looked up."""
+    """One array per piece, to look up."""
     return {key_of(piece): array for piece, array in zip(ring.pieces(), arrays, strict=True)}
 
 
 def arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[RingPiece, Array]]:
-    """Every rank's x, piece by piece, this rank's own first; while one is used the next one's hop is under way."""
+    """Every rank's x, piece by piece, this rank's own first; while one is used, the next is on its way."""
     x, lanes = varying(x, ring.axis), ring.lanes()
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
     flights = {shift: _part(x, lane[0], ring, dim) for shift, lane in ways.items()}
@@ -69,7 +69,7 @@ def arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[RingPiece, Array]
             if hop < len(lane):
                 flights[shift] = ring_shift(flights[shift], ring.axis, shift)
                 coming.append((lane[hop], flights[shift]))
-        yield from arrived  # after the hops that follow: read backwards, a gradient leaves before the next is made
+        yield from arrived  # after the hops that follow: in reverse, a gradient leaves before the next is made
         arrived = coming
     yield from arrived
 
@@ -102,7 +102,7 @@ def sums(part: Callable[[RingPiece], Array], ring: Ring, dim: int) -> Array:
 
 
 def _part(x: Array, piece: RingPiece, ring: Ring, dim: int) -> Array:
-    """The half of x that a piece is, or x."""
+    """The half of x that a piece covers, or all of x."""
     return x if piece.size == ring.size else lax.slice_in_dim(x, piece.begin, piece.begin + piece.size, axis=dim)
 
 
@@ -116,7 +116,7 @@ def as_varying_as(x: Array, weight: Array, ring: Ring) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def cut(whole: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
-    """The pieces of a dim that has those of all ranks. The gradient is put together in one go."""
+    """The pieces of a dim that has those of all ranks. The gradient is joined in one go."""
     return tuple(
         lax.dynamic_slice_in_dim(whole, piece.owner * ring.size + piece.begin, piece.size, dim)
         for piece in ring.pieces()
@@ -125,7 +125,7 @@ def cut(whole: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def joined(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
-    """What has these pieces. The reverse of cut, and its gradient."""
+    """The array that has these pieces: the reverse of cut, and its gradient."""
     shape = list(pieces[0].shape)
     shape[dim] = ring.size * axis_size(ring.axis)
     whole = _empty(tuple(shape), pieces[0])
@@ -148,7 +148,7 @@ _pair(cut, joined)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def unstacked(weight: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
-    """The pieces of a weight [R, .., ..] that lie in the order of the ring; `dim` of a row is cut by "split"."""
+    """The pieces of a weight [R, .., ..], in the order of the ring; "split" cuts along `dim` of a row."""
     return tuple(
         lax.slice_in_dim(weight[ring.place(piece)], piece.begin, piece.begin + piece.size, axis=dim)
         for piece in ring.pieces()
@@ -157,7 +157,7 @@ def unstacked(weight: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def stacked(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
-    """What has these pieces. The reverse of unstacked, and its gradient."""
+    """The weight that has these pieces: the reverse of unstacked, and its gradient."""
     weight = _empty((axis_size(ring.axis), *pieces[0].shape), pieces[0])
     for piece, array in zip(ring.pieces(), pieces, strict=True):
         begin = [ring.place(piece), 0, 0]
@@ -170,7 +170,7 @@ _pair(unstacked, stacked)
 
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    """To be written piece by piece: XLA does so in place, where it would copy what is concatenated."""
+    """An array to write piece by piece: XLA does this in place, where a concatenation would be copied."""
     return vary(jnp.zeros(shape, like.dtype), tuple(varying_axes(like)))
 
 
@@ -178,7 +178,7 @@ def _empty(shape: tuple[int, ...], like: Array) -> Array:
 
 
 def ring_of(mode: str, x: Array, weight: Array, axis: Axis, dim: int, direction: str) -> tuple[Ring, bool]:
-    """What a call of one of the two functions is about, and whether tokens are cut, not features.
+    """The ring of a call of one of the two functions, and whether tokens are cut rather than features.
 
     Raises ShapeError where sizes do not fit.
     """

@@ -1,8 +1,8 @@
 """The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
 
-Of V words each of R ranks has ceil(V / R): rank i those from i * ceil(V / R) on. The last ranks' weights and logits are
-padded to that number, since all ranks run one program. Logits of all words are never brought together: the loss needs
-one maximum and two sums per token (Shoeybi et al. 2019, section 3).
+Of V words each of R ranks has ceil(V / R): rank i has those from i * ceil(V / R) on. The last ranks' weights and logits
+are padded to that number, since all ranks run one program. The logits are never gathered: the loss needs one maximum
+and two sums per token (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class VocabParallelEmbedding:
     logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's words; through copy_to, so
               the all_reduce is in its backward pass. The weight's gradient is that of both uses, and needs no sum
     sequence_dim   y, and the x of logits, are this rank's piece along that dim: reduce_scatter, all_gather
-    V may be any number: `pad_vocabulary` makes the whole weight one that the ranks can share. An id that is no word
-    gives NaN: a compiled program cannot raise. Weights are drawn from N(0, 1), as torch's nn.Embedding does.
+    V may be any number: `pad_vocabulary` pads the whole weight so that the ranks can share it. An id outside the
+    vocabulary gives NaN, since a compiled program cannot raise. Weights are drawn from N(0, 1), as in torch's
+    nn.Embedding.
     """
 
     vocab_size: int
@@ -51,7 +52,7 @@ class VocabParallelEmbedding:
         return {"weight": P(self.axis)}
 
     def init(self, key: Any) -> Params:
-        """The rows of V words; inside a rank's program, of its own ones, padded with zeros."""
+        """The rows of V words; inside a rank's program, only its own rows, padded with zeros."""
         return {"weight": normal(key, (self.vocab_size, self.width), P(self.axis), 1.0)}
 
     def __call__(self, params: Params, ids: Array) -> Array:
@@ -93,9 +94,9 @@ def vocab_parallel_cross_entropy(
     cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), where
               gathering the logits would send (R-1)/R V per token
 
-    No logit is too large: exp is taken of numbers up to 0. Logits of 16 bits are computed with as float32, and so is
-    the loss. Columns beyond the vocabulary, which pad the last ranks' logits, count for nothing and get no gradient.
-    An id that is no word gives NaN. Raises ShapeError for logits of another width.
+    No logit is too large, since exp is only taken of numbers up to 0. 16-bit logits are converted to float32, and the
+    loss is float32 then. Columns beyond the vocabulary, which pad the last ranks' logits, are ignored and get no
+    gradient. An id outside the vocabulary gives NaN. Raises ShapeError for logits of another width.
     """
     ids = _ids(ids)
     begin, num_words, index = _words_here(vocab_size, axis)
@@ -126,16 +127,16 @@ def vocab_parallel_cross_entropy(
 
 
 def pad_vocabulary(weight: Any, num_ranks: int) -> Array:
-    """Rows of zeros after the last word, until `num_ranks` ranks can share them: [V, D] -> [R ceil(V/R), D].
+    """Add rows of zeros after the last word, until `num_ranks` ranks can share them: [V, D] -> [R ceil(V/R), D].
 
-    No id and no logit reads them; their gradient is zero. weight[:V] takes them off again.
+    No id and no logit reads them; their gradient is zero. weight[:V] removes them again.
     """
     weight = jnp.asarray(weight)
     return jnp.pad(weight, [(0, -weight.shape[0] % num_ranks), *[(0, 0)] * (weight.ndim - 1)])
 
 
 def _words_here(vocab_size: int, axis: Axis) -> tuple[Array, int, Array]:
-    """The first word of this rank, how many words a rank has, and this rank's position."""
+    """The first word of this rank, how many words each rank has, and this rank's position."""
     num_words, index = len(cut(vocab_size, axis_size(axis), "ceil")[0]), axis_index(axis)
     return index * num_words, num_words, index
 

@@ -1,11 +1,11 @@
-"""A classifier of blocks whose linear layers overlap with their communication, or block: one model in two forms.
+"""A classifier whose linear layers overlap with their communication, or block: one model in two forms.
 
 Between the layers each rank holds its share of the features, as in S. Lippe's tutorial on asynchronous linear layers:
 the input layer needs no communication, each block one gather and one scatter, the output layer one sum.
 
-The tutorial keeps a module a piece, and the layers stacked. Of 3 layers of width 512 on 4 ranks it has scale and bias
-(3, 4, 128) and, for each of 4 arrivals, kernel (3, 4, 128, 128) as [layer, rank, in, out]. Here a layer's
-`norm.weight` and biases are [512], which 4 ranks share, and its `up.weight` and `down.weight` [16, 128, 128] as
+The tutorial keeps one module per piece, and stacks the layers. For 3 layers of width 512 on 4 ranks it has scale and
+bias (3, 4, 128) and, for each of 4 arrivals, kernel (3, 4, 128, 128) as [layer, rank, in, out]. Here a layer's
+`norm.weight` and biases are [512], which 4 ranks share, and its `up.weight` and `down.weight` are [16, 128, 128] as
 [rank and arrival, out, in].
 """
 
@@ -34,8 +34,8 @@ class ParallelMLPBlock:
     norm      RMSNorm of all W features: one all_reduce of 1 number per token
     up        W -> H: the pieces of x are gathered        down   H -> W: the parts of y are scattered
     overlap   True: AsyncLinear, R-1 hops beside R products. False: all_gather before up, reduce_scatter after down
-    cost      (R-1)/R of all of x is gathered and as much is scattered, either way; one key gives one model either way
-    Raises ShapeError where R does not divide width and hidden.
+    cost      (R-1)/R of all of x is gathered and the same is scattered, either way
+    One key gives the same model either way. Raises ShapeError where R does not divide width and hidden.
     """
 
     width: int
@@ -79,7 +79,7 @@ class ParallelMLPBlock:
 
 @dataclass(frozen=True)
 class ParallelClassifier:
-    """Input features -> `width`, `num_layers` blocks, -> one logit per class.
+    """Input features -> `width` -> `num_layers` blocks -> one logit per class.
 
     x [..., I], the same on every rank   ->   logits [..., C], the same on every rank
     input     each rank computes its own W/R features: nothing is sent
@@ -117,7 +117,7 @@ class ParallelClassifier:
         return nested(classifier_specs(self.num_layers, self.axis, overlap=self.overlap))
 
     def init(self, key: Any) -> Params:
-        """The parameters of all layers; inside a rank's program, its piece. With overlap=True only there."""
+        """The parameters of all layers; inside a rank's program, its piece. With overlap=True, call it only there."""
         first, last, *keys = jax.random.split(key, self.num_layers + 2)
         blocks = {str(number): self.block.init(k) for number, k in enumerate(keys)}
         return {"input": self.input.init(first), "blocks": blocks, "output": self.output.init(last)}

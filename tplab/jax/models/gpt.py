@@ -1,4 +1,4 @@
-"""A GPT of this package's layers. The whole model is the same one on a mesh whose axis has one rank."""
+"""A GPT of this package's layers. On a mesh whose axis has one rank it is the whole model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs
 
 @dataclass(frozen=True)
 class Parts:
-    """What a GPT, or one of its layers, is made of."""
+    """The parts of a GPT, or of one of its layers."""
 
     config: GPTConfig
     axis: Axis = "tp"
@@ -91,13 +91,13 @@ class Parts:
 class GPT(Parts):
     """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n words
 
-    cost                a block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
+    cost                per block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
     sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
-                        reduce_scatters a block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
-    data_axis           along which ranks have other ids, and draw other dropout masks
+                        reduce_scatters per block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
+    data_axis           along which ranks have different ids, and draw different dropout masks
 
     `loss` is the mean cross-entropy, computed on the sharded logits. With a key there is dropout, without it none.
-    Where R does not divide the vocabulary, `pad_vocabulary` makes embedding.weight one that the ranks can share.
+    Where R does not divide the vocabulary, `pad_vocabulary` pads embedding.weight so that the ranks can share it.
     """
 
     @property

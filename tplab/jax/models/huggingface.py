@@ -1,4 +1,4 @@
-"""A GPT-2 of `transformers` as tplab's GPT, and its weights where a mesh wants them.
+"""A GPT-2 of `transformers` as tplab's GPT, and its weights laid out on a mesh.
 
 config = gpt2_config(model.config)
 params = gpt2_params(model.state_dict(), config)
@@ -36,12 +36,12 @@ def gpt2_params(state: Mapping[str, Any], config: GPTConfig) -> Params:
 
 
 def shard_params(params: Params, specs: Any, mesh: Mesh, *, on: str = "simulated") -> Params:
-    """The same parameters, each rank's piece on its own device: what `run` then takes as it is, and `jax.jit` too.
+    """The same parameters, each rank's piece on its own device. `run` and `jax.jit` then take them as they are.
 
-    specs   the same structure of P, as a layer's `specs`, or one P for all
+    specs   the same structure of P, such as a layer's `specs`, or one P for all
     on      as for `run`
 
-    A dim that does not divide is padded with zeros at its end, as a vocabulary is (`pad_vocabulary`).
+    A dim that does not divide, such as a vocabulary, is padded with zeros at its end (`pad_vocabulary`).
     """
     check(specs, "specs", mesh)
     leaves, structure = jax.tree.flatten(params)

@@ -1,8 +1,8 @@
-"""The GPT in plain jax.numpy, unsharded: what the sharded one is compared with, and what `jax.jit` can shard by itself.
+"""The GPT in plain jax.numpy, unsharded: the sharded one is compared with it, and `jax.jit` can shard it by itself.
 
 params = shard_params(params, GPT(config).specs, Mesh(tp=4))
 step = jax.jit(jax.grad(partial(plain_loss, config=config)))
-collectives_in(step, params, ids, targets)                        # what XLA puts in
+collectives_in(step, params, ids, targets)                        # what XLA inserts
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tplab.models.gpt import GPTConfig
 
 
 def plain_logits(params: Params, ids: Array, config: GPTConfig) -> Array:
-    """ids [B, S]   ->   logits [B, S, V]: GPT(config) on one rank, without tplab, of the same parameters.
+    """ids [B, S]   ->   logits [B, S, V]: GPT(config) on one rank, without tplab, with the same parameters.
 
-    Only for a GPT as GPT-2 is: LayerNorm, GeLU by its tanh formula, biases, a key for each query head; no dropout.
+    It is only for a GPT like GPT-2: LayerNorm, GeLU by its tanh formula, biases, a key for each query head; no dropout.
     """
     kind = config.norm, config.activation, config.bias, config.num_kv_heads in (None, config.num_heads)
     if kind != ("layer", "gelu_tanh", True, True):

@@ -1,7 +1,7 @@
-"""The state of a model, whole and one piece per rank; written to files and read from them, for any mesh.
+"""The state of a model, whole or one piece per rank; written to files and read from them, for any mesh.
 
-The files are safetensors: the whole state in one, or one file per rank. Files can be read for another mesh: what 4
-ranks have saved, 2 ranks can load. Bits are moved, and none is changed. Names in files are joined by dots, as torch's
+The files are safetensors: one file for the whole state, or one per rank. Files can be read for another mesh: what 4
+ranks have saved, 2 ranks can load. Bits are only moved, never changed. Names in files are joined by dots, as torch's
 are, so that either framework reads what the other has written.
 """
 
@@ -25,23 +25,23 @@ def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
     """What each rank of `mesh` holds of the whole parameters. (`run` does it by itself: in_specs=layer.specs.)
 
     state   whole parameters, nested as layers have them        specs   the same structure of P: layer.specs
-    A dim that does not divide is cut into pieces of ceil(n / R), the last ones smaller: a vocabulary. Raises SpecError
-    where the names of state and specs differ.
+    A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), of which the last are smaller.
+    Raises SpecError where the names of state and specs differ.
     """
     return pure.split_state(state, specs, mesh)
 
 
 def merge_state(states: Sequence[State], specs: State, mesh: Mesh) -> Params:
-    """The whole parameters of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
+    """The whole parameters, of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
 
-    states   one per rank, as run(...).per_rank gives them. Of copies the lowest rank's is taken
-    Raises ShapeError where there are not as many states as ranks, SpecError where names differ.
+    states   one per rank, as run(...).per_rank gives them. Where ranks hold copies, the lowest rank's is used
+    Raises ShapeError where the number of states is not the number of ranks, SpecError where names differ.
     """
     return pure.merge_state(states, specs, mesh, jnp.concatenate)
 
 
 def save_state(state: State, path: str | Path) -> None:
-    """Write a state to one safetensors file. Raises SpecError for what is not an array."""
+    """Write a state to one safetensors file. Raises SpecError for anything that is not an array."""
     from safetensors.flax import save_file
 
     save_file({name: jnp.asarray(x) for name, x in _flat(state).items()}, str(path))

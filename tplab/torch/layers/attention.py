@@ -1,8 +1,8 @@
 """Self-attention whose heads are spread over an axis of the mesh.
 
-Heads do not need each other: each rank computes the scores, the softmax and the values of its own heads, and the output
-projection, which is row-parallel, adds up what they contribute (Shoeybi et al. 2019, section 3). Whole heads must be
-sharded: a part of a head gives a part of each score, and the softmax of a sum is not the sum of softmaxes.
+Heads are independent: each rank computes the scores, the softmax and the values of its own heads, and the output
+projection, which is row-parallel, adds up what they contribute (Shoeybi et al. 2019, section 3). A head must not
+be split: part of a head would give part of each score, and the softmax of a sum is not the sum of softmaxes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ParallelSelfAttention(nn.Module):
       ->  y [B, S, D], the same on every rank
     cost      one all_reduce forward, after output, and one backward, before q, k and v together: 2(R-1)/R of x each
     num_kv_heads   K: each key and value head serves H/K query heads next to each other (grouped-query attention,
-                   Ainslie et al. 2023). R must divide K too; where K is less, repeat the rows of each H/K times
-    causal         a token sees itself and those before it
+                   Ainslie et al. 2023). R must divide K too; where K is smaller, repeat the rows of each H/K times
+    causal         a token sees itself and the tokens before it
     sequence_dim   1: x and y are this rank's piece of the sequence: all_gather before, reduce_scatter after
     Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
     """

@@ -1,8 +1,9 @@
 """Random numbers that are the same on some ranks and differ on others: for dropout, and for the first parameters.
 
-torch's default generator is this rank's own, unlike any other rank's. Where ranks must agree, as on the dropout mask of
-a tensor that all of them hold, they draw from a generator made of the seed of the run and a count, which all of them
-know. What a program does to its rank's own generator, such as `torch.manual_seed` on one rank, does not change that.
+torch's default generator is this rank's own, and differs from every other rank's. Where ranks must agree, as on the
+dropout mask of a tensor that all of them hold, they draw from a generator seeded with the seed of the run and a count,
+which all of them know. What a program does to its rank's own generator, such as `torch.manual_seed` on one rank, does
+not change that.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _MOST_STATES, _MOST_AT_ONE_STATE = 1 << 14, 1 << 10  # draws of one step must be
 
 
 class Drawn:
-    """The seeds of the draws that this rank has made, by the state in which its own generator was at the time.
+    """The seeds of the draws that this rank has made, by the state that its own generator was in at the time.
 
-    A checkpoint restores that state and computes the forward pass again, inside the backward pass: that is how its
-    draws are recognised. Where several were made at one state, the backward pass comes to the last one first.
+    A checkpoint restores that state and computes the forward pass again, inside the backward pass. That is how its
+    draws are recognised. Where several draws were made in one state, the backward pass reaches the last one first.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,10 @@ class Drawn:
 
 
 def next_generator(axis: Axis | None = None, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator for the next draw: others on ranks that differ along `axis`, the same along every other axis.
+    """A generator for the next draw: different on ranks that differ along `axis`, the same along every other axis.
 
-    Ranks that are to agree must draw equally often. Where `torch.utils.checkpoint` computes a forward pass again, each
-    draw is given the same generator again.
+    Ranks that are to agree must make the same number of draws. Where `torch.utils.checkpoint` computes a forward pass
+    again, each draw is given the same generator again.
     """
     rank = this_rank()
     names = frozenset(() if axis is None else rank.mesh.names(axis))
@@ -73,7 +74,7 @@ def _next_seed(rank: Rank, names: frozenset[str]) -> int:
     number = rank.draws.get(names, 0)
     rank.draws[names] = number + 1
     coordinates = rank.mesh.coordinates(rank.rank)
-    # not of the mesh's shape: the numbers are the same on every mesh
+    # independent of the mesh's shape: the numbers are the same on every mesh
     along = [value for name in sorted(names) for value in (crc32(name.encode()), coordinates[name])]
     source = np.random.SeedSequence(rank.seed, spawn_key=(_SHARED, number, *along))
     return int(source.generate_state(1, np.uint64)[0]) >> 1

@@ -14,16 +14,16 @@ from tplab.torch.ranks.rank import this_rank
 def dropout(x: Tensor, p: float, *, axis: Axis | None = None) -> Tensor:
     """Each element of x set to zero with probability p, the others divided by 1 - p.
 
-    axis   along which ranks hold other data, and draw other masks; along the others they draw the same one.
-           None: x is the same on every rank, outside of the parallel regions, and stays so.
-           "tp": x is sharded over tp, inside of a region or under sequence parallelism.
-           ("dp", "tp"), or "dp" outside of the regions: with data parallelism, each of whose ranks has its own batch
+    axis   along which ranks hold different data and draw different masks; along the other axes they draw the same one.
+           None: x is the same on every rank, outside the parallel regions, and stays so.
+           "tp": x is sharded over tp, inside a region or under sequence parallelism.
+           ("dp", "tp"), or "dp" outside the regions: with data parallelism, where each rank has its own batch
     backward  dx = dy times the same mask; nothing is sent
 
-    Drawn from the seed of the run and the number of the draw, not from torch's generator: that one is this rank's own,
-    and after row-parallel layers a mask of its own would make copies differ. So `torch.manual_seed` does not bring a
-    mask back; the seed of `run` does. torch.utils.checkpoint gets the same mask again. Ranks that are to agree must
-    drop equally often. For evaluation leave it out, or give p=0.
+    The mask is drawn from the seed of the run and the number of the draw, not from torch's generator: that one is this
+    rank's own, and after row-parallel layers a mask per rank would make copies differ. So `torch.manual_seed` does not
+    bring a mask back; the seed of `run` does. torch.utils.checkpoint gets the same mask again. Ranks that are to agree
+    must call dropout the same number of times. For evaluation leave it out, or pass p=0.
     """
     if has_torch_function_unary(x):  # check_parallel watches
         return handle_torch_function(dropout, (x,), x, p, axis=axis)

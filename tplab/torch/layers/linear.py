@@ -1,15 +1,15 @@
 """Linear layers whose weights are spread over an axis of the mesh, and the MLP made of two of them.
 
 A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
-what they contribute. One after the other they need one sum in the forward pass and one in the backward pass, whatever
+what they contribute. As a pair they need one sum in the forward pass and one in the backward pass, whatever
 elementwise function is between them (Shoeybi et al. 2019, section 3).
 
-With `sequence_dim` the activations outside of the pair are sharded along that dim (Korthikanti et al. 2022, section
+With `sequence_dim` the activations outside the pair are sharded along that dim (Korthikanti et al. 2022, section
 4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.
 
-Modules are made inside a rank's program, which knows the rank's place, and hold this rank's piece of each weight. A
-weight is drawn as that of the whole layer, of which each rank keeps its piece: for one seed of `run` it is the same on
-any mesh. Biases start at zero.
+Modules are made inside a rank's program, which knows the rank's position, and hold this rank's piece of each weight. A
+whole weight is drawn, and each rank keeps its piece of it: for one seed of `run` the whole is the same on any mesh.
+Biases start at zero.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ColumnParallelLinear(nn.Module):
         return gather_from(y, self.axis) if self.gather_output else y
 
     def features(self, x: Tensor) -> Tensor:
-        """This rank's features of an x that has entered the region: nothing is sent, nor in the backward pass."""
+        """This rank's features of an x that has entered the region: nothing is sent, forward or backward."""
         check_column_input(x.shape, self.in_features, self.axis)
         return F.linear(x, self.weight, self.bias)
 
@@ -88,9 +88,9 @@ class RowParallelLinear(nn.Module):
     forward   y = all_reduce(x @ weight.T) + bias   2(R-1)/R of y is sent by each rank
     backward  dx = dy @ weight                      nothing is sent
 
-    The bias is added once, after the sum: before it, it would count R times.
+    The bias is added once, after the sum: added before, it would count R times.
 
-    input_is_parallel   False: x [..., F] is the same on every rank, which takes its piece of it
+    input_is_parallel   False: x [..., F] is the same on every rank, and each takes its piece of it
     sequence_dim        y is this rank's piece along that dim: reduce_scatter in place of all_reduce, (R-1)/R of all y.
                         The bias is then added to pieces, and its gradient is summed: 2(R-1)/R of D in backward
     reduce_output       False: y is this rank's part of the sum, to be summed together with others; needs bias=False
@@ -139,13 +139,13 @@ class ParallelMLP(nn.Module):
     """Two linear layers and the nonlinearity between them; each rank of `axis` has some of the hidden features.
 
     x [..., D]   up.weight [H/R, D]   down.weight [D, H/R]   ->   y [..., D], the same on every rank
-    "gelu"       y = down(gelu(up(x)))          "gelu_tanh": gelu by its tanh formula, as GPT-2 has it
+    "gelu"       y = down(gelu(up(x)))          "gelu_tanh": gelu by its tanh formula, as in GPT-2
     "swiglu"     y = down(silu(gate(x)) * up(x)), gate.weight [H/R, D]: gate and up are sharded together, so that each
                  rank has both factors of its hidden features (Shazeer 2020)
     cost         one all_reduce forward and one backward, 2(R-1)/R of x each, for swiglu too
-    sequence_dim in place of each an all_gather and a reduce_scatter, of the same bytes together
+    sequence_dim replaces each all_reduce with an all_gather and a reduce_scatter, which together send the same bytes
 
-    Column first, row second: no rank needs all hidden features. The other order needs a second
+    With columns first and rows second, no rank needs all hidden features. The other order needs a second
     sum before the nonlinearity, since gelu(a + b) is not gelu(a) + gelu(b).
     """
 
@@ -182,7 +182,7 @@ class ParallelMLP(nn.Module):
 
 
 def enter(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """All of x on every rank, on its way into work that they divide; the gradient is the sum of theirs."""
+    """All of x on every rank, on its way into work that the ranks divide; its gradient is the sum of theirs."""
     if sequence_dim is None:
         return copy_to(x, axis)
     check_sequence_dim(x.shape, sequence_dim)
@@ -198,8 +198,8 @@ def leave(part: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
 
 
 def shared(parameter: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """A parameter that all ranks hold, where they use it: under sequence parallelism each on its own part of the
-    sequence, so that its gradient must be summed. Here it cannot be forgotten."""
+    """A parameter that all ranks hold, on its way into use. Under sequence parallelism each rank uses it on its own
+    part of the sequence, so its gradient must be summed. Here the sum cannot be forgotten."""
     return parameter if sequence_dim is None else copy_to(parameter, axis)
 
 

@@ -17,19 +17,19 @@ from tplab.torch.ranks.rank import Call
 
 
 def saved_tensors(fn: Callable[..., Any], *args: Any) -> SavedTensors:
-    """What fn(*args) keeps for its backward pass: each piece of memory once, nn.Parameters left out.
+    """What fn(*args) keeps for its backward pass: each piece of memory once, without nn.Parameters.
 
         saved_tensors(model, ids).bytes      # inside a rank's program: what this rank keeps
 
-    Runs the forward pass, and lets go of what it kept.
+    This runs the forward pass, then frees what it kept.
     """
     kept: dict[int, tuple[SavedTensor, Tensor]] = {}
 
     def pack(x: Tensor) -> Tensor:
-        storage, alone = x.untyped_storage(), x.detach()  # the graph would hold itself alive through its own output
+        storage, alone = x.untyped_storage(), x.detach()  # the graph would keep itself alive through its own output
         if not isinstance(_whole(x), nn.Parameter):
             about = SavedTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), storage.nbytes(), _made_by(x))
-            kept.setdefault(storage.data_ptr(), (about, alone))  # with x, whose memory no other tensor takes meanwhile
+            kept.setdefault(storage.data_ptr(), (about, alone))  # with x, so that no other tensor reuses its memory
         return alone
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
@@ -38,19 +38,19 @@ def saved_tensors(fn: Callable[..., Any], *args: Any) -> SavedTensors:
 
 
 def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, but of what `all_gather` gives inside it only this rank's piece is kept for the backward pass.
+    """`fn`, but of what `all_gather` returns inside it only this rank's piece is kept for the backward pass.
 
-    Sequence parallelism gathers the input of attention and of the MLP. Kept whole, they are the two tensors of a layer
-    that are not divided by the number of ranks R; gathered a second time where the backward pass needs them, all are.
+    Sequence parallelism gathers the inputs of attention and of the MLP. Kept whole, they are the only two tensors of a
+    layer that are not divided by the number of ranks R. Gathered a second time for the backward pass, they are too.
 
     forward   as fn
-    backward  as that of fn, after one all_gather more for each of the forward pass: (R-1)/R of the whole
+    backward  as that of fn, after one more all_gather for each of the forward pass: (R-1)/R of the whole
     Korthikanti et al. 2022, section 4.2.2.
     """
 
     @wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # Of hooks only the innermost are called: these hand on to those that were in force.
+        # Only the innermost hooks are called: these pass on to those that were in force before.
         outer = saved_hooks(True)
         pack_on, unpack_on = outer or (lambda x: x, lambda x: x)
         pieces: dict[Any, _Regathered] = {}
@@ -78,7 +78,7 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Regathered:
-    """This rank's piece of a tensor that was gathered. Gathered again it is kept until the last use of it is served."""
+    """This rank's piece of a tensor that was gathered. Once gathered again, the whole is kept until its last use."""
 
     def __init__(
         self, call: Call, sizes: tuple[int, ...], whole: Tensor, pack: Callable[..., Any], unpack: Callable[..., Any]
@@ -101,7 +101,7 @@ class _Regathered:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """What x is a view of, or x."""
+    """The tensor that x is a view of, or x itself."""
     base = base_of(x)
     return x if base is None else base
 
@@ -110,7 +110,7 @@ _VIEWS = ("View", "UnsafeView", "Transpose", "T", "Permute", "Unsqueeze", "Squee
 
 
 def _made_by(x: Tensor) -> str:
-    """The operation that computed x, in its name in the graph."""
+    """The operation that computed x, by its name in the graph."""
     node = x.grad_fn
     if node is None:
         return "input" if x.requires_grad else "what has no gradient"

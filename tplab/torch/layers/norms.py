@@ -1,10 +1,10 @@
 """Norms: of features that every rank holds, and of features that are spread over an axis of the mesh.
 
-LayerNorm and RMSNorm compute alike on every rank. Under sequence parallelism each rank has its own part of the
+LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
 sequence, so that the gradients of scale and bias are sums over ranks: `sequence_axis` puts them through copy_to, whose
 backward pass is that sum (Megatron-LM has forgotten it twice).
 
-ParallelLayerNorm and ParallelRMSNorm normalise features of which each rank holds some, as a whole: their statistics are
+ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
 sums over the axis.
 """
 
@@ -70,7 +70,7 @@ class ParallelLayerNorm(nn.Module):
 
     x [..., D/R]   weight, bias [D/R]   ->   y [..., D/R]
     forward   two all_reduces of 1 number per token: the mean, then the variance about it
-    backward  as many
+    backward  the same
     """
 
     def __init__(self, width: int, axis: Axis, *, eps: float = 1e-5):
@@ -94,7 +94,7 @@ class ParallelRMSNorm(nn.Module):
 
     x [..., D/R]   weight [D/R]   ->   y [..., D/R]
     forward   one all_reduce of 1 number per token
-    backward  as many
+    backward  the same
     """
 
     def __init__(self, width: int, axis: Axis, *, eps: float = 1e-6):
@@ -111,7 +111,7 @@ class ParallelRMSNorm(nn.Module):
 
 
 def _mean(x: Tensor, width: int, axis: Axis) -> Tensor:
-    """Over the features of all ranks, which each then uses for its own ones."""
+    """The mean over the features of all ranks, which each rank then uses for its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdim=True), axis) / width, axis)
 
 

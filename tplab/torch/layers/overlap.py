@@ -1,9 +1,9 @@
 """Overlapped linear layers: products whose communication travels while they are computed (collective matmul).
 
-A product that needs an all_gather before it is cut into one product per piece: while one is multiplied, the next one is
-on its way. A product that needs a reduce_scatter after it is cut into one product per part: while one is computed, the
-sum of those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation via
-decomposition"; Megatron's tp-comm-overlap is the same over tokens.
+A product that needs an all_gather before it is cut into one product per piece: while one piece is multiplied, the next
+is on its way. A product that needs a reduce_scatter after it is cut into one product per part: while one part is
+computed, the sum of those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation
+via decomposition"; Megatron's tp-comm-overlap is the same over tokens.
 
 R ranks, index i. Pieces travel as in `ring`: "up" to i + 1, "down" to i - 1, "both" half of the pieces each way,
 "split" half of every piece each way. A sum is rounded once per hop.
@@ -34,11 +34,11 @@ def all_gather_matmul(x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, d
     """all_gather(x, axis, dim) @ weight.T, one product per piece: each hop runs beside the product of the piece before.
 
     dim=-1      features: x [..., D/R]   weight [F, D]   ->   y [..., F], the products of the pieces added up
-    another     tokens: x [.., n, .., D]   weight [F, D]   ->   y [.., R n, .., F], the products one behind the other
+    another     tokens: x [.., n, .., D]   weight [F, D]   ->   y [.., R n, .., F], the products concatenated
     forward     R-1 hops of x beside R products; the first is of this rank's own x
     backward    dx = matmul_reduce_scatter(dy, weight.T); for dweight x goes around once more: (R-1) hops of each,
                 beside 2R products
-    memory      what arrives is let go after its product: x and weight are kept for the backward pass, not the whole x
+    memory      what arrives is freed after its product: x and weight are kept for the backward pass, not the whole x
     Raises ShapeError where the sizes do not fit. Its second derivatives are exact, but not overlapped.
     """
     ring = ring_of("gather", x, weight, axis, dim, direction)
@@ -68,12 +68,12 @@ class AsyncLinear(nn.Module):
     "gather"    all_gather_matmul: R-1 hops of x. weight[k] is multiplied with the k-th piece that arrives
     "scatter"   matmul_reduce_scatter: R-1 hops of y. weight[k] makes the k-th part that leaves, its own last
     "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank for itself, nothing is sent. With one rank the
-                other modes are this one
+                other modes do the same
     bias        one per feature of y, on the rank that has the feature; added once, with the product of its own piece
 
-    `async_weight` brings the weight of a blocking layer into this order, `blocking_weight` back. The weight is drawn as
-    the whole one, of which each rank keeps its pieces: evenly over +-D^-1/2, which is the bound of a layer of D/R
-    features times R^-1/2, since R products are added up. For "none" nothing is added up: +-(D/R)^-1/2.
+    `async_weight` puts the weight of a blocking layer in this order; `blocking_weight` does the reverse. The whole
+    weight is drawn, and each rank keeps its pieces: evenly over +-D^-1/2, which is the bound of a layer of D/R features
+    times R^-1/2, since R products are added up. For "none" nothing is added up: +-(D/R)^-1/2.
     Raises ShapeError where R does not divide D and F.
     """
 
@@ -124,7 +124,7 @@ class AsyncLinear(nn.Module):
 
 
 class BlockingLinear(nn.Module):
-    """What AsyncLinear computes, by one collective and one product. Tests compare the two.
+    """What AsyncLinear computes, with one collective and one product. Tests compare the two.
 
     x [..., D/R]   bias [F/R]   ->   y [..., F/R]
     "gather"    weight [F/R, D]   y = all_gather(x, -1) @ weight.T + bias

@@ -1,7 +1,7 @@
-"""How parameters begin: drawn as those of the whole model, of which a rank keeps its piece.
+"""How parameters begin: those of the whole model are drawn, and a rank keeps its piece.
 
-So a model that is made with one seed is the same on every mesh, up to the last bit, and data-parallel copies agree. On
-the modelled clock making it takes no time: it is no part of what a step does. As meta tensors, under
+So a model that is made with one seed is the same on every mesh, to the last bit, and data-parallel copies agree. On
+the modelled clock making it takes no time, since it is not part of a step. As meta tensors, under
 `torch.device("meta")`, parameters have shapes and no numbers, and a model of any size is made at once.
 """
 
@@ -32,9 +32,9 @@ def drawn_normal(shape: Sequence[int], spec: P, deviation: float) -> Tensor:
 
 
 def drawn_piece(shape: Sequence[int], keep: Callable[[Tensor], Tensor], draw: Draw) -> Tensor:
-    """What `keep` makes of a whole parameter's first numbers, where parameters are made."""
+    """What `keep` makes of a whole parameter's first numbers, on the device where parameters are made."""
     device = torch.empty(0).device
-    with no_dispatch():  # no operation of the program's
+    with no_dispatch():  # this is no operation of the program
         generator = next_generator()
         if device.type == "meta":
             return keep(torch.empty(tuple(shape)))

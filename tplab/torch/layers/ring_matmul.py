@@ -40,12 +40,12 @@ class Ring(NamedTuple):
         return 0 if self.by_tokens else 1
 
     def weight_of(self, weight: Tensor, piece: RingPiece) -> Tensor:
-        """What of the weight a piece is multiplied with (gather), or made with (scatter)."""
+        """The part of the weight that a piece is multiplied with (gather), or made with (scatter)."""
         if self.by_tokens:
             return weight
         dim = 1 if self.mode == "gather" else 0
         if self.is_stacked:
-            place = piece.distance if self.mode == "gather" else piece.distance - 1  # the own part leaves last: -1
+            place = piece.distance if self.mode == "gather" else piece.distance - 1  # its own part leaves last: -1
             return weight[place].narrow(dim, piece.begin, piece.size)
         return weight.narrow(dim, piece.owner * self.size + piece.begin, piece.size)
 
@@ -58,12 +58,12 @@ class Ring(NamedTuple):
         return torch.cat([self.weight_of(weight, piece) for piece in pieces], 1 if self.mode == "gather" else 0)
 
     def tokens_of(self, whole: Tensor, piece: RingPiece) -> Tensor:
-        """The tokens of `whole`, which has those of all ranks, that a piece is of."""
+        """The tokens that a piece covers, out of `whole`, which has those of all ranks."""
         return whole.narrow(0, piece.owner * self.size + piece.begin, piece.size) if self.by_tokens else whole
 
 
 def _arrivals(x: Tensor, ring: Ring) -> Iterator[tuple[RingPiece, Tensor]]:
-    """Every rank's x, piece by piece, this rank's own first; while one is used the next one's hop is under way."""
+    """Every rank's x, piece by piece, this rank's own first; while one is used, the next is on its way."""
     lanes = gather_lanes(axis_index(ring.axis), axis_size(ring.axis), ring.size, ring.direction)
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
     flights = {shift: _sent(_part(x, lane[0], ring), ring, shift) for shift, lane in ways.items()}
@@ -81,7 +81,7 @@ def _arrivals(x: Tensor, ring: Ring) -> Iterator[tuple[RingPiece, Tensor]]:
 def _sums(part: Callable[[RingPiece], Tensor], ring: Ring, beside: Iterator[Any]) -> Tensor:
     """The sum of what every rank's `part` makes for this rank; sums are on their way while the next part is made.
 
-    beside   other work, of which a step is done after each send
+    beside   other work, done one step after each send
     """
     lanes = scatter_lanes(axis_index(ring.axis), axis_size(ring.axis), ring.size, ring.direction)
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
@@ -109,12 +109,12 @@ def _sent(x: Tensor, ring: Ring, shift: int) -> Handle:
 
 
 def _part(x: Tensor, piece: RingPiece, ring: Ring) -> Tensor:
-    """The half of x that a piece is, or x."""
+    """The half of x that a piece covers, or all of x."""
     return x if piece.size == ring.size else x.narrow(ring.dim, piece.begin, piece.size)
 
 
 def _add(arrived: Tensor, total: Tensor, ring: Ring) -> None:
-    """total += arrived, and total is known to hold the data of both."""
+    """total += arrived, with a note in the trace that total holds the data of both."""
     _check_arrived(arrived, total, ring)
     mine = total.detach()
     mark_sum(total.add_(arrived), arrived, mine)
@@ -140,7 +140,7 @@ class _RingProduct(torch.autograd.Function):
 
 
 def blocking(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
-    """The same matrices by one collective and one product."""
+    """The same product of matrices, with one collective."""
     whole = ring.unstacked(weight)
     if ring.mode == "gather":
         return F.linear(all_gather(x, ring.axis, ring.dim), whole, bias)
@@ -229,7 +229,7 @@ class MatmulReduceScatter(_RingProduct):
 def applied(
     function: type[torch.autograd.Function], x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, dim: int
 ) -> Tensor:
-    """The function on x as a matrix; of tokens their dim first, so that a piece of them lies in one stretch."""
+    """The function on x as a matrix. The dim of tokens comes first, so that a piece of them is contiguous."""
     kind = x.device.type
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if is_cast and x.dtype is not torch.float64:  # as torch's own products do
@@ -244,7 +244,7 @@ def applied(
 
 
 def ring_of(mode: str, x: Tensor, weight: Tensor, axis: Axis, dim: int, direction: str) -> Ring:
-    """What a call of one of the two functions is about. Raises ShapeError where sizes do not fit."""
+    """The ring of a call of one of the two functions. Raises ShapeError where sizes do not fit."""
     op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
     dim = dim_of(check_tensor(op, x), dim, op)
     one_of("direction", direction, DIRECTIONS)

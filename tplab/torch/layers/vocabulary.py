@@ -1,7 +1,7 @@
 """The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
 
-Of V words each of R ranks has ceil(V / R), the last ranks fewer: rank i those from i * ceil(V / R) on. Logits of all
-words are never brought together: the loss needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
+Of V words each of R ranks has ceil(V / R), and the last ranks fewer: rank i has those from i * ceil(V / R) on. The
+logits are never gathered: the loss needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class VocabParallelEmbedding(nn.Module):
     logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's words; through copy_to, so
               the all_reduce is in its backward pass. The weight's gradient is that of both uses, and needs no sum
     sequence_dim   y, and the x of logits, are this rank's piece along that dim: reduce_scatter, all_gather
-    V may be any number. Raises IndexError for an id that is no word. Weights are drawn from N(0, 1), as nn.Embedding's.
+    V may be any number. Raises IndexError for an id outside the vocabulary. Weights are drawn from N(0, 1), as in
+    nn.Embedding.
     """
 
     def __init__(self, vocab_size: int, width: int, axis: Axis, *, sequence_dim: int | None = None):
@@ -43,7 +44,7 @@ class VocabParallelEmbedding(nn.Module):
         _check_ids(ids, self.vocab_size)
         is_here = (ids >= begin) & (ids < begin + num_words)
         if num_words == 0:
-            rows = self.weight.new_zeros(*ids.shape, self.width) + self.weight.sum()  # of nothing: it keeps the graph
+            rows = self.weight.new_zeros(*ids.shape, self.width) + self.weight.sum()  # of no rows: it keeps the graph
         else:
             rows = F.embedding(torch.where(is_here, ids - begin, 0), self.weight).masked_fill(~is_here.unsqueeze(-1), 0)
         return leave(rows, self.axis, self.sequence_dim)
@@ -67,7 +68,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of torch.nn.functional.cross_entropy, of logits whose words are spread over `axis` (R ranks).
 
-    logits [..., n], this rank's words: ceil(V/R), or as many of them as there are   ids [...], the same on every rank
+    logits [..., n], this rank's words: ceil(V/R), fewer on the last ranks   ids [...], the same on every rank
       ->  the loss, the same on every rank: a scalar, or [...] for "none"
 
     With z the logits less their maximum m over all words, e the label_smoothing and t the id:
@@ -76,9 +77,9 @@ def vocab_parallel_cross_entropy(
     cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), where
               gathering the logits would send (R-1)/R V per token
 
-    No logit is too large: exp is taken of numbers up to 0. Logits of 16 bits are computed with as float32, and so is
-    the loss. Columns beyond the vocabulary, which pad the last ranks' logits, count for nothing and get no gradient.
-    Raises IndexError for an id that is no word, ShapeError for logits of another width.
+    No logit is too large, since exp is only taken of numbers up to 0. 16-bit logits are converted to float32, and the
+    loss is float32 then. Columns beyond the vocabulary, which pad the last ranks' logits, are ignored and get no
+    gradient. Raises IndexError for an id outside the vocabulary, ShapeError for logits of another width.
     """
     begin, num_words = words_here(vocab_size, axis)
     _check_whole(ids)
@@ -110,7 +111,7 @@ def vocab_parallel_cross_entropy(
 
 
 def words_here(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """The first word that this rank has, and how many: ceil(V / R), fewer on the last ranks."""
+    """The first word of this rank, and how many words it has: ceil(V / R), fewer on the last ranks."""
     place = this_rank().place(axis)
     words = cut(vocab_size, len(place.group), "ceil")[place.index]
     return words.start, len(words)

@@ -1,1 +1,1 @@
-"""Models of these layers, somebody else's models sharded, and the unsharded models that they are compared with."""
+"""Models of these layers, other people's models sharded, and the unsharded models that they are compared with."""

@@ -1,4 +1,4 @@
-"""A classifier of blocks whose linear layers overlap with their communication, or block: one model in two forms.
+"""A classifier whose linear layers overlap with their communication, or block: one model in two forms.
 
 Between the layers each rank holds its share of the features, as in S. Lippe's tutorial on asynchronous linear layers:
 the input layer needs no communication, each block one gather and one scatter, the output layer one sum.
@@ -23,8 +23,8 @@ class ParallelMLPBlock(nn.Module):
     norm      RMSNorm of all W features: one all_reduce of 1 number per token
     up        W -> H: the pieces of x are gathered        down   H -> W: the parts of y are scattered
     overlap   True: AsyncLinear, R-1 hops beside R products. False: all_gather before up, reduce_scatter after down
-    cost      (R-1)/R of all of x is gathered and as much is scattered, either way; one seed gives one model either way
-    Raises ShapeError where R does not divide width and hidden.
+    cost      (R-1)/R of all of x is gathered and the same is scattered, either way
+    One seed gives the same model either way. Raises ShapeError where R does not divide width and hidden.
     """
 
     def __init__(self, width: int, hidden: int, axis: Axis, *, overlap: bool = True, direction: Direction = "up"):
@@ -45,7 +45,7 @@ class ParallelMLPBlock(nn.Module):
 
 
 class ParallelClassifier(nn.Module):
-    """Input features -> `width`, `num_layers` blocks, -> one logit per class.
+    """Input features -> `width` -> `num_layers` blocks -> one logit per class.
 
     x [..., I], the same on every rank   ->   logits [..., C], the same on every rank
     input     each rank computes its own W/R features: nothing is sent

@@ -1,6 +1,6 @@
-"""torch's own tensor parallelism, DTensor, on ranks of this process; and what it sends, to be held beside ours.
+"""torch's own tensor parallelism, DTensor, on ranks of this process; and what it sends, to compare with ours.
 
-The ranks are torch's LocalTensorMode: each tensor is one per rank, and each operation is done for all of them in turn.
+The ranks are torch's LocalTensorMode: there is one tensor per rank, and each operation is done for all ranks in turn.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OPS = {
 
 
 def with_dtensor(program: Callable[[Any], Any], num_ranks: int) -> tuple[Any, Traffic]:
-    """Run `program(mesh)`, a program of DTensors on a DeviceMesh: what it returns, and what a rank sends in it.
+    """Run `program(mesh)`, which uses DTensors on a DeviceMesh. Returns its result, and what a rank sends.
 
         def program(mesh):
             parallelize_module(model, mesh, plan)
             return whole(model(ids))
 
-    Return `whole(x)` of tensors. Raises MeshError where torch.distributed is in use already: this makes a process group
+    Return `whole(x)` of tensors. Raises MeshError where torch.distributed is already in use: this makes a process group
     of its own, which sends nothing.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +56,7 @@ def with_dtensor(program: Callable[[Any], Any], num_ranks: int) -> tuple[Any, Tr
 
 
 def whole(x: Any) -> Tensor:
-    """All of a DTensor, or of what every rank holds a copy of, as a plain tensor; what this sends is not counted."""
+    """All of a DTensor, or of a tensor that every rank has a copy of, as a plain tensor. The bytes are not counted."""
     with _not_counted():
         x = x.detach()
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -65,13 +65,14 @@ def whole(x: Any) -> Tensor:
 
 
 def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) -> PlainGPT:
-    """Shard a PlainGPT by torch's `parallelize_module`: columns, then rows, the words of embedding and head; in place.
+    """Shard a PlainGPT in place with torch's `parallelize_module`: columns then rows, and the words of embedding and
+    head.
 
-    share_input   query, key and value get their input as one DTensor, so that its gradient is summed once for the three
-                  (PrepareModuleInput). False: each sums its own, as parallelize_module does by itself
+    share_input   query, key and value get their input as one DTensor, so that its gradient is summed once for all three
+                  (PrepareModuleInput). False: each sums its own, as parallelize_module does by default
 
-    Its logits stay sharded: take the loss inside of `loss_parallel()`. parallelize_module gives embedding and head a
-    weight each; here they are tied again.
+    Its logits stay sharded: compute the loss inside `loss_parallel()`. parallelize_module gives the embedding and the
+    head separate weights; here they are tied again.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -98,7 +99,7 @@ def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) 
 
 
 class _Watch(DispatchMode):
-    """Notes the collectives that are called: (name, once, bytes a rank sends)."""
+    """Notes the collectives that are called: (name, once, bytes that a rank sends)."""
 
     def __init__(self, num_ranks: int):
         super().__init__()
@@ -106,7 +107,7 @@ class _Watch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # to be told what it does on the ranks
+            return NotImplemented  # so that it is called again with what it does on the ranks
         name = func.overloadpacket.__name__.rstrip("_")
         if self.is_counting and func.namespace.endswith("c10d_functional") and name in _OPS:
             op, x, ranks = _OPS[name], args[0], range(self.num_ranks)

@@ -1,4 +1,4 @@
-"""A GPT of this package's layers. The whole model is the same one on a mesh whose axis has one rank."""
+"""A GPT of this package's layers. On a mesh whose axis has one rank it is the whole model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel
 class GPT(nn.Module):
     """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n words
 
-    cost                a block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
+    cost                per block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
     sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
-                        reduce_scatters a block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
-    data_axis           along which ranks have other ids, and draw other dropout masks
+                        reduce_scatters per block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
+    data_axis           along which ranks have different ids, and draw different dropout masks
 
     `loss` is the mean cross-entropy, computed on the sharded logits. `gpt_specs` says how the parameters lie on a mesh.
     """
@@ -128,6 +128,6 @@ def draw_parameters(module: nn.Module, config: GPTConfig, axis: Axis, layer: int
 
 
 def together(*axes: Axis | None) -> Axis | None:
-    """Several axes as one; None for none of them."""
+    """Several axes as one; None if there are none."""
     names = tuple(name for axis in axes if axis is not None for name in ((axis,) if isinstance(axis, str) else axis))
     return names or None

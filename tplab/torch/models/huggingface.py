@@ -1,8 +1,8 @@
 """`parallelize`: a `transformers` model, sharded by a plan, inside a rank's program.
 
 The linear layers, the embedding and the head are replaced by ones that hold this rank's piece of the same weights and
-know where to communicate; everything else of the model stays as it is, its own forward, loss and generate. Nothing here
-imports transformers: a model is known by its modules.
+know where to communicate. The rest of the model stays as it is, including its forward, loss and generate. Nothing here
+imports transformers: a model is recognised by its modules.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def parallelize(
 
     plan    module name -> "column", "row", "vocab", "replicate", "local" or a FusedColumn, as gpt2_plan(model) and
             llama_plan(model) give it. `*` stands for anything between two dots
-    memory  the parameters of columns, rows and words: 1/R on each rank
-    cost    a block: 2 all_reduces of [B, S, D] forward and 2 backward; the embedding one forward, the head one backward
+    memory  1/R of the parameters of columns, rows and words on each rank
+    cost    per block: 2 all_reduces of [B, S, D] forward and 2 backward; the embedding one forward, the head one
+            backward
 
     gather_logits   True: logits [B, S, V] on every rank, and the model's own loss of them: an all_gather of all logits.
                     False: logits [B, S, n], of this rank's n words; the loss is `vocab_parallel_cross_entropy` of them:
-                    3 numbers a token. `generate` gathers them in any case
+                    3 numbers per token. `generate` gathers them in any case
     dropout         nn.Dropout modules draw one mask on all ranks of `axis`, from the seed of the run; what is dropped
                     among sharded activations ("local", and the attention's own) is drawn from each rank's generator
-    data_axis       along which ranks have other data, and draw other masks
+    data_axis       along which ranks have different data, and draw different masks
 
     The model is checked against the plan before it is changed. Raises PlanError for a plan that cannot be right.
     """
@@ -64,7 +65,7 @@ def parallelize(
             shards[id(whole)] = nn.Parameter(piece, requires_grad=whole.requires_grad)
         return shards[id(whole)]
 
-    keep = [one.module for one in planned]  # ids in `shards` are those of living tensors
+    keep = [one.module for one in planned]  # so the tensors whose ids are in `shards` stay alive
     heads: list[VocabHead] = []
     for parent in dict.fromkeys(one.parent for one in planned):
         inside = [one for one in planned if one.parent == parent]
@@ -79,9 +80,9 @@ def parallelize(
 
 @torch.no_grad()
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The unsharded state of a model that `parallelize` has sharded, on every rank: names and values as before, bit for
-    bit. It is a snapshot: a later optimizer step does not change it. Called by all ranks; (R-1)/R of every sharded
-    parameter is received."""
+    """The unsharded state of a model that `parallelize` has sharded, on every rank, with names and values as before,
+    bit for bit. It is a snapshot: a later optimizer step does not change it. All ranks must call it; each receives
+    (R-1)/R of every sharded parameter."""
     rank = this_rank()
     layouts = known_layouts(model)
     state: dict[str, Tensor] = {}
@@ -107,7 +108,7 @@ def known_layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 class Column(nn.Module):
-    """A ColumnParallelLinear with a piece of a given weight, also [in, out] as GPT-2's, or of several fused parts.
+    """A ColumnParallelLinear with a piece of a given weight, which may be [in, out] as in GPT-2, or have fused parts.
 
     x [..., D], the same on every rank   ->   y [..., F/R]: this rank's features, of each part
     """
@@ -140,7 +141,7 @@ class Column(nn.Module):
 
 
 class Row(nn.Module):
-    """A RowParallelLinear that holds a piece of a given weight, also [in, out] as GPT-2's.
+    """A RowParallelLinear that holds a piece of a given weight, which may be [in, out] as in GPT-2.
 
     x [..., F/R], this rank's features   ->   y [..., D], the same on every rank; the bias is added once, after the sum
     """
@@ -188,7 +189,7 @@ class VocabEmbedding(VocabParallelEmbedding):
         y = super().forward(ids)
         if self.padding_idx is None:
             return y
-        return torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)  # it learns nothing, as in nn's
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)  # it gets no gradient, as in nn's
 
 
 class VocabHead(nn.Module):
@@ -229,9 +230,9 @@ class SharedDropout(nn.Dropout):
 
 
 class Entrance:
-    """Where columns take one input: it enters the region once, and its gradient is summed once for all of them.
+    """The entrance for columns that share one input: it enters once, and its gradient is summed once for all of them.
 
-    Query, key and value are given one tensor; each through a copy_to of its own would make three all_reduces.
+    Query, key and value are given one tensor; a separate copy_to for each would make three all_reduces.
     """
 
     def __init__(self, axis: Axis, num_columns: int):
@@ -245,7 +246,7 @@ class Entrance:
         if not is_known or self._entered.requires_grad != (x.requires_grad and torch.is_grad_enabled()):  # type: ignore
             self._x, self._entered, self._num_left = ref(x), copy_to(x, self.axis), self.num_columns
         entered, self._num_left = self._entered, self._num_left - 1
-        if self._num_left <= 0:  # all have it: no graph is held between two steps
+        if self._num_left <= 0:  # all have it: no graph is kept between two steps
             self._x = self._entered = None
         return entered  # type: ignore[return-value]
 
@@ -258,7 +259,7 @@ class Entrance:
 
 
 def _rows(layout: Layout, dim: int, size: int, rank: int) -> list[range]:
-    """Which places of a whole dim a rank holds."""
+    """Which indices of a whole dim a rank holds."""
     mesh, entry = this_rank().mesh, layout.spec[dim]
     return ranges(size, layout.parts, mesh.index(rank, entry), mesh.axis_size(entry))
 
@@ -280,7 +281,7 @@ def _shard_children(
         elif one.kind == "vocab":
             heads.append(VocabHead(one.module, axis, cut, gather))  # type: ignore[arg-type]
             _replace(parent, child, heads[-1])
-        elif columns and one.kind == "replicate":  # a norm of single heads: each rank uses it for its own
+        elif columns and one.kind == "replicate":  # a norm of single heads: each rank uses it for its own heads
             for parameter in one.module.parameters():
                 parameter.register_hook(lambda gradient: all_reduce(gradient, axis))
     if columns and heads_in(parent) is not None:
@@ -291,7 +292,7 @@ def _shard_children(
 
 
 def _share_dropout(model: nn.Module, local: set[str], data_axis: Axis | None) -> None:
-    """One mask on all ranks for every dropout module but those inside of the regions."""
+    """Give every dropout module one mask on all ranks, except those inside the regions."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Dropout and name not in local:
             parent, _, child = name.rpartition(".")
@@ -299,8 +300,7 @@ def _share_dropout(model: nn.Module, local: set[str], data_axis: Axis | None) ->
 
 
 def _replace(parent: nn.Module, child: str, module: nn.Module) -> None:
-    """Put `module` in the place of a child, in the child's mode: new modules begin in training mode, where dropout
-    drops."""
+    """Replace a child by `module`, in the child's mode: new modules begin in training mode, where dropout is active."""
     module.train(getattr(parent, child).training)
     setattr(parent, child, module)
 
@@ -319,7 +319,7 @@ def _check_one_loss(model: nn.Module, heads: list[str]) -> None:
 
 
 def _compute_loss_on_shards(model: nn.Module, head: VocabHead, axis: Axis) -> None:
-    """The model's loss of logits that stay sharded; and generate, which gathers them."""
+    """Make the model compute its loss on logits that stay sharded, and gather them in `generate`."""
 
     def loss_function(
         logits: Tensor,
@@ -330,7 +330,7 @@ def _compute_loss_on_shards(model: nn.Module, head: VocabHead, axis: Axis) -> No
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As transformers' ForCausalLMLoss: the token at each place is to be told from those before it."""
+        """The same as transformers' ForCausalLMLoss: the token at each position is predicted from those before it."""
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

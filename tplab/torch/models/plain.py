@@ -1,4 +1,4 @@
-"""The GPT in torch's own layers, unsharded: what the sharded one is compared with, and what DTensor can shard."""
+"""The GPT in torch's own layers, unsharded: the sharded one is compared with it, and DTensor can shard it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tplab.models.gpt import GPTConfig
 class PlainGPT(nn.Module):
     """ids [B, S]   ->   logits [B, S, V]: GPT(config) on one rank, without tplab; parameters have the same names.
 
-    The head is a module with the embedding's weight. Only for a GPT as GPT-2 is: LayerNorm, GeLU by its tanh formula,
-    biases, a key for each query head; no dropout.
+    The head is a module with the embedding's weight. It is only for a GPT like GPT-2: LayerNorm, GeLU by its tanh
+    formula, biases, a key for each query head; no dropout.
     """
 
     def __init__(self, config: GPTConfig):
@@ -33,7 +33,7 @@ class PlainGPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def load(self, state: Mapping[str, Tensor]) -> PlainGPT:
-        """Take the whole state of a GPT; returns itself."""
+        """Load the whole state of a GPT; returns itself."""
         self.load_state_dict({**state, "head.weight": state["embedding.weight"]})
         return self
 
@@ -62,7 +62,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """y = output(softmax(q k^T / sqrt(d)) v) of as many heads as query gives: all of them, or a rank's."""
+    """y = output(softmax(q k^T / sqrt(d)) v) of the heads that query gives: all of them, or a rank's."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()

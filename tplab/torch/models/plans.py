@@ -1,6 +1,6 @@
-"""Plans: which layer of somebody's model is sharded how, and whether the whole of it can be right.
+"""Plans: how each layer of a model is sharded, and whether the plan as a whole can be right.
 
-A plan maps the names of modules to what becomes of them. It is checked before anything is changed: what is refused here
+A plan maps the names of modules to how they are sharded. It is checked before anything is changed: what is refused here
 would run, and compute something else.
 """
 
@@ -26,15 +26,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class FusedColumn:
-    """A column-parallel layer of several parts in one weight, each of which is sharded by itself.
+    """A column-parallel layer with several parts in one weight, each of which is sharded by itself.
 
-    parts   how many of equal size, as 3 for GPT-2's query, key and value; or the size of each
+    parts   how many of equal size, such as 3 for GPT-2's query, key and value; or the size of each
     """
 
     parts: int | tuple[int, ...]
 
     def sizes(self, num_features: int) -> tuple[int, ...]:
-        """The features of each part. Raises PlanError where they are not those of the layer."""
+        """The number of features of each part. Raises PlanError where they do not add up to those of the layer."""
         given = (self.parts,) if isinstance(self.parts, int) else self.parts
         if not given or not all(isinstance(size, int) and size > 0 for size in given):
             raise PlanError(f"{self} has no such parts: give how many there are, or the size of each, all above 0")
@@ -50,7 +50,7 @@ Plan = Mapping[str, Kind]
 
 @dataclass(frozen=True)
 class Planned:
-    """One module of a model, and what becomes of it."""
+    """One module of a model, and how it is sharded."""
 
     name: str
     module: nn.Module
@@ -63,10 +63,10 @@ class Planned:
 
 
 def gpt2_plan(model: nn.Module) -> dict[str, Kind]:
-    """How a `transformers` GPT-2 is sharded: whole heads, the MLP's hidden features, the words.
+    """The plan for a `transformers` GPT-2: whole heads, the MLP's hidden features and the words are sharded.
 
     c_attn holds query, key and value side by side, and each is cut by itself; c_proj adds up. Norms and positions are
-    copies. The head is tied to the embedding, and stays so.
+    replicated. The head is tied to the embedding, and stays so.
     """
     base = "transformer." if hasattr(model, "transformer") else ""
     block = f"{base}h.*."
@@ -89,10 +89,10 @@ def gpt2_plan(model: nn.Module) -> dict[str, Kind]:
 
 
 def llama_plan(model: nn.Module) -> dict[str, Kind]:
-    """How a `transformers` Llama is sharded, and what is built alike: Mistral, Qwen.
+    """The plan for a `transformers` Llama, and for models built alike: Mistral, Qwen.
 
-    Query, key and value heads are sharded whole, with grouped queries too; gate and up together, down adds up. Norms
-    are copies, those of single heads inside the attention (Qwen3) too.
+    Query, key and value heads are sharded whole, also with grouped queries. Gate and up are sharded together, and down
+    adds up. Norms are replicated, including those of single heads inside the attention (Qwen3).
     """
     base = "model." if hasattr(model, "model") else ""
     block = f"{base}layers.*."
@@ -117,7 +117,7 @@ def llama_plan(model: nn.Module) -> dict[str, Kind]:
 
 
 def bind(model: nn.Module, plan: Plan, num_ranks: int, label: str) -> list[Planned]:
-    """What becomes of each module of the model. Raises PlanError for a plan that cannot be right.
+    """How each module of the model is sharded. Raises PlanError for a plan that cannot be right.
 
     `*` in a name stands for anything between two dots. Every module that holds parameters must be named once.
     """
@@ -153,7 +153,7 @@ def bind(model: nn.Module, plan: Plan, num_ranks: int, label: str) -> list[Plann
 
 
 def features_of(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, also of GPT-2's Conv1D, whose weight is [in, out]; None for any other module."""
+    """(in, out) of a linear layer, or of GPT-2's Conv1D, whose weight is [in, out]; None for any other module."""
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
     if is_conv1d(module):
@@ -162,12 +162,12 @@ def features_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, which needs no import to be known."""
+    """Whether it is transformers' Conv1D, which can be recognised without an import."""
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
 def heads_in(parent: nn.Module) -> int | None:
-    """The features of one head, where the module is an attention."""
+    """The number of features of one head, where the module is an attention."""
     width = getattr(parent, "head_dim", None)
     return width if isinstance(width, int) else None
 
@@ -176,7 +176,7 @@ def heads_in(parent: nn.Module) -> int | None:
 
 
 def _planned(name: str, module: nn.Module, kind: Kind) -> Planned:
-    """The module with its kind, if it can be that."""
+    """The module with its kind, if the kind is possible for it."""
     if isinstance(kind, FusedColumn):
         features = features_of(module)
         if features is None:
@@ -224,7 +224,7 @@ def _check_tied(planned: list[Planned]) -> None:
 
 
 def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None:
-    """Columns give each rank some features, and a row takes them: both, or neither, in one parent."""
+    """Check that a parent has both columns and a row, or neither: a row takes the features that columns give."""
     linear = [one for one in inside if features_of(one.module) and one.kind != "vocab"]
     columns = [one for one in linear if one.kind == "column"]
     rows = [one for one in linear if one.kind == "row"]
@@ -258,11 +258,11 @@ def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None
 
 
 def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> None:
-    """The features that the columns give are those which the row takes, each strand of them cut alike.
+    """Check that the features that the columns give are those that the row takes, with every part cut alike.
 
-    The outputs of the columns of one parent meet: gate and up are multiplied, each query head asks its key head. A
-    rank must hold the same features of each, so each part is as large as what the row takes. Only the keys and values
-    of an attention may be narrower, both alike: grouped queries.
+    The outputs of the columns of one parent are combined: gate and up are multiplied, each query head asks its key
+    head. A rank must hold the same features of each, so each part must be as large as what the row takes. Only the keys
+    and values of an attention may be narrower, both by the same factor: grouped queries.
     """
     taken = features_of(row.module)[0]  # type: ignore[index]
     parts: dict[str, tuple[int, ...]] = {
@@ -296,10 +296,10 @@ def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> Non
 
 
 def _check_copies(planned: list[Planned], modules: Mapping[str, nn.Module]) -> None:
-    """A parameter that meets sharded activations cannot be a copy; and only among them may each rank drop its own.
+    """Check that no parameter used with sharded activations is a copy, and that "local" dropout is only used with them.
 
-    The children of a module with columns are taken to meet them. So are the parameters that an attention holds itself,
-    or that stand deeper in it, where they fit one head or one number: others would not fit what a rank holds.
+    The children of a module with columns are assumed to meet sharded activations. So are parameters that an attention
+    holds itself or deeper inside, where they fit one head or one number: others would not fit what a rank holds.
     """
     regions = {one.parent for one in planned if one.kind == "column"}
     for one in planned:
@@ -329,7 +329,7 @@ def _check_copies(planned: list[Planned], modules: Mapping[str, nn.Module]) -> N
 
 
 def _check_division(parent: nn.Module, inside: list[Planned], num_ranks: int, label: str) -> None:
-    """Features, and whole heads, can be shared equally."""
+    """Check that features and whole heads can be shared equally."""
     width = heads_in(parent)
     for one in inside:
         if one.kind not in ("column", "row"):
@@ -358,7 +358,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _pattern(name: str) -> str:
-    """The name with a star for each number: transformer.h.*.ln_1"""
+    """The name, with a star for each number: transformer.h.*.ln_1"""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -375,7 +375,7 @@ def _nothing_matches(model: nn.Module, pattern: str, modules: Mapping[str, nn.Mo
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The module of each parameter, and its name in there."""
+    """The module of each parameter, and its name in that module."""
     for name, module in model.named_modules():
         for parameter, _ in module.named_parameters(recurse=False):
             yield name, parameter

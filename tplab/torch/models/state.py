@@ -1,7 +1,7 @@
-"""The state of a model, whole and one piece per rank; written to files and read from them, for any mesh.
+"""The state of a model, whole or one piece per rank; written to files and read from them, for any mesh.
 
-The files are safetensors: the whole state in one, or one file per rank. Files can be read for another mesh: what 4
-ranks have saved, 2 ranks can load. Bits are moved, and none is changed.
+The files are safetensors: one file for the whole state, or one per rank. Files can be read for another mesh: what 4
+ranks have saved, 2 ranks can load. Bits are only moved, never changed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def split_state(state: State, specs: Mapping[str, P], mesh: Mesh) -> list[dict[s
     """What each rank of `mesh` holds of a whole state: model.load_state_dict(split_state(...)[rank]).
 
     state   name -> whole tensor        specs   name -> P, as gpt_specs gives them
-    A dim that does not divide is cut into pieces of ceil(n / R), the last ones smaller: a vocabulary. The pieces have
-    memory of their own. Raises SpecError where the names of state and specs differ.
+    A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), of which the last are smaller.
+    The pieces have memory of their own. Raises SpecError where the names of state and specs differ.
     """
     pieces = pure.split_state(_detached(state), specs, mesh)
     return [{n: x.clone(memory_format=torch.contiguous_format) for n, x in piece.items()} for piece in pieces]
 
 
 def merge_state(states: Sequence[State], specs: Mapping[str, P], mesh: Mesh) -> dict[str, Tensor]:
-    """The whole state of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
+    """The whole state, of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
 
-    states   one per rank, as run(...).per_rank gives them. Of copies the lowest rank's is taken
-    Raises ShapeError where there are not as many states as ranks, SpecError where names differ.
+    states   one per rank, as run(...).per_rank gives them. Where ranks hold copies, the lowest rank's is used
+    Raises ShapeError where the number of states is not the number of ranks, SpecError where names differ.
     """
     return pure.merge_state([_detached(state) for state in states], specs, mesh, torch.cat)
 
@@ -42,7 +42,7 @@ def merge_state(states: Sequence[State], specs: Mapping[str, P], mesh: Mesh) -> 
 def save_state(state: State, path: str | Path) -> None:
     """Write a state to one safetensors file.
 
-    Of tied weights each name is written, with values of its own. Raises SpecError for what is not a tensor.
+    Tied weights are written once under each name. Raises SpecError for anything that is not a tensor.
     """
     from safetensors.torch import save_file
 

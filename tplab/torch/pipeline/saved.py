@@ -46,7 +46,7 @@ class Saved:
     def _pack(self, x: Tensor) -> int:
         key = self._num_saved
         self._num_saved = key + 1
-        kept = x.detach()  # the graph would hold itself alive through its own output
+        kept = x.detach()  # the graph would keep itself alive through its own output
         self._tensors[key] = kept, version_of(x), hold(x)
         return key
 

@@ -245,7 +245,7 @@ class KindsOfMemory(DispatchMode):
     # --- what autograd saves -------------------------------------------------------------------------------------
 
     def _pack(self, x: Tensor) -> tuple[Tensor, int, object]:
-        kept = x if x.is_leaf else x.detach()  # the graph would hold itself alive through its own output
+        kept = x if x.is_leaf else x.detach()  # the graph would keep itself alive through its own output
         return kept, version_of(x), self.hold(x)
 
     def _unpack(self, saved: tuple[Tensor, int, object]) -> Tensor:
