@@ -17,10 +17,10 @@
 import subprocess
 import sys
 
-# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+# On Colab, install tplab; torch, jax and ipywidgets are already there.
 install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
 if "google.colab" in sys.modules and subprocess.run(install).returncode:
-    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+    raise RuntimeError("tplab is not installed: see above, then restart and try again")
 
 # %%
 from functools import partial

@@ -16,10 +16,10 @@
 import subprocess
 import sys
 
-# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+# On Colab, install tplab; torch, jax and ipywidgets are already there.
 install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
 if "google.colab" in sys.modules and subprocess.run(install).returncode:
-    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+    raise RuntimeError("tplab is not installed: see above, then restart and try again")
 
 # %%
 from dataclasses import replace
@@ -320,8 +320,8 @@ def bars(num):
         parts = {"computing": computing, "idle": one.makespan - computing}
         rows.append(Row(name, parts))
     ideal = 100 * (p - 1) / (num + p - 1)
-    return Bars(rows, f"{idle[0]:.0f} % and {idle[1]:.0f} % of the time is idle; "
-                      f"the formula (p-1)/(m+p-1) says {ideal:.0f} %.")
+    return Bars(rows, f"{idle[0]:.0f}% and {idle[1]:.0f}% of the time is idle; "
+                      f"the formula (p-1)/(m+p-1) says {ideal:.0f}%.")
 
 knob("One batch on four ranks", "microbatches",
      {num: bars(num) for num in (1, 2, 4, 8, 16)}, start=4, about="modelled · H100")
@@ -329,8 +329,8 @@ knob("One batch on four ranks", "microbatches",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With launches, eight microbatches are best: 16.6 ms, and 18.2 ms with sixteen. The bubble still shrinks from 28 % to
-# 18 %, but every rank launches twice as many operations, each of them half as large. Without launches, sixteen are
+# With launches, eight microbatches are best: 16.6 ms, and 18.2 ms with sixteen. The bubble still shrinks from 28% to
+# 18%, but every rank launches twice as many operations, each of them half as large. Without launches, sixteen are
 # better. The formula is nearly right about the bubble in both cases. It says nothing about launches.
 #
 # </details>

@@ -18,10 +18,10 @@
 import subprocess
 import sys
 
-# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+# On Colab, install tplab; torch, jax and ipywidgets are already there.
 install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
 if "google.colab" in sys.modules and subprocess.run(install).returncode:
-    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+    raise RuntimeError("tplab is not installed: see above, then restart and try again")
 
 # %%
 from functools import partial
@@ -242,7 +242,7 @@ def bars(rule, every):
     rows = [Row(f"rank {r}", {"kept": num, "empty room": max(kept) - num})
             for r, num in enumerate(kept)]
     share = 1 - sum(kept) / (4 * max(kept))
-    return Bars(rows, f"At least {100 * share:.0f} % of the room is empty.")
+    return Bars(rows, f"At least {100 * share:.0f}% of the room is empty.")
 
 choices = {"GPipe": (gpipe, None), "1F1B": (one_f_one_b, None),
            "1F1B, recomputed": (one_f_one_b, 1), "ZB-H1": (zb_h1, None)}
@@ -277,7 +277,7 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
         time = simulate(rule(ranks, num), lockstep=True).makespan
         idle = 1 - 3 * num / time
         print(f"{ranks:2} ranks, {num} microbatches, {name:6} {num_ticks:3} ticks,",
-              f"{time:g} steps, {100 * idle:.0f} % idle")
+              f"{time:g} steps, {100 * idle:.0f}% idle")
 
 # %% [markdown]
 # Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. When

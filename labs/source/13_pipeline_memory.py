@@ -17,10 +17,10 @@
 import subprocess
 import sys
 
-# On Colab, tplab joins the torch, jax and ipywidgets that are there.
+# On Colab, install tplab; torch, jax and ipywidgets are already there.
 install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
 if "google.colab" in sys.modules and subprocess.run(install).returncode:
-    raise RuntimeError("no tplab: see above, then restart the runtime and try again")
+    raise RuntimeError("tplab is not installed: see above, then restart and try again")
 
 # %%
 import torch
@@ -159,7 +159,7 @@ def built_in_place(ranks):
 whole = run(built_whole, Mesh(pp=1)).per_rank[0]
 for ranks in (1, 2, 4, 8):
     most = max(run(built_in_place, Mesh(pp=ranks), ranks).per_rank)
-    print(f"{ranks} ranks: at most {100 * most / whole:.0f} % of the model on one rank")
+    print(f"{ranks} ranks: at most {100 * most / whole:.0f}% of the model on one rank")
 
 # %% [markdown]
 # With eight ranks, some have more than an eighth, because 8 ranks cannot share 12 blocks equally.

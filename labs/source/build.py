@@ -54,10 +54,10 @@ def setup_cell() -> str:
         "import subprocess\n"
         "import sys\n"
         "\n"
-        "# On Colab, tplab joins the torch, jax and ipywidgets that are there.\n"
+        "# On Colab, install tplab; torch, jax and ipywidgets are already there.\n"
         f'install = ["pip", "install", "-q", "git+{repository()}"]\n'
         'if "google.colab" in sys.modules and subprocess.run(install).returncode:\n'
-        '    raise RuntimeError("no tplab: see above, then restart the runtime and try again")'
+        '    raise RuntimeError("tplab is not installed: see above, then restart and try again")'
     )
 
 
