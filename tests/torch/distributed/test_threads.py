@@ -240,6 +240,40 @@ def test_checkpoints_are_saved_while_training_goes_on(tmp_path):
     assert on(2, program).per_rank == [[True] * 3] * 2
 
 
+class Squares(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index * index)])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons warn of processes that are forked
+def test_batches_of_a_loader_with_workers_are_fetched_by_a_thread():
+    """The loader's own threads and processes run as always, beside one that takes turns and communicates."""
+
+    def program() -> list[float]:
+        group = world()
+        sampler: Any = torch.utils.data.DistributedSampler(Squares(), shuffle=False)
+        loader = torch.utils.data.DataLoader(Squares(), 2, sampler=sampler, num_workers=1)
+        batches: queue.Queue[Any] = queue.Queue(1)
+
+        def fetch() -> None:
+            for batch in loader:
+                dist.all_reduce(batch, group=group)
+                batches.put(batch)
+            batches.put(None)
+
+        Thread(target=fetch, daemon=True).start()
+        found = []
+        while (batch := batches.get()) is not None:
+            found.append(batch.sum().item() + summed())
+        return found
+
+    squares = [index**2 for index in range(12)]
+    assert on(2, program).per_rank == [[sum(squares[i : i + 4]) + 3.0 for i in (0, 4, 8)]] * 2
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 

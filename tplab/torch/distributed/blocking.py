@@ -44,7 +44,7 @@ class Lock:
     """`threading.Lock`. A `threading.RLock` is Python's own, made of this one."""
 
     def __init__(self) -> None:
-        self._lock = _allocate_lock()
+        self._lock: Any = _allocate_lock()
         self.release, self.locked = self._lock.release, self._lock.locked
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -69,7 +69,7 @@ class Lock:
         self.release()
 
     def _at_fork_reinit(self) -> None:
-        self.__init__()
+        self._lock._at_fork_reinit()  # in place: conditions keep its methods
 
 
 class SimpleQueue:
