@@ -19,7 +19,7 @@ import sys
 # On Colab, install tplab; torch, jax and ipywidgets are already there.
 install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
 if "google.colab" in sys.modules and subprocess.run(install).returncode:
-    raise RuntimeError("tplab is not installed: see above, then restart and try again")
+    raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
 import numpy as np

@@ -57,7 +57,7 @@ def setup_cell() -> str:
         "# On Colab, install tplab; torch, jax and ipywidgets are already there.\n"
         f'install = ["pip", "install", "-q", "git+{repository()}"]\n'
         'if "google.colab" in sys.modules and subprocess.run(install).returncode:\n'
-        '    raise RuntimeError("tplab is not installed: see above, then restart and try again")'
+        '    raise RuntimeError("tplab is missing: see above, restart the runtime and try again")'
     )
 
 
