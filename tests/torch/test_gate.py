@@ -1,6 +1,9 @@
 """Another thread may raise an exception in this one while its gate is open, and not when it is closed."""
 
+import cProfile
 import threading
+
+import pytest
 
 from tplab.torch.ranks.gate import Gate
 
@@ -71,3 +74,32 @@ def test_what_was_raised_comes_until_the_gate_is_closed_or_never():
         gate.raise_through(Raised)
     thread.join()
     assert is_over.is_set() and not missed
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_closed_gate_leaves_nothing_that_a_profiled_thread_would_stumble_over(is_used):
+    gate, is_open = Gate(), threading.Event()
+
+    def work() -> None:
+        try:
+            gate.open()
+            is_open.set()
+            while is_used:
+                pass
+        except Raised:
+            pass
+        gate.close()
+
+    def profiled() -> None:
+        cProfile.Profile().runcall(lambda: [str(number) for number in range(10)])
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    is_open.wait()
+    if is_used:
+        gate.raise_through(Raised)
+    worker.join()
+    thread = threading.Thread(target=profiled, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()

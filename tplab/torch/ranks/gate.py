@@ -6,6 +6,10 @@ import ctypes
 from threading import Lock, get_ident
 
 
+class _Last(BaseException):
+    """Takes the place of an exception that has not come yet, and ends where the gate is closed."""
+
+
 class Gate:
     """Is open while a thread is in the program, and closed while it is in what runs the program: there an exception
     could come between two lines that belong together.
@@ -15,7 +19,8 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._is_open, self._thread = False, 0
+        self._is_open = self._was_used = False
+        self._thread = 0
         self._lock = Lock()
 
     def open(self) -> None:
@@ -25,16 +30,26 @@ class Gate:
     def close(self) -> None:
         self._is_open = False
         with self._lock:  # who has seen it open has raised by now
-            _set_exception(self._thread, None)
+            if self._was_used:
+                try:
+                    _raise(self._thread, _Last)
+                    while True:
+                        pass  # until it comes
+                except _Last:
+                    self._was_used = False
 
     def raise_through(self, kind: type[BaseException]) -> None:
         """Raise an exception in the thread, at the next line of Python that it comes to; not where it is closed."""
         with self._lock:
             if self._is_open:
-                _set_exception(self._thread, kind)
+                self._was_used = True
+                _raise(self._thread, kind)
 
 
-def _set_exception(thread: int, kind: type[BaseException] | None) -> None:
-    """Give a thread an exception to raise; None takes back one that it has not come to yet."""
-    given = ctypes.py_object() if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
+def _raise(thread: int, kind: type[BaseException]) -> None:
+    """Give a thread an exception to raise, instead of one that it has not come to yet.
+
+    It is never taken back: Python would go on looking for it between any two instructions, in all threads and for good,
+    and Python 3.11 never gets past the first of them in a thread that is profiled.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
