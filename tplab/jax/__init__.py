@@ -1,6 +1,6 @@
 """tplab on JAX: one rank's program, compiled once for all ranks of a mesh.
 
-Importing it settles how many CPU devices JAX will simulate (16; `prepare` for more), so import it before JAX is used.
+Importing it fixes how many CPU devices JAX will simulate (16; `prepare` for more), so import it before you use JAX.
 """
 
 from importlib.util import find_spec

@@ -25,11 +25,11 @@ _KEPT_FOR_TRACE = 4096  # elements of an argument
 
 
 class Result:
-    """What a run gave. JAX may still be at it: reading a number waits for it, as `jax.block_until_ready` does.
+    """What a run returned. JAX may still be computing: reading a number waits for it, as `jax.block_until_ready` does.
 
     per_rank   what each rank returned
     value      the results put together as out_specs said: global arrays, each rank's piece on its own device
-    trace      everything that was sent, by whom, to whom, how large, when
+    trace      everything that was sent: from which rank, to which rank, how large, when
 
     `per_rank` and `trace` are worked out when they are first asked for.
     """
@@ -46,7 +46,7 @@ class Result:
     ):
         self._compiled, self._outputs, self._reports = compiled, outputs, reports
         self._seed, self._cluster, self._keep_values = seed, cluster, keep_values
-        # The trace shows values where they are small; what is large need not be kept alive for it.
+        # The trace shows only small values, so large ones need not be kept alive for it.
         self._small = [None if is_shape(a) or np.size(a) > _KEPT_FOR_TRACE else a for a in arrays]
 
     @property
@@ -68,7 +68,7 @@ class Result:
 
     @cached_property
     def trace(self) -> Trace:
-        # An argument may have been given away since, to a jitted update with donate_argnums: its values are gone.
+        # An argument may have been donated since, to a jitted update with donate_argnums: its values are gone.
         small = [None if _is_gone(a) else a for a in self._small]
         arguments = [self._compiled.key(self._seed), *small]
         return trace_of(self._compiled, arguments, self._reports, self._cluster, self._keep_values)
@@ -93,29 +93,29 @@ def run(
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
     args        what `fn` is called with: arrays (JAX's or NumPy's), numbers, any pytree of them. Each rank gets the
-                piece that in_specs gives it, or all. None, strings, functions and other objects reach it as they
-                are. A jax.ShapeDtypeStruct is an array without its numbers: nothing is run then, the trace is the
+                piece that in_specs gives it, or all. None, strings, functions and other objects are passed as they
+                are. A jax.ShapeDtypeStruct is an array without its numbers: then nothing is run, the trace is the
                 same, and the results are shapes too
-    in_specs    one P per argument (or a structure of them, or one P for all); without, every rank gets everything
-    out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks must be
-                known to be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's not
+    in_specs    one P per argument (or a structure of them, or one P for all); without it, every rank gets everything
+    out_specs   how the results make a whole, for `Result.value`. Results that should be the same on several ranks must
+                be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's is not
     on          "simulated": on GPUs or TPUs if there are as many as ranks, otherwise on CPU devices that JAX simulates.
                 "cpu", "gpu" or "tpu": on those. None: "simulated"
     cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes
-                one unit of time and computing none
-    clock       "modelled", which None is too
-    seed        what each rank's `rank_key()` is derived from, together with its number
-    keep_values of how many messages the trace keeps the values (of at most 64 elements)
+                one unit of time and computing takes none
+    clock       "modelled"; None means the same
+    seed        each rank's `rank_key()` is derived from it and the rank's number
+    keep_values the number of messages whose values the trace keeps (if they have at most 64 elements)
 
     `fn` is traced once and compiled for all ranks (one `jax.shard_map` under one `jax.jit`), again for each structure,
-    shape and dtype of args; a further call costs a dispatch and returns before the result is there. What `fn` can read
-    beside its arrays (globals, closures, attributes, and what functions read that it calls or is given) is compared at
-    every call, and if anything has changed, `fn` is traced anew. If it can read what cannot be compared, such as a
-    generator of random numbers, it is traced at every call. A large NumPy array is better an argument than a global:
-    it is read whole for the comparison.
+    shape and dtype of args; a further call costs a dispatch and returns before the result is ready. What `fn` can read
+    besides its arrays (globals, closures, attributes, and what the functions it calls or is given can read) is compared
+    at every call, and if anything has changed, `fn` is traced again. If it can read something that cannot be compared,
+    such as a random number generator, it is traced at every call. Pass a large NumPy array as an argument rather than a
+    global: the comparison reads a global whole.
 
     Raises ReplicationError, SpecError, ShapeError, MeshError, DeadlockError where a collective is in a branch or loop
-    that only some of its ranks may take, and what `fn` raises while it is traced.
+    that only some of its ranks may take, and anything that `fn` raises while it is traced.
     """
     check_run(fn, mesh, seed=seed, keep_values=keep_values)
     if clock not in (None, "modelled"):
@@ -135,7 +135,7 @@ def run(
 
 
 def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:
-    """Each rank's piece of a global array. On CPU devices they are brought together, to be computed with freely."""
+    """Each rank's piece of a global array. On CPU devices they are put on one device, so that you can combine them."""
     if is_shape(leaf):
         return [jax.ShapeDtypeStruct(shape, leaf.dtype)] * mesh.size
     rank_of = rank_of_device(mesh)
@@ -145,7 +145,7 @@ def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     is_plain = on_cpu and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)  # not random keys
     with jax.default_device(jax.local_devices(backend="cpu")[0] if is_plain else None):
-        # The shape is the rank's own: a scalar has travelled as one element, and XLA does not cut what has no elements.
+        # The shape is the rank's own: a scalar has travelled as one element, and XLA does not cut empty arrays.
         return [p if p is None else (jnp.asarray(np.asarray(p)) if is_plain else p).reshape(shape) for p in pieces]
 
 

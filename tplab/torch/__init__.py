@@ -168,7 +168,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """torch.distributed takes time to import: what needs it comes when it is asked for."""
+    """torch.distributed takes time to import, so what needs it is imported when it is first used."""
     if name == "launch":
         from tplab.torch.scripts import launch
 

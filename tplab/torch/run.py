@@ -26,14 +26,14 @@ _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Result:
-    """What a run gave.
+    """What a run returned.
 
     per_rank   what each rank returned
     value      the results put together as out_specs said; where ranks hold copies, one of them
-    trace      everything that was sent, by whom, to whom, how large, when
+    trace      everything that was sent: from which rank, to which rank, how large, when
     memory     what each rank held at every moment, by kind, where `run` was asked to count it
     peaks      the most bytes of tensors that each rank held at once, where memory was counted
-    mapped     which lines of the program said cuda and got the CPU, in a sentence; None where none did
+    mapped     a sentence that says which lines of the program said cuda and got the CPU; None where none did
     """
 
     peaks: list[int] | None = None
@@ -49,7 +49,7 @@ class Result:
 
     @cached_property
     def trace(self) -> Trace:
-        return self._make_trace()  # out of what was taken down, when somebody looks
+        return self._make_trace()  # from what was recorded, when it is first read
 
     @property
     def memory(self) -> Memory:
@@ -94,33 +94,33 @@ def run(
 
     args        what `fn` is called with. Each rank gets memory of its own: the piece that in_specs gives it, or all.
                 NumPy arrays become tensors; a tensor that requires grad is a leaf that requires grad on every rank
-    in_specs    one P an argument (or a structure of them, or one P for all); without, every rank gets everything
-    out_specs   how the results make a whole, for `Result.value`. What it says to be the same on several ranks is
+    in_specs    one P per argument (or a structure of them, or one P for all); without it, every rank gets everything
+    out_specs   how the results make a whole, for `Result.value`. Results that should be the same on several ranks are
                 checked: ReplicationError names the ranks that differ
-    on          "simulated": ranks in this process that take turns; of several runs in several threads, one at a time.
+    on          "simulated": ranks in this process that take turns; runs in several threads run one at a time.
                 "processes": one process per rank, through torch.distributed. None: under torchrun the processes that
                 it has started are the ranks; elsewhere ranks are simulated
-    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes
-                one unit of time and computing none. On processes everything is real, and a cluster is refused
+    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes one
+                unit of time and computing takes none. On processes everything is real, and a cluster is refused
     clock       "modelled", or "measured": the ranks' own computing is timed on this machine, and messages are modelled
                 (on `cluster`, or this laptop) where they are not real. None: measured on processes, elsewhere modelled
     seed        every rank draws from a torch generator of its own, derived from (seed, rank); the caller's is untouched
-    keep_values of how many messages the trace keeps the values (of at most 64 elements)
-    device      where the arguments are put, and the simulated ranks' generator is: "cuda" to share one GPU; "meta" for
-                tensors without numbers, of which the modelled clock counts what real ones of any size would cost.
+    keep_values the number of messages whose values the trace keeps (if they have at most 64 elements)
+    device      where the arguments and the simulated ranks' generators are: "cuda" to share one GPU; "meta" for tensors
+                without numbers, for which the modelled clock counts what real ones of any size would cost.
                 With distributed, "cpu" maps every mention of cuda in the program to the CPU: Result.mapped says where
     distributed whether `fn` is a program for torch.distributed: inside it is initialised, its world is the mesh, and
                 `tplab.torch.device_mesh()` is the mesh as a DeviceMesh. Environment variables such as RANK, sys.argv,
                 and Python's and NumPy's random numbers are each rank's own, and so are modules that it imports first
     count_memory  whether to follow each rank's tensors, for `Result.memory`: the bytes of parameters, gradients,
-                optimizer states and activations after every operation. It makes the run slower, and measured clocks
-                with it. With device="meta", what real tensors of these shapes would take. Not for programs
-                with torch.func.grad or vjp, which torch refuses where somebody sees what autograd saves
+                optimizer states and activations after every operation. This slows the run down, and measured times with
+                it. With device="meta" it counts what real tensors of these shapes would take. Not for programs with
+                torch.func.grad or vjp, which torch refuses while what autograd saves is being watched
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
-    Tensors that `fn` reads from around it, not from its arguments, are shared by all ranks. torch's default dtype and
+    All ranks share tensors that `fn` reads from its surroundings and not from its arguments. torch's default dtype and
     sys.stdout are each rank's own; Python's and NumPy's generators are not. Simulated ranks compute with as many
-    threads as the caller (`torch.set_num_threads`): large tensors gain by several, for small ones one is as fast.
+    threads as the caller (`torch.set_num_threads`): several are faster for large tensors, one is enough for small ones.
 
     Raises RankError (a rank raised; its own error is the cause), CollectiveMismatchError, DeadlockError,
     ReplicationError, SpecError, ShapeError. Ctrl-C ends all ranks.
@@ -173,7 +173,7 @@ def run(
 
 
 def _on_processes(mesh: Mesh, is_launched: bool) -> Callable[..., tuple[list[Any], Callable[[], Trace]]]:
-    """What runs a program on processes: those that torchrun has started, or ones of its own."""
+    """The function that runs a program on processes: those that torchrun has started, or new ones."""
     from tplab.torch import processes  # it needs cloudpickle, which simulated ranks do not
 
     if is_launched:
@@ -183,7 +183,7 @@ def _on_processes(mesh: Mesh, is_launched: bool) -> Callable[..., tuple[list[Any
 
 
 def launched_by_torchrun() -> bool:
-    """Whether torchrun has started this process as one of the ranks, and no simulated rank of it asks."""
+    """Whether torchrun has started this process as one of the ranks, and the caller is no simulated rank in it."""
     return os.environ.keys() >= _TORCHRUNS and current_rank_or_none() is None
 
 
@@ -215,7 +215,7 @@ def _is_simulated(on: str | None, is_launched: bool) -> bool:
 
 
 def _clock(clock: str | None, cluster: str | Cluster | None, is_simulated: bool) -> str:
-    """The clock to use. Raises ValueError for one that there is not, and for a model of what is real."""
+    """The clock to use. Raises ValueError for an unknown one, and for a model of what is real."""
     if clock not in (None, "modelled", "measured"):
         raise ValueError(f"clock is {clock!r}; it must be 'modelled', 'measured', or None to leave it to run")
     if is_simulated:

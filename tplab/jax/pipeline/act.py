@@ -21,8 +21,8 @@ class State(NamedTuple):
     """What a rank carries from tick to tick.
 
     message   what its last action has made for another stage, packed
-    inbox     what has arrived for later actions, a slot each
-    stash     what passes keep for later passes: of each buffer, a slot for each microbatch in flight
+    inbox     what has arrived for later actions, one slot each
+    stash     what passes keep for later passes: each buffer has one slot per microbatch in flight
     grads     of its parameters, added up so far
     loss      of its microbatches, added up so far
     count     of its actions
@@ -39,10 +39,10 @@ class State(NamedTuple):
 class Act:
     """An action that has begun.
 
-    row             where what it needs lies
-    params          of all stages of the rank
-    message_sizes   how long messages are
-    share           of a microbatch's loss in that of the batch
+    row             where to find what it needs
+    params          the parameters of all stages of the rank
+    message_sizes   the length of messages
+    share           a microbatch's share of the batch's loss
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Act:
         self._known |= {var: at(stash[buffer], self._row[buffer]) for var, buffer in left}
         self._add(self._passes.late, self._passes.weight_grad(self._known))
 
-    # --- where things lie ----------------------------------------------------------------------------------------
+    # --- where things are ----------------------------------------------------------------------------------------
 
     def _taken(self) -> Flat:
         """What has arrived for this action."""
         return {kind: at(x, self._row["takes"]) for kind, x in self._state.inbox.items()}
 
     def _take_ends(self) -> None:
-        """The gradients of the outputs. That of the loss is its share."""
+        """Take the gradients of the outputs. The gradient of the loss is its share."""
         program = self._program
         if program.is_last:
             (kind,) = program.ends.sizes
@@ -121,7 +121,7 @@ class Act:
         self._state = self._state._replace(stash=stash)
 
     def _send_back(self, results: list[Array]) -> list[Array]:
-        """The gradients of the inputs, which come first, are the message. Returns the other results."""
+        """Make the gradients of the inputs, which come first, the message. Returns the other results."""
         program, after = self._program, len(self._program.returns.slots)
         if not program.is_first:
             message = program.returns.pack(results[:after], self._message_sizes)
@@ -138,5 +138,5 @@ class Act:
 
 
 def at(x: Array, slot: Array) -> Array:
-    """What lies in a slot."""
+    """The contents of a slot."""
     return lax.dynamic_index_in_dim(x, slot, keepdims=False)

@@ -21,8 +21,8 @@ Places = Sequence[tuple[int, int]]
 
 
 class Copies(NamedTuple):
-    """Elements that are one: `size` of them in the flat arrays of a kind. What lies at `parts` is added up, and the sum
-    goes to `places`."""
+    """Elements that are copies of each other: `size` of them in the flat arrays of a kind. Those at `parts` are added
+    up, and the sum goes to `places`."""
 
     kind: Kind
     size: int
@@ -31,7 +31,7 @@ class Copies(NamedTuple):
 
 
 def add_copies(gradients: Flat, blueprints: Blueprints, tied: Tied) -> Flat:
-    """Add up the gradients of stages that several ranks hold, and then of what is tied by name; each copy gets the
+    """Add up the gradients of stages that several ranks hold, and then of parameters tied by name; each copy gets the
     sum."""
     gradients = dict(gradients)
     for copies in [*_twice(blueprints), *_tied(blueprints, tied)]:
@@ -40,7 +40,7 @@ def add_copies(gradients: Flat, blueprints: Blueprints, tied: Tied) -> Flat:
 
 
 def once(gradients: Flat, blueprints: Blueprints) -> Flat:
-    """The gradients with zeros in the place of every copy but the first, so that all ranks together have each once."""
+    """The gradients with zeros in place of every copy except the first, so that all ranks together have each once."""
     gradients = dict(gradients)
     for copies in [*_twice(blueprints), *_tied(blueprints, blueprints.tied)]:
         x = gradients[copies.kind]
@@ -52,14 +52,14 @@ def once(gradients: Flat, blueprints: Blueprints) -> Flat:
 
 
 def mean(gradients: Flat, data_axis: Axis | None) -> Flat:
-    """Over the data-parallel ranks."""
+    """The mean over the data-parallel ranks."""
     if data_axis is None:
         return gradients
     return {kind: all_reduce(x, data_axis, "mean") for kind, x in gradients.items()}
 
 
 def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:
-    """One all_reduce, to which ranks without a part add zeros."""
+    """The sums, made by one all_reduce, to which ranks without a part add zeros."""
     own = [jnp.where(is_here, cut(x, begin, copies.size), 0) for is_here, begin in _here(copies.parts, blueprints)]
     total = all_reduce(sum(own), blueprints.axis)
     for is_here, begin in _here(copies.places, blueprints):
@@ -69,7 +69,7 @@ def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:
 
 
 def _here(places: Places, blueprints: Blueprints) -> list[tuple[Array, Array]]:
-    """On this rank, (whether there is one, where) of as many as the rank that has most."""
+    """This rank's places as (whether there is one, where): as many entries as the rank with the most places has."""
     each = [[begin for rank, begin in places if rank == place] for place in range(len(blueprints.placement))]
     most = max(map(len, each))
     table = np.array([begins + [-1] * (most - len(begins)) for begins in each], np.int32)
@@ -95,7 +95,7 @@ def _tied(blueprints: Blueprints, tied: Tied) -> Iterator[Copies]:
             [(rank, blueprints.begin(rank, stage)[one.kind] + slot.begin) for rank in blueprints.holders(stage)]
             for (stage, _), slot in zip(tie, slots)
         ]
-        # the holders of one stage have the same sum already
+        # the ranks that hold one stage already have the same sum
         yield Copies(one.kind, one.size, [first for first, *_ in places], [place for held in places for place in held])
 
 

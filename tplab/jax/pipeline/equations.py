@@ -1,4 +1,4 @@
-"""The equations of a traced function, cut into parts: what some results need, from where on."""
+"""The equations of a traced function, cut into parts: those that some results need, from a given point on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHEAP = LAYOUTS | {
 class Part:
     """Some equations of a function, in order, as a function of their own.
 
-    takes   the variables it must be given       gives   what it returns: variables, or literals
+    takes   the variables it must be given       gives   what it returns: variables or literals
     """
 
     def __init__(self, equations: Sequence[Any], takes: Sequence[Var], gives: Sequence[Any], consts: dict[Var, Any]):
@@ -32,14 +32,14 @@ class Part:
         self.equations, self._consts = tuple(equations), consts
 
     def __call__(self, given: dict[Var, Any]) -> list[Any]:
-        """Compute what it gives. `given`: what is known, by variable."""
+        """Compute the results. `given`: the known values, by variable."""
         return _evaluate(self.equations, {**self._consts, **{var: given[var] for var in self.takes}}, self.gives)
 
 
 class Equations:
-    """All equations of `function(*examples)`, calls within calls written out.
+    """All equations of `function(*examples)`, with nested calls written out.
 
-    `outputs` are the variables of its results; `inputs` those of the examples. A result may be a literal.
+    `outputs` are the variables of its results; `inputs` are those of the examples. A result may be a literal.
     """
 
     def __init__(self, function: Callable[..., Sequence[Any]], examples: Sequence[Any]):
@@ -52,7 +52,7 @@ class Equations:
         self._maker = {var: place for place, eqn in enumerate(self._equations) for var in eqn.outvars}
 
     def depends_on(self, sources: Iterable[Var]) -> set[Var]:
-        """All variables that depend on these, and these."""
+        """These variables and all that depend on them."""
         found = set(sources)
         for eqn in self._equations:
             if any(atom in found for atom in eqn.invars if not is_literal(atom)):
@@ -60,13 +60,13 @@ class Equations:
         return found
 
     def origin(self, var: Var, inside: set[Var]) -> Var:
-        """The variable that has the same numbers in another layout, as far back as it is one of `inside`."""
+        """The earliest variable that has the same numbers in another layout, within `inside`."""
         while (before := self._before(var)) is not None and before in inside:
             var = before
         return var
 
     def without_cheap(self, variables: Iterable[Var], given: set[Var], data: set[Var]) -> list[Var]:
-        """Those that cheap operations cannot make of the others, of what is `given`, and of what is not `data`."""
+        """Those that cheap operations cannot make from the others, from `given`, and from what is not `data`."""
         kept = self.in_order(variables)
         for var in reversed(kept[:]):
             if self._is_cheap(var, given.union(kept) - {var}, data):
@@ -74,7 +74,7 @@ class Equations:
         return kept
 
     def needed_for(self, wanted: Iterable[Any], given: Iterable[Var] = ()) -> set[int]:
-        """The places of the equations that these results need where the variables `given` are known."""
+        """The places of the equations that these results need if the variables `given` are known."""
         given, found = set(given), set()
         pending = [var for var in wanted if not is_literal(var)]
         while pending:
@@ -87,7 +87,7 @@ class Equations:
         return found
 
     def part(self, wanted: Sequence[Any], given: Iterable[Var] = ()) -> Part:
-        """What computes `wanted` from `given` and the inputs."""
+        """The part that computes `wanted` from `given` and the inputs."""
         given = set(given)
         places = self.needed_for(wanted, given)
         chosen = [self._equations[place] for place in sorted(places)]
@@ -97,7 +97,7 @@ class Equations:
         return Part(chosen, list(takes), wanted, self._consts)
 
     def in_order(self, variables: Iterable[Var]) -> list[Var]:
-        """These, inputs first, and then as they are made."""
+        """These variables, inputs first, then in the order in which they are made."""
         place = {var: number for number, var in enumerate(self.inputs)}
         return sorted(variables, key=lambda var: place.get(var, len(place) + self._maker.get(var, 0)))
 
@@ -129,7 +129,7 @@ def is_literal(atom: Any) -> bool:
 def _evaluate(
     equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[Any], inline: bool = False
 ) -> list[Any]:
-    """Compute `wanted`: each equation in turn; with `inline`, in place of a call what is called."""
+    """Compute `wanted`, one equation after another; with `inline`, calls are replaced by what they call."""
 
     def read(atom: Any) -> Any:
         return atom.val if is_literal(atom) else known[atom]

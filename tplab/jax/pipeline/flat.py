@@ -15,7 +15,7 @@ from tplab.jax.ranks.context import vary, varying_axes
 
 
 class Kind(NamedTuple):
-    """What can lie in one flat array: a dtype, and the axes along which JAX's types say that ranks differ."""
+    """What can be in one flat array: a dtype, and the axes along which JAX's types say that ranks differ."""
 
     dtype: str
     axes: tuple[str, ...]
@@ -46,13 +46,13 @@ class Slot(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where each of some arrays lies: one behind the other, in the flat array of its kind."""
+    """Where each of some arrays is: one after another, in the flat array of its kind."""
 
     slots: tuple[Slot, ...]
 
     @classmethod
     def of(cls, arrays: Iterable[tuple[tuple[int, ...], Kind]]) -> Layout:
-        """That of arrays of these shapes and kinds."""
+        """The layout of arrays of these shapes and kinds."""
         sizes: dict[Kind, int] = {}
         slots = []
         for shape, kind in arrays:
@@ -63,14 +63,14 @@ class Layout(NamedTuple):
 
     @property
     def sizes(self) -> dict[Kind, int]:
-        """Elements of each kind."""
+        """The number of elements of each kind."""
         sizes: dict[Kind, int] = {}
         for slot in self.slots:
             sizes[slot.kind] = sizes.get(slot.kind, 0) + slot.size
         return sizes
 
     def pack(self, arrays: Sequence[Array], sizes: Sizes) -> Flat:
-        """The arrays, with zeros behind them up to these sizes."""
+        """The arrays, followed by zeros up to these sizes."""
         rows: dict[Kind, list[Array]] = {kind: [] for kind in sizes}
         for x, slot in zip(arrays, self.slots, strict=True):
             rows[slot.kind].append(vary(x, slot.kind.axes).reshape(-1))
@@ -83,7 +83,7 @@ class Layout(NamedTuple):
         }
 
     def unpack(self, flat: Flat, begin: Mapping[Kind, Any] | None = None) -> list[Array]:
-        """The arrays again; `begin` says where in the flat ones they lie, if not in front."""
+        """The arrays again; `begin` says where in the flat ones they begin, if not at 0."""
         if begin is not None:
             flat = {kind: cut(flat[kind], begin[kind], size) for kind, size in self.sizes.items()}
         return [cut(flat[p.kind], p.begin, p.size).reshape(p.shape) for p in self.slots]
@@ -97,18 +97,18 @@ def cut(x: Array, begin: Any, size: int) -> Array:
 
 
 def add_at(x: Array, begin: Any, more: Array) -> Array:
-    """A flat array with `more` added to the elements from `begin` on: in place, where it is the carry of a loop."""
+    """A flat array with `more` added to the elements from `begin` on: in place, if it is the carry of a loop."""
     return lax.dynamic_update_slice(x, cut(x, begin, more.shape[0]) + more, (begin,))
 
 
 def kind_of(x: Any, axes: Iterable[str] = ()) -> Kind:
-    """Of an array or its type; `axes` are added to those along which it differs."""
+    """The kind of an array or of its type; `axes` are added to those along which it differs."""
     found = varying_axes(x) if isinstance(x, jax.Array) else varying_axes_of(x)
     return Kind(str(x.dtype), tuple(sorted({*found, *axes})))
 
 
 def largest(layouts: Iterable[Layout]) -> dict[Kind, int]:
-    """Of each kind, the elements of the layout that has most."""
+    """For each kind, the number of elements of the layout that has the most."""
     sizes: dict[Kind, int] = {}
     for layout in layouts:
         for kind, size in layout.sizes.items():

@@ -4,16 +4,16 @@ The stage and its gradient are traced once, together:
 
     x, weights -> y;  y, dy -> dx, dweights
 
-and the equations are dealt out by what they depend on and by what needs them:
+and the equations are sorted by what they depend on and by what needs them:
 
-    F   all that does not wait for dy: y, and what JAX's `vjp` saves for its backward pass
+    F   everything that does not wait for dy: y, and what JAX's `vjp` saves for its backward pass
     B   the rest
-    I   of B what dx needs
-    W   of B what dweights need and dx does not: of a linear layer dW = dy^T x. It takes the gradients that I has met at
-        the outputs of such products, so that nothing is computed twice: I and W together are the FLOPs of B
+    I   the part of B that dx needs
+    W   the part of B that dweights need and dx does not: for a linear layer dW = dy^T x. It takes the gradients that I
+        has met at the outputs of such products, so that nothing is computed twice: I and W together are the FLOPs of B
 
-What is made of weights alone is not kept, since each pass can make it again from them; nor are random keys, nor what
-additions, products and the like make of the rest, since that costs less than to fetch it. The same numbers in another
+What is computed from weights alone is not kept, since each pass can compute it again; nor are random keys, nor what
+additions, products and the like make from the rest, since that costs less than fetching it. The same numbers in another
 layout (reshape, transpose) are kept once. Where there is no dx, as in the first stage, I is what the gradients of
 several weights have in common.
 """
@@ -40,10 +40,10 @@ Loss = Callable[[Any, Any], Array]
 
 @dataclass(frozen=True)
 class Given:
-    """What a pass can have at any time, since it is there for the whole batch.
+    """What a pass can have at any time, since it exists for the whole batch.
 
     params       the stage's parameters
-    inputs       of one microbatch, in the first stage        target   of it, in the last
+    inputs       of one microbatch, in the first stage        target   its target, in the last
     microbatch   its number        place   the number of the stage's first layer in the model
     key          the batch's random key, or None
     """
@@ -61,14 +61,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Traced:
-    """A stage and its gradient as equations, and which of their variables are what.
+    """A stage and its gradient as equations, and the roles of their variables.
 
-    params, fixed   parameters; and all that is given
-    arriving        what comes from the stage before; of the first stage nothing
-    outputs         what F gives: the stage's outputs, or the loss
+    params, fixed   the parameters; and everything that is given
+    arriving        what comes from the stage before; nothing for the first stage
+    outputs         what F returns: the stage's outputs, or the loss
     ends            the gradients of the floating-point outputs, with which the backward pass begins
-    input_grads     of the floating-point inputs that arrived
-    param_grads     one a parameter
+    input_grads     those of the floating-point inputs that arrived
+    param_grads     one per parameter
     residuals       what the backward pass takes from the forward pass
     """
 
@@ -86,7 +86,7 @@ class Traced:
 def traced(stage: Stage, given: Given, arriving: Arrays, loss: Loss | None, axes: tuple[str, ...]) -> Traced:
     """Trace a stage and its gradient. `arriving` are examples; `loss` is for the last stage.
 
-    axes   along which every rank has activations of its own: those of the pipeline and of data parallelism
+    axes   the axes along which every rank has activations of its own: those of the pipeline and of data parallelism
     """
     leaves, structure = given.flat()
     is_first = given.inputs is not None
@@ -113,7 +113,7 @@ def traced(stage: Stage, given: Given, arriving: Arrays, loss: Loss | None, axes
             return [y for y in outputs if is_float(y)], outputs
 
         floats, pull, outputs = jax.vjp(forward, params, [inputs[where] for where in places], has_aux=True)
-        ends = [y * 0 for y in floats]  # stand for the gradients: variables of their own, of the right types
+        ends = [y * 0 for y in floats]  # stand in for the gradients: separate variables, of the right types
         param_grads, input_grads = pull(ends)
         groups = [outputs, ends, input_grads, jax.tree.leaves(param_grads), jax.tree.leaves(pull)]
         parts[:] = [len(group) for group in groups]
@@ -132,10 +132,10 @@ def traced(stage: Stage, given: Given, arriving: Arrays, loss: Loss | None, axes
 class Passes:
     """F, B, I and W of a stage, with what each keeps for the others.
 
-    F gives the outputs, then `saved`. B gives input_grads, then the gradients of the parameters numbered `trained`.
-    I gives input_grads, those of `early`, then `left`; W those of `late`.
+    F returns the outputs, then `saved`. B returns input_grads, then the gradients of the parameters numbered `trained`.
+    I returns input_grads, those of `early`, then `left`; W returns those of `late`.
 
-    saved   what F keeps        left   what I keeps for W, which needs `outlasting` of `saved` too
+    saved   what F keeps        left   what I keeps for W, which also needs `outlasting` of `saved`
     """
 
     def __init__(self, traced: Traced):
@@ -158,7 +158,7 @@ class Passes:
         self.early = [n for n in self.trained if gradients[n] in on_chain]
         self.late = [n for n in self.trained if gradients[n] not in on_chain]
         late = [gradients[n] for n in self.late]
-        # W begins where the chain passes by, and at what was there before the chain. What recomputes is I's.
+        # W begins where the chain passes by, and at what existed before the chain. Recomputation belongs to I.
         there = {v for v in (saved | ends | on_chain | (data - waits)) - fixed if not _is_key(v)}
         taken = {equations.origin(var, there) for var in equations.part(late, there).takes if var in there}
         self.weight_grad = equations.part(late, taken)
@@ -169,14 +169,14 @@ class Passes:
         )
 
     def forward_only(self) -> Passes:
-        """The same, of which F is run and keeps nothing."""
+        """The same for a run of F alone, which keeps nothing."""
         alone = copy(self)
         alone.saved, alone.left, alone.outlasting = [], [], set()
         alone.forward = self.traced.equations.part([*self.traced.outputs])
         return alone
 
     def _chain(self, known: set[Var]) -> set[int]:
-        """The places of the equations that the gradient passes on its way to the inputs."""
+        """The places of the equations that the gradient passes through on its way to the inputs."""
         traced, equations = self.traced, self.traced.equations
         if traced.input_grads:
             return equations.needed_for(traced.input_grads, known)

@@ -1,8 +1,8 @@
-"""The plan of a batch: what each rank does at each tick, what it sends, and where everything lies. All of it NumPy.
+"""The plan of a batch: what each rank does at each tick, what it sends, and where everything is. All of it is NumPy.
 
-A schedule is known before the program runs, so that every question of where and when is settled here, and the program
-only looks numbers up: which pass, which slot of which buffer, which ranks exchange. A slot is free again when what lay
-in it has been taken, so that buffers are as long as the schedule keeps things at once, and no longer.
+A schedule is known before the program runs. So every question of where and when is settled here, and the program only
+looks numbers up: which pass, which slot of which buffer, which ranks exchange. A slot is free again once its contents
+have been taken, so a buffer has only as many slots as the schedule needs at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class Buffer(NamedTuple):
-    """Part of the stash: arrays of one shape and kind, one a slot. `number` tells those of one pass apart."""
+    """Part of the stash: arrays of one shape and kind, one per slot. `number` distinguishes those of one pass."""
 
     shape: tuple[int, ...]
     kind: Kind
@@ -32,19 +32,19 @@ class Buffer(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of one slot."""
+        """The bytes of one slot."""
         return math.prod(self.shape) * self.kind.itemsize
 
 
 class Keeping(NamedTuple):
-    """What a program's passes keep: the buffers that F fills, those of them that W needs too, those that I fills."""
+    """What a program's passes keep: the buffers that F fills, those of them that W also needs, those that I fills."""
 
     saved: tuple[Buffer, ...]
     outlasting: frozenset[Buffer]
     left: tuple[Buffer, ...]
 
     def change(self, kind: str) -> int:
-        """Bytes that a pass of this kind adds to what is kept; less than 0 where it lets go."""
+        """The bytes that a pass of this kind adds to what is kept; negative where it frees some."""
         saved, outlasting, left = (sum(buffer.num_bytes for buffer in buffers) for buffers in self)
         return {"F": saved, "B": -saved, "I": left + outlasting - saved, "W": -left - outlasting}[kind]
 
@@ -54,16 +54,16 @@ class Plan:
     """What happens at each tick.
 
     table     column -> [ticks, ranks]:
-              "action"           number of the pass in `passes`, counted from 1; 0 where the rank idles
-              "stage", "microbatch", "home"   of the action; home is the rank where the microbatch begins
-              "takes"            the slot of the inbox where what the action takes lies
+              "action"           the number of the pass in `passes`, counted from 1; 0 where the rank idles
+              "stage", "microbatch", "home"   those of the action; home is the rank where the microbatch begins
+              "takes"            the slot of the inbox that holds what the action takes
               ("arrives", n)     the slot of the inbox for what exchange n brings after the tick; -1: nothing
-              a Buffer           its slot that the action fills, or reads
-    passes    (kind, program) that are run
-    rounds    who sends to whom, of all exchanges that differ; the first is that of nobody
-    round_of  [ticks, exchanges] of them, after each tick
-    inbox     slots of the inbox
-    stash     buffer -> slots
+              a Buffer           its slot that the action fills or reads
+    passes    the (kind, program) pairs that are run
+    rounds    all different exchanges, as which rank sends to which; in the first, no rank sends
+    round_of  [ticks, exchanges]: the round of each exchange after each tick
+    inbox     the number of slots of the inbox
+    stash     buffer -> its number of slots
     """
 
     table: dict[Any, np.ndarray]
@@ -110,8 +110,8 @@ class _Planner:
     def _messages(self) -> tuple[tuple[Pairs, ...], np.ndarray, int]:
         """Note what is sent and where it arrives: (rounds, round_of, slots of the inbox).
 
-        At each tick a rank sends one message at most, but it may get several: as many exchanges follow as the busiest
-        receiver gets messages.
+        At each tick a rank sends at most one message, but it may receive several: the busiest receiver's number of
+        messages is the number of exchanges that follow.
         """
         message = self.schedule.needs.message
         sent: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
@@ -138,7 +138,7 @@ class _Planner:
         return tuple(rounds), round_of, lies.most
 
     def _stash(self) -> dict[Buffer, int]:
-        """Note in which slots what is kept lies: buffer -> how many it needs."""
+        """Note which slots hold what is kept. Returns buffer -> how many slots it needs."""
         lies: dict[Buffer, _Slots] = {}
         for action in sorted(self.actions, key=lambda a: self.ticks[self._place(a.kind, a)]):
             keeping = self.keeping[self.program_of[action.stage]]
@@ -154,7 +154,7 @@ class _Planner:
         return {buffer: slots.most for buffer, slots in lies.items()}
 
     def _users(self, action: Action, outlasts: bool) -> list[int]:
-        """The actions, by place, that fill or read what this one keeps, in order."""
+        """The places of the actions that fill or read what this one keeps, in order."""
         first = self._place(action.kind, action)
         if action.kind == "I":
             return [first, self._place("W", action)]
@@ -167,7 +167,7 @@ class _Planner:
 
 
 class _Slots:
-    """Slots of one buffer, on each rank. Asked for in the order of time."""
+    """The slots of one buffer, on each rank. They must be taken in the order of time."""
 
     def __init__(self, num_ranks: int):
         self._free: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -176,7 +176,7 @@ class _Slots:
 
     @property
     def most(self) -> int:
-        """How many the busiest rank needs."""
+        """The number of slots that the busiest rank needs."""
         return max(self._count)
 
     def take(self, rank: int, begin: int, end: int) -> int:

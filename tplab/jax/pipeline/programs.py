@@ -1,4 +1,4 @@
-"""Programs: what the stages of a model compute, traced once. Equal stages share one, and so one compiled branch."""
+"""Programs: what the stages of a model compute, traced once. Equal stages share a program, and its compiled branch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tplab.jax.ranks.context import vary
 
 
 class Batch:
-    """The microbatches of a batch, behind one another, and its random key. There for every pass, on every rank.
+    """The microbatches of a batch, stacked, and its random key. Every pass on every rank has them.
 
-    axes    along which ranks have activations of their own: those of the pipeline and of data parallelism
+    axes    the axes along which ranks have activations of their own: those of the pipeline and of data parallelism
     first   the number of the first microbatch, for the key
     """
 
@@ -40,7 +40,7 @@ class Batch:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), tree)
 
         inputs, target = one(self._inputs) if is_first else None, one(self._targets) if is_last else None
-        # of the types that the stage was traced with, or what dropout draws from them would not fit
+        # with the types that the stage was traced with, or what dropout draws from them would not fit
         if not isinstance(self._first, int) or self._first:
             microbatch = microbatch + jnp.asarray(self._first, jnp.int32)
         microbatch, place = vary(microbatch, self.axes), vary(place, self.axes)
@@ -62,8 +62,8 @@ class Program:
     """What a stage computes.
 
     enters, leaves   how F's inputs and outputs are packed when they pass between stages
-    ends, returns    and the gradients: those of the outputs, with which B and I begin, and those of the inputs
-    saved, left      where what F keeps, and what I keeps for W, lies in the stash: as `passes.saved` and `.left`
+    ends, returns    the same for gradients: those of the outputs, with which B and I begin, and those of the inputs
+    saved, left      where the stash holds what F keeps, and what I keeps for W: as `passes.saved` and `.left`
     """
 
     blueprint: Blueprint
@@ -86,13 +86,13 @@ class Program:
 
     @property
     def keeping(self) -> Keeping:
-        """What lies in the stash, and how long."""
+        """What the stash holds, and how long."""
         passes = self.passes
         outlasting = {buffer for var, buffer in zip(passes.saved, self.saved) if var in passes.outlasting}
         return Keeping(self.saved, frozenset(outlasting), self.left)
 
     def forward_only(self) -> Program:
-        """The same, of which F is run and keeps nothing."""
+        """The same for a run of F alone, which keeps nothing."""
         return replace(self, passes=self.passes.forward_only(), saved=(), left=())
 
     def params(self, flat: Flat, begin: Any = None) -> Any:
@@ -126,7 +126,7 @@ def programs_of(
 def _traced(
     stage: Stage, blueprint: Blueprint, params: Flat, batch: Batch, enters: Layout, loss: Loss | None
 ) -> Program:
-    """The program of a stage that is like none before it."""
+    """The program of a stage that differs from all before it."""
     is_first, is_last = stage.number == 0, loss is not None
     if not is_first and not any(is_float(jnp.empty(0, slot.kind.dtype)) for slot in enters.slots):
         raise ScheduleError(

@@ -20,8 +20,8 @@ class Layer:
     """What is called in a stage: a layer with `init`, which is given its parameters first, or a function without any.
 
     called    the layer or function
-    forward   what to call in its place, with the layer and its parameters before the inputs
-    bare      a function that takes parameters first, though it has no `init`
+    forward   what to call instead, with the layer and its parameters before the inputs
+    bare      whether it is a function that takes parameters first, though it has no `init`
     """
 
     called: Any
@@ -33,7 +33,7 @@ class Layer:
         return self.bare or hasattr(self.called, "init")
 
     def __call__(self, params: Any, inputs: Arrays, key: Any) -> Any:
-        """The layer's output. A `key` goes to those that have a parameter of this name."""
+        """The layer's output. Only a layer that has a parameter `key` is given one."""
         given: tuple[Any, ...] = (params, *inputs) if self.has_params else inputs
         function = self.called
         if self.forward is not None:
@@ -43,7 +43,7 @@ class Layer:
         return function(*given)
 
     def same_as(self, other: Layer) -> bool:
-        """Whether it is known to do the same. A layer that cannot be compared is another one."""
+        """Whether it is known to do the same. A layer that cannot be compared counts as different."""
         try:
             return bool(self == other)
         except Exception:  # arrays in a layer, for one, are compared element by element
@@ -55,7 +55,7 @@ class Stage:
     """Some layers.
 
     number             for messages
-    checkpoint_every   every so many layers only what enters them is kept; what is between is computed again
+    checkpoint_every   only what enters each group of this many layers is kept; the rest is recomputed
     """
 
     layers: tuple[Layer, ...]
@@ -70,7 +70,7 @@ class Stage:
     def __call__(
         self, params: Sequence[Any], inputs: Arrays, keys: Callable[[int], Any], finish: Callable[..., Arrays] | None
     ) -> Arrays:
-        """What the stage gives of `inputs`; `finish` of the last stage: outputs -> loss, which it gives instead."""
+        """The stage's outputs for `inputs`. `finish`, for the last stage: outputs -> loss, which it returns instead."""
         size = self.checkpoint_every or max(1, len(self.layers))
         starts = range(0, len(self.layers), size) or [0]
         for begin in starts:
@@ -85,7 +85,7 @@ class Stage:
         return inputs
 
     def same_as(self, other: Stage) -> bool:
-        """Whether it does the same, given the same."""
+        """Whether it does the same, given the same inputs."""
         return len(self.layers) == len(other.layers) and all(map(Layer.same_as, self.layers, other.layers))
 
     def _arrays(self, outputs: Any) -> Arrays:

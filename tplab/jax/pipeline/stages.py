@@ -1,4 +1,4 @@
-"""A model as a list of layers, cut into stages, of which each rank makes its own."""
+"""A model as a list of layers, cut into stages. Each rank makes its own stages."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tplab.sharding import P
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What one stage is made of, without its numbers: its layers, its parameters' structure, and how they lie."""
+    """One stage without its numbers: its layers, and the structure and layout of its parameters."""
 
     layers: tuple[Layer, ...]
     structure: Any
     layout: Layout
 
     def names(self) -> list[str]:
-        """Of each parameter: "0.up.weight" is in the stage's first layer."""
+        """The name of each parameter: "0.up.weight" is in the stage's first layer."""
         tree = self.structure.unflatten(range(len(self.layout.slots)))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         bare = len(self.layers) == 1 and self.layers[0].bare
@@ -55,11 +55,11 @@ class Blueprints:
 
     @property
     def sizes(self) -> dict[Kind, int]:
-        """Elements of each kind that a rank holds: those of the rank that has most."""
+        """The number of elements of each kind that a rank holds: those of the rank that has the most."""
         return largest(self.layout(rank) for rank in range(len(self.placement)))
 
     def layout(self, rank: int) -> Layout:
-        """How all parameters of a rank lie: one stage behind the other, as in the placement."""
+        """The layout of all parameters of a rank: stage after stage, in the order of the placement."""
         return Layout.of(
             (slot.shape, slot.kind) for stage in self.held(rank) for slot in self.stages[stage].layout.slots
         )
@@ -86,12 +86,13 @@ class Blueprints:
 class Stages:
     """The parameters of this rank's stages, and how to run them. `train_batch` takes it as it is.
 
-    It is a pytree, whose leaves are the parameters: packed into flat arrays, one for each dtype, and padded with zeros
-    to the rank that has most. So `jax.tree.map` and optax take it and its gradients; P("pp") puts it on the mesh.
+    It is a pytree whose leaves are the parameters, packed into flat arrays, one per dtype, and padded with zeros to the
+    size of the rank that has the most. So `jax.tree.map` and optax take it and its gradients; P("pp") puts it on the
+    mesh.
 
-    stages[n]   the parameters of stage n, a list of each layer's: on a rank that holds it. On others the same shapes,
-                without a meaning. Outside of `run`, where P("pp") has joined the ranks' stages, that of any
-    partition   which layers each stage has             tied   which parameters are one, by stage and name
+    stages[n]   on a rank that holds stage n, its parameters, a list with one entry per layer. On other ranks the same
+                shapes, without meaning. Outside `run`, where P("pp") has joined the ranks' stages, any stage
+    partition   which layers each stage has             tied   which parameters are tied, by stage and name
     """
 
     def __init__(self, flat: Flat, blueprints: Blueprints):
@@ -107,8 +108,8 @@ class Stages:
 
     @property
     def specs(self) -> Stages:
-        """How the parameters lie on the mesh, for in_specs and out_specs: P("pp") is enough where nothing is spread
-        over another axis as well."""
+        """How the parameters lie on the mesh, for in_specs and out_specs: P("pp") is enough unless something is also
+        spread over another axis."""
         return Stages({kind: P(kind.axes) for kind in self.flat}, self.blueprints)  # type: ignore[misc]
 
     def __getitem__(self, stage: int) -> Any:
@@ -150,16 +151,16 @@ def stages_of(
     axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
 ) -> Stages:
-    """Cut a model into the stages of `schedule`, and make those of this rank. Called inside a rank's program.
+    """Cut a model into the stages of `schedule`, and make those of this rank. Call it inside a rank's program.
 
-    layers    LayerSpecs, layers that are there already, and functions (which have no parameters). A layer is an object
-              with `init(key)`, which gives its parameters, and is called with them and its inputs. A layer or function
-              that has a parameter `key` is given the random key of the batch, one of its own
+    layers    LayerSpecs, layers that already exist, and functions (which have no parameters). A layer is an object with
+              `init(key)`, which returns its parameters, and is called with them and its inputs. A layer or function
+              that has a parameter `key` is given a key of its own, made from the random key of the batch
     method    what is balanced over the ranks: see `tplab.pipeline.partition`
     bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
 
-    A layer's first weights depend on the seed of the run and the layer's place in the list alone. So the model is the
-    same one with any number of ranks and stages, and data-parallel copies agree. Each rank makes its own layers only.
+    A layer's first weights depend only on the seed of the run and the layer's place in the list. So the model is the
+    same with any number of ranks and stages, and data-parallel copies agree. Each rank makes its own layers only.
     """
     about = blueprints_of(layers, schedule, method, axis=axis, bounds=bounds)
     first = {place: tied[0] for tied in ties(layers).values() for place in tied}
@@ -186,8 +187,7 @@ def blueprints_of(
     axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
 ) -> Blueprints:
-    """What `stages_of` would make, without numbers: for parameters that are there already. Called inside a rank's
-    program."""
+    """What `stages_of` would make, without numbers, for parameters that exist. Called inside a rank's program."""
     label = ",".join(this_mesh().names(axis))
     require_ranks(schedule, axis_size(axis), label)
     made = cut_layers(
@@ -208,7 +208,7 @@ def blueprints_of(
 
 
 def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: Axis) -> Stages:
-    """Stages that all run `function(params, x)`. `params`: of this rank's one stage, or a list, one a stage."""
+    """Stages that all run `function(params, x)`. `params`: those of this rank's one stage, or a list, one per stage."""
     counts = {len(set(held)) for held in schedule.placement}
     (num_held,) = counts if len(counts) == 1 else (0,)
     given = [params] if num_held == 1 else params
@@ -231,7 +231,7 @@ def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: A
 
 
 def as_params(stages: Stages) -> Any:
-    """What `alike` was given, of stages that it has made."""
+    """The params that `alike` was given, from the stages that it made."""
     about = stages.blueprints
     one, each = about.stages[0], []
     for number in range(len(about.held(0))):
@@ -241,9 +241,9 @@ def as_params(stages: Stages) -> Any:
 
 
 def num_parameters(layers: Sequence[Any]) -> list[int]:
-    """Parameters of each layer. Nothing is made: only shapes are computed.
+    """The number of parameters of each layer. Nothing is made: only shapes are computed.
 
-    A function has none: an embedding that hides in a lambda is not counted, nor is it trained.
+    A function has none: an embedding inside a lambda is neither counted nor trained.
     """
     counts: dict[LayerSpec, int] = {}
 
@@ -271,7 +271,7 @@ def _layer(layer: Any) -> Layer:
 
 
 def _tied(layers: Sequence[Any], made: Partition) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """(stage, name) of every parameter of each key."""
+    """The (stage, name) of every parameter, for each key that ties them."""
     found = []
     for places in ties(layers).values():
         tie = []
@@ -295,13 +295,13 @@ def _init(layer: Layer, place: int) -> Any:
 
 
 def _types(function: Callable[[], Any]) -> Any:
-    """The types of what a function gives, which is not run."""
+    """The types of what a function returns, without running it."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)()
     return jax.tree.structure(shapes).unflatten(closed.out_avals)
 
 
 def _layout(leaves: Sequence[Any], axis: Axis) -> Layout:
-    """How parameters lie. They differ along the pipeline's axis, whatever else."""
+    """The layout of parameters. They always differ along the pipeline's axis."""
     for leaf in leaves:
         if not is_float(leaf):
             raise ScheduleError(

@@ -1,8 +1,8 @@
-"""The loop over a schedule's ticks: in each, a rank does what its row of the plan has for it, and then all exchange.
+"""The loop over a schedule's ticks: in each, a rank does what its row of the plan says, and then all ranks exchange.
 
-Two things keep it quick. What a rank carries from tick to tick is written where it lies: an action is a loop of one or
-no iterations, since XLA updates the carry of a loop in place, and copies that of a conditional. And each action counts
-one up in that carry: so each takes something from the one before, XLA sees their order, and none gets a copy of what
+Two things keep it fast. What a rank carries from tick to tick is written in place: an action is a loop of one or no
+iterations, since XLA updates the carry of a loop in place, and copies that of a conditional. And each action increments
+a counter in that carry. So each depends on the one before, XLA sees their order, and need not copy for one action what
 another one reads.
 """
 
@@ -99,7 +99,7 @@ class Ticks:
         return Act(program, row, state, self.params, self.batch, self.message_sizes, self.share).do(kind)
 
     def _places(self) -> dict[Any, np.ndarray]:
-        """More columns: the first layer of the action's stage, and where its parameters begin in the rank's."""
+        """More columns: the first layer of the action's stage, and where its parameters begin among the rank's."""
         stage, about = self.plan.table["stage"], self.blueprints
         made = about.partition
         first = np.arange(len(about.stages)) if made is None else np.array(made.bounds[:-1])
@@ -109,13 +109,13 @@ class Ticks:
             for rank in range(len(about.placement)):
                 for held in about.held(rank):
                     begin[rank, held] = about.begin(rank, held)[kind]
-            if begin.any():  # else it is known while the program is compiled
+            if begin.any():  # otherwise it is known while the program is compiled
                 columns["begin", kind] = np.take_along_axis(begin, stage.T, axis=1).T
         return columns
 
 
 def _when(condition: Array, update: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """`update(carry)` where the condition holds, else `carry`: written in place."""
+    """`update(carry)` if the condition holds, otherwise `carry`: written in place."""
 
     def once(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
         return state[0] & False, update(state[1])
@@ -124,7 +124,7 @@ def _when(condition: Array, update: Callable[[Carry], Carry], carry: Carry) -> C
 
 
 def _exchange(pairs: Pairs, axis: Axis, message: Flat) -> Flat:
-    """What each rank gets if these send. All ranks take part in the same exchange, so none waits in another one."""
+    """What each rank receives if these send. All ranks take part in the same exchange, so none waits in another one."""
     if not pairs:
         return message
     with jax.named_scope("tplab.send"):

@@ -39,8 +39,8 @@ def train_batch(
     first: int | Array = 0,
     key: Any = None,
 ) -> tuple[Array, Any]:
-    """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called inside a
-    rank's program; the rank at position r of `axis` runs row r.
+    """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Each rank of `axis`
+    calls it inside its program; the rank at position r runs row r.
 
         def step(x, y):
             stages = stages_of([LayerSpec(Linear, 8, 8)] * 4, one_f_one_b(4, 8))     # this rank's layers
@@ -48,45 +48,46 @@ def train_batch(
 
         loss, grads = run(step, Mesh(pp=4), x, y, out_specs=(P(), P("pp"))).value
 
-    schedule      any `Schedule`, by a rule or by hand; it is checked first
+    schedule      any `Schedule`, made by a rule or by hand; it is checked first
     stages        what `stages_of` makes; or (function, params), where every stage is function(params, x), with this
                   rank's own params: a list of them where it holds several stages
-    microbatches  a pair (input, target) each, all of one shape. The first stage looks at the inputs, the last at the
-                  targets; a tuple as input is several arrays
+    microbatches  one pair (input, target) each, all of one shape. Only the first stage reads the inputs, and only the
+                  last reads the targets; a tuple as input is several arrays
     loss          loss(output, target) -> a scalar
     ->            the mean of the microbatches' losses, the same on every rank; and its gradients, which have the form
-                  of `stages`: Stages, or what params are
+                  of `stages`: Stages, or the structure of params
 
-    data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
-                  mean over it
+    data_axis     along which ranks hold copies of the stages and have different microbatches: losses and gradients are
+                  the mean over it
     average       False: gradients stay those of this rank's own microbatches, for an optimizer that combines them along
                   data_axis itself, as that of `shard_optimizer` does
-    tied          parameters that are one: [((0, "0.weight"), (3, "2.weight"))] says by stage and name (which begins
+    tied          parameters that are tied: [((0, "0.weight"), (3, "2.weight"))] says by stage and name (which begins
                   with the layer's place in its stage) that their gradients are added up, and each gets the sum.
                   `stages_of` finds them. Copies of one stage on two ranks (Chimera, DualPipe) are tied without being
                   named
-    checkpoint_every  every so many layers of a stage what passes between them is forgotten, and computed again in the
+    checkpoint_every  only what enters each group of this many layers of a stage is kept; the rest is recomputed in the
                   backward pass
-    costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
-                  time. So the trace can be laid over `simulate(schedule, costs, lockstep=True)`
-    first         the number of the first microbatch, where what one optimizer step learns from is run in several calls:
-                  dropout draws as if it were one
-    key           the batch's random key, the same on every rank: layers that have a parameter of this name are given
-                  one made of it, of the microbatch and of the layer's place in the model alone. So dropout draws the
-                  same numbers in every schedule of the same layers, computed again or not
+    costs         how long actions take on the clock that counts steps, which `run` has without a cluster; without it,
+                  they take no time. So the trace can be laid over `simulate(schedule, costs, lockstep=True)`
+    first         the number of the first microbatch, where the batch of one optimizer step is run in several calls:
+                  dropout draws as if it were one call
+    key           the batch's random key, the same on every rank: layers that have a parameter of this name are given a
+                  key made only from it, the microbatch and the layer's place in the model. So dropout draws the same
+                  numbers in every schedule of the same layers, recomputed or not
 
     What each action does:
         F   take the input, run the stage, keep what the backward pass needs (what JAX's `vjp` keeps, without weights,
-            and without what is cheaper to compute again); the last stage goes on to the loss
-        B   from the gradient of the output, that of the input and those of the parameters
-        I   that of the input only; keep what W needs, let go of the rest       W   those of the parameters
+            and without what is cheaper to recompute); the last stage also computes the loss
+        B   from the gradient of the output, compute that of the input and those of the parameters
+        I   compute that of the input only; keep what W needs, free the rest       W   compute those of the parameters
     B is I and W at once, to the FLOP. An overlapped pair runs one after the other. A STEP is left to the caller.
 
-    The trace has each action as an event, and in it the bytes that the rank then holds for backward passes (`held`).
-    Lock-step: a tick is over when its slowest rank is, and its messages have arrived. A message is one flat array a
-    dtype, as long as the longest between any two stages; who has nothing to send sends nothing. Stages of the same
-    layers are compiled once.
-    Raises ScheduleError and ShapeError, in words, where schedule, stages, microbatches and axis do not fit together.
+    The trace has each action as an event, with the bytes that the rank then holds for backward passes (`held`).
+    Ranks run in lock-step: a tick is over when its slowest rank is, and its messages have arrived. A message is one
+    flat array per dtype, as long as the longest between any two stages; a rank with nothing to send sends nothing.
+    Stages of the same layers are compiled once.
+    Raises ScheduleError and ShapeError, with an explanation, where schedule, stages, microbatches and axis do not fit
+    together.
     """
     made = _stages(schedule, stages, axis)
     ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, checkpoint_every, costs, first, key)
@@ -109,9 +110,9 @@ def evaluate_batch(
 ) -> Array:
     """Run one batch through a pipeline, forward only: the loss that `train_batch` returns.
 
-    The arguments are those of `train_batch`. The schedule's forward passes run in their order, each as early as its
-    input is there. Nothing is kept, and nothing is sent but what passes from stage to stage. Layers are given no key,
-    so dropout drops nothing.
+    The arguments are those of `train_batch`. The schedule's forward passes run in their order, each as soon as its
+    input has arrived. Nothing is kept, and only what passes from stage to stage is sent. Layers are given no key, so
+    dropout drops nothing.
     """
     made = _stages(schedule, stages, axis)
     ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, None, costs, 0, None, is_forward_only=True)
@@ -119,7 +120,7 @@ def evaluate_batch(
 
 
 def _stages(schedule: Schedule, stages: Any, axis: Axis) -> Stages:
-    """The stages, which are those of the schedule."""
+    """The stages, checked against the schedule."""
     require_ranks(schedule, axis_size(axis), ",".join(this_mesh().names(axis)))
     check(schedule)
     made = stages if isinstance(stages, Stages) else alike(*_function_and_params(stages), schedule, axis)
@@ -160,7 +161,7 @@ def _ticks(
 
 
 def _mean_loss(total: Array, schedule: Schedule, axis: Axis, data_axis: Axis | None) -> Array:
-    """Of all microbatches, the same on every rank."""
+    """The mean loss of all microbatches, the same on every rank."""
     mean_of_axis = all_reduce(total, axis) / schedule.num_microbatches
     return mean_of_axis if data_axis is None else all_reduce(mean_of_axis, data_axis, "mean")
 
@@ -175,7 +176,7 @@ def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:
 
 
 def _own(stages: Stages, axes: tuple[str, ...]) -> Flat:
-    """The parameters, each rank's own along `axes`: so gradients are added up along them at the end, and once."""
+    """The parameters, each rank's own along `axes`, so that gradients are added up along them once, at the end."""
     for kind, x in stages.flat.items():
         if more := varying_axes(x) - {*kind.axes, *axes}:
             raise ShapeError(

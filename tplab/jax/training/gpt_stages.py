@@ -38,7 +38,7 @@ def blueprints_on(
 
 
 def sharded_layer(spec: LayerSpec, axis: str) -> LayerSpec:
-    """The same layer, whose parameters are cut over `axis` (ZeRO stage 3)."""
+    """The same layer, with its parameters cut over `axis` (ZeRO stage 3)."""
     if isinstance(spec, TiedSpec) and spec.key is not None:
         return TiedSpec(spec.key, _sharded, spec, axis, weight=f"{spec.weight}.{PIECE}")
     return LayerSpec(_sharded, spec, axis)
@@ -53,8 +53,8 @@ def _sharded(spec: LayerSpec, axis: str) -> ShardedLayer:
 class _Place(NamedTuple):
     """A parameter on a rank, and where its numbers are in the rank's row of a joined array.
 
-    name    in the whole state          shape   of the rank's tensor-parallel piece, padded as all ranks' are
-    held    which of its numbers, read row by row: with ZeRO 3 those of the data-parallel rank, else all
+    name    in the whole state          shape   of the rank's tensor-parallel piece, padded to the size of all ranks'
+    held    which of its numbers, in row-major order: with ZeRO 3 those of the data-parallel rank, otherwise all
     """
 
     rank: int
@@ -70,7 +70,7 @@ class _Place(NamedTuple):
 
 
 class GPTPacking:
-    """Which elements of the joined arrays of `Stages` are which parameter of a GPT.
+    """Which elements of the joined arrays of `Stages` belong to which parameter of a GPT.
 
     The joined array of a kind has a row per rank of the axes along which the kind differs: those of the pipeline, of
     tensor parallelism for what is spread over it, and of data parallelism where layers are `sharded_layer`s.
@@ -82,7 +82,7 @@ class GPTPacking:
         self.tp = Mesh(**{axis: mesh.axis_size(axis)})
 
     def pack(self, state: Mapping[str, Any]) -> Stages:
-        """Stages of NumPy arrays, joined as Stages.specs say: name -> whole array goes in."""
+        """From name -> whole array, Stages of NumPy arrays, joined as Stages.specs say."""
         pieces = split_state({name: np.asarray(x) for name, x in state.items()}, self.specs, self.tp)
         rows = {kind: np.zeros((self._num_rows(kind), size), kind.dtype) for kind, size in self._sizes.items()}
         for place in self._places():
@@ -107,7 +107,7 @@ class GPTPacking:
         return merge_state(states, self.specs, self.tp, np.concatenate)
 
     def names_on(self, rank: int) -> list[str]:
-        """The parameters that a rank has, each once."""
+        """The names of the parameters that a rank has, each once."""
         return list(dict.fromkeys(place.name for place in self._places() if place.rank == rank))
 
     @property
@@ -141,7 +141,7 @@ class GPTPacking:
 
 
 def whole_shapes(blueprint: Blueprint) -> list[tuple[int, ...]]:
-    """Of each parameter of a stage, also where ranks have pieces of it."""
+    """The whole shape of each parameter of a stage, even where ranks have pieces of it."""
     params = blueprint.structure.unflatten(blueprint.layout.slots)
     leaves = jax.tree.leaves(params, is_leaf=lambda x: is_sharded(x) or isinstance(x, Slot))
     return [leaf.whole_shape if is_sharded(leaf) else leaf.shape for leaf in leaves]

@@ -24,10 +24,10 @@ from tplab.training.recipe import Recipe
 
 
 class Optimizer:
-    """AdamW as a recipe has it; the learning rate comes with each step.
+    """AdamW as a recipe says; the learning rate is passed to each step.
 
     Its states leave a rank's program and come back as `specs` say. With ZeRO 1 and 2 each data-parallel rank has a part
-    of every flat array of `Stages`: of n numbers ceil(n / R). With ZeRO 3 `Stages` themselves are divided.
+    of every flat array of `Stages`: ceil(n / R) of its n numbers. With ZeRO 3 `Stages` themselves are divided.
     """
 
     def __init__(self, packing: GPTPacking, recipe: Recipe):
@@ -38,12 +38,12 @@ class Optimizer:
         self._num_parts = packing.mesh.axis_size("dp") if self._sharded is not None else 1
 
     def reduced(self, grads: Stages) -> Stages:
-        """Inside a rank's program: what `update` takes of gradients; with ZeRO 1 and 2 this rank's part of their
-        mean."""
+        """Inside a rank's program: the gradients in the form that `update` takes; with ZeRO 1 and 2 this rank's part of
+        their mean."""
         return grads if self._sharded is None else self._sharded.reduce_gradients(grads).tree
 
     def no_gradients(self) -> Stages:
-        """What `reduced` gives of gradients that are zero."""
+        """What `reduced` returns for gradients that are zero."""
         zeros = {k: jnp.zeros(-(-size // self._num_parts), k.dtype) for k, size in self._sizes.items()}
         return Stages({kind: vary(x, self._axes(kind)) for kind, x in zeros.items()}, self._blueprints)
 
@@ -65,7 +65,7 @@ class Optimizer:
         return self._state(P(), moments, moments)
 
     def state_of(self, step: int, first: Stages, second: Stages) -> Any:
-        """The states after some steps, of AdamW's two moments as `GPTPacking.pack` gives them."""
+        """The states after some steps, made from AdamW's two moments as `GPTPacking.pack` returns them."""
         return self._state(jnp.int32(step), self._parts(first), self._parts(second))
 
     def moments_in(self, state: Any) -> tuple[Stages, Stages]:
@@ -81,7 +81,7 @@ class Optimizer:
         return gradients if self._clip is None else scale_to(gradients, norm, self._clip)
 
     def _norm_of_pieces(self, pieces: Stages, stages: Stages) -> Array:
-        """Each number of the model once: what is cut of the gradients, times the same cut of ones and zeros."""
+        """The norm with each number of the model once: pieces of the gradients times those of ones and zeros."""
         ones = {kind: vary(jnp.ones_like(x), kind.axes) for kind, x in stages.flat.items()}
         counts = {kind: held_of(pieces_of([x], "dp"), [x], "dp")[0] for kind, x in once(ones, self._blueprints).items()}
         counted = {kind: x * counts[kind] for kind, x in pieces.flat.items()}

@@ -47,16 +47,16 @@ def train(
 
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
-    folder    where checkpoints go: of any mesh, to go on from on any other one, in either framework
+    folder    where checkpoints go: training can go on from them on any other mesh, in either framework
     resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
-    on        of which kind the devices are, as for `run`
-    seed      of the first weights, the batches and dropout
+    on        the kind of devices, as for `run`
+    seed      the seed of the first weights, the batches and dropout
 
-    Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
-    Raises ValueError for a checkpoint of another model, and for ZeRO stages that are not for pipelines; FileExistsError
-    for a checkpoint that is there without `resume`.
-    Ctrl-C: the step that runs comes to its end, and what was trained until then is returned. The first step compiles.
+    On any mesh it is the same model on the same batches: losses are those of one device, up to rounding.
+    Raises ValueError for a checkpoint of another model, and for ZeRO stages that do not work with pipelines;
+    FileExistsError for an existing checkpoint without `resume`.
+    Ctrl-C: the current step is finished, and what was trained until then is returned. The first step compiles.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
     recipe.check_mesh(mesh)
@@ -114,7 +114,7 @@ class _Loop:
         return self.packing.pack(whole), self.optimizer.state_of(0, zeros, zeros)
 
     def load(self, folder: Any, first: int) -> tuple[Stages, Any]:
-        """Those of a checkpoint."""
+        """The stages and the optimizer's states of a checkpoint."""
         return checkpoint.load(folder, first, self.packing, self.optimizer)
 
     def step(self, stages: Stages, state: Any, batch: tuple[np.ndarray, np.ndarray], number: int) -> Any:

@@ -23,7 +23,7 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def at_end_of_pass(then: Callable[[], None]) -> None:
-    """Call `then` when the backward pass that runs is over; in `train_batch`, when those of the whole batch are."""
+    """Call `then` when the current backward pass is over; in `train_batch`, when those of the whole batch are."""
     waiting = this_rank().after_batch
     if waiting is None:
         at_end_of_backward(then)
@@ -32,7 +32,7 @@ def at_end_of_pass(then: Callable[[], None]) -> None:
 
 
 class _Copies(NamedTuple):
-    """One parameter of the model: where it is (stage, name), as far as this rank holds it, and all ranks that do."""
+    """One parameter of the model: its places (stage, name) on this rank, and all ranks that hold it."""
 
     here: list[tuple[int, str]]
     holders: list[int]
@@ -43,9 +43,9 @@ class GradientSync:
 
     Over `data_axis` they are averaged, stage by stage. Then those of copies along `axis` are added up: each rank that
     holds one sends its part to the others, and adds all parts in the order of ranks, so that copies stay equal to the
-    last bit. At the end all go to `.grad`, and the parameters' post-accumulate-grad hooks are called. A parameter with
-    such hooks that needs nothing from other ranks does not wait for the end: `leaving` calls them as soon as the last
-    backward pass of its stage has its gradient.
+    last bit. At the end all are added to `.grad`, and the parameters' post-accumulate-grad hooks are called. A
+    parameter with such hooks that needs nothing from other ranks does not wait for the end: `leaving` calls them as
+    soon as the last backward pass of its stage has computed its gradient.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GradientSync:
         self._index = this_rank().place(axis).index
         self._copies = list(self._find(placement, tied))
         self._reduced: set[int] = set()
-        self._gone: set[nn.Parameter] = set()  # which have their gradients already
+        self._gone: set[nn.Parameter] = set()  # those that already have their gradients
         copied = {place for copies in self._copies for place in copies.here}
         self._alone = {
             n: [] if data_axis is not None else [p for name, p in names.items() if (n, name) not in copied]
@@ -65,7 +65,7 @@ class GradientSync:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around a batch: what `at_end_of_pass` is given meanwhile is called when it is over."""
+        """Use around a batch: functions passed to `at_end_of_pass` meanwhile are called when it is over."""
         rank, waiting = this_rank(), list[Callable[[], None]]()
         rank.after_batch = waiting
         try:
@@ -77,15 +77,15 @@ class GradientSync:
 
     @contextmanager
     def leaving(self, stage: int, gradients: Gradients, in_one: bool) -> Iterator[None]:
-        """While the last backward pass of a stage runs: gradients go to `.grad` as they are complete.
+        """While the last backward pass of a stage runs, each gradient goes to `.grad` as soon as it is complete.
 
-        in_one   whether each parameter's comes in one piece: not where W makes it of several products
+        in_one   whether each parameter's gradient comes in one piece: not where W adds up several products
         """
 
         def arrived(parameter: nn.Parameter, grad: Tensor) -> Tensor:
             before = gradients.pop(parameter, None)
             self._give(parameter, grad if before is None else before + grad)
-            return grad.new_zeros(()).expand_as(grad)  # the pass keeps this to its end, and so not the gradient
+            return grad.new_zeros(()).expand_as(grad)  # the pass keeps this to its end, instead of the gradient
 
         alone = [p for p in self._alone[stage] if p.requires_grad and post_accumulate_hooks(p)]
         once = self._stages[stage].in_one_section() if in_one else ()
@@ -107,7 +107,7 @@ class GradientSync:
         _call_hooks(parameter)
 
     def reduce(self, stage: int, gradients: Mapping[int, Gradients]) -> None:
-        """Average the gradients of one stage over the data-parallel ranks; once."""
+        """Average the gradients of one stage over the data-parallel ranks, once."""
         if self._data_axis is None or stage in self._reduced:
             return
         self._reduced.add(stage)
@@ -118,7 +118,7 @@ class GradientSync:
             found[parameter] = all_reduce(own.detach(), self._data_axis, "mean")
 
     def finish(self, gradients: Mapping[int, Gradients]) -> None:
-        """Average what has not been, add up copies, and give every parameter its gradient."""
+        """Average what has not been averaged, add up copies, and give every parameter its gradient."""
         for stage in self._stages:
             self.reduce(stage, gradients)
         parts = [self._part(copies, gradients) for copies in self._copies]
@@ -128,7 +128,7 @@ class GradientSync:
                     send(part, self._axis, holder)
         for part, copies in zip(parts, self._copies):
             total = None
-            for holder in copies.holders:  # in one order on all of them
+            for holder in copies.holders:  # in the same order on all of them
                 term = part if holder == self._index else receive(self._axis, holder)
                 assert isinstance(term, Tensor)
                 if term.shape != part.shape:
@@ -163,7 +163,7 @@ class GradientSync:
         return total.detach()
 
     def _find(self, placement: Placement, tied: Tied) -> Iterator[_Copies]:
-        """What this rank has copies of: what is tied by name, then what is in stages that several ranks hold."""
+        """What this rank has copies of: parameters tied by name, then those of stages that several ranks hold."""
         ranks_of = {n: [r for r, held in enumerate(placement) if n in held] for held in placement for n in held}
         in_a_tie = set()
         check_tied(tied, 1 + max(ranks_of))
@@ -187,7 +187,7 @@ def _call_hooks(parameter: nn.Parameter) -> None:
 
 
 def _own(grad: Tensor) -> Tensor:
-    """A gradient that no other writes reach."""
+    """A gradient that nothing else writes to."""
     return grad.detach() if base_of(grad) is None and grad.is_contiguous() else grad.detach().clone()
 
 

@@ -16,9 +16,9 @@ Tensors = tuple[Tensor, ...]
 
 
 class Graph:
-    """The graph of `function(*inputs)`, whose outputs' data is not held.
+    """The graph of `function(*inputs)`, without the data of its outputs.
 
-    Gradients go in and come out for the floating-point tensors only, in their order.
+    Gradients are passed and returned for the floating-point tensors only, in their order.
     """
 
     @classmethod
@@ -40,7 +40,7 @@ class Graph:
         self._roots: list[tuple[int, GradientEdge]] = []
         entered = [x for x in inputs if x.requires_grad]
         self._inputs = [get_gradient_edge(x) for x in entered]  # now: a layer may write to its input
-        self._like = [(x.shape, x.dtype, x.device) for x in entered]  # of a gradient that is zero
+        self._like = [(x.shape, x.dtype, x.device) for x in entered]  # for a gradient that is zero
 
     def _end(self, outputs: Tensors) -> None:
         with_gradient = [x for x in outputs if has_gradient(x)]
@@ -57,8 +57,8 @@ class Graph:
         return self._filled(found[:after]), gradients
 
     def input_grads(self, grads: Tensors) -> Tensors:
-        """I: the gradients of the inputs. Keeps what W needs: the inputs of the weights, and the gradients that arrive
-        at their outputs."""
+        """I: the gradients of the inputs. It keeps what W needs: the inputs of the layers with weights, and the
+        gradients that arrive at their outputs."""
         edges, given = self._start(grads)
         self._split = split(edges, self._inputs, self._parameters)
         found = self._split.input_grads(edges, given, self._inputs) if edges else ()
@@ -74,7 +74,7 @@ class Graph:
         return gradients
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept."""
+        """Every tensor that is kept."""
         yield from self._saved.tensors()
         if self._split is not None:
             yield from self._split.tensors()
@@ -83,7 +83,7 @@ class Graph:
         return [edge for _, edge in self._roots], [grads[place] for place, _ in self._roots]
 
     def _filled(self, found: Any) -> Tensors:
-        """Zeros where nothing depends on an input."""
+        """The gradients, with zeros for inputs that nothing depends on."""
         grads = [*found] + [None] * (len(self._like) - len(found))
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
@@ -101,13 +101,13 @@ def has_gradient(x: Tensor) -> bool:
 
 
 def add_gradients(total: Gradients, more: Gradients) -> None:
-    """Add gradients to those that are there; never into a tensor that somebody else may hold."""
+    """Add gradients to the existing ones, never in place: something else may hold the tensors."""
     for parameter, grad in more.items():
         total[parameter] = total[parameter] + grad if parameter in total else grad
 
 
 class _Enter(torch.autograd.Function):
-    """x, where a graph begins. A leaf would be held by its graph to the end, also where nothing has saved it."""
+    """x, where a graph begins. A graph would keep a leaf to the end, even where nothing has saved it."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor) -> Tensor:

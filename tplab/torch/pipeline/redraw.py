@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is drawn for, not on when: the same in any order, and the same again."""
+"""Random numbers that depend on what they are for, not on when they are drawn: the same in any order, and again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Mark = tuple[list[Tensor], dict[Any, int]]
 
 
 class Redraw:
-    """`with redraw: ...` draws from the seed of the run and `key` alone. Entered again, it goes on where it was left.
+    """`with redraw: ...` draws from the seed of the run and `key` alone. Entered again, it continues where it stopped.
 
-    Both torch's default generator and `tplab.torch.dropout` draw so. Along `axis` it does not count which rank draws,
-    so the numbers are the same on any mesh; ranks that differ along another axis draw others, as they always do.
+    This covers both torch's default generator and `tplab.torch.dropout`. Along `axis` it does not matter which rank
+    draws, so the numbers are the same on any mesh; ranks that differ along another axis draw different numbers, as
+    always.
     """
 
     def __init__(self, rank: Rank, key: tuple[int, ...], axis: Axis, device: torch.device):
@@ -34,11 +35,11 @@ class Redraw:
         self._draws: dict[Any, int] = {}
 
     def mark(self) -> Mark:
-        """Where the drawing is, for `go_back`; also while it is entered."""
+        """The current position of the draws, for `go_back`. It may be called while it is entered."""
         return [generator.get() for generator in self._generators], dict(self._draws)
 
     def go_back(self, mark: Mark) -> None:
-        """Draw from here on what was drawn after `mark`; before it is entered again."""
+        """From now on, draw what was drawn after `mark`. Call it before it is entered again."""
         self._states, self._draws = mark
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a forward pass saves for its backward pass: where it can be counted, and let go piece by piece."""
+"""What a forward pass saves for its backward pass, kept where it can be counted, and freed piece by piece."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _fields: dict[type, tuple[str, ...]] = {}
 
 
 class Saved:
-    """The tensors that the nodes of one graph have saved. The graph holds numbers, and this the tensors.
+    """The tensors that the nodes of one graph have saved. The graph holds numbers, and this object the tensors.
 
-    Autograd lets go of what a node has saved when it has run, or of nothing (`retain_graph`). Between I and W some of
-    it is needed and some is not: so the tensors lie here, and `keep_only` lets go of the rest.
+    Autograd frees what a node has saved once the node has run, or frees nothing (`retain_graph`). Between I and W some
+    of it is needed and some is not. So the tensors are kept here, and `keep_only` frees the rest.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class Saved:
         self._read: set[int] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """Inside of this, what autograd saves comes here."""
+        """Within this, what autograd saves is kept here."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def tensors(self) -> list[Tensor]:
         return [x for x, *_ in self._tensors.values()]
 
     def keep_only(self, nodes: Iterable[Node]) -> None:
-        """Let go of all but what these nodes have saved."""
+        """Free everything except what these nodes have saved."""
         self._read = set()
         for node in nodes:
             read_saved(node)
@@ -63,7 +63,7 @@ class Saved:
 
 
 def read_saved(node: Node) -> None:
-    """Read all that a node has saved: what is read goes through the hooks."""
+    """Read everything that a node has saved: what is read goes through the hooks."""
     kind = type(node)
     fields = _fields.get(kind)
     if fields is None:
@@ -74,7 +74,7 @@ def read_saved(node: Node) -> None:
 
 
 def bytes_of(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
-    """Bytes of the memory that these tensors lie in, each piece once, without the memory that `others` lie in."""
+    """The bytes of memory that these tensors occupy, each piece once, without the memory that `others` occupy."""
     apart = {storage_id(x.untyped_storage()) for x in others}
     storages = {key: storage for x in tensors if (key := storage_id(storage := x.untyped_storage())) not in apart}
     return sum(storage.nbytes() for storage in storages.values())

@@ -6,12 +6,12 @@ The gradient flows down a chain of nodes from the output to the input. Weights j
                 |                 |            |
                 W2              gamma         W1                   the side branches, which W walks
 
-I runs the chain alone, and keeps the gradient that each node with a side branch is given. W gives that gradient to the
-node again and asks for the branch only: of an addmm, dW = dy^T x. Nothing is computed twice, I and W together are the
-FLOPs of B. Qi et al. 2024 split linear layers so; torch.distributed.pipelining does it on graphs.
+I runs the chain alone, and keeps the gradient that each node with a side branch receives. W passes that gradient to the
+node again and asks for the branch only: for an addmm, dW = dy^T x. Nothing is computed twice: I and W together are the
+FLOPs of B. Qi et al. 2024 split linear layers this way; torch.distributed.pipelining does it on graphs.
 
-Hooks run once, as in B: those of tensors on the chain in I. W calls the nodes of the chain itself, past their hooks,
-which the kept gradients have been through.
+Hooks run once, as in B: those of tensors on the chain run in I. W calls the nodes of the chain directly, without their
+hooks, which the kept gradients have already passed through.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Split:
 
     branches   node of the chain -> where its side branches begin
     arrives    node of the chain with branches -> which of its outputs have a gradient
-    early      the nodes of parameters that are I's: a branch to them begins at several nodes of the chain, so that
-               asking one of them for it would walk the chain again; or at a Python function, or a node with hooks of
-               its own, which run once and see all or nothing
-    late       the nodes of parameters that are W's
+    early      the nodes of parameters whose gradients I computes: a branch to them begins at several nodes of the
+               chain, so that asking one of them for it would walk the chain again; or at a Python function, or a node
+               with hooks of its own, which run once and see all or nothing
+    late       the nodes of parameters whose gradients W computes
     side       all nodes of the branches that W walks
     """
 
@@ -67,8 +67,8 @@ class Split:
         wanted = [*inputs, *(GradientEdge(*place) for place in places), *early]
         if not wanted:
             return []
-        # What a node is run with has been through the hooks of its tensors. A node that is not run in I is not found
-        # so, and what arrives there has been through them too.
+        # What a node is run with has passed through the hooks of its tensors. A node that is not run in I is not found
+        # this way, but what arrives there has also passed through them.
         ran: dict[Node, list[Tensor | None]] = {}
         handles = [node.register_prehook(partial(_keep, ran, node)) for node in self.branches]
         found = torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
@@ -95,8 +95,8 @@ class Split:
     def _begin_branches(self) -> dict[Place, Tensor]:
         """The gradients with which the side branches begin.
 
-        A node asks the backward pass that it is called in what to compute: so it is called in one that wants nothing
-        but the branches.
+        A node asks the backward pass that it is called in what to compute. So it is called in one that wants only the
+        branches.
         """
         wanted = dict.fromkeys(place for branches in self.branches.values() for place in branches)
         begun: dict[Place, Tensor] = {}
@@ -107,7 +107,7 @@ class Split:
                 for (child, number), grad in zip(node.next_functions, made if isinstance(made, tuple) else (made,)):
                     if child is not None and grad is not None and (child, number) in wanted:
                         about = metadata_of(child)[number]
-                        grad = grad.sum_to_size(about.shape).to(about.dtype)  # as the engine does to what nodes give
+                        grad = grad.sum_to_size(about.shape).to(about.dtype)  # as the engine does to what nodes return
                         earlier = begun.get((child, number))
                         begun[child, number] = grad if earlier is None else earlier + grad
 
@@ -135,7 +135,7 @@ def split(roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], paramet
     the first stage, whose tokens have no gradient, it is what leads to one parameter without computing anything.
     """
     above = _Above(roots, {edge.node for edge in inputs}, {id(parameter): parameter for parameter in parameters})
-    made, ways = Split(), {}  # of each branch, how many nodes lead into it
+    made, ways = Split(), {}  # for each branch, how many nodes lead into it
     todo, seen, early = [], set(), []
     for edge in roots:
         if above.is_chain(edge.node):
@@ -198,7 +198,7 @@ def _keep(ran: dict[Node, list[Tensor | None]], node: Node, grads: tuple[Tensor 
 
 
 def _has_hooks(node: Node) -> bool:
-    """Whether somebody has called register_hook or register_prehook of the node itself."""
+    """Whether register_hook or register_prehook of the node itself was called."""
     handles = [register(lambda *_: None) for register in (node.register_hook, node.register_prehook)]
     num_hooks = sum(len(handle.hooks_dict_ref()) for handle in handles)  # type: ignore[attr-defined]
     for handle in handles:
@@ -222,7 +222,7 @@ class _Above:
         self._weights: dict[Node, bool] = {}
         self._carries: dict[Node, bool] = {}  # leads to one parameter, and computes nothing on the way
         todo = [edge.node for edge in roots]
-        while todo:  # depth first; a node is judged when its children are
+        while todo:  # depth first; a node is judged after its children
             node = todo[-1]
             if node in self._input:
                 todo.pop()

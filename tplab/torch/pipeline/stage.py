@@ -38,10 +38,10 @@ class Section(NamedTuple):
 class Stage:
     """Consecutive layers of a model, run on one microbatch at a time.
 
-    module             what is called, with one tensor or several, and returns one or a tuple of them
+    module             is called with one tensor or several, and returns one or a tuple of them
     number, num_stages which stage it is, of how many
-    checkpoint_every   every so many layers (those of an nn.Sequential) only what enters them is kept; the activations
-                       between are computed again in the backward pass. Counted from the stage's own first layer
+    checkpoint_every   only what enters each group of this many layers (of an nn.Sequential) is kept; the activations
+                       between are recomputed in the backward pass. Counted from the stage's own first layer
     """
 
     def __init__(self, module: nn.Module, number: int, num_stages: int, checkpoint_every: int | None = None):
@@ -57,11 +57,11 @@ class Stage:
             wants_grads = wants_grads or bool(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained."""
+        """The parameters that are trained."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def in_one_section(self) -> set[nn.Parameter]:
-        """Those that are trained and whose gradient comes in one piece."""
+        """The parameters that are trained and whose gradient comes in one piece."""
         counts = Counter(p for section in self.sections for p in section.parameters)
         return {p for p, count in counts.items() if count == 1}
 
@@ -90,7 +90,7 @@ class Stage:
 
 
 class InTurn(nn.Sequential):
-    """Layers one after the other, also where several tensors, in a tuple, pass between them."""
+    """Layers one after the other, where several tensors, in a tuple, may pass between them."""
 
     def __init__(self, layers: Sequence[nn.Module]):
         super().__init__(*layers)
@@ -106,9 +106,9 @@ class Pass:
     """One microbatch in one stage: from its forward pass until its backward pass is done.
 
     inputs    what enters the stage
-    finish    of the last stage: outputs -> loss, which is what the pass gives instead
-    redraw    gives the same random numbers again when activations are computed again
-    target    the tensors that `finish` compares with: they are there anyway, as the first stage's inputs are
+    finish    of the last stage: outputs -> loss, which the pass returns instead
+    redraw    gives the same random numbers again when activations are recomputed
+    target    the tensors that `finish` compares with: they are in memory anyway, as the first stage's inputs are
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Pass:
             last = self._sections[-1]
             self._sections[-1] = last._replace(function=lambda *xs: finish(*last.function(*xs)))
         self._graphs: list[Graph] = []
-        self._entered: list[Tensors] = []  # what entered each section, where activations are computed again
+        self._entered: list[Tensors] = []  # what entered each section, where activations are recomputed
         self._tokens: list[list[object]] = []  # that it is saved
         self._marks: list[Mark] = []
         with redraw:
@@ -142,11 +142,11 @@ class Pass:
             self._entered.append(inputs)
             self._tokens.append([hold(x) for x in inputs])
             self._marks.append(self._redraw.mark())
-            inputs = section.run(inputs)[1]  # with a graph, which is dropped: layers may look whether they are trained
+            inputs = section.run(inputs)[1]  # with a graph, which is dropped: layers may ask whether they are trained
         return inputs
 
     def _backwards(self) -> Iterator[Graph]:
-        """The graphs from the last to the first; where activations are computed again, each when its turn comes."""
+        """The graphs from the last to the first; where activations are recomputed, each when its turn comes."""
         yield from reversed(self._graphs)
         while self._entered:
             section, inputs = self._sections[len(self._entered) - 1], self._entered.pop()
@@ -157,7 +157,7 @@ class Pass:
             yield graph
 
     def backward(self, grads: Tensors) -> tuple[Tensors, Gradients]:
-        """B: from the gradients of the floating-point outputs, those of the floating-point inputs, and of the
+        """B: from the gradients of the floating-point outputs, compute those of the floating-point inputs and of the
         parameters."""
         gradients: Gradients = {}
         for graph in self._backwards():
@@ -167,7 +167,7 @@ class Pass:
         return grads, gradients
 
     def input_grads(self, grads: Tensors) -> Tensors:
-        """I: those of the floating-point inputs. What only I needs is let go."""
+        """I: compute those of the floating-point inputs. What only I needs is freed."""
         graphs = []
         for graph in self._backwards():
             grads = graph.input_grads(grads)
@@ -176,7 +176,7 @@ class Pass:
         return grads
 
     def weight_grads(self) -> Gradients:
-        """W: those of the parameters. The rest is let go."""
+        """W: compute those of the parameters. The rest is freed."""
         gradients: Gradients = {}
         for graph in self._graphs:
             add_gradients(gradients, graph.weight_grads())
@@ -187,15 +187,15 @@ class Pass:
         self._graphs, self._given = [], []
 
     def num_bytes(self) -> int:
-        """Memory of what is kept for the backward pass, each piece of it counted once: without the microbatch itself
-        and the parameters, which are there anyway."""
+        """The memory of what is kept for the backward pass, each piece counted once, without the microbatch itself and
+        the parameters, which are in memory anyway."""
         kept = chain(*self._entered, *(graph.tensors() for graph in self._graphs))
         return bytes_of(kept, [*self._given, *self._stage.module.parameters(), *self._stage.module.buffers()])
 
 
 @contextmanager
 def _buffers_aside(module: nn.Module) -> Iterator[None]:
-    """Within this, the module writes to copies of its buffers: what it computes again does not count twice there."""
+    """Within this, the module writes to copies of its buffers, so that recomputation does not update them twice."""
     found = [(part, name, x) for part in module.modules() for name, x in part.named_buffers(recurse=False)]
     for part, name, x in found:
         setattr(part, name, x.clone())

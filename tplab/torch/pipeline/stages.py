@@ -1,4 +1,4 @@
-"""A model as a list of layers, cut into stages, of which each rank makes its own."""
+"""A model as a list of layers, cut into stages. Each rank makes its own stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stages(Mapping[int, nn.Module]):
     """This rank's stages: number -> module. `train_batch` takes it as it is.
 
     partition   which layers each stage has
-    tied        which parameters are one, by stage and name
+    tied        which parameters are tied, by stage and name
     placement   which stages each position of `axis` holds
     """
 
@@ -46,7 +46,7 @@ class Stages(Mapping[int, nn.Module]):
         return len(self._modules)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of all its stages, each once, for an optimizer."""
+        """The parameters of all its stages, each once, for an optimizer."""
         return list(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
 
     def by_layer(self) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -65,14 +65,14 @@ def stages_of(
     axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
 ) -> Stages:
-    """Cut a model into the stages of `schedule`, and make those of this rank. Called inside a rank's program.
+    """Cut a model into the stages of `schedule`, and make those of this rank. Call it inside a rank's program.
 
-    layers    LayerSpecs, modules that are there already, and functions (which have no parameters)
+    layers    LayerSpecs, modules that already exist, and functions (which have no parameters)
     method    what is balanced over the ranks: see `tplab.pipeline.partition`
     bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
 
-    A layer's first weights depend on the seed of the run and the layer's place in the list alone. So the model is the
-    same one with any number of ranks and stages, and data-parallel copies agree.
+    A layer's first weights depend only on the seed of the run and the layer's place in the list. So the model is the
+    same with any number of ranks and stages, and data-parallel copies agree.
     """
     rank = this_rank()
     index = rank.place(axis).index
@@ -92,15 +92,15 @@ def cut(
     placement: Any = None,
     bounds: Sequence[int] | None = None,
 ) -> Partition:
-    """The partition of a model that need not be there: nothing is allocated."""
+    """The partition of a model that need not exist: nothing is allocated."""
     names = layer_names(layers)
     return cut_layers(num_parameters(layers), parts, method, names=names, placement=placement, bounds=bounds)
 
 
 def num_parameters(layers: Sequence[Layer]) -> list[int]:
-    """Parameters of each layer. Specs are made on torch's "meta" device, which has shapes and no memory.
+    """The number of parameters of each layer. Specs are made on torch's "meta" device, which has shapes and no memory.
 
-    A function has none: an embedding that hides in a lambda is not counted, nor is it trained.
+    A function has none: an embedding inside a lambda is neither counted nor trained.
     """
     counts: dict[LayerSpec, int] = {}
     return [_count(layer, counts) for layer in layers]
@@ -116,7 +116,7 @@ def _count(layer: Layer, counts: dict[LayerSpec, int]) -> int:
 
 
 def _drawn(spec: LayerSpec, place: int) -> Any:
-    """The layer, its random numbers drawn for its place in the model."""
+    """The layer, with random numbers drawn for its place in the model."""
     rank = current_rank_or_none()
     if rank is None:
         return spec.build()
@@ -144,7 +144,7 @@ class _Called(nn.Module):
 
 
 def _tied(layers: Sequence[Layer], made: Partition) -> Tied:
-    """(stage, name) of every parameter of each key."""
+    """The (stage, name) of every parameter, for each key that ties them."""
     found = []
     for places in ties(layers).values():
         tie = []

@@ -31,8 +31,8 @@ def train_batch(
     costs: Costs | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Called by each rank
-    of `axis`, inside its program; the rank at position r runs row r.
+    """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Each rank of `axis`
+    calls it inside its program; the rank at position r runs row r.
 
         def step(x, y):
             stage = torch.nn.Linear(8, 8)                     # this rank's layers
@@ -41,47 +41,48 @@ def train_batch(
 
         run(step, Mesh(pp=4), x, y)
 
-    schedule      any `Schedule`, by a rule or by hand; it is checked first
+    schedule      any `Schedule`, made by a rule or by hand; it is checked first
     stages        this rank's stages: what `stages_of` makes, or {number: module}, or a sequence in the order of
-                  schedule.placement[r], or the one module there is. A module takes what the one before it returns: a
-                  tensor, or a tuple of them
-    microbatches  a pair (input, target) each. The rank that runs stage 0 looks at the inputs, the one that runs the
-                  last stage at the targets; a tuple as input is several tensors
+                  schedule.placement[r], or a single module. A module takes what the one before it returns: a tensor, or
+                  a tuple of them
+    microbatches  one pair (input, target) each. Only the rank that runs stage 0 reads the inputs, and only the one that
+                  runs the last stage reads the targets; a tuple as input is several tensors
     loss          loss(output, target) -> a scalar
     ->            the mean of the microbatches' losses, in float64, the same on every rank. Its gradients are added to
                   `.grad` of the parameters, as `backward` would. Hooks of tensors run once per microbatch, as in plain
-                  accumulation; a parameter's post-accumulate-grad hooks once per batch, when its gradient is complete:
-                  at the end of the batch where other ranks have parts of it (data_axis, copies), else in the last
-                  backward pass of its stage
+                  accumulation. A parameter's post-accumulate-grad hooks run once per batch, when its gradient is
+                  complete: at the end of the batch where other ranks have parts of it (data_axis, copies), otherwise in
+                  the last backward pass of its stage
 
-    data_axis     along which ranks hold copies of the stages and have other microbatches: losses and gradients are the
-                  mean over it
+    data_axis     along which ranks hold copies of the stages and have different microbatches: losses and gradients are
+                  the mean over it
     average       False: gradients stay those of this rank's own microbatches, for an optimizer that combines them along
                   data_axis itself, as that of `shard_optimizer` does
-    tied          parameters that are one: [((0, "embedding.weight"), (3, "head.weight"))] says by stage and name that
+    tied          parameters that are tied: [((0, "embedding.weight"), (3, "head.weight"))] says by stage and name that
                   their gradients are added up, and each gets the sum; the same on every rank. `stages_of` finds them.
                   Copies of one stage on two ranks (Chimera, DualPipe) are tied without being named
-    checkpoint_every  every so many layers of a stage (an nn.Sequential) what passes between them is forgotten, and
-                  computed again in the backward pass, where buffers are not written to again: statistics of a
-                  BatchNorm move once per microbatch
-    costs         how long actions take on the clock that counts steps, which `run` has without a cluster; left out, no
-                  time. So the trace of a real run can be laid over `simulate(schedule, costs)`
-    first         the number of the first microbatch, where what one optimizer step learns from is run in several calls:
-                  dropout draws as if it were one
+    checkpoint_every  only what enters each group of this many layers of a stage (an nn.Sequential) is kept; the rest is
+                  recomputed in the backward pass. Buffers are not written to again: the statistics of a BatchNorm are
+                  updated once per microbatch
+    costs         how long actions take on the clock that counts steps, which `run` has without a cluster; without it,
+                  they take no time. So the trace of a real run can be laid over `simulate(schedule, costs)`
+    first         the number of the first microbatch, where the batch of one optimizer step is run in several calls:
+                  dropout draws as if it were one call
 
     What each action does:
-        F   take the input, run the stage, keep what the backward pass needs; the last stage goes on to the loss
-        B   from the gradient of the output, that of the input and those of the parameters
-        I   that of the input only; keep what W needs, let go of the rest       W   those of the parameters
-    B is I and W at once, to the FLOP. Outputs and gradients travel as messages of their own, and a send never waits; so
-    nothing can wait for ever that `check` lets pass. An overlapped pair runs one after the other. A STEP is left to the
+        F   take the input, run the stage, keep what the backward pass needs; the last stage also computes the loss
+        B   from the gradient of the output, compute that of the input and those of the parameters
+        I   compute that of the input only; keep what W needs, free the rest       W   compute those of the parameters
+    B is I and W at once, to the FLOP. Outputs and gradients travel as separate messages, and a send never waits, so no
+    schedule that passes `check` can deadlock. An overlapped pair runs one after the other. A STEP is left to the
     caller.
 
-    The trace has each action as an event, and in it the bytes that the rank then holds for backward passes (`held`).
+    The trace has each action as an event, with the bytes that the rank then holds for backward passes (`held`).
     Dropout draws from the seed of the run, the number of the batch, the stage and the microbatch: the same numbers in
-    every schedule of the same stages, on however many ranks, computed again or not. Shapes may differ from microbatch
-    to microbatch and from call to call: every message brings its own.
-    Raises ScheduleError and ShapeError, in words, where schedule, stages, microbatches and axis do not fit together.
+    every schedule of the same stages, on any number of ranks, recomputed or not. Shapes may differ from microbatch to
+    microbatch and from call to call: every message carries its own.
+    Raises ScheduleError and ShapeError, with an explanation, where schedule, stages, microbatches and axis do not fit
+    together.
     """
     worker = Worker(schedule, stages, microbatches, loss, axis, checkpoint_every, costs, first)
     worker.rank.draws["batches"] = worker.batch + 1
@@ -115,9 +116,9 @@ def evaluate_batch(
 ) -> Tensor:
     """Run one batch through a pipeline, forward only: what `train_batch` returns, without gradients.
 
-    The arguments are those of `train_batch`. The schedule's forward passes run in their order, each as early as its
-    input is there. Nothing is kept, and nothing is sent but what passes from stage to stage. It counts as no batch:
-    dropout, where modules are not in `.eval()`, draws what the next one will.
+    The arguments are those of `train_batch`. The schedule's forward passes run in their order, each as soon as its
+    input has arrived. Nothing is kept, and only what passes from stage to stage is sent. It does not count as a batch:
+    dropout, where modules are not in `.eval()`, draws what the next batch will.
     """
     program(schedule)  # raises where the schedule is not right
     worker = Evaluation(schedule, stages, microbatches, loss, axis, None, costs)

@@ -55,7 +55,7 @@ class Worker:
         self._passes: dict[tuple[int, int], Pass] = {}
         self._kept: dict[tuple[int, int], int] = {}  # bytes of each pass
         self._losses: dict[int, Tensor] = {}
-        self.batch = self.rank.draws.get("batches", 0)  # how many there were before
+        self.batch = self.rank.draws.get("batches", 0)  # the number of batches before this one
         self._does = {"F": self.forward, "B": self.backward, "I": self.input_grad, "W": self.weight_grad}
 
     def run(self, action: Action) -> None:
@@ -71,7 +71,7 @@ class Worker:
             self._arriving[way, stage, microbatch] = start(receive, self.axis, source)
 
     def mean_loss(self, data_axis: Axis | None) -> Tensor:
-        """Of all microbatches, the same on every rank."""
+        """The mean loss of all microbatches, the same on every rank."""
         mean = all_reduce(self.total_loss, self.axis) / len(self.microbatches)
         return mean if data_axis is None else all_reduce(mean, data_axis, "mean")
 
@@ -89,7 +89,7 @@ class Worker:
                 self._hand_over("F", number, microbatch, outputs)
 
     def _outputs(self, stage: Stage, microbatch: int, inputs: Tensors, redraw: Redraw) -> Tensors:
-        """What the stage gives; of the last one the loss. What the backward pass needs is kept."""
+        """The outputs of the stage, or the loss for the last stage. What the backward pass needs is kept."""
         finish = self._finish(microbatch) if stage.is_last else None
         target = self._target(microbatch) if stage.is_last else []
         made = self._passes[stage.number, microbatch] = Pass(stage, inputs, finish, redraw, target)
@@ -118,8 +118,8 @@ class Worker:
     # --- what passes between stages ------------------------------------------------------------------------------
 
     def _hand_over(self, way: str, number: int, microbatch: int, x: Any) -> None:
-        """Give an output to the next stage, or (way "B") an input's gradient to the one before: here, or in a
-        message, when its SEND comes."""
+        """Give an output to the next stage, or (way "B") an input's gradient to the one before: directly on this rank,
+        or in a message when its SEND comes."""
         to = number + 1 if way == "F" else number - 1
         here = self.schedule.rank_of(to, microbatch) == self.place.index
         self._label(x, way, number, microbatch)
@@ -138,7 +138,7 @@ class Worker:
             self._hand_over("B", number, microbatch, grads)
 
     def _taken(self, way: str, number: int, microbatch: int) -> Tensors:
-        """What has arrived for F, or for B or I; waits for it where it has not."""
+        """What has arrived for F, or for B or I; waits for it if necessary."""
         found = self._arriving.pop((way, number, microbatch))
         return found if isinstance(found, tuple) else found.wait()
 
@@ -153,7 +153,7 @@ class Worker:
         return [x for x in pytree.tree_leaves(self.microbatches[microbatch][1]) if isinstance(x, Tensor)]
 
     def _output_grads(self, number: int, microbatch: int) -> Tensors:
-        """Of the last stage, that of its share of the mean loss."""
+        """The gradients of a stage's outputs. For the last stage, that is its loss's share of the mean loss."""
         if not self.stages[number].is_last:
             return self._taken("B", number, microbatch)
         return (torch.full_like(self._losses.pop(microbatch), 1 / len(self.microbatches)),)
@@ -200,7 +200,7 @@ class Worker:
         return self.rank.label(home, microbatch, contributors)
 
     def _label(self, x: Tensors, way: str, number: int, microbatch: int) -> None:
-        """Say of what is sent which microbatch it is of, and through which ranks that has come."""
+        """Label what is sent with its microbatch, and with the ranks that it has passed through."""
         last = number if way == "F" else self.schedule.num_stages - 1
         ranks = {self.place.group[self.schedule.rank_of(stage, microbatch)] for stage in range(last + 1)}
         label = self._chunk(microbatch, tuple(sorted(ranks)))
@@ -209,7 +209,7 @@ class Worker:
 
 
 class Evaluation(Worker):
-    """The same where nothing is kept: there is no backward pass."""
+    """The same, but nothing is kept, since there is no backward pass."""
 
     def _outputs(self, stage: Stage, microbatch: int, inputs: Tensors, redraw: Redraw) -> Tensors:
         with redraw:
@@ -222,7 +222,7 @@ class Evaluation(Worker):
 
 
 def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, label: str) -> dict[int, nn.Module]:
-    """Stage number -> module of this rank. Raises ScheduleError where they are not those of its row."""
+    """This rank's stage number -> module. Raises ScheduleError where they are not the stages of its row."""
     require_ranks(schedule, num_ranks, label)
     held = tuple(dict.fromkeys(schedule.placement[index]))
     if isinstance(stages, nn.Module):

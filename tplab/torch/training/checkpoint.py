@@ -1,4 +1,4 @@
-"""Checkpoints of a rank's stages and optimizer: what it writes, and what it takes of what was written on any mesh."""
+"""Checkpoints of a rank's stages and optimizer: what it writes, and what it reads of a checkpoint from any mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tplab.training.checkpoint import STATES, Owned, Part
 
 
 def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig) -> None:
-    """Write the model and the optimizer after `step` steps. Called by all ranks."""
+    """Write the model and the optimizer after `step` steps. All ranks call it."""
     rank = this_rank()
     owned: dict[str, Owned] = {}
     specs = gpt_parameters(config)
@@ -46,7 +46,7 @@ def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
 
 @torch.no_grad()
 def load(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig) -> None:
-    """Give this rank's stages and optimizer what was saved after `step` steps, on whatever mesh."""
+    """Load into this rank's stages and optimizer what was saved after `step` steps, on any mesh."""
     wanted = {piece.name for piece in optimizer.pieces}
     arrays = checkpoint.load(folder, step, [f"{kind}.{name}" for name in wanted for kind in ("model", *STATES)])
     specs = gpt_parameters(config)

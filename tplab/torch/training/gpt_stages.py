@@ -18,8 +18,8 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def held_of(stages: Stages, config: GPTConfig) -> dict[str, list[nn.Parameter]]:
-    """What stages of gpt_layers(config) hold: name in the state of a GPT -> parameters. There are two of the embedding
-    where one rank has both the first and the last layer."""
+    """What stages of gpt_layers(config) hold: name in the state of a GPT -> parameters. Where one rank has both the
+    first and the last layer, there are two for the embedding."""
     found: dict[str, list[nn.Parameter]] = {}
     for layer, name, parameter in stages.by_layer():
         found.setdefault(gpt_layer_name(config, layer, name), []).append(parameter)
@@ -28,7 +28,7 @@ def held_of(stages: Stages, config: GPTConfig) -> dict[str, list[nn.Parameter]]:
 
 @torch.no_grad()
 def load_whole(stages: Stages, config: GPTConfig, state: Mapping[str, Any], axis: Axis = "tp") -> None:
-    """Give the stages of this rank their piece of the state of a whole GPT."""
+    """Load into the stages of this rank their piece of the state of a whole GPT."""
     specs = gpt_specs(config, axis)
     for name, parameters in held_of(stages, config).items():
         for parameter in parameters:
@@ -36,9 +36,9 @@ def load_whole(stages: Stages, config: GPTConfig, state: Mapping[str, Any], axis
 
 
 def whole_of(stages: Stages, config: GPTConfig, is_cut: bool) -> dict[str, Tensor]:
-    """The parameters of this rank's stages by name, each whole as its tensor-parallel piece is.
+    """The parameters of this rank's stages by name, each as this rank's whole tensor-parallel piece.
 
-    is_cut   whether `shard_parameters` has cut them: then all ranks call this, and gather them
+    is_cut   whether `shard_parameters` has cut them: then all ranks must call this, to gather them
     """
     if not is_cut:
         return {name: parameters[0].detach() for name, parameters in held_of(stages, config).items()}
@@ -51,7 +51,7 @@ def whole_of(stages: Stages, config: GPTConfig, is_cut: bool) -> dict[str, Tenso
 
 
 def box_of(about: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """This rank's tensor-parallel piece of a parameter: its first element, and how many in each dim."""
+    """This rank's tensor-parallel piece of a parameter: its first index and its size in each dim."""
     rank, begins, sizes = this_rank(), list[int](), list[int]()
     for size, entry in zip(about.shape, [*about.spec, *[None] * (len(about.shape) - len(about.spec))]):
         place = None if entry is None else rank.place(entry)

@@ -1,4 +1,4 @@
-"""AdamW over the stages of a GPT that a rank has, divided over the data-parallel ranks as ZeRO says; and clipping."""
+"""AdamW over a rank's stages of a GPT, divided over the data-parallel ranks as ZeRO says; and clipping."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tplab.training.recipe import Recipe
 class Piece(NamedTuple):
     """What the optimizer steps: a parameter, or with ZeRO this rank's numbers of it.
 
-    name         in the state of the whole GPT
-    is_counted   whether it is here that it counts: not where it is tied to another one, or on a second rank
+    name         its name in the state of the whole GPT
+    is_counted   whether it is counted here: not if it is tied to another one, or a second rank's copy
     whole        the parameter; None where no rank has it whole
     own          what is stepped: the parameter itself, or some of its numbers [n]
-    held         which numbers, read row by row
+    held         which numbers, in row-major order
     """
 
     name: str
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 class Optimizer:
-    """AdamW as a recipe has it. Gradients leave while the last backward pass runs, of a stage or with ZeRO 2 of a part.
+    """AdamW as a recipe says. Gradients are sent during the last backward pass of a stage, or with ZeRO 2 of a part.
 
     cut_along   ("dp",) where each data-parallel rank has a part of the states, else ()
     """
@@ -49,7 +49,7 @@ class Optimizer:
         self._stages, self._config, self._clip = stages, config, recipe.clip
         adamw = partial(torch.optim.AdamW, lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
         parameters = _as_they_leave(stages)
-        if recipe.zero in (1, 2):  # they differ in how often a backward pass is the last: `Recipe.num_parts`
+        if recipe.zero in (1, 2):  # they differ in how many backward passes are a last one: `Recipe.num_parts`
             self.inner = shard_gradients(adamw, parameters, "dp", bucket_bytes=recipe.bucket_bytes)
         else:
             self.inner = adamw(parameters)
@@ -63,7 +63,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
-        """Clip the gradients and update the parameters; the norm that the gradients had."""
+        """Clip the gradients and update the parameters. Returns the norm that the gradients had."""
         for group in self.inner.param_groups:
             group["lr"] = rate
         if isinstance(self.inner, ShardedOptimizer):
@@ -76,7 +76,7 @@ class Optimizer:
         return float(norm)
 
     def states(self, piece: Piece) -> dict[str, Tensor]:
-        """What AdamW keeps of a piece; zeros before its first step."""
+        """What AdamW keeps for a piece; zeros before its first step."""
         state = self.inner.state[piece.own]
         if not state:
             zeros = torch.zeros_like(piece.own.detach())
@@ -100,7 +100,7 @@ class Optimizer:
                 yield Piece(*about[parameter], parameter, own, ranges[bucket.index])
 
     def _named(self) -> Iterator[tuple[str, bool, Tensor]]:
-        """(name, whether it counts here, parameter)."""
+        """(name, whether it is counted here, parameter)."""
         stages, config = self._stages, self._config
         for layer, name, parameter in stages.by_layer():
             stage = stages.partition.stage_of(layer)
@@ -111,8 +111,8 @@ class Optimizer:
 
 
 def _as_they_leave(stages: Stages) -> list[nn.Parameter]:
-    """The parameters, in the order in which buckets are filled from the last to the first: those with copies, whose
-    gradients wait for other ranks' at the end of the batch, leave last."""
+    """The parameters, in an order such that buckets, filled from the last to the first, send those with copies last:
+    their gradients wait for other ranks' at the end of the batch."""
     tied = {place for tie in stages.tied for place in tie}
     found: dict[nn.Parameter, bool] = {}
     for stage, module in stages.items():

@@ -52,20 +52,20 @@ def train(
 
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
-    folder    where checkpoints go: of any mesh, to go on from on any other one, in either framework
+    folder    where checkpoints go: training can go on from them on any other mesh, in either framework
     resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
-    on        where ranks run, as for `run`: simulated, on processes, or as torchrun has started them. On processes what
-              is to be shown is shown at the end
-    seed      of the first weights, the batches and dropout
+    on        where ranks run, as for `run`: simulated, on processes, or as torchrun has started them. On processes
+              everything is shown at the end
+    seed      the seed of the first weights, the batches and dropout
     device    where ranks compute, as for `run`: "cuda" for simulated ranks that share one GPU. Under torchrun each rank
-              has a GPU of its own, where there are enough
+              has a GPU of its own, if there are enough
 
-    Whatever the mesh, it is the same model on the same batches: losses are those of one device, up to rounding.
-    Raises ValueError for a checkpoint of another model, and for ZeRO stages that are not for pipelines; FileExistsError
-    for a checkpoint that is there without `resume`.
-    Ctrl-C on simulated ranks: the step that runs comes to its end, and what was trained until then is returned.
-    Elsewhere the newest checkpoint is what is kept.
+    On any mesh it is the same model on the same batches: losses are those of one device, up to rounding.
+    Raises ValueError for a checkpoint of another model, and for ZeRO stages that do not work with pipelines;
+    FileExistsError for an existing checkpoint without `resume`.
+    Ctrl-C on simulated ranks: the current step is finished, and what was trained until then is returned. Elsewhere only
+    the newest checkpoint is kept.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
     recipe.check_mesh(mesh)
@@ -95,7 +95,7 @@ def _train(
     stop: Stop | None,
     device: torch.device,
 ) -> tuple[list[Progress], dict[str, np.ndarray]]:
-    """The program of one rank: what happened in each step, and what the rank holds of the model in the end."""
+    """The program of one rank. Returns what happened in each step, and what the rank holds of the model at the end."""
     rank, done, clock = this_rank(), [], Clock(first, recipe.steps)
     layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
     with device:
@@ -128,7 +128,7 @@ def _train(
 def _run_batch(
     stages: Stages, batch: tuple[np.ndarray, np.ndarray], step: int, config: GPTConfig, recipe: Recipe
 ) -> float:
-    """Forward and backward: the mean loss over all data-parallel ranks. Hooks of the optimizer's see to gradients."""
+    """Forward and backward: the mean loss over all data-parallel ranks. The optimizer's hooks handle the gradients."""
     num_parts = recipe.num_parts
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> 
 
 
 def _pairs(stages: Stages, batch: tuple[np.ndarray, np.ndarray], recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
-    """The microbatches, where the stages are."""
+    """The microbatches, on the device of the stages."""
     device = stages.parameters()[0].device
     ids, targets = (torch.from_numpy(x).to(device) for x in batch)
     return split_batch(ids, targets, recipe.microbatches)
@@ -174,7 +174,7 @@ def _share() -> dict[str, int]:
 
 
 def _whole(held: list[dict[str, np.ndarray]], config: GPTConfig, mesh: Mesh) -> dict[str, Any]:
-    """The state of the whole GPT, of what each rank holds of it."""
+    """The state of the whole GPT, from what each rank holds of it."""
     tp = Mesh(tp=mesh.axis_size("tp"))
     states: list[dict[str, np.ndarray]] = [{} for _ in tp.ranks]
     for rank, pieces in enumerate(held):
