@@ -1,30 +1,31 @@
 """Moving pictures of traces, meshes and shardings, for notebooks.
 
     animate(trace)                ranks on their mesh, what travels between them, what each of them holds
-    timeline(trace)               where the time of every rank goes; with predicted=, a schedule as it ran over
+    timeline(trace)               where the time of every rank goes; with predicted=, how a schedule ran, drawn over
                                   its prediction
     memory_timeline(run.memory)   what each rank holds in memory over time, by kind
-    gantt(run)                    a pipeline schedule, when simulated, and what each rank holds in memory
-    pipeline_lab()                the same with every number in your hands
+    gantt(run)                    a pipeline schedule as simulated, and what each rank holds in memory
+    pipeline_lab()                the same, with controls for every number
     shards(mesh, shape, P(...))   which rank holds which slice of a tensor, or computes which part of a product
 
-and for labs, of numbers that a cell has:
+for labs, to show numbers that a cell has computed:
 
     matrices({...})               small matrices side by side
     curves(...)                   how something grows
     levels(...)                   how much memory is held, over time or over anything that grows
-    LossCurve(steps)              the loss of a model, while it trains
+    LossCurve(steps)              the loss of a model while it trains
     knob(...)                     one control, and bars that change with it
     bytes_text(...)               "1.5 MB": sizes as the widgets write them
 
-and for readers without a notebook:
+and for readers who have no notebook:
 
     to_html(trace, "run.html")    a page that plays a trace, a schedule or a widget in any browser
 
-Each is a widget; where no kernel runs it is a picture and a sentence.
+Each of these is a widget; without a running kernel, it is a picture and a sentence.
 
-Every module here is one of them. What they are made of is in rooms: score/ (a trace, laid out), schedule/ (a pipeline
-schedule), tensors/ (pieces on ranks), paper/ (what all share) and static/ (their JavaScript).
+Each module here is one of them. Their parts are in packages: score/ (a trace, laid out), schedule/ (a pipeline
+schedule), stacks/ (areas on top of each other), tensors/ (pieces on ranks), paper/ (shared by all) and static/ (their
+JavaScript).
 """
 
 from tplab.units import bytes_text

@@ -1,4 +1,4 @@
-"""`animate(trace)`: the ranks, the pieces that travel between them, what each rank holds, and when."""
+"""`animate(trace)`: shows the ranks, the pieces that travel between them, and what each rank holds when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tplab.widgets.score.score import Score, score
 class Animation(Card):
     """The card that `animate` makes. `step` is where the playhead is, in steps: 1.5 is half-way through the second.
 
-    It moves in the browser; Python hears of it when a step is over and when it rests, and can set it.
+    The playhead moves in the browser. Python is notified when a step is over and when it rests, and can set it.
     """
 
     _esm = script("units", "wire", "score", "shell", "player", "ranks", "table", "bars", "canvas", "lanes", "animate")
@@ -35,8 +35,8 @@ class Animation(Card):
 
 
 def animate(trace: Trace, step: float = 0) -> Animation:
-    """Show what `trace` recorded: ranks on their mesh, what travels between them, what each of them holds, and when.
+    """Show what `trace` recorded: the ranks on their mesh, what travels between them, and what each of them holds when.
 
-    step    where the playhead stands at first: 0 is before the first round of communication, 1 after it
+    step    where the playhead starts: 0 is before the first round of communication, 1 after it
     """
     return Animation(score(trace), step)

@@ -1,4 +1,4 @@
-"""`curves(...)`: seconds over bytes on logarithmic axes: how costs grow, and where two of them cross."""
+"""`curves(...)`: draws seconds over bytes on logarithmic axes: how costs grow, and where two of them cross."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tplab.widgets.paper.readings import readings
 
 Numbers = Sequence[float] | np.ndarray
 
-DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (7, 1.6, 1.2, 1.6)))  # not by colour alone
+DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (7, 1.6, 1.2, 1.6)))  # so that colour is not the only distinction
 WIDTH, HEIGHT, MARGIN = 900, 330, 20
-# As static/tplab.css names them. On dark paper a line in one of the hues is made lighter.
+# The names in static/tplab.css. On dark paper, a line in one of the hues is made lighter.
 _TOKENS = {INK: "var(--ink)", DIM: "var(--dim)", LINE: "var(--line)", SOFT: "var(--soft)", PAPER: "var(--paper)"}
 _HUES = {hue: f"color-mix(in srgb,var(--c{i}) var(--onpaper),var(--toward))" for i, hue in enumerate(HUES)}
 
 
 class Curves(Card):
-    """The card that `curves` and `levels` make. Drawn once, by matplotlib; the browser fills in the colours of its
-    theme, and says what the lines are at the place under the pointer.
+    """The card that `curves` and `levels` make. Matplotlib draws it once; the browser fills in the colours of its
+    theme, and shows the values of the lines under the pointer.
     """
 
     _esm = script("shell", "curves")
@@ -42,7 +42,7 @@ class Curves(Card):
         super().__init__(content=self._drawn())
 
     def redraw(self) -> None:
-        """Show what `about` and `figure` have become."""
+        """Show `about` and `figure` again after they have changed."""
         self.content = self._drawn()
 
     def _drawn(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Curves(Card):
         return {**words, "drawing": _as_svg(self.figure), "panels": readings(self.figure, self._x_text)}
 
     def picture(self) -> bytes:
-        """The card as PNG, a dot a pixel."""
+        """The card as PNG, one dot per pixel."""
         pen = Pen(WIDTH + 2 * MARGIN, HEIGHT + 92)
         pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
         x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
@@ -75,12 +75,12 @@ def curves(
     dots: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     crossings: Mapping[str, float] | None = None,
 ) -> Curves:
-    """Draw seconds over bytes, a panel beside the other.
+    """Draw seconds over bytes, in panels side by side.
 
-    nbytes      what is drawn along x
+    nbytes      the values of x
     panels      panel title -> {curve: seconds, one for each of nbytes}
-    sentence    what is to be seen; it stands for the picture where none is shown
-    floor       panel title -> seconds that nothing can beat: a dotted line, with the area below it tinted
+    sentence    what there is to see; it replaces the picture where none can be shown
+    floor       panel title -> lower bound in seconds: a dotted line, with the area below it tinted
     dots        panel title -> (bytes, seconds) of runs
     crossings   panel title -> a size in bytes to mark on the first curve
     """
@@ -106,8 +106,8 @@ def curves(
 
 
 def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
-    """A figure with a panel for each of these titles beside the other, on one scale: (figure, axes)."""
-    from matplotlib.figure import Figure  # slow to import, and not pyplot: nothing to close, no backend to choose
+    """A figure with one panel for each of these titles, side by side on one scale: (figure, axes)."""
+    from matplotlib.figure import Figure  # slow to import; without pyplot, no figure to close and no backend to choose
 
     titles = list(panels)
     if not titles:
@@ -124,12 +124,12 @@ def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
 
 
 def explain(figure: Any, ax: Any) -> None:
-    """The legend, below: what the lines of one panel are, each name once."""
+    """The legend below the panels: what the lines of one panel are, each name once."""
     handles = {one_line(name): handle for handle, name in zip(*ax.get_legend_handles_labels())}
     legend = figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK, fontsize=9
     )
-    for text in legend.get_texts():  # a name is no formula, whatever dollars are in it
+    for text in legend.get_texts():  # a name is not a formula, even if it has dollar signs
         text.set_parse_math(False)
 
 
@@ -144,7 +144,7 @@ def _dress(ax: Any, nbytes: Numbers, seconds: Sequence[float]) -> None:
 
 
 def _around(amounts: Iterable[float]) -> tuple[float, float]:
-    """A little less than the least and a little more than the most; a logarithmic axis has no place for 0."""
+    """A little less than the least and a little more than the most; a logarithmic axis cannot show 0."""
     positive = [amount for amount in amounts if amount > 0]
     return min(positive, default=1e-6) / 1.6, max(positive, default=1e-6) * 1.6
 
@@ -166,7 +166,7 @@ def _as_svg(figure: Any) -> str:
         figure.savefig(sheet, format="svg", facecolor="none", metadata={"Date": None})
     text = sheet.getvalue()
     text = text[text.index("<svg") :]
-    # Its <style> would hold for the whole page; the browser's part says the same on the element.
+    # Its <style> would apply to the whole page; the widget's JavaScript sets the same on the element.
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"(\d\d\.\d\d)\d+", r"\1", re.sub(r"\s+", " ", text))
     for colour, token in (_TOKENS | _HUES).items():

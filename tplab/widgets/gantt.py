@@ -1,4 +1,4 @@
-"""`gantt(run)`: a pipeline schedule on its ranks, with what every rank holds in memory; and two beside each other."""
+"""`gantt(run)`: shows a pipeline schedule, or compares two, with what every rank holds in memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SCRIPTS = ("units", "wire", "shell", "player", "canvas", "gantt", "pipeline")
 
 
 class Gantt(Card):
-    """The card that `gantt` makes. `step` is where the playhead is: at step k, k different moments are over at which
-    some action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
+    """The card that `gantt` makes. `step` is where the playhead is: step k is the k-th distinct moment at which some
+    action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
 
     _esm = script(*SCRIPTS)
     _css = style()
@@ -32,7 +32,7 @@ class Gantt(Card):
         super().__init__(board=payload.board(self.runs, self.limit), step=step, colour=colour)
 
     def show(self, runs: Sequence[Simulation], limit: float | None) -> None:
-        """What it is the picture of."""
+        """Show these runs."""
         self.runs, self.limit = list(runs), limit
         self.num_steps = len(payload.moments(self.runs)) - 1
         self.sentence = still.sentence(self.runs)
@@ -56,11 +56,11 @@ def gantt(
     step: float = 0,
     colour: str = "kind",
 ) -> Gantt:
-    """Show a pipeline schedule: every action on its rank, idle time hatched, under each rank the activations it holds.
+    """Show a pipeline schedule: every action on its rank, idle time hatched, and the activations each rank holds below.
 
     run           a simulated run, or a schedule, which is simulated with F = I = W = 1
-    beside        another one, on the same time axis, under the same playhead
-    memory_limit  microbatches whose activations a rank may hold: what is above is marked
+    beside        another one, shown on the same time axis with the same playhead
+    memory_limit  the most microbatches whose activations a rank may hold; anything above is marked
     colour        what the colours mean: "kind" (F, I and W; a B is both), "microbatch" or "stage"
     """
     both = [run] if beside is None else [run, beside]

@@ -22,9 +22,9 @@ MARGIN, LINE_HEIGHT, WIDTH = 18, 34, 720
 class Row:
     """One bar.
 
-    label   what it is of: "4 ranks"
-    parts   what it is made of, in order: {"computing": seconds, "all_reduce": seconds}
-    note    what stands behind its total: "2.5 x as fast"
+    label   what the bar is for: "4 ranks"
+    parts   its parts, in order: {"computing": seconds, "all_reduce": seconds}
+    note    the text after its total: "2.5 x as fast"
     """
 
     label: str
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bars:
-    """What one setting of the control shows: bars on one scale, and a sentence that says what is to be seen."""
+    """What one setting of the control shows: bars on one scale, and a sentence that says what there is to see."""
 
     rows: Sequence[Row]
     sentence: str
@@ -75,7 +75,7 @@ class Knob(Card):
         return proposal["value"]
 
     def _content(self) -> dict[str, Any]:
-        """All that the browser draws, for every option: it asks nothing of the kernel when the knob is turned."""
+        """Everything that the browser draws, for every option, so that turning the knob needs no kernel."""
         return {
             "title": self.title,
             "about": self.about,
@@ -150,13 +150,13 @@ class Knob(Card):
 def knob(
     title: str, control: str, options: Mapping[Any, Bars], *, start: Any = None, about: str = "", unit: str = "s"
 ) -> Knob:
-    """Show the bars of one option, and a slider that goes through all of them.
+    """Show the bars of one option, and a slider that goes through all options.
 
     options   what the control can be set to, in order -> the bars to show for it
     start     the option to begin with; the first, if None
-    unit      of the bars: "s", "steps", "B", or a word of your own
+    unit      the unit of the bars: "s", "steps", "B", or a word of your own
 
-    Everything is worked out before; turning the knob needs no kernel.
+    Everything is computed in advance, so turning the knob needs no kernel.
     """
     if not options or any(not bars.rows for bars in options.values()):
         raise ValueError("knob needs an option at least, and a bar at least for each")

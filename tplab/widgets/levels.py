@@ -1,4 +1,4 @@
-"""`levels(...)`: how much there is of something, over time or over whatever else: staircases, or lines between runs."""
+"""`levels(...)`: how much there is of something, over time or anything else, as staircases or as lines between runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tplab.units import bytes_text, plain
 from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
 
-MARKS = "osD^"  # not by colour alone
-MOST_MARKED = 24  # points of a line; more would be a string of beads
+MARKS = "osD^"  # so that colour is not the only distinction
+MOST_MARKED = 24  # a line with more points gets no marks: it would look like a string of beads
 Line = tuple[Numbers, Numbers]
 """x and y of every point."""
 
@@ -29,16 +29,16 @@ def levels(
     unit: str = "B",
     from_zero: bool = True,
 ) -> Curves:
-    """Draw bytes, or other amounts, over anything that grows, a panel beside the other, on one scale.
+    """Draw bytes, or other amounts, over anything that grows, in panels side by side on one scale.
 
     panels      panel title -> {line: (x, bytes)}
     along       what x is: "microbatches"
-    stairs      every level lasts until the next point, as memory does over time; otherwise points are runs, which lines
-                connect
-    predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in ink
-    unit        "B", or what stands behind each number: "" for a loss
-    from_zero   whether the scale begins at 0, to compare heights; else it frames what is drawn, as suits a loss
-    sentence    what is to be seen; it stands for the picture where none is shown
+    stairs      whether a level lasts until the next point, as with memory over time; otherwise each point is a run, and
+                lines connect them
+    predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in the colour of text
+    unit        "B", or what to write after each number: "" for a loss
+    from_zero   whether the scale begins at 0, for comparing heights; otherwise it fits the data, as suits a loss
+    sentence    what there is to see; it replaces the picture where none can be shown
     """
     figure, axes = figure_of(panels, along)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
@@ -48,7 +48,7 @@ def levels(
         _dress(ax, step, unit)
         for index, (label, (x, y)) in enumerate(lines.items()):
             looks = {"color": HUES[index % 8], "lw": 2, "ms": 6, "mfc": PAPER, "mew": 1.6, "label": label}
-            if stairs and len(y):  # a mark where it is first at its highest
+            if stairs and len(y):  # a mark where the peak is first reached
                 top = int(np.argmax(y))
                 ax.plot(x, y, ds="steps-post", marker=MARKS[index % 4], markevery=[top], zorder=3, **looks)
             else:
@@ -74,7 +74,7 @@ def _dress(ax: Any, step: float, unit: str) -> None:
 
 
 def round_step(most: float, unit: str = "B") -> float:
-    """The distance of lines on the grid: four to seven of them, bytes round in KiB or MiB."""
+    """The distance between grid lines: four to seven of them, with bytes rounded to KiB or MiB."""
     power = 1024.0
     while power * 1024 <= most:
         power *= 1024

@@ -1,4 +1,4 @@
-"""`LossCurve(steps)`: the loss of a model while it trains, drawn as it comes; beside it a run from before."""
+"""`LossCurve(steps)`: draws the loss of a model while it trains, beside that of an earlier run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tplab.widgets.curves import Curves, explain, figure_of
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE
 
 SECONDS_BETWEEN = 0.5
-"""At least. Drawing takes time that training does not get: no more than a tenth of it."""
+"""At least this long between drawings. Drawing takes time away from training, but no more than a tenth of it."""
 
 
 class Progress(Protocol):
-    """What is shown after a step: see `tplab.training.progress`."""
+    """What a training run reports after a step: see `tplab.training.progress`."""
 
     @property
     def step(self) -> int: ...
@@ -27,15 +27,15 @@ class Progress(Protocol):
 
 
 class LossCurve(Curves):
-    """A card that draws while a model trains: show it, then give it to `train`.
+    """A card that draws while a model trains: display it, then pass it to `train`.
 
         curve = LossCurve(steps=100)
         display(curve)
         train(config, text, mesh, Recipe(100), show=curve)
 
-    steps      how many there will be: the width of the picture
-    beside     the losses of a run from before, drawn dotted, and what they are of
-    sentence   what is to be seen, where no picture is shown
+    steps      how many steps there will be: the width of the picture
+    beside     the losses of an earlier run, drawn dotted, and a label for them
+    sentence   what there is to see, for places where no picture is shown
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LossCurve(Curves):
         super().__init__(title, about, sentence, self._figure(), lambda step: f"step {step:.0f}")
 
     def __call__(self, progress: Progress) -> None:
-        """Take a step into the picture. It is drawn again at most twice a second, and after the last step."""
+        """Add a step to the picture. It is redrawn at most twice a second, and after the last step."""
         self.losses[progress.step] = progress.loss
         if progress.held_out is not None:
             self.held_out[progress.step] = progress.held_out
@@ -68,10 +68,10 @@ class LossCurve(Curves):
             self._next = now + max(SECONDS_BETWEEN, 9 * (now - began))
 
     def draw(self) -> None:
-        """Draw all steps until now."""
+        """Draw all steps so far."""
         about = self._of_what
         self.figure = self._figure()
-        vars(self).pop("_picture", None)  # of the last time
+        vars(self).pop("_picture", None)  # the previous picture
         done = max(self.losses, default=0)
         place = f"step {done} of {self.steps}"
         if self._left is not None and self._left >= 1:

@@ -1,4 +1,4 @@
-"""`matrices({"X": x, "W": w})`: small matrices side by side, every entry a number."""
+"""`matrices({"X": x, "W": w})`: shows small matrices side by side, with every entry as a number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tplab.widgets.paper.pen import Pen, text_width
 CELL_WIDTH, CELL_HEIGHT, MARGIN, GAP = 46, 25, 18, 34
 MAX_ROWS = MAX_COLUMNS = 8
 MAX_WIDTH, TEXT_WIDTH = 880, 640
-ABOVE, BELOW, WRONG = HUES[0], HUES[1], HUES[5]  # of positive entries, of negative ones, of those that are marked
+ABOVE, BELOW, WRONG = HUES[0], HUES[1], HUES[5]  # colours of positive, of negative, and of marked entries
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Panel:
     """One matrix of the picture.
 
     title   what it is
-    array   its entries: a vector is one row; dims before the last two are laid one below the other
+    array   its entries: a vector is one row; dims before the last two are stacked one below the other
     wrong   the entries that are marked as wrong (an array of the same shape), or None
     """
 
@@ -37,7 +37,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class _Grid:
-    """What is drawn of a panel: at most MAX_ROWS x MAX_COLUMNS entries."""
+    """The part of a panel that is drawn: at most MAX_ROWS x MAX_COLUMNS entries."""
 
     title: str
     numbers: np.ndarray
@@ -65,7 +65,7 @@ class Matrices(Card):
         super().__init__(content={"title": title, "text": text, "panels": [self._panel(grid) for grid in self.grids]})
 
     def _panel(self, grid: _Grid) -> dict[str, Any]:
-        """Rows of [text, share of the largest entry (below 0 where it is negative), marked?]."""
+        """Rows of [text, share of the largest entry (negative for a negative entry), marked?]."""
         rows = [
             [[number_text(number), round(self.share(number), 3), bool(wrong)] for number, wrong in zip(*pair)]
             for pair in zip(grid.numbers, grid.wrong)
@@ -104,7 +104,7 @@ class Matrices(Card):
             share = self.share(number)
             fill = mix(ABOVE if share > 0 else BELOW, 0.3 * abs(share), PAPER)
             pen.box(left, top, CELL_WIDTH - 2, CELL_HEIGHT - 2, fill=fill, edge=LINE, radius=4)
-            if grid.wrong[row, column]:  # a frame and a corner: not by colour alone
+            if grid.wrong[row, column]:  # a frame and a corner, so that colour is not the only mark
                 pen.box(left, top, CELL_WIDTH - 2, CELL_HEIGHT - 2, edge=WRONG, radius=4, line=1.6)
                 pen.line([(left + CELL_WIDTH - 9, top + 1), (left + CELL_WIDTH - 3, top + 7)], WRONG, 1.6)
             at = left + CELL_WIDTH / 2 - 1, top + CELL_HEIGHT / 2 - 1
@@ -112,12 +112,12 @@ class Matrices(Card):
 
 
 def matrices(arrays: Mapping[str, Any], title: str = "") -> Matrices:
-    """Show a few small matrices, of NumPy, torch or JAX, side by side: {"X": x, "W": w}."""
+    """Show a few small matrices of NumPy, torch or JAX side by side: {"X": x, "W": w}."""
     return Matrices([Panel(name, array) for name, array in arrays.items()], title)
 
 
 def number_text(number: float) -> str:
-    """A number in at most six characters; what is smaller than a rounding is 0."""
+    """A number in at most six characters; a rounding error is 0."""
     if not np.isfinite(number):
         return str(float(number))
     size = abs(float(number))
@@ -141,7 +141,7 @@ def _grid(panel: Panel) -> _Grid:
 
 
 def _in_rows(grids: Sequence[_Grid]) -> list[list[_Grid]]:
-    """As many panels beside each other as there is room for."""
+    """Rows of panels, with as many side by side as there is room for."""
     rows: list[list[_Grid]] = []
     for grid in grids:
         taken = sum(other.width + GAP for other in rows[-1]) if rows else 0

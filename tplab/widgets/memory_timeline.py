@@ -1,4 +1,4 @@
-"""`memory_timeline(out.memory)`: what each rank holds in memory over time, by kind, and what was predicted."""
+"""`memory_timeline(out.memory)`: what each rank holds in memory over time, by kind, beside what was predicted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tplab.widgets.stacks import layout
 from tplab.widgets.stacks.still import still
 
 Predicted = layout.Predicted | Sequence[layout.Predicted]
-"""kind -> bytes, the same on every rank; or one such for each rank."""
+"""kind -> bytes, the same on every rank; or one such mapping for each rank."""
 
 
 class MemoryTimeline(Card):
@@ -57,7 +57,7 @@ class MemoryTimeline(Card):
         return still(self.of, self.rank, self.title, self.about, f"R{self.says(self.rank)[1:]}")
 
     def _content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """All that the browser draws, for every rank. What several ranks have in common travels once."""
+        """Everything that the browser draws, for every rank. What several ranks have in common is sent once."""
         columns: dict[str, np.ndarray] = {}
         panels = []
         for panel, memory in zip(self.of.panels, self.memories.values()):
@@ -106,17 +106,17 @@ def memory_timeline(
     title: str = "Memory of each rank",
     rank: int = 0,
 ) -> MemoryTimeline:
-    """Show what a rank holds in memory at every moment of a run, by kind, on top of each other; and the other ranks.
+    """Show what a rank holds in memory at every moment of a run, as one stacked area per kind. You can switch ranks.
 
         out = run(step, Mesh(dp=4), x, count_memory=True)
         memory_timeline(out.memory, state_bytes(1, sizes, 4, 0, each)._asdict())
 
-    memory     what `run` has counted; or several under titles, beside each other on one scale
-    predicted  kind -> bytes, of the kinds of `tplab.trace.memory.KINDS`: their sum is a dashed line. Or a list of such,
-               one for each rank. For several runs, {title: either of these}
-    rank       the rank to begin with
-    Time is that of the run's clock. Where computing takes no time, moments are told apart by their operations instead.
-    Raises ValueError where meshes have not the same size, or a prediction is of something that there is not.
+    memory     what `run` has counted; or several of these by title, to show side by side on one scale
+    predicted  kind -> bytes, with kinds from `tplab.trace.memory.KINDS`: their sum is a dashed line. Or a list of such
+               mappings, one per rank. For several runs, {title: either of these}
+    rank       the rank to show first
+    Times are those of the run's clock. If computing takes no time on it, the axis counts operations instead.
+    Raises ValueError if the meshes differ in size, or if a prediction names a run, rank or kind that does not exist.
     """
     memories = {"": memory} if isinstance(memory, Memory) else dict(memory)
     if not memories:

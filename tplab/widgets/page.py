@@ -1,4 +1,4 @@
-"""`to_html(thing, path)`: a page that plays by itself, in any browser: no Python, no server, no network."""
+"""`to_html(thing, path)`: a page that plays in any browser, without Python, a server or a network."""
 
 from __future__ import annotations
 
@@ -61,18 +61,19 @@ the start and to the end. Hover over anything to see its contents.</footer>
 
 
 Run = Schedule | Simulation
-"""What `gantt` draws: a schedule with F = I = W = 1, or a simulation with costs of its own."""
+"""What `gantt` draws: a schedule with F = I = W = 1, or a simulation with its own costs."""
 
 
 def to_html(thing: Trace | Run | Sequence[Run] | Mapping[str, Run] | Card, path: str | Path) -> Path:
-    """Write a page that shows `thing` and plays it wherever it is opened, and return its path.
+    """Write a page that shows `thing` and plays it wherever it is opened. Returns the path.
 
-    thing   a Trace: its animation, and under it its timeline, with one playhead for both;
+    thing   a Trace: its animation, with its timeline below it and one playhead for both;
             a Schedule or a Simulation: its `gantt`;
-            several of these, in a list, or in a dict under names of your own: all on one time axis, to compare;
-            or a widget of `tplab.widgets`, as it is now
-    path    the file, as "run.html". It is one file. It loads nothing, so it can be mailed or put on a wiki
-    Raises TypeError where `thing` is something else, ValueError where simulations in seconds and in steps are mixed.
+            several schedules or simulations, in a list or in a dict with your own names: all on one time axis, for
+            comparison;
+            or a widget of `tplab.widgets`, in its current state
+    path    the file, such as "run.html". It is a single file that loads nothing, so you can mail it or put it on a wiki
+    Raises TypeError if `thing` is something else, and ValueError if simulations in seconds and in steps are mixed.
     """
     title, sentence, cards = _shown(thing)
     where = Path(path)
@@ -98,7 +99,7 @@ def _shown(thing: Any) -> tuple[str, str, list[Card]]:
 
 
 def _compared(runs: Sequence[Any], thing: Any) -> tuple[str, str, list[Card]]:
-    """Schedules and simulations beneath each other, on one time axis."""
+    """Schedules and simulations below each other, on one time axis."""
     if not runs:
         raise TypeError(f"to_html was given an empty {type(thing).__name__}; put at least one schedule into it")
     for run in runs:
@@ -115,7 +116,7 @@ def _compared(runs: Sequence[Any], thing: Any) -> tuple[str, str, list[Card]]:
 
 
 def _named(run: Any, name: str) -> Any:
-    """A schedule or a simulation under another name; anything else as it is."""
+    """A schedule or a simulation under another name; anything else is returned unchanged."""
     if isinstance(run, Simulation):
         return replace(run, schedule=run.schedule.named(name))
     return run.named(name) if isinstance(run, Schedule) else run
@@ -140,12 +141,12 @@ def _page(title: str, sentence: str, cards: Sequence[Card]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Titles can hold anything; control characters have no place in HTML."""
+    """A title without control characters, which HTML does not allow."""
     return re.sub(r"[\x00-\x1f\x7f]+", " ", text)
 
 
 def _module(card: Card) -> str:
-    """A card's script as a block of the page's module, so that its names stay its own; it hands on what renders it."""
+    """A card's script as a block of the page's module, so that its names stay local. It exposes the card's renderer."""
     code, found = re.subn(r"(?m)^export default \{ render \};$", "renderers.push(render);", _text(card, "_esm"))
     if found != 1 or "</script" in code.lower() or "<!--" in code:
         raise ValueError(f"the script of {type(card).__name__} cannot be part of a page: it must end on its render")
@@ -158,7 +159,7 @@ def _text(card: Card, name: str) -> str:
 
 
 def _traits(card: Card) -> dict[str, dict[str, Any]]:
-    """What a widget's script reads from its model: numbers and words as they are, bytes in base64."""
+    """What a widget's script reads from its model: numbers and words unchanged, bytes in base64."""
     own = set(card.trait_names(sync=True)) - set(anywidget.AnyWidget.class_trait_names(sync=True))
     values = {name: getattr(card, name) for name in sorted(own) if not name.startswith("_")}
     packed = {name: base64.b64encode(value).decode() for name, value in values.items() if isinstance(value, bytes)}
@@ -166,12 +167,12 @@ def _traits(card: Card) -> dict[str, dict[str, Any]]:
 
 
 def json_in_page(data: Any) -> str:
-    """JSON that can stand inside of a script element: no text in it can end the element."""
+    """JSON that is safe inside a script element: no text in it can end the element."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
 def _picture(card: Card) -> str:
-    """What is shown where scripts are off, as in the preview of a mail: the first frame of the card's picture."""
+    """What is shown if scripts are off, as in a mail preview: the first frame of the card's picture."""
     first = Image.open(io.BytesIO(card.picture())).convert("RGB")
     png = encode([first], [0])
     light, dark = (f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in (png, darkened(png)))

@@ -1,4 +1,4 @@
-"""`pipeline_lab()`: choose a rule and its numbers, see the schedule, change it by hand, hold it beside another."""
+"""`pipeline_lab()`: choose a rule and its numbers, see the schedule, change it by hand, compare it with another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 
 
 class PipelineLab(Gantt):
-    """The card that `pipeline_lab` makes. All that it computes is in its `Workbench`.
+    """The card that `pipeline_lab` makes. Its `Workbench` does all the computing.
 
-    settings   what the controls say; setting it from Python moves them. `memory_limit` and `compare` may be None
+    settings   the state of the controls; setting it from Python moves them. `memory_limit` and `compare` may be None
     schedule, run   what is shown
-    notice     why something is not so: a rule that does not fit, a move that is not legal, memory over its limit
-    is_stale   whether the settings cannot be: what is shown is still the last schedule that could
-    num_edits  how many changes by hand `undo` can take back
+    notice     what is wrong: a rule that does not fit, a move that is not legal, memory over its limit
+    is_stale   whether the settings are impossible, so that the last possible schedule is still shown
+    num_edits  how many changes by hand can be undone
     """
 
     _esm = script(*SCRIPTS)
@@ -60,7 +60,7 @@ class PipelineLab(Gantt):
         self._take()
 
     def _take(self) -> None:
-        """Show what the bench has."""
+        """Show the state of the workbench."""
         with self.hold_sync():
             if self.runs != self._bench.runs:
                 self.show(self._bench.runs, self._bench.limit)
@@ -73,19 +73,19 @@ class PipelineLab(Gantt):
     # --- by hand -------------------------------------------------------------------------------------------------
 
     def move(self, rank: int, index: int, to: int) -> bool:
-        """Move the action at `index` of a rank's row to index `to`; says in `notice` why it is not legal."""
+        """Move the action at `index` of a rank's row to index `to`. If that is not legal, `notice` says why."""
         return self._taken(self._bench.move(rank, index, to))
 
     def paste(self, text: str) -> bool:
-        """Show a schedule of your own, as CSV in either of torch's forms; says in `notice` what is wrong with it."""
+        """Show your own schedule, as CSV in either of torch's forms. If it is wrong, `notice` says why."""
         return self._taken(self._bench.paste(text))
 
     def undo(self) -> bool:
-        """Take back the last change by hand; False where there is none."""
+        """Undo the last change by hand; False if there is none."""
         return self._taken(self._bench.undo())
 
     def reset(self) -> bool:
-        """Take back all of them; False where there is none."""
+        """Undo all changes by hand; False if there are none."""
         return self._taken(self._bench.reset())
 
     def _taken(self, done: bool) -> bool:
@@ -119,15 +119,15 @@ def pipeline_lab(
 ) -> PipelineLab:
     """Choose a schedule and its numbers, and see at once what they do.
 
-    rule, compare   names in `tplab.schedules.RULES`; "auto": the scheduler, which keeps to the memory limit;
-                    for many ranks and microbatches its solver="quick"; or a schedule of your own, to edit and compare:
-                    a Schedule, a schedule of torch.distributed.pipelining, or its pipeline_order
+    rule, compare   names in `tplab.schedules.RULES`; "auto" for the automatic scheduler, which respects the memory
+                    limit and uses solver="quick" for many ranks and microbatches; or your own schedule, to edit and
+                    compare: a Schedule, a schedule of torch.distributed.pipelining, or its pipeline_order
     forward, input_grad, weight_grad, transfer, stage_costs, overlap
-                    as in `Costs`: stage_costs=[1, 1, 1, 2] doubles what the last quarter of the model costs, and
+                    as in `Costs`: stage_costs=[1, 1, 1, 2] doubles the cost of the last quarter of the model, and
                     overlap=0.5 hides half of a forward behind the backward that it is paired with, as DualPipe can
-                    with the messages within a stage
-    memory_limit    microbatches whose activations a rank may hold; None: any number
-    Raises ScheduleError where the rule does not go with the numbers, traitlets.TraitError for what no slider has.
+                    do for the messages within a stage
+    memory_limit    the most microbatches whose activations a rank may hold; None: any number
+    Raises ScheduleError if the rule does not fit the numbers, and traitlets.TraitError for values outside the sliders.
     """
     settings: dict[str, Any] = dict(locals())
     settings["own"] = {}
@@ -140,7 +140,7 @@ def pipeline_lab(
 
 
 def _put(own: dict[str, str], given: Any) -> str:
-    """Put a schedule among those of one's own, as CSV, and return the name that it has there."""
+    """Add a schedule to your own ones, as CSV, and return the name that it has there."""
     schedule = (given if isinstance(given, Schedule) else Schedule.from_torch(given)).compute_only()
     names = [schedule.name, "yours", "yours, 2"]
     name = next(name for name in names if name and name not in PAPERS and name not in own)
@@ -149,7 +149,7 @@ def _put(own: dict[str, str], given: Any) -> str:
 
 
 def _check(settings: dict[str, Any]) -> None:
-    """What no control can say is a TraitError here, as everywhere in ipywidgets."""
+    """Raise TraitError, as ipywidgets does, for settings that no control can make."""
     try:
         check_settings(settings)
     except ValueError as error:

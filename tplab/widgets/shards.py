@@ -1,4 +1,4 @@
-"""`shards(mesh, shape, P(...))`: which rank holds which slice of a tensor, or what each computes of a product."""
+"""`shards(mesh, shape, P(...))`: which rank holds which slice of a tensor, or computes which part of a product."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tplab.widgets.paper.wire import pack
 from tplab.widgets.tensors import scene, still
 from tplab.widgets.tensors.product import Product, Tensor, product
 
-MOST_RANKS = 1024  # which can be drawn, and told from each other
+MOST_RANKS = 1024  # more could not be drawn so that you can distinguish them
 
 
 class Shards(Card):
-    """The card that `shards` makes. `rank` is the rank that is pointed out; -1: none."""
+    """The card that `shards` makes. `rank` is the rank that is highlighted; -1: none."""
 
     _esm = script("wire", "shell", "shards")
     _css = style()
@@ -47,7 +47,7 @@ class Shards(Card):
 
 
 def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
-    """All that is drawn and said, for the browser and for the still picture."""
+    """Everything that is drawn and said, for the browser and for the still picture."""
     one = isinstance(of, Tensor)
     drawings = scene.one(of, mesh) if one else scene.multiplied(of, mesh)
     says = [_of_rank(mesh, of, drawings, rank) for rank in mesh.ranks]
@@ -100,7 +100,7 @@ def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[scene.Drawing]
         shared = f", and so do {scene.ranks_text(others)}" if others else ", and no other rank does"
         return f"holds {of.name}{own[0].index}{shared}"
     multiplies = f"multiplies {of.x.name}{own[0].index} by {of.w.name}{own[1].index}"
-    if of.x.axes(1) != of.w.axes(0):  # one of the two is whole: only the matching part of it is used
+    if of.x.axes(1) != of.w.axes(0):  # one of the two is unsharded: only the matching part of it is used
         whole = of.x if not of.x.axes(1) else of.w
         multiplies += f" (of {whole.name} only what meets the other's piece)"
     result = f"{of.y.name}{own[2].index}"
@@ -117,13 +117,13 @@ def shards(
 
         shards(Mesh(dp=2, tp=4), (8, 12), P(None, "tp"), name="w")
 
-    Or, for two matrices given by name as (shape, P), of their product: how the result is sharded, what each rank
-    computes, and whether it needs an all_reduce.
+    Given two matrices by name, each as (shape, P), show their product instead: how the result is sharded, what each
+    rank computes, and whether the result needs an all_reduce.
 
         shards(mesh, x=((8, 16), P("dp", None)), w=((16, 12), P(None, "tp")))
 
-    Raises SpecError and ShapeError where a `P` does not fit, or the pieces cannot be multiplied where they lie, and
-    MeshError for more ranks than can be drawn.
+    Raises SpecError or ShapeError if a `P` does not fit or the pieces cannot be multiplied where they are, and
+    MeshError if there are more ranks than can be drawn.
     """
     if mesh.size > MOST_RANKS:
         raise MeshError(

@@ -1,4 +1,4 @@
-"""`timeline(trace)`: where the time of every rank goes."""
+"""`timeline(trace)`: shows where the time of every rank goes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tplab.widgets.score.score import Score, score
 
 
 class Timeline(Card):
-    """The card that `timeline` makes. `step` is where the playhead is, as in `Animation`; over a prediction, as in
-    `Gantt`. `comparison` is what it is compared with, or None."""
+    """The card that `timeline` makes. `step` is where the playhead is, as in `Animation` or, over a prediction, as in
+    `Gantt`. `comparison` is what the trace is compared with, or None."""
 
     _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "overlay", "timeline")
     _css = style()
@@ -52,20 +52,20 @@ def timeline(
     axis: Axis | None = None,
     batch: int | None = None,
 ) -> Timeline:
-    """Show where the time of every rank goes: computing, messages beside it, and waiting; how busy each rank is; and
-    the critical path, the chain of events that sets the makespan.
+    """Show where the time of every rank goes: computing, messages sent meanwhile, and waiting; how busy each rank is;
+    and the critical path, the chain of events that sets the makespan.
 
-    With `predicted`, the trace is of a pipeline schedule that `train_batch` ran. Shown is one batch of it: every action
-    where it ran, and beneath it, in outline, where it was predicted; both begin at the first start.
+    With `predicted`, the trace is of a pipeline schedule that `train_batch` ran, and one batch of it is shown: every
+    action when it ran and, outlined below, when it was predicted. Both times are counted from the first start.
 
         costs = measured_costs(schedule, trace)
         timeline(trace, predicted=simulate(schedule, costs))
 
-    predicted   what `simulate` made of the schedule, or what `compare(schedule, trace)` returns
-    step        where the playhead stands at first
-    axis        of the pipeline, "pp" if left out; with more axes, the ranks of the group of rank 0 are shown
-    batch       which of several in the trace; the last one if left out. A comparison knows its own axis and batch
-    Raises ScheduleError where the prediction is not of this trace, and says why.
+    predicted   what `simulate` returns for the schedule, or what `compare(schedule, trace)` returns
+    step        where the playhead starts
+    axis        the axis of the pipeline, "pp" by default; if the mesh has more axes, the group of rank 0 is shown
+    batch       which batch, if the trace has several; the last one by default. A comparison knows its axis and batch
+    Raises ScheduleError if the prediction is not of this trace, and says why.
     """
     if predicted is None:
         if axis is not None or batch is not None:

@@ -1,7 +1,7 @@
-"""Animated PNG. After the first frame, only pixels that change are stored: the others are transparent there.
+"""Animated PNG. After the first frame, only the pixels that change are stored; the others are transparent.
 
-Pillow writes animated PNGs too, with everything inside of each frame's bounding box: five to ten times as large for
-pictures such as these, in which small things move far from each other. W3C, PNG specification, third edition.
+Pillow also writes animated PNGs, but stores everything inside each frame's bounding box. That is five to ten times
+larger for pictures like these, in which small things move far from each other. W3C, PNG specification, third edition.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from PIL import Image
 
 from tplab.widgets.paper.palette import shades
 
-_SOURCE, _OVER = 0, 1  # how a frame is laid on what is there
+_SOURCE, _OVER = 0, 1  # how a frame is combined with the one before
 _COLOURS = 128
-_CLEAR = 255  # the palette's index for "as it was"
+_CLEAR = 255  # the palette's index for "unchanged"
 
 
 def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: int = 1) -> bytes:
-    """RGB images of one size as one PNG, which moves if there are several; `plays` = 0 repeats it for ever."""
+    """RGB images of one size as one PNG, which is animated if there are several; `plays` = 0 repeats it for ever."""
     palette = _palette(frames)
     nearest = _Nearest(palette)
     flat = [nearest(image) for image in frames]
@@ -51,7 +51,7 @@ def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: in
 
 
 def _palette(frames: Sequence[Image.Image]) -> np.ndarray:
-    """Our own colours, which may cover few pixels, and then those that cover most of a few of the frames."""
+    """Our own colours, even if they cover few pixels, and then those that cover most of a few sample frames."""
     few = [frames[index * (len(frames) - 1) // 2].reduce(2) for index in range(3)]
     sheet = Image.new("RGB", (few[0].width, few[0].height * len(few)))
     for index, image in enumerate(few):
@@ -63,11 +63,11 @@ def _palette(frames: Sequence[Image.Image]) -> np.ndarray:
 
 
 class _Nearest:
-    """Pixels -> indices of the nearest colours of a palette. Pillow's own search rounds, and greys the white."""
+    """Pixels -> indices of the nearest colours of a palette. Pillow's own search rounds, and turns white grey."""
 
     def __init__(self, palette: np.ndarray):
         self._palette = palette
-        self._place = np.full(1 << 24, _CLEAR, np.uint8)  # by colour; found when it is first met
+        self._place = np.full(1 << 24, _CLEAR, np.uint8)  # by colour; filled in when a colour first appears
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         pixels = np.asarray(image).astype(np.uint32)
@@ -81,7 +81,7 @@ class _Nearest:
 
 
 def _changes(flat: Sequence[np.ndarray], milliseconds: Sequence[int]) -> list[tuple[np.ndarray, int, int, int]]:
-    """For each frame (pixels, x, y, how long it is shown). Where nothing changes, the frame before stays longer."""
+    """For each frame: (pixels, x, y, how long it is shown). If nothing changes, the previous frame stays longer."""
     changes = [(flat[0], 0, 0, milliseconds[0])]
     for before, now, time in zip(flat, flat[1:], milliseconds[1:], strict=False):
         changed = before != now

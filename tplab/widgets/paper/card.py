@@ -1,4 +1,4 @@
-"""What every widget shares on Python's side: its JavaScript put together, and what is shown where no kernel runs."""
+"""What all widgets share in Python: putting their JavaScript together, and what is shown without a kernel."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _STATIC = Path(__file__).parents[1] / "static"
 def script(*names: str) -> str:
     """The ES modules static/{name}.js, in this order, as one module.
 
-    anywidget loads a widget's script from a blob, in which a relative import has nothing to be relative to. So imports
-    between these files and the word `export` are dropped (all names at the top level of the files are different), and
-    with them comments and indentation, for the script is sent with every widget.
+    anywidget loads a widget's script from a blob, where a relative import has nothing to be relative to. So we drop the
+    imports between these files and the word `export` (all top-level names in the files are different). We also drop
+    comments and indentation, because the script is sent with every widget.
     """
     lines = "\n".join((_STATIC / f"{name}.js").read_text(encoding="utf8") for name in names)
     lines = re.sub(r"^import .*?;\n", "", lines, flags=re.MULTILINE | re.DOTALL)
@@ -31,7 +31,7 @@ def script(*names: str) -> str:
 
 @cache
 def style() -> str:
-    """The style sheet of all widgets. Every rule begins with .tplab: nothing else on the page is touched."""
+    """The style sheet of all widgets. Every rule begins with .tplab, so nothing else on the page is affected."""
     return re.sub(r"\n\s*", "\n", (_STATIC / "tplab.css").read_text(encoding="utf8"))
 
 
@@ -41,7 +41,7 @@ class Card(anywidget.AnyWidget):
     sentence: str
 
     def picture(self) -> bytes:
-        """PNG, or an animated PNG."""
+        """The widget as a PNG or an animated PNG."""
         raise NotImplementedError
 
     @cached_property
@@ -57,7 +57,7 @@ class Card(anywidget.AnyWidget):
         pictures = {**data, "text/plain": self.sentence, "image/png": self._picture}
         return pictures, {**metadata, "image/png": {"alt": self.sentence}}  # nbconvert writes it into the page
 
-    if hasattr(ipywidgets.DOMWidget, "_ipython_display_"):  # ipywidgets 7, as Colab has it, asks this one only
+    if hasattr(ipywidgets.DOMWidget, "_ipython_display_"):  # ipywidgets 7, which Colab has, calls only this one
 
         def _ipython_display_(self, **kwargs: Any) -> None:
             from IPython.display import display

@@ -1,7 +1,7 @@
 """A still picture for dark paper: the same PNG with other colours in its palette.
 
-The pictures of `apng` have a palette, and what they show are places in it. So a dark version has other colours, and
-the same pixels and frames: it is made of any picture, also of one in a notebook, in no time and without drawing.
+The pictures of `apng` have a palette, and their pixels are indices into it. So a dark version has other colours but the
+same pixels and frames. It can be made from any picture, even one in a notebook, in no time and without drawing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import zlib
 
 import numpy as np
 
-_INK, _PAPER = 0.95, 0.215  # lightness of what was ink, and of what was white
+_INK, _PAPER = 0.95, 0.215  # the new lightness of ink, and of white
 _INK_WAS = 0.25
-_LIFT = 0.85  # below 1: what is between the two comes nearer to the ink
+_LIFT = 0.85  # below 1: colours in between move closer to the ink
 
 _TO_CONES = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
                       [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
@@ -25,8 +25,8 @@ _TO_LAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, 
 def darkened(png: bytes) -> bytes:
     """A PNG with a palette, moving or not, for dark paper.
 
-    Every colour keeps its hue, and its lightness is turned round, as `turned` says. What was dark on light is light on
-    dark, and letters on a coloured box stay as easy to read.
+    Every colour keeps its hue, and its lightness is reversed as `turned` says. Dark on light becomes light on dark, and
+    letters on a coloured box stay as easy to read.
     """
     if b"PLTE" not in png:
         raise ValueError("this PNG has no palette whose colours could change; the pictures of tplab's widgets have one")
@@ -45,7 +45,7 @@ def darkened(png: bytes) -> bytes:
 def turned(colours: np.ndarray) -> np.ndarray:
     """The colours [n, 3], 0 to 255, for dark paper: in Oklab, L -> paper + (ink - paper) ((1 - L) / (1 - L of ink))^p.
 
-    What a screen cannot show is paled until it can.
+    A colour that a screen cannot show is made paler until it can.
     """
     srgb = colours.astype(float) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)

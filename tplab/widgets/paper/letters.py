@@ -1,4 +1,4 @@
-"""Letters without a font: which of them a line can have, and nearly how wide they are."""
+"""Letters without a font: which of them a line can have, and about how wide they are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _WIDTHS = (
     "685 611 685 390 337 390 838 500 500 613 635 550 635 615 352 635 634 278 278 579 278 974 634 612 635 635 411 521 "
     "392 634 592 818 592 592 525 636 337 636 838 "
 )
-"""Of DejaVu Sans, from the blank to the tilde, in thousandths of the size. Bold letters are wider by a tenth."""
+"""Widths in DejaVu Sans, from space to tilde, in thousandths of the size. Bold letters are wider by a tenth."""
 
 _WIDTH = {chr(32 + place): int(width) / 1000 for place, width in enumerate(_WIDTHS.split())}
 _OTHER, _MONO, _BOLD = 0.6, 0.602, 1.1
 
 
 def about_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
-    """How wide a text is, within a few percent, where no font can be asked."""
+    """How wide a text is, within a few percent, when no font is available."""
     text = one_line(text)
     if mono:
         return size * _MONO * len(text)
@@ -25,5 +25,5 @@ def about_width(text: str, size: float = 11, bold: bool = False, mono: bool = Fa
 
 
 def one_line(text: str) -> str:
-    """The text with a blank for each line end, tab and other character that no font draws; XML does not allow some."""
+    """The text with a space for each line end, tab and other character that no font draws; XML forbids some of them."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text)

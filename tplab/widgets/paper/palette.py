@@ -5,20 +5,20 @@ Colour = str | tuple[int, int, int]
 INK, DIM, LINE, SOFT, PAPER = "#1c2230", "#5c677a", "#d5dbe5", "#f4f6f9", "#ffffff"
 ACCENT, HATCH, WORK = "#1f5fd0", "#dfe4ec", "#66718a"
 
-# Each has a letter, number or pattern beside it wherever it is used. White text on each of them, and each of them on
-# light or dark paper, has a contrast of 4.5 and 3 at least; neighbours stay apart for colour-blind readers.
+# Wherever one is used, a letter, number or pattern is beside it. White text on any of them has a contrast of at least
+# 4.5, and each of them on light or dark paper at least 3; neighbours are distinct for colour-blind readers.
 HUES = ("#2f6bd8", "#b45309", "#0f7d5c", "#b33a83", "#0b7a99", "#d0342c", "#537a30", "#7a5fb0")
 
 KINDS = {"F": "#1f55bd", "I": "#55b3a6", "W": "#f0c969"}
-"""Of a schedule's actions: dark, middle and light, so that a grey print tells them apart too. A B is an I and a W."""
+"""Colours of a schedule's actions: dark, medium and light, so they differ even in grey. A B is an I and a W."""
 
 OPS = {"product": "#43558c", "backward": "#4a9d97", "norm": "#8f6fc4", "elementwise": "#8fa0bb", "copy": "#c3cbd9"}
 OPS |= {"computing": WORK, "combines": HUES[1], "moves": HUES[0]}
-"""Of what a rank does, by the kind of the operation. "backward" is a product of a backward pass, "computing" of a kind
-that is not known. A collective "combines", as a sum does, or only "moves"."""
+"""Colours of what a rank does, by kind of operation. "backward" is a product of a backward pass; "computing" is of an
+unknown kind. A collective "combines" data, as a sum does, or only "moves" it."""
 
 GRADIENT = "#1d7f72"
-"""Of a message with gradients, in a pipeline: the colour of I, dark enough for white letters."""
+"""The colour of a message with gradients in a pipeline: that of I, dark enough for white letters."""
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
@@ -35,7 +35,7 @@ def hue(index: int) -> str:
 
 
 def shades() -> list[tuple[int, int, int]]:
-    """The colours that pictures are made of: each plain, as it is used over paper, and as its edges are smoothed."""
+    """The colours that pictures are made of: each one plain, mixed with paper, and as in its smoothed edges."""
     paper = [rgb(PAPER), rgb(SOFT), rgb(LINE), rgb(HATCH)]
     greys = [mix(colour, share / 8) for colour in (INK, DIM) for share in range(1, 9)]
     strong = [mix(colour, share) for colour in (ACCENT, WORK) for share in (1, 0.7, 0.42, 0.22)]

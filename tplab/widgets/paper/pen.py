@@ -1,7 +1,7 @@
-"""Drawing on a Pillow image as on a sheet of CSS pixels: what the still pictures are made with.
+"""Drawing on a Pillow image as if it were a sheet of CSS pixels; used for the still pictures.
 
-Pillow does not smooth edges, so everything is drawn three times as large and made smaller at the end. The typeface is
-the one that matplotlib carries with it; matplotlib itself is not imported, which takes longer than all the drawing.
+Pillow does not smooth edges, so everything is drawn three times as large and scaled down at the end. The typeface is
+the one that ships with matplotlib. We do not import matplotlib itself: that takes longer than all the drawing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pen:
         ground: Colour,
         draw: Callable[[Pen], None],
     ) -> None:
-        """What `draw` draws from (1, 1) on, put at (x, y): drawn once for all with the same key, size and ground."""
+        """Put what `draw` draws, from (1, 1) on, at (x, y). It is drawn only once per key, size and ground."""
         key = (key, width, height, ground)
         if key not in self._tiles:
             size = round((width + 2) * _SCALE), round((height + 2) * _SCALE)
@@ -117,7 +117,7 @@ class Pen:
         self.line([on_curve(curve, step / 16) for step in range(17)], colour, line)
 
     def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
-        """Slanted lines: time in which nothing is done."""
+        """Slanted lines, for idle time."""
         offset = -height + (-x) % 6
         while offset < width:
             a, b = max(offset, 0), min(offset + height, width)
@@ -140,9 +140,9 @@ class Pen:
         anchor: str = "mm",
         mono: bool = False,
     ) -> float:
-        """Write; anchor as in Pillow: l m r, then a m s (top, middle, baseline). Returns the text's width.
+        """Write `text`; anchor as in Pillow: l m r, then a m s (top, middle, baseline). Returns the text's width.
 
-        mono: in letters of one width, which tell I from 1.
+        mono: in a monospaced font, which distinguishes I from 1.
         """
         font, text = _font(size, bold, mono), one_line(text)
         self._draw.text((x * _SCALE, y * _SCALE), text, font=font, fill=fill, anchor=anchor)
@@ -154,7 +154,7 @@ def text_width(text: str, size: float = 11, bold: bool = False, mono: bool = Fal
 
 
 def fitted(text: str, size: float, room: float) -> str:
-    """The text, or as much of it as is not wider than `room`, with an ellipsis at its end."""
+    """The text, or as much of it as fits into `room`, with an ellipsis at its end."""
     if text_width(text, size) <= room:
         return text
     while text and text_width(f"{text} …", size) > room:

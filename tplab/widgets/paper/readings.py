@@ -1,4 +1,4 @@
-"""What is to be read from a figure's lines at the places where they have points: for the hint under the pointer."""
+"""The values of a figure's lines at the places where they have points, for the tooltip."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _MOST_STOPS = 240
 
 
 def readings(figure: Any, x_text: Callable[[float], str]) -> list[dict[str, Any]]:
-    """For each panel of a figure that was drawn, what a reader can point at.
+    """For each panel of a figure that was drawn, what a reader can hover over.
 
-    box     its left, top, right and bottom, as parts of the figure
-    stops   from left to right: [where in the box, x in words, [[line, y in words], ...]], no more than a pointer can
-            tell apart
+    box     its left, top, right and bottom, as fractions of the figure
+    stops   from left to right: [where in the box, x in words, [[line, y in words], ...]], no more of them than a
+            pointer can distinguish
     """
     return [_panel(ax, x_text) for ax in figure.axes]
 
@@ -34,7 +34,7 @@ def _panel(ax: Any, x_text: Callable[[float], str]) -> dict[str, Any]:
 
 
 def _along(ax: Any, x: float) -> float:
-    """Where x is between the left side of the panel, 0, and the right one, 1."""
+    """Where x is between the left side of the panel, 0, and the right side, 1."""
     (place, _) = ax.transAxes.inverted().transform(ax.transData.transform((x, ax.get_ylim()[1])))
     return round(float(place), 4)
 
@@ -49,7 +49,7 @@ def _values(lines: list[Any], x: float, y_text: Callable[..., str]) -> list[list
 
 
 def _value(line: Any, x: float) -> float | None:
-    """A line's value at x: of dots only at their own places, of a staircase that of the step, else between points."""
+    """A line's value at x: dots have one only at their own x, a staircase has its step's, other lines interpolate."""
     xs, ys = (np.asarray(values, float) for values in (line.get_xdata(), line.get_ydata()))
     here = np.flatnonzero(xs == x)
     if len(here):

@@ -9,7 +9,7 @@ import traitlets
 
 
 class Step(traitlets.Float):
-    """A position in steps, from 0 to the widget's `num_steps`; fractions lie within a step."""
+    """A position in steps, from 0 to the widget's `num_steps`; fractions are within a step."""
 
     def validate(self, obj: Any, value: Any) -> float:
         position = super().validate(obj, float(value) if isinstance(value, int) else value)

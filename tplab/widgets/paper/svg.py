@@ -1,4 +1,4 @@
-"""Drawing as SVG text, by the same calls as on a `Pen`: what a picture that is exported is made with."""
+"""Drawing as SVG text, with the same calls as on a `Pen`; used for exported pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ANCHOR = {"l": "start", "m": "middle", "r": "end"}
 
 
 class SvgPen:
-    """A sheet of `width` x `height` pixels, as `Pen` is one."""
+    """A sheet of `width` x `height` pixels, like `Pen`."""
 
     def __init__(self, width: float, height: float):
         self.width, self.height = width, height
@@ -60,7 +60,7 @@ class SvgPen:
             )
 
     def width_of(self, text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
-        """Nearly: a reader's own fonts draw it."""
+        """The approximate width: the reader's own fonts draw the text."""
         return about_width(text, size, bold, mono)
 
     def text(

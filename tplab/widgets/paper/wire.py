@@ -1,4 +1,4 @@
-"""What goes to the browser, in one binary trait: a JSON header and columns of numbers. static/wire.js reads it."""
+"""The data sent to the browser, in one binary trait: a JSON header and columns of numbers. static/wire.js reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = {"i1": "Int8Array", "u1": "Uint8Array", "i2": "Int16Array", "u2": "Uint
 
 
 def pack(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
-    """Integers travel in the smallest type that holds them; those that only count up, as differences.
+    """Integers are sent in the smallest type that holds them; increasing ones are sent as differences.
 
     Layout before compression (zlib): the header's length (uint32, little-endian), the header as JSON, then the
     columns, each from a multiple of 8. header["columns"] is name -> [kind of array, length, offset, differences?].

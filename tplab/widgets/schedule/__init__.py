@@ -1,1 +1,1 @@
-"""Pipeline schedules as they are drawn: their figures, their bars, and an executed one over its prediction."""
+"""Drawing pipeline schedules: their figures, their bars, and an executed schedule over its prediction."""

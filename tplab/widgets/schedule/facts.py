@@ -1,4 +1,4 @@
-"""The figures of a simulated pipeline schedule, each beside the formula that gives it."""
+"""The figures of a simulated pipeline schedule, each with its formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tplab.units import plain, time_text
 
 
 class Fact(NamedTuple):
-    """One figure: what it is, the figure, what stands behind it in small letters."""
+    """One figure: what it is, the figure itself, and the small text after it."""
 
     name: str
     figure: str
@@ -21,10 +21,10 @@ class Fact(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """How the papers write it, and what it comes to. Sources: facts of each rule in tplab/schedules.
+    """A formula as the papers write it, and its value. For sources, see the docstring of each rule in tplab/schedules.
 
-    value   of p ranks, m microbatches, v stages per rank; for a bubble also of F, I, W of a rank's share of one
-            microbatch, and of the time F&B of an overlapped pair
+    value   a function of p ranks, m microbatches, v stages per rank; for a bubble also of F, I, W of a rank's share of
+            one microbatch, and of the time F&B of an overlapped pair
     """
 
     text: str
@@ -48,8 +48,8 @@ BUBBLE_OF_EQUAL: dict[str, Formula] = {
     "dualpipe": Formula("(p/2−1)(F&B+B−3W)", lambda p, m, v, F, I, W, FB: (p / 2 - 1) * (FB + I - 2 * W)),
     "dualpipe_v": Formula("(p−1)(F&B+B−3W)/2", lambda p, m, v, F, I, W, FB: (p - 1) * (FB + I - 2 * W) / 2),
 }
-"""The same where F = I = W; F&B is the time of an overlapped pair. Exact for 2p microbatches and more.
-Where pairs hide work, ranks are busy for different times, and this is the idle time of the rank that idles most."""
+"""The same if F = I = W; F&B is the time of an overlapped pair. Exact for 2p microbatches and more.
+If pairs hide work, ranks are busy for different times, and this is the idle time of the rank that idles most."""
 
 PAIR = "overlapped pair, F&B"
 WITHOUT, WITH = "without overlap", "with overlap 1"
@@ -89,12 +89,12 @@ PEAK: dict[str, Formula] = {
     "v_half": Formula("(p+2)//2", lambda p, m, v: (p + 2) // 2),
     "v_min": Formula("(p+4)//3", lambda p, m, v: (p + 4) // 3),
 }
-"""Microbatches held at once by the rank that holds most, where there are enough of them."""
+"""Microbatches held at once by the rank that holds the most, if there are enough microbatches."""
 
 
 def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
-    """What is written under the picture of a run. `limit`, where the run keeps it, is what no rank may hold more of:
-    the lower bound is then that of schedules that keep it too."""
+    """The text under the picture of a run. `limit` is the most microbatches that a rank may hold. If the run respects
+    it, the lower bound is that of schedules that respect it too."""
     schedule, costs = run.schedule, run.costs
     p, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.stages_per_rank
     unit = costs.unit
@@ -135,14 +135,14 @@ def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
 
 
 def pair_time(costs: Costs) -> float:
-    """F & B: how long a pair of a rank's forward and full backward takes, of which `overlap` is hidden."""
+    """F & B: how long an overlapped pair of a rank's forward and full backward takes, given `overlap`."""
     forward = float(np.asarray(costs.forward))
     backward = float(np.asarray(costs.input_grad)) + float(np.asarray(costs.weight_grad))
     return forward + backward - costs.overlap * min(forward, backward)
 
 
 def _of_pairs(run: Simulation, time: Callable[[float], str]) -> list[Fact]:
-    """What overlapped pairs do for a run: how long they take, and the run without (or with) what they hide."""
+    """What overlapped pairs do for a run: how long they take, and how long the run takes without (or with) overlap."""
     costs = run.costs
     rule = f"F + B − {plain(costs.overlap)} × min(F, B)"
     plain_costs = all(np.ndim(share) == 0 for share in (costs.forward, costs.input_grad, costs.weight_grad))

@@ -1,6 +1,6 @@
-"""A trace of an executed pipeline schedule over its prediction: when each action ran, and when it was to.
+"""A trace of an executed pipeline schedule over its prediction: when each action ran, and when it was predicted.
 
-`now(over, step)` is the picture at one moment; static/overlay.js says the same in JavaScript.
+`now(over, step)` is the picture at one moment; static/overlay.js is the same in JavaScript.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MAX_STEPS = 400
 
 @dataclass(frozen=True, eq=False)
 class Overlay:
-    """One batch of a schedule in a trace. All times are counted from its first start, predicted ones from theirs.
+    """One batch of a schedule in a trace. Times are counted from its first start; predicted times from theirs.
 
-    times     times[k] is when the k-th different moment comes at which some action ends; the last one is the end of
-              both. The playhead is a position in these
+    times     times[k] is the k-th distinct moment at which some action ends; the last one is the end of both. The
+              playhead is a position in these
     actions   one row per action, in the order of the schedule's columns: rank (the row of the schedule), kind, stage,
               microbatch, joined; start, end and busy as executed; due_start and due_end as predicted
-    others    what the ranks computed besides, in that time: rank, op (a index in `ops`), start, end
+    others    what else the ranks computed in that time: rank, op (an index into `ops`), start, end
     """
 
     trace: Trace
@@ -50,20 +50,20 @@ class Overlay:
 
     @property
     def word(self) -> str:
-        """What the times of the trace are called."""
+        """The word for the times of the trace."""
         return "measured" if self.trace.clock == "measured" else "executed"
 
     def time(self, position: float) -> float:
-        """When the playhead at `position` is."""
+        """The time at which the playhead is, given its position."""
         return float(np.interp(position, np.arange(len(self.times)), self.times))
 
     @cached_property
     def tolerance(self) -> float:
-        """Times closer than this are one."""
+        """Times closer together than this count as equal."""
         return 1e-9 * float(self.times[-1])
 
     def name(self, row: int) -> str:
-        """ "F3"; where a rank holds several stages, "F3 of stage 5"."""
+        """ "F3"; or "F3 of stage 5" if a rank holds several stages."""
         schedule = self.predicted.schedule
         action = schedule.action(row)
         return action.label if schedule.num_stages == schedule.num_ranks else in_words(action)
@@ -73,8 +73,8 @@ class Overlay:
 class Now:
     """What is shown with the playhead at `time`.
 
-    runs, due       the actions that each rank runs, and those that it was to run (an overlapped pair is two)
-    done, were_due  how many actions are over, and how many were to be
+    runs, due       the actions that each rank runs, and those it was predicted to run (an overlapped pair is two)
+    done, were_due  how many actions are done, and how many were predicted to be done
     """
 
     time: float
@@ -87,7 +87,7 @@ class Now:
 def overlay(
     trace: Trace, predicted: Simulation | Comparison, axis: Axis | None = None, batch: int | None = None
 ) -> Overlay:
-    """Find the batch in the trace. Raises ScheduleError where the prediction is not of this trace."""
+    """Find the batch in the trace. Raises ScheduleError if the prediction is not of this trace."""
     if isinstance(predicted, Simulation):
         beside = compare(predicted, trace, axis="pp" if axis is None else axis, batch=-1 if batch is None else batch)
     elif isinstance(predicted, Comparison):
@@ -121,7 +121,7 @@ def overlay(
 
 
 def now(over: Overlay, position: float) -> Now:
-    """The picture at `position`, in steps: at step k, k different moments are over at which an action ends."""
+    """The picture at `position`, in steps: step k is the k-th distinct moment at which an action ends."""
     position = min(max(float(position), 0.0), float(over.num_steps))
     time, near, ranks = over.time(position), over.tolerance, over.predicted.schedule.num_ranks
 
@@ -135,7 +135,7 @@ def now(over: Overlay, position: float) -> Now:
 
 
 def say(over: Overlay, moment: Now) -> tuple[str, str, str]:
-    """Where the playhead is, what the ranks do there beside what they were to do, and how far they are."""
+    """Where the playhead is, what the ranks do there, what they were predicted to do, and how far they have come."""
     unit, ranks, texts = over.trace.unit, over.comparison.ranks, {}
     for index, (runs, due) in enumerate(zip(moment.runs, moment.due)):
         does, was = (" + ".join(map(over.name, rows)) for rows in (runs, due))
@@ -162,7 +162,7 @@ def title(over: Overlay) -> str:
 
 
 def about(over: Overlay) -> str:
-    """The head line: both makespans, and what is between them."""
+    """The headline: both makespans, and their difference."""
     beside, unit = over.comparison, over.trace.unit
     batch = f"batch {beside.batch + 1} of {beside.num_batches} · " if beside.num_batches > 1 else ""
     return (
@@ -172,15 +172,15 @@ def about(over: Overlay) -> str:
 
 
 def signed(over: Overlay, time: float) -> str:
-    """ "+1.2 ms"; what rounding leaves is 0."""
+    """ "+1.2 ms"; a rounding error is 0."""
     if abs(time) <= over.tolerance:
         return "0"
     return ("+" if time > 0 else "") + time_text(time, over.trace.unit)
 
 
 def sentence(over: Overlay) -> str:
-    """One plain sentence, the same for the same program; measured times are no part of it, for no two runs have the
-    same ones."""
+    """One plain sentence, the same for the same program. It has no measured times, because they differ from run to
+    run."""
     beside, trace, schedule = over.comparison, over.trace, over.predicted.schedule
     clock = trace.clock + (", unit times" if trace.unit == "steps" else f", {trace.cluster}" if trace.cluster else "")
     figures = about(over).replace(" · ", ", ")
@@ -194,7 +194,7 @@ def sentence(over: Overlay) -> str:
 
 
 def facts(over: Overlay) -> list[Fact]:
-    """What is written under the picture."""
+    """The figures under the picture."""
     beside, run, unit = over.comparison, over.predicted, over.trace.unit
     ranks, makespan = run.schedule.num_ranks, beside.makespan
     share = f"{plain(round(100 * beside.residual / run.makespan, 1))}%" if run.makespan else ""
@@ -243,7 +243,7 @@ def _moments(actions: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _others(trace: Trace, beside: Comparison) -> tuple[list[str], dict[str, np.ndarray]]:
-    """What the ranks of the schedule computed between its actions."""
+    """What else the ranks of the schedule computed, between its actions."""
     start, end, rank = (trace.column(name) for name in ("start", "end", "rank"))
     kinds, kind = trace.codes("kind")
     ops, op = trace.codes("op")
@@ -255,7 +255,7 @@ def _others(trace: Trace, beside: Comparison) -> tuple[list[str], dict[str, np.n
     begin, finish = start[rows] - beside.origin, end[rows] - beside.origin
     schedule = beside.predicted.schedule
     is_action = np.zeros(len(rows), bool)
-    for index in range(schedule.num_ranks):  # the actions of a rank follow each other
+    for index in range(schedule.num_ranks):  # the actions of a rank do not overlap
         own, span = lane[rank[rows]] == index, slice(schedule.offsets[index], schedule.offsets[index + 1])
         before = np.searchsorted(beside.start[span], begin[own], side="right") - 1
         until = np.append(beside.end[span], -np.inf)[before]

@@ -1,4 +1,4 @@
-"""Schedules under the names that their papers give them."""
+"""The names that papers give to the schedules."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ PAPERS = {
 
 
 def paper_name(name: str, otherwise: str = "schedule") -> str:
-    """ "1F1B" for one_f_one_b; a name of one's own as it is; `otherwise` where there is none."""
+    """ "1F1B" for one_f_one_b; a name of your own is unchanged; `otherwise` if there is no name."""
     return PAPERS.get(name, name) or otherwise

@@ -1,4 +1,4 @@
-"""Schedules as they are sent to the browser: what `gantt` draws from."""
+"""Schedules as they are sent to the browser; `gantt` draws from this data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_STEPS = 400
 
 
 def moments(runs: Sequence[Simulation]) -> np.ndarray:
-    """The times at which the playhead rests: the start, and every moment at which an action ends; or, where those are
-    too many, so many at equal distances."""
+    """The times at which the playhead rests: the start, and every moment at which an action ends; or, if those are too
+    many, evenly spaced times."""
     ends = np.concatenate([run.end - run.start.min(initial=0.0) for run in runs])
     rounded = np.unique(np.round(ends, 9))
     last = float(rounded[-1]) if len(rounded) else 0.0
@@ -28,7 +28,7 @@ def moments(runs: Sequence[Simulation]) -> np.ndarray:
 
 
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
-    """What the browser draws from; static/gantt.js reads it."""
+    """The data that the browser draws from; static/gantt.js reads it."""
     figures = [facts(run, limit) for run in runs]
     header = {
         "title": paper_name(runs[0].schedule.name),
@@ -58,7 +58,7 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
 def _columns(run: Simulation) -> dict[str, np.ndarray]:
     schedule, begin = run.schedule, float(run.start.min(initial=0.0))
     stairs = [run.activations(rank) for rank in range(schedule.num_ranks)]
-    start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one stretch of time
+    start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one span of time
     return {
         "rank": schedule.rank,
         "kind": schedule.kind,

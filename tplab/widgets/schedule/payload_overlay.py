@@ -8,7 +8,7 @@ from tplab.widgets.score import words
 
 
 def overlay(of: over.Overlay) -> bytes:
-    """For `timeline` over a prediction: what ran when, and when it was to; static/overlay.js reads it."""
+    """For `timeline` over a prediction: when everything ran, and when it was predicted; static/overlay.js reads it."""
     schedule = of.predicted.schedule
     header = {
         "overlay": True,

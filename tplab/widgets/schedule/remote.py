@@ -1,4 +1,4 @@
-"""A workbench that is asked in JSON: what a page without a kernel has in place of the widget."""
+"""A workbench that answers requests in JSON: a page without a kernel uses it instead of the widget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tplab.widgets.schedule.workbench import Workbench
 
 
 class Remote:
-    """The pipeline lab of a page. `settings` is what its controls said when the page was made, as JSON."""
+    """The pipeline lab of a page. `settings` is the state of its controls when the page was made, as JSON."""
 
     def __init__(self, settings: str):
         self._bench = Workbench(json.loads(settings))
@@ -17,9 +17,9 @@ class Remote:
     def ask(self, question: str) -> tuple[str, bytes]:
         """Answer what a widget in the browser asks its kernel.
 
-        question   {"settings": what the controls say, "message": what is asked for, "colour": the colours' meaning}
-        ->         {"traits": what the widget is to show, "answer": the answer to the message}, and the board, which is
-                   empty where it has not changed
+        question   {"settings": state of the controls, "message": the request, "colour": what the colours mean}
+        ->         {"traits": what the widget must show, "answer": the answer to the message}, and the board, which is
+                   empty if it has not changed
         """
         asked = json.loads(question)
         self._bench.ask(asked["settings"])

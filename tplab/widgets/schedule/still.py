@@ -17,24 +17,24 @@ from tplab.widgets.schedule.papers import paper_name
 At = Callable[[float], float]
 MARGIN, LEFT, WIDTH = 18, 58, 860
 KEY = 22  # the legend's height
-RIGHT = 52  # beside a rank's strip, for how much it holds
+RIGHT = 52  # room beside a rank's strip, for how much it holds
 WRONG = "#d0342c"  # above the memory limit
 KIND_NAMES = {F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient"}
 
 
 def lane_heights(num_ranks: int) -> tuple[float, float]:
-    """Height of a rank's bars, and of the memory strip under them."""
+    """The heights of a rank's bars and of the memory strip under them."""
     return (22, 10) if num_ranks <= 8 else (13, 6) if num_ranks <= 16 else (7, 3)
 
 
 def height(runs: Sequence[Simulation]) -> float:
-    """Of the whole picture."""
+    """The height of the whole picture."""
     return 54 + KEY + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
 
 
 def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, by: str = "kind") -> None:
-    """One run, or several below each other on one time axis. limit: microbatches a rank may hold. by: what the colours
-    mean, "kind", "microbatch" or "stage"."""
+    """Draw one run, or several below each other on one time axis. limit: the microbatches that a rank may hold. by:
+    what the colours mean, "kind", "microbatch" or "stage"."""
     first = runs[0]
     x = MARGIN + sheet.text(MARGIN, 26, paper_name(first.schedule.name), size=14, bold=True, anchor="lm") + 10
     sheet.text(x, 26.5, about(first), size=11, fill=DIM, anchor="lm")
@@ -71,7 +71,7 @@ def about(run: Simulation) -> str:
 
 
 def about_beside(run: Simulation, first: Simulation) -> str:
-    """What is written at one of several runs: where it differs from the first, which the picture's head describes."""
+    """The text for one of several runs: how it differs from the first, which the picture's header describes."""
     text = about(run)
     return "" if text == about(first) else text
 
@@ -113,7 +113,7 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
         sheet.text(min(at(begin + time), left + width - 10), bottom + 7, text, size=10, fill=DIM)
     x = float(MARGIN)
     for name, figure, _ in facts(run, limit):
-        if name == PAIR:  # a rule rather than a figure, for which there is no room
+        if name == PAIR:  # a formula rather than a figure, and there is no room for it
             continue
         sheet.text(x, bottom + 27, name, size=10, fill=DIM, anchor="lm")
         wide = sheet.text(x, bottom + 44, figure, size=13, bold=True, anchor="lm")
@@ -125,7 +125,7 @@ def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: floa
     kind, joined = int(schedule.kind[index]), bool(schedule.joined[index])
     has_second = index + 1 < len(schedule) and bool(schedule.joined[index + 1])
     x, right = at(float(run.start[index])), at(float(run.end[index]))
-    if joined or has_second:  # a pair shares its time: one above, one below
+    if joined or has_second:  # a pair shares its time: one above the other
         if joined:
             x = at(float(run.start[index - 1]))
         y, size = (y + size / 2, size / 2) if joined else (y, size / 2)
@@ -135,12 +135,12 @@ def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: floa
 
 
 def _colour(by: str, stage: int, microbatch: int) -> str | None:
-    """The colour of an action's stage or microbatch; None where its kind says it."""
+    """The colour of an action's stage or microbatch; None if its kind decides."""
     return None if by == "kind" else hue(stage if by == "stage" else microbatch)
 
 
 def _key(sheet: Sheet, runs: Sequence[Simulation], by: str) -> None:
-    """What the marks mean: those that are in the picture."""
+    """The legend, with only those marks that are in the picture."""
     x, y = float(MARGIN), 48.0
     for kind in sorted({int(kind) for run in runs for kind in np.unique(run.schedule.kind)} & SOLID.keys()):
         draw_action(sheet, kind, "", x, x + 19, y - 5, 11, colour=None if by == "kind" else hue(0))
@@ -181,7 +181,7 @@ def _strip(
 
 
 def sentence(runs: Sequence[Simulation]) -> str:
-    """One plain sentence, for where there is no picture."""
+    """One plain sentence, which replaces the picture where there is none."""
     said = [
         f"{run.schedule.name or 'a schedule'} on {run.schedule.num_ranks} ranks with {run.schedule.num_microbatches} "
         f"microbatches: makespan {run.makespan:g}, {100 * run.bubble_fraction:.1f}% idle, "

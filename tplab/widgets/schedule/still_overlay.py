@@ -1,4 +1,4 @@
-"""The picture of an executed schedule over its prediction where no kernel runs."""
+"""The picture of an executed schedule over its prediction, shown when no kernel runs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TOP = 72.0
 
 
 def picture(over: Overlay, position: float = 0) -> bytes:
-    """As PNG, with the playhead where it stands, unless that is the start."""
+    """A PNG with the playhead at its position, unless that is the start."""
     pen = Pen(WIDTH, height(over, position))
     draw(pen, over, position)
     return encode([pen.image()], [0])
 
 
 def lane_heights(num_ranks: int) -> tuple[float, float, float]:
-    """Height of a rank's bars as they ran, as they were predicted, and of the gap after them."""
+    """The heights of a rank's executed bars, of its predicted bars, and of the gap after them."""
     return (22, 12, 9) if num_ranks <= 8 else (13, 7, 5) if num_ranks <= 16 else (6, 3, 2)
 
 
 def height(over: Overlay, position: float) -> float:
-    """Of the whole picture."""
+    """The height of the whole picture."""
     ranks = over.predicted.schedule.num_ranks
     return TOP + ranks * sum(lane_heights(ranks)) + (93 + 17 * len(_saying(over, position)) if position else 72)
 
@@ -98,7 +98,7 @@ def _head(pen: Pen, over: Overlay) -> None:
 
 
 def _key(pen: Pen, over: Overlay, y: float) -> None:
-    """Which is which."""
+    """The legend."""
     x = float(MARGIN)
     for kind in sorted(set(over.actions["kind"].tolist())):
         draw_action(pen, kind, "", x, x + 19, y - 5, 11)
@@ -115,7 +115,7 @@ def _key(pen: Pen, over: Overlay, y: float) -> None:
 
 
 def _stretch(at: At, start: float, end: float) -> tuple[float, float]:
-    """From x to x; what takes no time can be seen too."""
+    """From x to x; an action that takes no time is still visible."""
     x, right = at(float(start)), at(float(end))
     return (x, right) if right - x > 0.01 else (min(x, WIDTH - MARGIN - 2), min(x, WIDTH - MARGIN - 2) + 3)
 
@@ -124,7 +124,7 @@ def _due(pen: Pen, over: Overlay, row: int, at: At, y: float, size: float) -> No
     """An action as predicted: an outline."""
     schedule, actions = over.predicted.schedule, over.actions
     x, right = _stretch(at, actions["due_start"][row], actions["due_end"][row])
-    if schedule.joined[row]:  # a pair shares its time: one above, one below
+    if schedule.joined[row]:  # a pair shares its time: one above the other
         y, size = y + size / 2, size / 2
     elif row + 1 < len(schedule) and schedule.joined[row + 1]:
         size /= 2

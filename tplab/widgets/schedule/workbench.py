@@ -1,7 +1,7 @@
-"""The pipeline lab without its widget: what the controls say goes in, what is shown comes out.
+"""The pipeline lab without its widget: the settings of the controls go in, and what is shown comes out.
 
-It is plain Python over `tplab.schedules`, so that a kernel and a browser (in Pyodide) run the same. Nothing here, and
-nothing that it imports, needs ipywidgets, a font or Pillow.
+It is plain Python over `tplab.schedules`, so a kernel and a browser (with Pyodide) run the same code. Neither this file
+nor anything it imports needs ipywidgets, a font or Pillow.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LIMITS: dict[str, tuple[float, float, float]] = {
     "transfer": (0, 2, 0.1),
     "overlap": (0, 1, 0.25),
 }
-"""What each slider goes from, to, and by."""
+"""Start, end and step of each slider."""
 
 SHAPE = ("ranks", "microbatches")
 COSTS = ("forward", "input_grad", "weight_grad", "transfer", "overlap")
-MOST = 100.0  # that a part of the model may cost
-QUICK_FROM = 48  # ranks x microbatches: above it the scheduler's first guesses have to do, for an answer at once
+MOST = 100.0  # the most that a part of the model may cost
+QUICK_FROM = 48  # ranks x microbatches: above it, the scheduler's first guesses must do, for an immediate answer
 EDITED = "edited"
 AUTO = "auto"
 PASTED = "pasted"
@@ -43,16 +43,16 @@ PASTED = "pasted"
 class Workbench:
     """A schedule, the numbers it is simulated with, and what was changed by hand.
 
-    settings   what the controls say. `memory_limit` and `compare` may be None; `stage_costs` is text, see `parts_of`;
-               `own` has schedules of your own, by name, as CSV: these names are rules too
-    runs       what is shown: the schedule, simulated, and the one beside it
-    notice     why something is not so: a rule that does not fit, a move that is not legal, memory over its limit
-    is_stale   whether the settings cannot be: what is shown is still the last schedule that could
+    settings   the state of the controls. `memory_limit` and `compare` may be None; `stage_costs` is text, see
+               `parts_of`; `own` has your own schedules by name, as CSV: these names are rules too
+    runs       what is shown: the simulated schedule, and the one beside it
+    notice     what is wrong: a rule that does not fit, a move that is not legal, memory over its limit
+    is_stale   whether the settings are impossible, so that the last possible schedule is still shown
     """
 
     def __init__(self, settings: Mapping[str, Any]):
         check_settings(settings)
-        self._rule = settings["rule"]  # what is shown without the changes by hand
+        self._rule = settings["rule"]  # what is shown without changes by hand
         self._edited: Schedule | None = None
         self.settings = dict(settings)
         self._past: list[tuple[Schedule | None, dict[str, Any]]] = []  # what was shown before each change by hand
@@ -73,13 +73,13 @@ class Workbench:
 
     @property
     def num_edits(self) -> int:
-        """How many changes by hand `undo` can take back."""
+        """How many changes by hand can be undone."""
         return len(self._past)
 
-    # --- what is asked for ---------------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
     def ask(self, settings: Mapping[str, Any]) -> None:
-        """Show what these settings say. Raises ValueError for what no control can say; the rest is in `notice`."""
+        """Apply these settings. Raises ValueError for settings that no control can make; `notice` has the rest."""
         check_settings(settings)
         if settings == self.settings:
             return
@@ -92,7 +92,7 @@ class Workbench:
         self._update()
 
     def _answer(self) -> None:
-        """Show what the settings say, or raise. A schedule that was changed by hand, or is your own, keeps its size."""
+        """Apply the settings, or raise. A schedule that was changed by hand, or is your own, keeps its size."""
         own = self.settings["own"].get(self.settings["rule"])
         given = self._edited or (_read(own) if own else None)
         if given is not None:
@@ -101,7 +101,7 @@ class Workbench:
         self._show(self._runs())
 
     def _update(self) -> None:
-        """Show what the settings say; where they cannot be, what is shown stays, and the notice says why."""
+        """Apply the settings. If they are impossible, what is shown stays, and the notice says why."""
         try:
             self._answer()
         except TplabError as error:
@@ -135,11 +135,11 @@ class Workbench:
     # --- by hand -------------------------------------------------------------------------------------------------
 
     def move(self, rank: int, index: int, to: int) -> bool:
-        """Move the action at `index` of a rank's row to index `to`; says in `notice` why it is not legal."""
+        """Move the action at `index` of a rank's row to index `to`. If that is not legal, `notice` says why."""
         return self._change(lambda: self.schedule.moved(rank, index, to), "not legal: ")
 
     def paste(self, text: str) -> bool:
-        """Show a schedule of your own, as CSV in either of torch's forms; says in `notice` what is wrong with it."""
+        """Show your own schedule, as CSV in either of torch's forms. If it is wrong, `notice` says why."""
         if not self._change(lambda: _read(text), "not a schedule that can run: "):
             return False
         self.settings = {**self.settings, "own": {**self.settings["own"], PASTED: to_csv(self.schedule)}}
@@ -163,7 +163,7 @@ class Workbench:
         return True
 
     def undo(self) -> bool:
-        """Take back the last change by hand; False where there is none."""
+        """Undo the last change by hand; False if there is none."""
         if not self._past:
             return False
         self._edited, before = self._past.pop()
@@ -173,14 +173,14 @@ class Workbench:
         return True
 
     def reset(self) -> bool:
-        """Take back all of them; False where there is none."""
+        """Undo all changes by hand; False if there are none."""
         del self._past[1:]
         return self.undo()
 
     # --- what is shown -------------------------------------------------------------------------------------------
 
     def board(self) -> bytes:
-        """What the browser draws from."""
+        """The data that the browser draws from."""
         return payload.board(self.runs, self.limit)
 
     def export(self, kind: str, colour: str = "kind") -> str:
@@ -197,8 +197,8 @@ class Workbench:
         raise ValueError(f"export is {kind!r}; it must be one of svg, csv, perfetto")
 
     def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
-        """The browser asks for a change by hand or a file, or whether its settings have arrived. Every message has an
-        answer, by which the browser knows that Python runs."""
+        """Answer the browser, which asks for a change by hand, for a file, or whether its settings have arrived. Every
+        message gets an answer, so the browser knows that Python is running."""
         if "move" in message:
             self.move(*map(int, message["move"]))
         elif "paste" in message:
@@ -214,7 +214,7 @@ class Workbench:
         return {"answered": True}
 
     def traits(self) -> dict[str, Any]:
-        """What the card shows besides the board; `settings` are also what its controls say."""
+        """What the card shows besides the board; `settings` is also the state of its controls."""
         return {
             "settings": dict(self.settings),
             "notice": self.notice,
@@ -271,7 +271,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def parts_of(text: str) -> list[float] | None:
-    """What consecutive parts of the model cost relative to one another, from "1, 1, 1, 2"; None for an empty text."""
+    """What consecutive parts of the model cost relative to one another, from "1, 1, 1, 2"; None for empty text."""
     parts = []
     for word in text.replace(",", " ").split():
         try:
@@ -287,13 +287,13 @@ def parts_of(text: str) -> list[float] | None:
 
 
 def _is_virtual(rule: str) -> bool:
-    """Whether a rule asks for the stages that each rank has."""
+    """Whether a rule has an argument for the number of stages per rank."""
     return "virtual_stages" in inspect.signature(RULES[rule]).parameters
 
 
 @lru_cache(maxsize=8)
 def _read(text: str) -> Schedule:
-    """A schedule of one's own, as large as the controls allow."""
+    """Your own schedule, no larger than the controls allow."""
     if not text.strip():
         raise ScheduleError("nothing was pasted; a schedule has one line per rank, for example 0F0,0F1,0B0,0B1")
     schedule = Schedule.from_csv(text).compute_only()

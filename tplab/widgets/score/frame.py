@@ -20,7 +20,7 @@ class Frame:
     flights      (bar, how far it has come: 0 to 1) for every message on its way
     together     the same for every rank's part of a collective
     computing    the same for what ranks compute
-    cells        (rank, item) -> place in Score.holds
+    cells        (rank, item) -> index into Score.holds
     arriving     the (rank, item) cells that a message is on its way to
     sent         bytes that each rank has sent
     """
@@ -71,7 +71,7 @@ def frame(of: Trace | Score, position: float) -> Frame:
 
 
 def contributors(members: Sequence[int], pool: Sequence[int], how: str = "", most: int = 4) -> str:
-    """Whose data is in it, in a few letters: "2", in a sum "0+1+2", else "0,1,2"; "5 of 8" of more than `most`."""
+    """Whose data is in it, in a few letters: "2"; "0+1+2" in a sum, otherwise "0,1,2"; "5 of 8" if more than `most`."""
     if len(members) > most:
         short = f"{len(members)}/{len(pool)}" if len(pool) < 10 else str(len(members))
         return f"{len(members)} of {len(pool)}" if most > 1 else short

@@ -1,8 +1,8 @@
 """What each rank holds, and since when: read from what it sent, received and computed.
 
-A trace says what travelled. From that follows more: a rank that sends a chunk had it before; a rank that sends on more
-than it was sent has added a part of its own, so it had that part from the beginning; and what was sent to be added
-to is no longer worth much where it came from.
+A trace says what travelled. We can infer more from that: a rank that sends a chunk had it before. A rank that passes on
+more than it received has added its own part, so it had that part from the beginning. And a partial sum that was sent on
+to be completed is no longer needed by the rank that sent it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from tplab.trace.trace import Trace
 
 OWN, HELD, PASSED, GONE = 1, 2, 3, 4
-"""Of a hold: the rank's own part; arrived or computed; given away, to be added to elsewhere; no longer kept."""
+"""States of a hold: the rank's own part; arrived or computed; sent on, to be added to elsewhere; no longer kept."""
 
 _SEND, _RECEIVE, _COLLECTIVE, _COMPUTE = 1, -1, 2, 0
 JOINING = {"add": "sum", "add_": "sum", "add_any": "sum", "_foreach_add_": "sum", "sub": "", "mul": "product",
            "mul_": "product", "maximum": "max", "max": "max", "minimum": "min", "min": "min"}  # fmt: skip
-"""The operations by which a rank joins a part of its own to what came, and what that makes."""
+"""The operations by which a rank combines its own part with what arrived, and what the result is."""
 
 
 class _Book:
-    """The rows that are written: who holds what since when, in the order it happened."""
+    """The rows of the result: who holds what since when, in the order in which it happened."""
 
     def __init__(self, contents):
         self.rows: list[tuple[float, int, int, int, int, int]] = []  # time, rank, item, set, state, value
@@ -47,7 +47,7 @@ class _Book:
         self._last[rank, item] = len(self.rows) - 1
 
     def fill(self, rank: int, item: int, row: int) -> None:
-        """What `rank` sends on is what it holds: where its contents are not known yet, now they are."""
+        """What `rank` sends on is what it holds: if the contents were unknown, this fills them in."""
         place = self._last[rank, item]
         if self.rows[place][5] < 0 and row in self._contents:
             self.rows[place] = (*self.rows[place][:5], len(self.values))
@@ -57,7 +57,7 @@ class _Book:
 def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, num_items: int, versions: Set[int]):
     """(distinct sets of contributors, columns time rank item set state value, the values) for a score's columns.
 
-    versions    the items of which each rank has a version of its own
+    versions    the items of which each rank has its own version
     """
     book = _Book(trace.values)
     who, who_codes = trace.codes("contributors")
@@ -72,7 +72,7 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
     own: set[tuple[int, int]] = set()
 
     def added(rank: int, item: int) -> None:
-        """`rank` has added a part of its own to what came: it had that part; the sender's is passed on."""
+        """`rank` has added its own part to what arrived: so it had that part, and the sender's is passed on."""
         time, sender, row = came[rank, item]
         if item not in versions:
             book.write(time, sender, item, members_of[row], PASSED)
@@ -90,11 +90,11 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
         elif kind[row] == _RECEIVE:
             came[rank, item] = when[row], int(columns["peer"][row]), row
             if before is not None and item in versions:
-                continue  # it becomes a part of the rank's own version
+                continue  # it becomes part of the rank's own version
             if before is None or not before > members:
                 book.hold(when[row], rank, item, members, HELD, row)
         elif before is None:
-            if kind[row] == _SEND:  # the rank it comes from: there since the round began
+            if kind[row] == _SEND:  # the sender has had it since the round began
                 own.add((rank, item))
                 begin = float(times[max(int(columns["step"][row]), 0)])
                 book.hold(begin, rank, item, members, OWN, row)
@@ -111,7 +111,7 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
             elif kind[row] == _SEND:
                 book.fill(rank, item, row)
     table = np.array(book.rows, float).reshape(-1, 6)
-    # In time. At one moment what is given away comes first, so that what arrives just then is what is seen.
+    # In order of time. At the same moment, what is sent away comes first, so that what arrives then stays visible.
     table = table[np.lexsort((np.arange(len(table)), table[:, 4] != PASSED, table[:, 0]))]
     names = ("time", "rank", "item", "set", "state", "value")
     holds = {name: table[:, place].astype(float if name == "time" else np.int32) for place, name in enumerate(names)}
@@ -119,8 +119,8 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
 
 
 def in_order(columns: dict[str, np.ndarray]) -> tuple[list[int], dict[int, float]]:
-    """The rows that are about an item, as they happen, and when. At one moment: what arrives, what is computed from
-    it, then what is sent on. A receive is done when its message is there."""
+    """The rows that are about an item, in the order in which they happen, and when. At the same moment, first what
+    arrives, then what is computed from it, then what is sent on. A receive happens when its message arrives."""
     kind, end = columns["kind"], columns["end"]
     rows = np.flatnonzero(columns["item"] >= 0)
     sent = kind == _SEND
@@ -136,8 +136,8 @@ def in_order(columns: dict[str, np.ndarray]) -> tuple[list[int], dict[int, float
 def _sums(rows: list[int], columns: dict[str, np.ndarray], members_of: dict[int, frozenset[int]]) -> set[int]:
     """The items that are added to on their way, so that an addition on a rank makes a new version of them.
 
-    Where ranks pass an item on, what they pass on tells: more than came, or the same. An item that makes one hop
-    only is added to where the receiver adds to it a tensor of the same shape.
+    If ranks pass an item on, we compare what they pass on with what arrived: it is more, or the same. An item that
+    makes only one hop counts if the receiver adds a tensor of the same shape to it.
     """
     grown, passed, adding = set(), set(), set()
     last: dict[tuple[int, int], frozenset[int]] = {}

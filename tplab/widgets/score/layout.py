@@ -1,4 +1,4 @@
-"""Where ranks, links and slots lie: a ring for one axis, a grid for several. Lengths are CSS pixels."""
+"""Where ranks, links and slots are drawn: a ring for one axis, a grid for several. Lengths are CSS pixels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from tplab.widgets.score.score import SEND, Score
 
 SLOT, SLOT_GAP, SLOTS_A_ROW = 17, 3, 4
-LINK_GAP = 42  # at least this much of a link shows between two boxes
-DOT = 21.0  # a rank's diameter where there is no room for boxes
+LINK_GAP = 42  # at least this much of a link is visible between two boxes
+DOT = 21.0  # a rank's diameter if there is no room for boxes
 EDGE = 5  # from a box to the end of a link
 
 
@@ -22,7 +22,7 @@ class Layout:
     boxes     whether a rank is a box with a slot for every item, or a dot with its number
     centres   [ranks, 2]
     size      width and height of a box, or a dot's diameter, twice
-    slots     for each rank the items it has a slot for, in order; none where there are too many
+    slots     for each rank the items it has a slot for, in order; empty if there are too many
     links     (from, to) -> a quadratic curve (x0, y0, cx, cy, x1, y1) between the two boxes
     labels    (x, y, text) of the mesh's axes, each in the middle of its text
     """
@@ -47,20 +47,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the table of what each rank holds is laid out: a row per rank, and the column of each item.
+    """How the table of what each rank holds is laid out: one row per rank, and the column of each item.
 
-    Items that never meet on a rank (those of different groups) share columns. Where there are many, the table shows
-    one page of them at a time.
+    Items that never meet on a rank (those of different groups) share columns. If there are many columns, the table
+    shows one page of them at a time.
     """
 
     of_item: list[int]
     names: list[str]
     page_size: int
-    first: list[int]  # for each round the first column that is shown; index 0: before the first round
+    first: list[int]  # the first column shown in each round; index 0 is before the first round
 
 
 def columns(score: Score) -> Columns:
-    """Which item stands in which column, and which columns show when."""
+    """Which item is in which column, and which columns are visible when."""
     ranks_of: list[set[int]] = [set() for _ in score.items]
     for rank, item in zip(score.holds["rank"].tolist(), score.holds["item"].tolist()):
         ranks_of[item].add(rank)
@@ -82,7 +82,7 @@ def columns(score: Score) -> Columns:
     np.minimum.at(first, score.bars["step"][rows] + 1, indices)
     first[0] = 0
     shown = [0]
-    for index in first[1:].tolist():  # a round without items shows what the one before it did
+    for index in first[1:].tolist():  # a round without items shows the same as the one before
         shown.append(index // page_size * page_size if index < len(taken) else shown[-1])
     return Columns(of_item, names, page_size, shown)
 
@@ -127,7 +127,7 @@ def _box_size(num_slots: int) -> tuple[float, float]:
 
 
 def _ring(num_ranks: int, size: tuple[float, float]) -> np.ndarray:
-    """Ranks clockwise from the top; two of them side by side."""
+    """Ranks clockwise from the top; if there are two, side by side."""
     first = math.pi if num_ranks == 2 else -math.pi / 2
     angles = first + 2 * math.pi * np.arange(num_ranks) / num_ranks
     wide = 1.2 if num_ranks < 6 else 1.08 if num_ranks <= 8 else 1.0
@@ -142,7 +142,7 @@ def _ring(num_ranks: int, size: tuple[float, float]) -> np.ndarray:
 
 
 def _gap(a: np.ndarray, b: np.ndarray, size: tuple[float, float]) -> float:
-    """How much of the line between two centres lies outside of both boxes."""
+    """How much of the line between two centres is outside both boxes."""
     dx, dy = np.abs(b - a)
     if size[0] <= DOT:  # dots
         return math.hypot(dx, dy) - size[0]
@@ -157,7 +157,8 @@ def _grid(num_ranks: int, columns: int, size: tuple[float, float]) -> np.ndarray
 
 
 def _line_link(centres: np.ndarray, pair: tuple[int, int], columns: int, size: tuple[float, float]) -> Curve:
-    """Of stages in a line: to the right above the middle, to the left below it; between others around the boxes."""
+    """A link between stages in a line: to the right above the middle, to the left below it. If they are not neighbours,
+    it goes around the boxes between them."""
     a, b = centres[pair[0]], centres[pair[1]]
     side = np.array([0.0, -9.0 if pair[1] > pair[0] else 9.0])
     if pair[0] // columns != pair[1] // columns:
@@ -168,7 +169,7 @@ def _line_link(centres: np.ndarray, pair: tuple[int, int], columns: int, size: t
 
 
 def _axis_labels(mesh, centres: np.ndarray, columns: int, size: tuple[float, float]) -> list[tuple[float, float, str]]:
-    """The name of the last axis over the columns, the others' before the rows."""
+    """The name of the last axis above the columns, and those of the others beside the rows."""
     *others, last = mesh.axis_names
     if columns != mesh.shape[last]:
         return []
@@ -185,14 +186,14 @@ Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _ring_link(centres: np.ndarray, pair: tuple[int, int], both: bool) -> Curve:
-    """Neighbours: along the ring, one way outside and the other inside where both are used. Others: across."""
+    """Neighbours: along the ring; if both directions are used, one outside and the other inside. Others: across."""
     num_ranks, (a, b) = len(centres), (centres[pair[0]], centres[pair[1]])
     hop = (pair[1] - pair[0]) % num_ranks
     if num_ranks == 2:
         return a, (a + b) / 2 + np.array([0, 44.0 if pair[0] else -44.0]), b
     if hop not in (1, num_ranks - 1) or (num_ranks == 3 and both):
         return _bowed(a, b, 0.16)
-    if num_ranks > 16:  # dots lie close together: chunks pass outside of them, or inside on their way back
+    if num_ranks > 16:  # dots are close together: chunks pass outside them, or inside on their way back
         aside = 1 + (17 if hop == 1 else -17) / math.hypot(*a)
         a, b, both = a * aside, b * aside, False
     middle = (a + b) / 2
@@ -205,7 +206,8 @@ def _ring_link(centres: np.ndarray, pair: tuple[int, int], both: bool) -> Curve:
 def _grid_link(
     centres: np.ndarray, pair: tuple[int, int], columns: int, size: tuple[float, float], both: bool
 ) -> Curve:
-    """Neighbours: straight, or bowed where both ways are used. In one row or column: around the boxes between."""
+    """Neighbours: straight, or curved if both directions are used. Others in one row or column: around the boxes
+    between them."""
     a, b = centres[pair[0]], centres[pair[1]]
     rows = abs(pair[1] // columns - pair[0] // columns)
     cols = abs(pair[1] % columns - pair[0] % columns)
@@ -224,7 +226,7 @@ def _bowed(a: np.ndarray, b: np.ndarray, bow: float) -> Curve:
 
 
 def _trim(curve: Curve, size: tuple[float, float], boxes: bool) -> tuple[float, ...]:
-    """The part of the curve outside of the boxes at its two ends."""
+    """The part of the curve outside the boxes at its two ends."""
     a, control, b = curve
     t = np.linspace(0, 1, 201)[:, None]
     points = (1 - t) ** 2 * a + 2 * t * (1 - t) * control + t**2 * b

@@ -1,4 +1,4 @@
-"""What the chunks of a trace are called in a picture: as in the program where that is known, else by letters."""
+"""The names of a trace's chunks in a picture: those of the program if they are known, otherwise letters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tplab.units import letter
 
 _PIECE = re.compile(r"(.+)\[(\d+)\]")
 _LOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-LONGEST = 3  # letters of a variable that are written as they are
+LONGEST = 3  # the longest name of a variable that is written in full
 
 
 class Name(NamedTuple):
-    """short: beside every use of the colour. text: in a sentence. place: where it stands among the others."""
+    """short: beside every use of the colour. text: in a sentence. place: its position among the others."""
 
     short: str
     text: str
@@ -22,16 +22,16 @@ class Name(NamedTuple):
 
 
 def names(chunks: Sequence[tuple[int, int]], given: Sequence[str], met: Mapping[int, Set[int]]) -> dict[int, Name]:
-    """chunk -> its name, for the chunks in `met`: chunk -> the ranks that have to do with it.
+    """chunk -> its name, for the chunks in `met`, which maps each chunk to the ranks that use it.
 
-    given    what the program calls each chunk, "" where that is not known
-    A name in the program is used where it tells the chunks apart that meet on a rank: "x₃" for piece 3 of x. Other
+    given    each chunk's name in the program, or "" if that is unknown
+    The program's name is used if it distinguishes the chunks that meet on a rank: "x₃" for piece 3 of x. The other
     chunks are a, b, c, ..., in the order of their numbers.
     """
     known = {chunk: given[chunk] if given else "" for chunk in met}
     variable = {chunk: _split(name)[0] for chunk, name in known.items()}
     shared = _shared(known, variable, met)
-    first: dict[str, int] = {}  # of each variable, its first chunk
+    first: dict[str, int] = {}  # the first chunk of each variable
     for chunk in sorted(met):
         first.setdefault(variable[chunk], chunk)
     found: dict[int, Name] = {}
@@ -59,7 +59,7 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def _shared(known: Mapping[int, str], variable: Mapping[int, str], met: Mapping[int, Set[int]]) -> set[str]:
-    """The variables whose names do not tell chunks apart: two of one name are on one rank."""
+    """The variables whose names are ambiguous, because two chunks of one name are on the same rank."""
     seen: dict[tuple[str, int], int] = {}
     found = set()
     for chunk, name in known.items():

@@ -16,8 +16,8 @@ _COPIES = re.compile(
 
 
 def kind_of(op: str) -> str:
-    """ "product" (of matrices), "norm" (norms, softmax and the statistics they need), "copy", "computing" (whatever ran
-    between two measured collectives), else "elementwise"."""
+    """ "product" (of matrices), "norm" (norms, softmax and the statistics they need), "copy", "computing" (anything
+    between two measured collectives), otherwise "elementwise"."""
     if op == "compute":
         return "computing"
     if _PRODUCTS.fullmatch(op):

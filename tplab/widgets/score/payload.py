@@ -1,4 +1,4 @@
-"""A score as it is sent to the browser: everything that the widgets over a trace draw from."""
+"""A score as it is sent to the browser: everything that the widgets of a trace need for drawing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NUMBERS = 6000  # of contents: 24 KB
 
 
 def picture(score: Score) -> bytes:
-    """For `animate`: the picture's geometry, the words, what is held when, and the bars of the timeline."""
+    """For `animate`: the picture's geometry, its text, what is held when, and the bars of the timeline."""
     table, place = columns(score), layout(score)
     header = {
         **_about(score),
@@ -43,7 +43,7 @@ def picture(score: Score) -> bytes:
 
 
 def lanes(score: Score) -> bytes:
-    """For `timeline`: the bars with all that is known about them, and which of them make the critical path."""
+    """For `timeline`: the bars with everything known about them, and which of them are on the critical path."""
     items = [[item.name, item.origin, item.text, item.op, [], item.how] for item in score.items]
     header = {**_about(score), "items": items, "sentences": words.sentences(score)}
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
@@ -52,7 +52,7 @@ def lanes(score: Score) -> bytes:
 
 
 def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
-    """What each bar's tensor is, as "float32 [8, 16]": the distinct texts, and for each bar the place of its own."""
+    """Each bar's tensor, as "float32 [8, 16]": the distinct texts, and for each bar the index of its text."""
     trace, rows = score.trace, score.bars["row"]
     shapes, shape = trace.codes("shape")
     dtypes, dtype = trace.codes("dtype")
@@ -65,7 +65,7 @@ def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
 
 
 def critical_rows(score: Score) -> np.ndarray:
-    """The bars of the critical path, in its order."""
+    """The bars of the critical path, in order."""
     bars = score.bars
     keys = zip(bars["rank"].tolist(), bars["start"].tolist(), bars["end"].tolist(), bars["op"].tolist())
     row_of: dict[tuple[Any, ...], int] = {key: row for row, key in enumerate(keys)}
@@ -108,11 +108,11 @@ def _bars(score: Score) -> dict[str, np.ndarray]:
 
 
 _CODES = {"place": "where", "phase": "phase", "reduction": "reduction"}
-"""The name of a bar's column that is a place in a table of the header, and the trace's column that it is of."""
+"""Columns of bars that are indices into a table of the header -> the trace's column that each is taken from."""
 
 
 def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The numbers that were kept, flat, with where each begins; the largest are left out where there are too many."""
+    """The numbers that were kept, flattened, with the start of each; the largest are left out if there are too many."""
     sizes = np.array([array.size for array in score.values], int)
     limit = next((limit for limit in (64, 16, 4, 1) if sizes[sizes <= limit].sum() <= MAX_NUMBERS), 0)
     kept = [array for array in score.values if array.size <= limit]
@@ -127,7 +127,7 @@ def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def _bits(sets: list[tuple[int, ...]], num_ranks: int) -> np.ndarray:
-    """Each set of ranks as bits, the lowest first: ceil(ranks / 8) bytes a set."""
+    """Each set of ranks as bits, the lowest first: ceil(ranks / 8) bytes per set."""
     member = np.zeros((len(sets), -(-num_ranks // 8) * 8), bool)
     for place, ranks in enumerate(sets):
         member[place, list(ranks)] = True

@@ -19,7 +19,7 @@ Items = list[tuple[str, str, int, int, str]]
 
 
 def is_pipeline(trace: Trace) -> bool:
-    """Whether a schedule ran: there are actions as F3, stages that they are of, and microbatches."""
+    """Whether a schedule ran: the trace has actions such as F3, with stages and microbatches."""
     if not trace.chunks:
         return False
     stages = any(where.startswith("stage ") for where in trace.codes("where")[0])
@@ -27,7 +27,7 @@ def is_pipeline(trace: Trace) -> bool:
 
 
 def microbatches(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, Items]:
-    """The item of each event, and all items as (name, text, origin, piece, op): a microbatch each, in their order."""
+    """The item of each event, and all items as (name, text, origin, piece, op): one per microbatch, in order."""
     chunk = np.where(columns["chunk"] < len(trace.chunks), columns["chunk"], -1)
     used = sorted(np.unique(chunk[chunk >= 0]).tolist(), key=lambda number: (trace.chunks[number][1], number))
     index = np.full(len(trace.chunks) + 1, -1)
@@ -38,7 +38,7 @@ def microbatches(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarr
 
 
 def moments(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """When the steps begin: at each different moment at which an action ends; the last one is the end of all."""
+    """When the steps begin: at each distinct moment at which an action ends; the last one is the end of the run."""
     actions = _rows(columns)
     ends = np.unique(np.round(columns["end"][actions], 12))
     last = float(columns["end"].max())
@@ -50,7 +50,7 @@ def moments(columns: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def flows(columns: dict[str, np.ndarray], send: int) -> np.ndarray:
-    """What each message carries: what the last action made that its rank had run for this microbatch."""
+    """What each message carries: the result of the last action that its rank had run for this microbatch."""
     found = np.zeros(len(columns["rank"]), np.int8)
     made: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for row in _rows(columns).tolist():
@@ -75,7 +75,7 @@ def flows(columns: dict[str, np.ndarray], send: int) -> np.ndarray:
 def held(
     columns: dict[str, np.ndarray], items: Items, num_ranks: int
 ) -> tuple[list[tuple[int, ...]], dict[str, np.ndarray]]:
-    """(sets of contributors, the columns of holds): a microbatch is with a rank from its first forward pass there until
+    """(sets of contributors, the columns of holds): a rank holds a microbatch from its first forward pass there until
     its last backward pass is over."""
     of_rank: dict[tuple[int, int], int] = {}
     rows = _rows(columns).tolist()

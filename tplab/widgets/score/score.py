@@ -1,12 +1,12 @@
 """The score of a trace: what there is to draw, and when. `frame(score, step)` is the picture at one moment of it.
 
     rounds   times[k] is when round k of communication begins; the last one is the trace's end. The playhead is a
-             position in rounds: 1.5 is half of the time between times[1] and times[2]
+             position in rounds: 1.5 is half-way between times[1] and times[2]
     bars     one row per thing that a rank did: kind, start, end, what it carried
     items    what travels: the trace's chunks, then one item for each collective that ran as a single event
-    holds    one row a change of what a rank holds of an item: since when, whose data is in it, its values
+    holds    one row per change of what a rank holds of an item: since when, whose data is in it, its values
 
-Both the widget (static/score.js) and the still picture read this and nothing else.
+Both the widget (static/score.js) and the still picture read only this.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAI
 class Item:
     """Something that travels: a column of the table.
 
-    name     written beside every use of the colour: "x₃" for piece 3 of x, else "a", "b", ...
+    name     written beside every use of the colour: "x₃" for piece 3 of x, otherwise "a", "b", ...
     text     the same in a sentence: "x[3]", "piece a"
-    origin   the rank that it came from; -1: every rank has a part of its own, as in a collective, or a version
+    origin   the rank that it came from; -1 if every rank has its own part, as in a collective, or its own version
     piece    how many that rank had sent before it
     op       the collective, or ""
-    how      how ranks join their parts: "sum", "max", "min", "product"; "" where nothing is joined, or it is not known
-    pools    every rank whose data could be in it, one tuple a group that it runs on
+    how      how ranks combine their parts: "sum", "max", "min", "product"; "" if they do not, or if that is unknown
+    pools    every rank whose data could be in it, one tuple per group that it runs on
     """
 
     name: str
@@ -77,22 +77,22 @@ class Score:
 
     @cached_property
     def total_sent(self) -> np.ndarray:
-        """Bytes that each rank sends in all."""
+        """Bytes that each rank sends in total."""
         return np.bincount(self.bars["rank"], weights=self.bars["bytes"], minlength=self.trace.mesh.size)
 
     def item_colour(self, item: int) -> str:
-        """In a pipeline activations have the colour of F; else each item has one of its own."""
+        """In a pipeline, activations have the colour of F; otherwise, each item has its own colour."""
         return KINDS["F"] if self.is_pipeline else hue(item)
 
     def bar_colour(self, row: int) -> str:
-        """Of a message, or a rank's part of a collective."""
+        """The colour of a message, or of a rank's part of a collective."""
         if not self.is_pipeline:
             return hue(int(self.bars["item"][row]))
         return (WORK, KINDS["F"], GRADIENT)[self.bars["flow"][row]]
 
     @cached_property
     def work_kinds(self) -> list[str]:
-        """The kind of what each bar computes, for its colour: a product of a backward pass is "backward"; "" for bars
+        """The kind of work that each bar does, for its colour: a product of a backward pass is "backward"; "" for bars
         that compute nothing."""
         kinds, phases = [kind_of(op) for op in self.ops], self.trace.codes("phase")[0]
         phase = self.trace.codes("phase")[1][self.bars["row"]].tolist()
@@ -104,7 +104,7 @@ class Score:
 
     @cached_property
     def work_legend(self) -> list[tuple[str, str]]:
-        """The kinds of what is computed, as far as they are there, and what a legend calls each."""
+        """The kinds of work that occur, and the name of each in the legend."""
         there = {kind for kind, drawn in zip(self.work_kinds, self.bars["end"] > self.bars["start"]) if kind and drawn}
         product = "product, forward" if "backward" in there else "matrix product"
         says = {"product": product, "backward": "product, backward", "norm": "norm, softmax"}
@@ -113,8 +113,8 @@ class Score:
 
     @cached_property
     def talk_kinds(self) -> list[str]:
-        """What each bar that is a collective does, for its colour on a timeline: it "combines" what ranks put in, as a
-        sum, or only "moves" it; "" for other bars."""
+        """What each collective's bar does, for its colour on a timeline: it "combines" the ranks' inputs, as a sum,
+        or only "moves" them; "" for other bars."""
         names, codes = self.trace.codes("reduction")
         does = ["combines" if name else "moves" for name in names]
         place = codes[self.bars["row"]].tolist()
@@ -124,7 +124,7 @@ class Score:
 
     @cached_property
     def talk_legend(self) -> list[tuple[str, str]]:
-        """These kinds, as far as they are there, and the names of the collectives of each."""
+        """Those of these kinds that occur, and the names of the collectives of each."""
         found = {
             (kind, self.ops[op]) for kind, op in zip(self.talk_kinds, self.bars["op"].tolist(), strict=True) if kind
         }
@@ -151,7 +151,7 @@ class Score:
         return bool(np.any((bars["kind"] == COMPUTE) & (bars["end"] > bars["start"])))
 
     def time(self, position: float) -> float:
-        """When the playhead at `position` is."""
+        """The time at which the playhead is, given its position."""
         position = min(max(float(position), 0.0), float(self.num_steps))
         index = min(int(position), self.num_steps - 1)
         begin, end = float(self.times[index]), float(self.times[index + 1])
@@ -161,7 +161,7 @@ class Score:
         return self.sets[self.holds["set"][hold]]
 
     def pool(self, hold: int) -> tuple[int, ...]:
-        """Every rank whose data could be in what this hold is about."""
+        """Every rank whose data could be in the item of this hold."""
         members = self.members(hold)
         pools = self.items[self.holds["item"][hold]].pools
         return next((pool for pool in pools if members and members[0] in pool), members)
@@ -186,7 +186,7 @@ def score(trace: Trace) -> Score:
     own_versions = {index for index, (_, _, origin, _, op) in enumerate(items) if origin < 0 and not op}
     sets, holds, values = holdings(trace, columns, times, len(items), own_versions)
     seen = list(zip(holds["item"].tolist(), (sets[code] for code in holds["set"].tolist())))
-    # What several ranks add to is meant to have a part of every rank of the group that it travels in.
+    # A sum to which several ranks have added is meant to have a part of every rank of its group.
     added = {item for item, members in seen if len(members) > 1}
     groups = trace.codes("group")[0]
     rows = np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == SEND))
@@ -194,7 +194,7 @@ def score(trace: Trace) -> Score:
     pools = _pools(len(items), [*seen, *((item, group) for item, group in travels if item in added and group)])
     hows = _hows(columns, len(items))
     items = [Item(*item, how, pool) for item, how, pool in zip(items, hows, pools, strict=True)]
-    # A receive is the other end of a send and has no bar of its own; a collective's bytes count as sent.
+    # A receive is the other end of a send, so it has no bar of its own; a collective's bytes count as sent.
     rows = np.flatnonzero(columns["kind"] >= 0)
     bars = {name: column[rows] for name, column in columns.items() if name != "op_name"}
     bars["row"] = rows
@@ -221,7 +221,7 @@ def _of_pipeline(trace: Trace, columns: dict[str, np.ndarray]) -> Score:
 
 
 def _hows(columns: dict[str, np.ndarray], num_items: int) -> list[str]:
-    """How the parts of each item are joined, as the operations say that join them."""
+    """How the parts of each item are combined, according to the operations that do it."""
     found: list[set[str]] = [set() for _ in range(num_items)]
     for row in np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == COMPUTE)).tolist():
         if columns["op_name"][row] in JOINING:
@@ -235,7 +235,7 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
     item = np.where(columns["kind"] == COLLECTIVE, -1, item)
     merged = versions(trace, columns, item)
     item = np.array([merged.get(chunk, chunk) for chunk in range(-1, len(trace.chunks))], np.intp)[item + 1]
-    # A chunk that no message carries would be an empty column. Pieces of one tensor are in their order in it.
+    # A chunk that no message carries would be an empty column. Pieces of one tensor keep their order.
     met: dict[int, set[int]] = {}
     for row in np.flatnonzero((item >= 0) & np.isin(columns["kind"], (SEND, -1))).tolist():
         met.setdefault(int(item[row]), set()).add(int(columns["rank"][row]))
@@ -257,7 +257,7 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
     for row in np.flatnonzero(columns["kind"] == COLLECTIVE).tolist():
         if ops[columns["op"][row]] == "barrier":
             continue
-        # The k-th all_reduce over tp is one item, on however many groups it runs.
+        # The k-th all_reduce over tp is one item, no matter on how many groups it runs.
         rank_key = (int(columns["rank"][row]), int(columns["op"][row]), axes[row])
         counts[rank_key] = counts.get(rank_key, -1) + 1
         key = (*rank_key[1:], counts[rank_key])
@@ -270,7 +270,7 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
 
 
 def _pools(num_items: int, sets: Iterable[tuple[int, tuple[int, ...]]]) -> list[tuple[tuple[int, ...], ...]]:
-    """For each item the unions of those sets of contributors that share a rank."""
+    """For each item, the unions of the sets of contributors that share a rank."""
     pools: list[list[set[int]]] = [[] for _ in range(num_items)]
     for item, members in dict.fromkeys(sets):
         joined = set(members)
@@ -282,7 +282,8 @@ def _pools(num_items: int, sets: Iterable[tuple[int, tuple[int, ...]]]) -> list[
 
 
 def _arrivals(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
-    """On the measured clock a send ends when the call returns: the message is there when its receive ends."""
+    """When messages arrive. On the measured clock, a send ends when its call returns, but the message arrives only when
+    its receive ends."""
     end = columns["end"].copy()
     received = np.flatnonzero((columns["kind"] == -1) & (columns["message"] >= 0))
     arrival = dict(zip(columns["message"][received].tolist(), end[received].tolist()))

@@ -1,4 +1,4 @@
-"""The picture of a score where no kernel runs: PNG, or an animated PNG that loops, with a rest at both ends."""
+"""The picture of a score when no kernel runs: a PNG, or an animated PNG that loops, with a pause at both ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEY = 24  # from where a legend's colour begins to its text
 
 
 class Picture:
-    """Draws a score at any position. What does not change is drawn once."""
+    """Draws a score at any position. Parts that do not change are drawn once."""
 
     def __init__(self, score: Score):
         self.score, self.layout, self.table = score, layout(score), Table(score)
@@ -53,7 +53,7 @@ class Picture:
         self.base = self._base()
 
     def _fits(self) -> bool:
-        """Whether every sentence is one line."""
+        """Whether every sentence fits on one line."""
         return max(map(len, self.sentences)) + 20 <= (self.width - 2 * MARGIN) / 6.8
 
     def _base(self) -> Pen:
@@ -95,7 +95,7 @@ class Picture:
         return pen.image()
 
     def _groups(self, pen: Pen, now: Frame) -> None:
-        """A band through the ranks that work together."""
+        """A band through ranks that work together."""
         bars = self.score.bars
         for code in {int(bars["group"][row]) for row, _ in now.together}:
             members = self.score.groups[code]
@@ -139,7 +139,7 @@ class Picture:
             )
 
     def _held(self, rank: int, now: Frame) -> float:
-        """How much of all items the rank holds, of 1."""
+        """The fraction of all items that the rank holds."""
         holds = [now.cells[rank, item] for item in range(len(self.score.items)) if (rank, item) in now.cells]
         kept = [hold for hold in holds if self.score.holds["state"][hold] != PASSED]
         return sum(share(self.score, hold) for hold in kept) / max(len(self.score.items), 1)
@@ -221,7 +221,7 @@ def _draw_legend(pen: Pen, score: Score, line: list[tuple[str, str]], y: float) 
 
 
 def _head(pen: Pen, score: Score) -> None:
-    """The card's edge, and its header: what ran, on what, and which clock."""
+    """The card's edge, and its header: what ran, on what, and with which clock."""
     pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
     x = MARGIN + pen.text(MARGIN, 26, score.trace.title or "program", size=14, bold=True, anchor="lm") + 10
     note = words.badge(score)
@@ -234,12 +234,12 @@ def _head(pen: Pen, score: Score) -> None:
 
 
 def story(score: Score) -> float:
-    """The position that says most where only one is seen: in the middle, with something on its way."""
+    """The position that says the most if only one is shown: in the middle, with something on its way."""
     return min(score.num_steps // 2 + 0.5, float(score.num_steps))
 
 
 def moving(score: Score, frames: int = 30) -> bytes:
-    """The whole of it as an animated PNG, whose first frame is that of `story`; that frame alone where it has too many
+    """The whole score as an animated PNG whose first frame is that of `story`; only that frame if there are too many
     ranks or steps."""
     picture, steps = Picture(score), score.num_steps
     if steps <= 4 * frames and score.trace.mesh.size <= 16:

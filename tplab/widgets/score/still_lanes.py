@@ -14,7 +14,7 @@ from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 class Lanes:
     """The timeline under the picture: one lane per rank.
 
-    by_kind   colours collectives by what they do; otherwise each bar has the colour of what it carries
+    by_kind   colour collectives by what they do; otherwise each bar has the colour of what it carries
     """
 
     def __init__(self, score: Score, left: float, top: float, width: float, by_kind: bool = False):

@@ -1,4 +1,4 @@
-"""The table of what each rank holds, as the still picture shows it, and the cells it is made of."""
+"""The table of what each rank holds, as the still picture shows it, and its cells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def cell(
     value: str = "",
     ground: str = PAPER,
 ) -> None:
-    """One slot or cell. Empty: a faint outline; held: tinted, paler while a sum lacks parts; arriving: dashed."""
+    """One slot or cell. Empty: a faint outline. Held: tinted, paler while parts of a sum are missing. Arriving:
+    dashed."""
     members, pool, passed = (), (), False
     if hold is not None:
         members, pool, passed = score.members(hold), score.pool(hold), score.holds["state"][hold] == PASSED
@@ -72,7 +73,7 @@ def _cell(
 def _segments(
     pen: Pen, members: tuple[int, ...], pool: tuple[int, ...], passed: bool, width: float, height: float, colour: str
 ) -> None:
-    """Along the lower edge, one segment for every rank whose data can be in a sum; those whose data is are filled."""
+    """Along the lower edge, one segment for every rank whose data can be in a sum, filled if it is in it."""
     step, thick = (width - 8) / len(pool), 3 if height > 20 else 2
     for index, rank in enumerate(pool):
         fill = mix(LINE, 0.8) if rank not in members else mix(DIM, 0.5) if passed else colour
@@ -114,7 +115,7 @@ class Table:
             pen.text(x - 9, y + self.size[1] / 2, text, size=10.5, fill=DIM, anchor="rm")
         middle = self.at[0] + self.left + (self.width - self.left) / 2
         caption = self.score.table_caption
-        middle = min(middle, pen.width - 12 - text_width(caption, 10.5) / 2)  # not over the card's edge
+        middle = min(middle, pen.width - 12 - text_width(caption, 10.5) / 2)  # not beyond the card's edge
         pen.text(middle, self.at[1] + self.height - 8, caption, size=10.5, fill=DIM)
 
     def draw(self, pen: Pen, now: Frame) -> None:
@@ -147,7 +148,7 @@ class Table:
 
 
 def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple[str, str]:
-    """What stands in a cell: the chunk's letter or whose data is in it, and its value where it is a single number."""
+    """The text in a cell: the chunk's letter or whose data is in it, and its value if it is a single number."""
     if hold is None:
         return (score.items[item].name if item >= 0 else ""), ""
     pool = score.pool(hold)

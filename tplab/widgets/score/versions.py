@@ -1,7 +1,7 @@
-"""One variable of which every rank has a version of its own, as in recursive doubling: `x = x + received`.
+"""One variable of which every rank has its own version, as in recursive doubling: `x = x + received`.
 
-Where ranks pass pieces on, each piece is an item. Here there is only one: what a rank receives becomes a part of its
-own version, and what it sends is that version, with all that came before.
+If ranks pass pieces on, each piece is an item. Here there is only one item: what a rank receives becomes part of its
+own version, and what it sends is that version, including everything received so far.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ def versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) 
     """chunk -> the first chunk of its variable, for the chunks that are versions of one variable.
 
     item    the chunk of each event, or -1
-    Chunks are that if the program has one name for them, which is not that of a piece, they have one shape, each rank
-    began at most one, and every rank does nothing with them but: send all that it has; receive, and join that to what
-    it has, in which no part of it is yet. In a ring, what is received next has parts that the rank had before.
+    Chunks are versions of one variable if the program has one name for them (not that of a piece), they have the same
+    shape, and each rank began at most one. And every rank only ever sends all that it has, or receives something and
+    combines it with what it has, which contains no part of it yet. In a ring, by contrast, what is received next has
+    parts that the rank already had.
     """
     shapes = trace.codes("shape")[1]
     named: dict[str, list[int]] = {}
@@ -42,7 +43,7 @@ def versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) 
 def _are_versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) -> bool:
     who, codes = trace.codes("contributors")
     has: dict[int, frozenset[int]] = {}
-    waits: dict[int, frozenset[int]] = {}  # what a rank received, and has still to join to its own
+    waits: dict[int, frozenset[int]] = {}  # what a rank has received but not yet combined with its own
     joins = False
     for row in in_order({**columns, "item": item})[0]:
         rank, kind, members = int(columns["rank"][row]), int(columns["kind"][row]), frozenset(who[codes[row]])

@@ -1,4 +1,4 @@
-"""What a trace does, in words: a title line, and one sentence a round, each from what the events of it are."""
+"""What a trace does, in words: a title line, and one sentence per round, made from its events."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def clock(trace: Trace) -> str:
 
 
 def summary(score: Score, verb: str = "Animation") -> str:
-    """One plain sentence, the same for the same trace; measured times are no part of it."""
+    """One plain sentence, the same for the same trace; it has no measured times."""
     trace = score.trace
     steps = f"{score.num_steps} step{'s' * (score.num_steps > 1)}"
     if score.is_pipeline:
@@ -70,7 +70,7 @@ def summary(score: Score, verb: str = "Animation") -> str:
 
 
 def sentences(score: Score) -> list[str]:
-    """For position 0 and for each round, what happens then."""
+    """What happens at position 0 and in each round."""
     bars = score.bars
     if score.is_pipeline:
         return ["no rank computes yet", *(_of_pipeline(score, index) for index in range(score.num_steps))]
@@ -87,7 +87,7 @@ def sentences(score: Score) -> list[str]:
 
 
 def _of_pipeline(score: Score, step: int) -> str:
-    """What the ranks run in a step of a pipeline, and what travels."""
+    """What the ranks run in a step of a pipeline, and what is sent."""
     bars = score.bars
     begin, end = float(score.times[step]), float(score.times[step + 1])
     near = 1e-9 * (end - begin)
@@ -126,11 +126,11 @@ _JOINED = {
     "product": ("product", "multiplies", "multiply", "with"),
     "": ("result", "joins", "join", "with"),
 }
-"""By how ranks join their parts: what it makes, the verb for one rank and for several, and its preposition."""
+"""How ranks combine their parts -> the result, the verb for one rank and for several, and its preposition."""
 
 
 class _News:
-    """Tells rounds in their order, and remembers what each rank received in the round before."""
+    """Describes rounds in order, and remembers what each rank received in the round before."""
 
     def __init__(self, score: Score):
         self.score = score
@@ -181,7 +181,7 @@ class _News:
         }[did.pop()]
 
     def _did(self, row: int) -> str:
-        """What a send is, compared with what its rank received in the round before."""
+        """What a send does, compared with what its rank received in the round before."""
         bars = self.score.bars
         rank, item, members = int(bars["rank"][row]), int(bars["item"][row]), self.members[row]
         came = self.received.get(rank, {}).get(item)
@@ -193,7 +193,7 @@ class _News:
         return ("complete" if whole else "added") if came < members else "other"
 
     def _name(self, row: int) -> str:
-        """What a message is called. A sum has none of its terms' names."""
+        """The name of a message. A sum does not get the name of one of its terms."""
         item = int(self.score.bars["item"][row])
         if item < 0:
             return bytes_text(int(self.score.bars["bytes"][row]))
@@ -225,7 +225,7 @@ class _News:
         known = {(1,): "the next rank", (-1,): "the rank before", (-1, 1): "both neighbours"}
         if hops == {1} and all(mesh.axis_size(tuple(axis.split(","))) == 2 for axis, _ in shifts):
             return "the other rank" + along
-        # Each rank sends once, to the one that it receives from.
+        # Each rank sends once, to the rank that it receives from.
         in_pairs = len({rank for rank, _ in pairs}) == len(rows) and {(peer, rank) for rank, peer in pairs} == pairs
         if in_pairs and len(hops) == 2 and not sum(hops):
             away = max(hops)

@@ -1,4 +1,4 @@
-"""Where everything is in a picture of stacked areas: panels beside each other, and in each the bytes of every kind."""
+"""The layout of a picture of stacked areas: panels side by side, each with the bytes of every kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 900, 292
 LEFT, TOP, BOTTOM, GAP = 62, 26, 40, 20
 HUE = {"parameters": 0, "gradients": 1, "optimizer": 2, "gathered": 3, "activations": 4, "other": -1}
 NAME = {"optimizer": "optimizer states", "gathered": "gathered parameters"}
-LABEL, LABEL_HEIGHT = 10, 15  # size of the letters on an area, and the height that it must have
+LABEL, LABEL_HEIGHT = 10, 15  # size of the letters on an area, and the height that the area must have
 
 Predicted = Mapping[str, float]
 """kind -> bytes."""
@@ -24,7 +24,7 @@ Predicted = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Area:
-    """What one rank held, as stairs: each stop lasts until the next one, and the last to the end of the panel's time.
+    """What one rank held, as a staircase: each stop lasts until the next one, the last until the end of the time axis.
 
     xs      [n + 1] where each stop begins, in pixels, and where the last one ends
     rows    [n] the row of the `RankMemory` that is shown
@@ -43,9 +43,9 @@ class Panel:
     """One run.
 
     x, width     of the plot, in pixels
-    ticks        (x, text) along the time
-    areas        one for each rank
-    predicted    for each rank the height of the dashed line and its bytes, or None
+    ticks        (x, text) along the time axis
+    areas        one per rank
+    predicted    for each rank, the height of the dashed line and its bytes, or None
     """
 
     title: str
@@ -58,7 +58,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels on one scale of bytes. `ticks` are (y, text); `along` is what x is; `kinds` are those that there are."""
+    """Panels on one scale of bytes. `ticks` are (y, text); `along` says what x is; `kinds` are those that occur."""
 
     panels: list[Panel]
     ticks: list[tuple[float, str]]
@@ -68,7 +68,7 @@ class Picture:
 
 
 def picture(memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[Predicted]]) -> Picture:
-    """Lay out the memory of several runs on as many ranks, under their titles, and what was predicted of each rank."""
+    """Lay out the memory of several runs with equally many ranks, by title, and what was predicted for each rank."""
     sums = {title: [sum(kinds.values()) for kinds in ranks] for title, ranks in predicted.items()}
     most = max(max(memory.peaks) for memory in memories.values())
     most = max([most, *(amount for amounts in sums.values() for amount in amounts)]) or 1
@@ -124,7 +124,7 @@ def _area(held: RankMemory, x: float, across: np.ndarray, base: float, scale: fl
 
 
 def _stops(across: np.ndarray, totals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the rows in one column of pixels, the highest is shown there, and the last one behind it: no peak is lost."""
+    """In each column of pixels, show the highest of its rows there, and its last row after that: no peak is lost."""
     columns = np.floor(across)
     firsts = np.flatnonzero(np.diff(columns, prepend=-1))
     found: list[tuple[float, int]] = []
@@ -138,13 +138,13 @@ def _stops(across: np.ndarray, totals: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _label(kind: int, xs: np.ndarray, tops: np.ndarray, base: float) -> tuple[str, float, float] | None:
-    """The name of a kind, where there is room for it on its area: in the longest stretch that is high enough."""
+    """The name of a kind, if there is room for it on its area: in the longest stretch that is high enough."""
     upper = tops[:, kind]
     lower = tops[:, kind - 1] if kind else np.full(len(tops), base)
     long, x, y = 0.0, 0.0, 0.0
     start, top, bottom = 0, -np.inf, np.inf
     for stop in range(len(upper)):
-        if min(bottom, lower[stop]) - max(top, upper[stop]) < LABEL_HEIGHT:  # begin anew
+        if min(bottom, lower[stop]) - max(top, upper[stop]) < LABEL_HEIGHT:  # start a new stretch
             start, top, bottom = stop, -np.inf, np.inf
         top, bottom = max(top, upper[stop]), min(bottom, lower[stop])
         if bottom - top >= LABEL_HEIGHT and xs[stop + 1] - xs[start] > long:
@@ -156,5 +156,5 @@ def _label(kind: int, xs: np.ndarray, tops: np.ndarray, base: float) -> tuple[st
 
 
 def name_of(kind: int) -> str:
-    """A kind as readers know it."""
+    """The name of a kind as readers know it."""
     return NAME.get(KINDS[kind], KINDS[kind])

@@ -1,4 +1,4 @@
-"""The still picture of stacked areas: a card as PNG."""
+"""The still picture of stacked areas: the card as a PNG."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _panel(pen: Pen, panel: Panel, rank: int, picture: Picture) -> None:
         pen.line([(left, HEAD + y), (right, HEAD + y)], LINE, 0.7)
     area = panel.areas[rank]
     xs, tops = (MARGIN + area.xs).tolist(), (HEAD + area.tops).tolist()
-    for kind in reversed(range(len(KINDS))):  # each over the part of the one above that it covers
+    for kind in reversed(range(len(KINDS))):  # each covers the lower part of the one above it
         edge: list[tuple[float, float]] = []
         for stop, heights in enumerate(tops):
             edge += [(xs[stop], heights[kind]), (xs[stop + 1], heights[kind])]

@@ -26,9 +26,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """x [B, K] @ w [K, F] = y [B, F], every rank multiplying the pieces it holds.
+    """x [B, K] @ w [K, F] = y [B, F], where every rank multiplies the pieces it holds.
 
-    y           sharded as the rows of x and the columns of w are
+    y           sharded like the rows of x and the columns of w
     summed      the axes along which the ranks' products are parts of a sum: y needs an all_reduce over them
     multiplied  (rows, inner, columns) of what each rank multiplies
     """
@@ -46,7 +46,8 @@ class Product:
 
 
 def product(x: Tensor, w: Tensor, mesh: Mesh, name: str = "y") -> Product:
-    """Raises ShapeError or SpecError where the two cannot be multiplied piece by piece, with what to gather."""
+    """The product of x and w. Raises ShapeError or SpecError if they cannot be multiplied piece by piece, and says what
+    to gather."""
     for tensor in (x, w):
         if len(tensor.shape) != 2:
             raise ShapeError(f"{tensor.name} has {len(tensor.shape)} dims {tensor.shape}; give two matrices")
@@ -55,7 +56,7 @@ def product(x: Tensor, w: Tensor, mesh: Mesh, name: str = "y") -> Product:
             f"{x.name} {list(x.shape)} @ {w.name} {list(w.shape)}: {x.name} has {x.shape[1]} columns and {w.name} "
             f"{w.shape[0]} rows; make them as many"
         )
-    # An axis of one rank splits nothing.
+    # An axis with one rank splits nothing.
     axes = [tuple(axis for axis in of.axes(dim) if mesh.shape[axis] > 1) for of in (x, w) for dim in (0, 1)]
     rows, inner_x, inner_w, columns = axes
     if inner_x and inner_w and inner_x != inner_w:

@@ -17,7 +17,7 @@ LEFT, TOP = 64.0, 40.0  # room for a tensor's captions
 
 @dataclass(frozen=True)
 class Tile:
-    """A piece of a tensor: where it lies, and the ranks that hold it. For a sum: the ranks it is the sum of."""
+    """A piece of a tensor: where it is, and the ranks that hold it. For a sum: the ranks whose products it sums."""
 
     x: float
     y: float
@@ -30,7 +30,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Drawing:
-    """One tensor: its box, its pieces, and what is written above and to the left of it."""
+    """One tensor: its box, its pieces, and the text above and to the left of it."""
 
     name: str
     x: float
@@ -40,12 +40,12 @@ class Drawing:
     above: str
     beside: str
     pieces: list[Tile]
-    summed: bool  # its pieces are sums over several ranks' products, not made yet
-    lines: tuple[int, int]  # rows and columns of elements, where they are few enough to be seen
+    summed: bool  # its pieces are sums over several ranks' products, not computed yet
+    lines: tuple[int, int]  # rows and columns of elements, if they are few enough to be seen
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "0, 4"; "0-3" where they follow each other; "0, 8, ... 56" where they are many."""
+    """ "0, 4"; "0-3" if they are consecutive; "0, 8, ... 56" if there are many."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
     return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
@@ -58,7 +58,7 @@ def index_text(shape: Sequence[int], slices: Sequence[slice]) -> str:
 
 
 def _faces(tensor: Tensor) -> tuple[int, int | None]:
-    """The dims drawn downwards and across: those that are split first, then the last ones. None: a vector."""
+    """The dims drawn down and across: preferably those that are split, then the last ones. None: a vector."""
     dims = range(len(tensor.shape))
     split = [dim for dim in dims if tensor.axes(dim)]
     rest = [dim for dim in reversed(dims) if not tensor.axes(dim)]
@@ -77,7 +77,7 @@ def drawing(
     beside: bool = True,
     summed: Sequence[str] = (),
 ) -> Drawing:
-    """A tensor at (x, y), `pixels` wide and high. `summed`: axes over which its pieces are sums."""
+    """A tensor at (x, y), whose width and height are `pixels`. `summed`: axes over which its pieces are sums."""
     down, across = _faces(tensor)
     width, height = pixels
     groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
@@ -86,7 +86,7 @@ def drawing(
             slices = shard_slices(tensor.shape, tensor.spec, mesh, rank)
             groups.setdefault(tuple((part.start, part.stop) for part in slices), []).append(rank)
     pieces = []
-    # Dims that are not drawn share the face: a piece that differs only in those gets a strip of its own.
+    # Dims that are not drawn share the same area: pieces that differ only in those get a strip each.
     places: dict[tuple[tuple[int, int], ...], list[tuple[tuple[int, int], ...]]] = {}
     for key in sorted(groups):
         face = tuple(key[dim] for dim in (down, across) if dim is not None and key)
@@ -125,7 +125,7 @@ def _caption(tensor: Tensor, dim: int, mesh: Mesh) -> str:
 
 
 def _pixels(sizes: Sequence[int], longest: float) -> list[float]:
-    """Lengths that grow with the sizes, but slower, so that a small dim can still be seen."""
+    """Lengths that grow with the sizes, but more slowly, so that a small dim stays visible."""
     most = max(max(sizes), 1)
     return [max(62.0, longest * (max(size, 1) / most) ** 0.4) for size in sizes]
 
@@ -154,7 +154,7 @@ def multiplied(of: Product, mesh: Mesh) -> list[Drawing]:
 
 
 def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> dict[str, Any]:
-    """Every rank with a small copy of each tensor, its own pieces filled."""
+    """Every rank with a small copy of each tensor, in which its own pieces are filled."""
     few = mesh.size <= 16
     scale = 0.26 if few else 0.14
     if len(drawings) > 1:

@@ -15,7 +15,7 @@ MARGIN = 18
 
 
 def still(content: Mapping[str, Any], rank: int = -1) -> bytes:
-    """PNG of what `shards` shows, with one rank pointed out."""
+    """PNG of what `shards` shows, with one rank highlighted."""
     grid = content["ranks"]
     gap = 40
     beside = content["width"] + gap + grid["width"] <= 930
