@@ -174,7 +174,7 @@ def dtensor_dispatcher() -> Any:
 
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
-"""The module of torch's ring attention. Its `custom_ops` says what to do with each kernel (tried on torch 2.13)."""
+"""The module of torch's ring attention. Its `custom_ops` says what to do with each kernel."""
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 

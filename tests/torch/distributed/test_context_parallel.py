@@ -76,6 +76,7 @@ def test_attention_over_a_sequence_that_ranks_share(num_ranks: int, is_balanced:
     assert found.mapped is not None
 
 
+@pytest.mark.filterwarnings("ignore:the .type, exc, tb. signature:DeprecationWarning")  # torch 2.11, on Python 3.12
 def test_ranks_and_the_notebook_have_their_own_attention():
     before = F.scaled_dot_product_attention
     run(lambda: program(True), Mesh(cp=2), distributed=True, device="cpu")

@@ -2,7 +2,7 @@
 
 `torch.distributed.tensor.experimental.context_parallel` knows three kernels, all of them for GPUs. DTensor has no rule
 for `aten._scaled_dot_product_flash_attention_for_cpu`, to which the same call leads on the CPU. Its two operations
-take and return what those of GPUs do, so that torch's rings run over them as they are. Tried on torch 2.13.
+take and return what those of GPUs do, so that torch's rings run over them as they are (torch 2.11, 2.13).
 """
 
 from __future__ import annotations
