@@ -1,6 +1,5 @@
 """What all tests share: how hard hypothesis and XLA try, how much memory they keep, what happens without a browser."""
 
-import ctypes
 import gc
 import os
 import shutil
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tplab import spare
 
 IN_CI = bool(os.environ.get("CI"))
 
@@ -77,17 +78,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Let go of what JAX compiled, once it has become much: 7,000 tests compile several GB."""
     limit = max(MOST_MEMORY, item.config.stash.get(LEFT, 0) + WORTH_CLEARING)
-    if "jax" in sys.modules and _resident_bytes() > limit:
+    if "jax" in sys.modules and spare.resident_bytes() > limit:
         sys.modules["jax"].clear_caches()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
-        item.config.stash[LEFT] = _resident_bytes()
-
-
-def _resident_bytes() -> int:
-    """0 where the system does not say, which Linux does."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+        spare.give_back()
+        item.config.stash[LEFT] = spare.resident_bytes()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tplab import spare
 from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
 from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
@@ -144,19 +145,20 @@ def run(
         more = _processes(mesh, seed) if distributed is True else distributed or None
         if more is not None and place is not None and place.type == "cpu":
             more.map_cuda()
-        per_rank, make_trace = run_on_simulated_ranks(
-            program,
-            mesh,
-            args,
-            in_specs,
-            cluster=known,
-            clock=clock,
-            seed=seed,
-            keep_values=keep_values,
-            device=place,
-            title=title,
-            more=more,
-        )
+        with spare.returned():
+            per_rank, make_trace = run_on_simulated_ranks(
+                program,
+                mesh,
+                args,
+                in_specs,
+                cluster=known,
+                clock=clock,
+                seed=seed,
+                keep_values=keep_values,
+                device=place,
+                title=title,
+                more=more,
+            )
         mapped = more.mapped if more is not None else None
     else:
         per_rank, make_trace = _on_processes(mesh, is_launched)(

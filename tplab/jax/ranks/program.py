@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from types import MethodType
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tplab import spare
 from tplab.errors import SpecError
 from tplab.jax.private import moved, retracing, trace_context
 from tplab.jax.ranks.context import random_key, vary
@@ -172,6 +174,7 @@ class Compiled:
 
         called.__name__ = self.program.title
         self.jitted = jax.jit(called)
+        self._has_run: set[Callable[..., Any]] = set()
 
     def _mapped(self, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Callable[..., Any]:
         """The program of all ranks: a function of the random key and the arrays among `leaves`."""
@@ -212,7 +215,10 @@ class Compiled:
         for them; only their shapes, and nothing is run, where there are only shapes of the arguments."""
         if any(map(is_shape, placed)):
             return self._shapes
-        results = (form or self.jitted)(self.key(seed), *placed)
+        function = form or self.jitted
+        with nullcontext() if function in self._has_run else spare.returned():  # XLA compiles at the first call
+            results = function(self.key(seed), *placed)
+        self._has_run.add(function)
         return jax.block_until_ready(results) if self._paced else results
 
     def key(self, seed: int) -> Any:

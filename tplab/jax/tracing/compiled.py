@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from tplab import spare
 from tplab.cost import collectives as cost
 from tplab.jax.ranks.context import without_mesh
 from tplab.jax.ranks.program import program_of
@@ -92,7 +93,8 @@ def _compiled(fn: Callable[..., Any], args: tuple[Any, ...], in_specs: Any, out_
             lowered = compiled.jitted.lower(compiled.key(0), *compiled.place(arrays))
     else:
         lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args)  # type: ignore[attr-defined]
-    return lowered.compile()
+    with spare.returned():
+        return lowered.compile()
 
 
 def collectives_in_text(text: str) -> CompiledCollectives:

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import SequenceKey
 
+from tplab import spare
 from tplab.errors import TraceError
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.jaxprs import equations_of
@@ -57,10 +58,13 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
         jaxpr = getattr(traced, "jaxpr", None)
         if type(fn).__name__ == "PmapFunction":  # until JAX 0.7 it could be lowered only
             jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-        compiled = (fn.lower(*args, **kwargs) if traced is None else traced.lower()).compile()
+        lowered = fn.lower(*args, **kwargs) if traced is None else traced.lower()
+        with spare.returned():
+            compiled = lowered.compile()
     else:
         traced = _jitted(fn, args, kwargs)
-        jaxpr, compiled = traced.jaxpr, traced.lower().compile()
+        with spare.returned():
+            jaxpr, compiled = traced.jaxpr, traced.lower().compile()
     compiled = getattr(compiled, "compiled", compiled)  # Equinox's is wrapped
     module = Module(compiled.as_text() or "")
     mesh = _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks)
