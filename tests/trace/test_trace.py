@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example as for_example
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -455,6 +456,7 @@ ODD = [None, True, -1, 2, 0.5, 1e999, 2**31, 2**70, "", "tp", "ab cd", [], [[]],
 
 
 @given(st.sampled_from(paths(json.loads(example().to_json()))), st.sampled_from(ODD))
+@for_example(["chunk_names"], None)
 def test_a_damaged_trace_is_a_trace_error_or_still_a_trace(path: list[Any], value: Any):
     """Whatever stands in the place of any part of it: nothing but TraceError comes, and what is read can be used."""
     try:

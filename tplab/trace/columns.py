@@ -164,7 +164,7 @@ def chunks_of(mesh: Mesh, given: Any) -> list[tuple[int, int]]:
 
 def names_of(given: Any, num_chunks: int) -> list[str]:
     """The names of a trace's chunks: one for each, or none at all if none is known. Otherwise raises TraceError."""
-    names = [given] if isinstance(given, str) else list(given)
+    names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not all(isinstance(name, str) for name in names) or len(names) not in (0, num_chunks):
         raise TraceError(f"chunk_names has one text for each of the {num_chunks} chunks, not {given!r:.80}")
     return names if any(names) else []
