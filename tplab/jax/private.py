@@ -1,4 +1,4 @@
-"""Every name of JAX that is private, or not the same in all versions that tplab runs on. Tried on 0.7.2 and 0.10.2."""
+"""Every name of JAX that is private, or not the same in all versions that tplab supports. Tried on 0.7.2 and 0.10.2."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import jax
 import jax.experimental
 from jax._src import config
 
-# A new value of this context makes JAX trace again what it has traced before: the bodies of its loops, what jit and
-# checkpoint wrap. All of them it keeps by the function, whatever has changed that the function reads.
+# A new value of this context makes JAX trace again what it has traced before: the bodies of its loops, and what jit and
+# checkpoint wrap. JAX caches all of them by function, even if something that the function reads has changed.
 _retracing = jax.make_user_context(default_value=None)
 
 
 def retracing(token: Hashable) -> AbstractContextManager[None]:
-    """A context in which JAX reuses what it has traced in the context of the same token only."""
+    """A context in which JAX only reuses what it has traced in the context of the same token."""
     return _retracing(token)
 
 
@@ -27,34 +27,34 @@ def trace_context() -> Hashable:
 
 
 def in_float64(wide: bool = True) -> AbstractContextManager[None]:
-    """Inside, JAX computes in float64 what it is given in float64; with False, in float32 as it does by itself.
-    `jax.enable_x64` since 0.8."""
+    """Inside, JAX computes in float64 what it is given in float64; with False, in float32 as it does by default.
+    It is `jax.enable_x64` since 0.8."""
     home = jax if hasattr(jax, "enable_x64") else jax.experimental
     return home.enable_x64(wide)  # type: ignore[attr-defined]
 
 
 def varying_axes_of(kind: Any) -> frozenset[str]:
-    """The axes along which arrays of a type may differ. The type held them itself until 0.9."""
+    """The axes along which arrays of a type may differ. Before 0.9 the type held them itself."""
     manual = getattr(kind, "manual_axis_type", None)
     return manual.varying if manual is not None else kind.vma
 
 
 def pvary(x: Any, axes: tuple[str, ...]) -> Any:
-    """`x`, said to differ along axes. `jax.lax.pcast` since 0.8."""
+    """`x`, declared to differ along axes. It is `jax.lax.pcast` since 0.8."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
     return jax.lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
 def moved(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """`array` with another sharding. Before 0.9, device_put looked for an array's Explicit axes in the new mesh, and an
-    array without a mesh lies on one device."""
+    """`array` with another sharding. Before 0.9, device_put looked for an array's Explicit axes in the new mesh. An
+    array without a mesh is on one device."""
     if jax.__version_info__ < (0, 9) and array.is_fully_addressable and any(jax.typeof(array).sharding.spec):
         array = jax.device_put(array, jax.sharding.SingleDeviceSharding(next(iter(array.devices()))))
     return jax.device_put(array, sharding)
 
 
 def knows_patience_flag() -> bool:
-    """Whether XLA knows how to wait longer for a rank than 40 seconds. It ends a process for a flag that it does not
-    know: those before 0.8 do not, and libtpu brings flags of its own."""
+    """Whether XLA can be made to wait longer than 40 seconds for a rank. It ends a process for a flag that it does not
+    know: versions before 0.8 do not know this one, and libtpu brings flags of its own."""
     return jax.__version_info__ >= (0, 8) and importlib.util.find_spec("libtpu") is None

@@ -1,6 +1,6 @@
 """Every private name of torch that tplab uses: what it is for, and why nothing public does.
 
-They have no promise of torch's: a new version may rename them. All were tried on torch 2.11 and 2.13.
+torch makes no promise about them: a new version may rename them. All were tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 def not_compiled(function: FunctionType) -> None:
     """torch.compile runs `function`, and what it calls, as it is: the graph breaks there.
 
-    Who communicates with whom is decided as the program runs, so no graph can hold it. The same as
+    Which ranks communicate is decided as the program runs, so no graph can hold it. This is the same as
     torch.compiler.disable, but without a wrapper at each call, and without importing torch._dynamo, which takes
     seconds and 100 MB.
     """
@@ -51,11 +51,11 @@ def not_compiled(function: FunctionType) -> None:
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operation of a thread. torch documents it, from a module whose name is private."""
+    """Sees every operation of a thread. torch documents it, but in a module whose name is private."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch would import torch._dynamo, for its way of not_compiled
+        return False  # otherwise torch would import torch._dynamo, for its own version of not_compiled
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,8 +110,8 @@ parse_to: Callable[..., Any] = _C._nn._parse_to
 """What Module.to makes of its arguments. It is called once for a module, before that moves one tensor after another."""
 
 # Where a CUDA build finds no GPU, the first fake tensor (of DTensor, FSDP2, torch.compile) puts a stand-in for the GPU
-# in a table of the process. In torch 2.11 this stand-in goes with its thread, and the next one crashes. So it is this
-# thread's, which imports tplab, and no rank's.
+# in a table of the process. In torch 2.11 this stand-in ends with its thread, and the next use crashes. So it belongs
+# to this thread, which imports tplab, and not to a rank's.
 if torch.cuda.device_count() == 0:
     _C._ensureCUDADeviceGuardSet()
 
@@ -129,7 +129,7 @@ is_lazy: Callable[[Tensor], bool] = _C._is_cow_tensor
 
 
 def local_of(x: Tensor) -> Tensor:
-    """What this rank has of a DTensor, outside of any graph; any other tensor as it is."""
+    """This rank's part of a DTensor, outside any graph; any other tensor as it is."""
     return getattr(x, "_local_tensor", x)
 
 
@@ -139,7 +139,7 @@ def storage_of(reference: Any) -> torch.UntypedStorage | None:
 
 
 def at_end_of_backward(function: Callable[[], Any]) -> None:
-    """Call `function` at the end of the backward pass that this thread is in."""
+    """Call `function` at the end of this thread's current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
@@ -147,15 +147,15 @@ def at_end_of_backward(function: Callable[[], Any]) -> None:
 
 
 def environ_data(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The dict in which os.environ keeps the variables; with `given`, that one from now on."""
+    """The dict in which os.environ keeps the variables; with `given`, os.environ uses that one from now on."""
     if given is not None:
         os.environ._data = given  # type: ignore[attr-defined]
     return os.environ._data  # type: ignore[attr-defined]
 
 
 def import_locks(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The locks of modules that are being imported; with `given`, those from now on. A rank that communicates while it
-    imports a module must not keep the others from importing theirs."""
+    """The locks of modules that are being imported; with `given`, Python uses those from now on. A rank that
+    communicates while it imports a module must not keep the others from importing theirs."""
     home: Any = importlib._bootstrap  # type: ignore[attr-defined]
     if given is not None:
         home._module_locks = given
@@ -168,7 +168,7 @@ def rng_tracker_home() -> Any:
 
 
 def dtensor_dispatcher() -> Any:
-    """What handles DTensor's operations, with those that loss_parallel puts there; None where it was not imported."""
+    """What handles DTensor's operations, with the handlers of loss_parallel; None where it was not imported."""
     home = getattr(sys.modules.get("torch.distributed.tensor._api"), "DTensor", None)
     return getattr(home, "_op_dispatcher", None)
 
@@ -179,8 +179,8 @@ _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 class ContextParallel:
-    """What torch's context_parallel keeps once for a process: the attention that it has put in place of
-    `scaled_dot_product_attention`, whose it is, and the options. Each of them is as at the beginning."""
+    """What torch's context_parallel keeps once per process: the attention that replaces `scaled_dot_product_attention`,
+    its table of replaced functions, and the options. Each of them begins as torch has it."""
 
     def __init__(self) -> None:
         self.attention: Any = _SDPA
@@ -202,7 +202,7 @@ class ContextParallel:
 
 
 def accelerate_states() -> dict[Any, dict[str, Any]]:
-    """What Hugging Face's accelerate knows of a process, in dicts of classes; empty where it was not imported."""
+    """What Hugging Face's accelerate knows about a process, in dicts of classes; empty where it was not imported."""
     if (home := sys.modules.get("accelerate.state")) is None:
         return {}
     kinds = [getattr(home, name, None) for name in ("PartialState", "AcceleratorState", "GradientState")]
@@ -212,7 +212,7 @@ def accelerate_states() -> dict[Any, dict[str, Any]]:
 class PythonRandom:
     """The state of one of Python's random generators, as the bytes of its memory and `gauss_next`.
 
-    Ranks swap it at every turn, and `getstate` makes 625 numbers each time: half of the time that a turn takes.
+    Ranks swap it at every turn, and `getstate` would make 625 numbers each time: half of the time of a turn.
     """
 
     def __init__(self, generator: Any):
@@ -237,31 +237,31 @@ c10d_C: Any = _C._distributed_c10d
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """The backend of a process group, on which to send without its wrappers, which are not made for threads."""
+    """The backend of a process group, for sending without its wrappers, which are not made for threads."""
     return group._get_backend(device)
 
 
 def premul_factor(op: Any) -> Any:
-    """What this ReduceOp.PREMUL_SUM multiplies by: a number, or a tensor. It says so only to be pickled."""
+    """What this ReduceOp.PREMUL_SUM multiplies by: a number or a tensor. Only pickling it reveals this."""
     return op.__getstate__()[1]
 
 
 def group_tables() -> dict[Any, dict[int, int]]:
-    """Of each process group, rank in the world -> rank in the group."""
+    """For each process group, rank in the world -> rank in the group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_group_ranks
 
 
 def local_ranks(num_ranks: int) -> Any:
-    """A context in which each tensor is one per rank, all in this process: for DTensor without processes."""
+    """A context in which each tensor stands for one per rank, all in this process: for DTensor without processes."""
     from torch.distributed._local_tensor import LocalTensorMode
 
     return LocalTensorMode(num_ranks)
 
 
 def of_first_rank(x: Tensor) -> Tensor:
-    """A tensor of `local_ranks` as rank 0 has it; any other tensor as it is."""
+    """Rank 0's part of a tensor of `local_ranks`; any other tensor as it is."""
     return x._local_tensors[0] if hasattr(x, "_local_tensors") else x  # type: ignore[attr-defined]
 
 

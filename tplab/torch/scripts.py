@@ -108,7 +108,7 @@ class _Program:
         self.peaks = [0] * processes.mesh.size
 
     def __call__(self) -> dict[str, Any]:
-        """What the code has made: its variables."""
+        """Run the code. Returns its variables."""
         main = ModuleType("__main__")
         vars(main).update(self._names(), __name__="__main__")
         before = dict(vars(main))

@@ -1,1 +1,1 @@
-"""`check_parallel`: somebody's parallel model beside the unsharded one."""
+"""`check_parallel`: a parallel model compared with the unsharded one."""

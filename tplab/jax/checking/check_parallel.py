@@ -1,4 +1,4 @@
-"""`check_parallel`: somebody's parallel model compared with the unsharded one."""
+"""`check_parallel`: a parallel model compared with the unsharded one."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ def check_parallel(
 ) -> ParallelReport:
     """Compare the outputs, the loss and every gradient of a parallel model with those of the unsharded `reference`.
 
-    Called where `run` is called. It runs model(params, *inputs, **kwargs) on every rank of the mesh, each with its
-    piece of the parameters, and reference(params, *inputs, **kwargs) on one, with all of them; jax.grad differentiates
-    both.
+    Call it where you would call `run`. It runs model(params, *inputs, **kwargs) on every rank of the mesh, each with
+    its piece of the parameters, and reference(params, *inputs, **kwargs) on one, with all of them; jax.grad
+    differentiates both.
 
     params          whole, nested as the model takes them
     inputs, kwargs  what both are called with, whole
-    reference       any function in plain JAX; also a model of this package, which is whole on one rank
+    reference       any function in plain JAX; or a model of this package, which is whole on one rank
     loss            of the model's output; without one: itself if it is a scalar, or a weighted sum of all of it
-    reference_loss  of the reference's output, where it must be another, as for logits that stay sharded
+    reference_loss  of the reference's output, if it must be different, as for logits that stay sharded
     specs           how parameters are laid out on the mesh: a structure of P; without it, `model.specs`
     in_specs        one per input, or one for all: the model gets this rank's piece, as under sequence parallelism
     optimizer       one of optax's: the parameters after one step are compared too
     after_backward  gradients -> gradients, on each rank: where they are reduced by hand
     perturb         parameters that are all zeros or ones, as biases and norms begin, get other values for the check: a
-                    bias of zeros may be added as often as one likes
+                    bias of zeros gives the same result however often it is added
 
-    A difference is called rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or what the
-    reference's own answers in two dtypes do.
+    A difference counts as rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or up to how far
+    the reference's own answers in two dtypes differ.
     """
     spec_of_each = each_input(in_specs, len(inputs))
     specs = getattr(model, "specs", None) if specs is None else specs
@@ -139,7 +139,7 @@ class _Side:
         return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
 
     def softmaxes(self) -> list[list[np.ndarray]]:
-        """What each softmax takes, of each rank."""
+        """The input of each softmax, for each rank."""
 
         def program(params: Any, inputs: tuple[Any, ...]) -> Any:
             return softmaxes(partial(self.model, **self.kwargs), params, *inputs)
@@ -192,7 +192,7 @@ class _Side:
 
 
 def _answer_again(theirs: _Side, weights: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Arrays] | None:
-    """The reference's answer in another dtype, where it can be computed so."""
+    """The reference's answer in another dtype, if it can be computed that way."""
     dtype = OTHER_DTYPE.get(_rounding(theirs.params, theirs.inputs).dtype, "float64")
 
     def other(x: Any) -> Any:
@@ -202,12 +202,12 @@ def _answer_again(theirs: _Side, weights: Mapping[str, Sequence[np.ndarray]]) ->
         params, inputs = jax.tree.map(other, theirs.params), tuple(map(other, theirs.inputs))
         try:
             return _Side(theirs.model, params, inputs, theirs.kwargs, theirs.mesh, theirs.loss).answer(weights)[0]
-        except TypeError:  # it computes with types of its own, which do not go with this one
+        except TypeError:  # it computes with dtypes of its own, which do not mix with this one
             return None
 
 
 def _perturbed(params: Any) -> tuple[Any, list[str]]:
-    """The parameters, those that are constant with other values; and which these are."""
+    """The parameters, with other values for those that are constant; and the names of these."""
     leaves, structure = jax.tree.flatten(params)
     changed = []
     for index, (name, leaf) in enumerate(zip(_names(params), leaves)):

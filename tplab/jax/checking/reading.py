@@ -1,4 +1,4 @@
-"""What a model's jaxpr tells besides its results: in which order gradients arrive, and what its softmaxes take."""
+"""What a model's jaxpr says besides its results: the order in which gradients arrive, and its softmaxes' inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ MOST_SOFTMAXES = 32
 
 
 def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
-    """The names of inputs of a jaxpr, as their gradients are complete: what is used first in the forward pass is last.
+    """The names of inputs of a jaxpr, in the order in which their gradients are complete: what is used first in the
+    forward pass comes last.
 
-    names   of the first inputs; others are not asked for
+    names   the names of the first inputs; others are left out
     """
     first: dict[str, int] = {}
     count = 0
@@ -44,9 +45,9 @@ def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
 
 
 def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
-    """What each softmax in fn(*args) takes, in the order in which they are computed; not of those in a loop.
+    """The input of each softmax in fn(*args), in the order in which they are computed, without those in a loop.
 
-    A softmax is exp(x - max(x)), in whatever words.
+    A softmax is exp(x - max(x)), however it is written.
     """
     closed = jax.make_jaxpr(fn)(*args)
     found: list[Array] = []
@@ -76,7 +77,7 @@ def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
 
 
 def _taken_by_softmax(jaxpr: Any) -> dict[int, Any]:
-    """The id of each equation exp(x - ..) of an x whose maximum is taken, and x."""
+    """The id of each equation exp(x - ..) whose x also has its maximum taken, and that x."""
 
     def those(name: str, of: Collection[Any] | None = None) -> Iterator[tuple[Any, Any]]:
         for eqn in jaxpr.eqns:

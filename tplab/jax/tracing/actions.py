@@ -1,4 +1,4 @@
-"""Actions of a pipeline's schedule in a trace: all that a rank computes in one is one task, "F3" at "stage 1"."""
+"""Actions of a pipeline's schedule in a trace: everything a rank computes in one is one task, "F3" at "stage 1"."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STORE = "store"
 
 
 def action(kind: str, function: Callable[..., Any], keeps: int = 0) -> Callable[..., Any]:
-    """`function` as an action of this kind, so that the trace knows it as one. It adds `keeps` to the bytes that the
-    rank holds for backward passes; less than 0 where it lets go.
+    """`function` as an action of this kind, so that the trace recognises it. It adds `keeps` to the bytes that the rank
+    holds for backward passes; negative where it frees some.
 
-    Its last four arguments say of what: the stage, the microbatch, the rank where the microbatch begins, and how long
-    the action takes on a clock that counts steps. They are for the trace; XLA leaves them out. STORE has none.
+    Its last four arguments describe the action: the stage, the microbatch, the rank where the microbatch begins, and
+    how long the action takes on a clock that counts steps. They are for the trace; XLA removes them. STORE has none.
     """
 
     def called(*args: Any) -> Any:
@@ -34,14 +34,14 @@ def action(kind: str, function: Callable[..., Any], keeps: int = 0) -> Callable[
 
 
 def kind_of_action(params: Mapping[str, Any]) -> str:
-    """The kind of action that a call with these parameters is, and what it keeps, "F.1024"; "" if it is none."""
+    """The kind of action of a call with these parameters, and what it keeps, "F.1024"; "" if it is no action."""
     name = str(params.get("name", ""))
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
 
 
 @dataclass(frozen=True)
 class _Doing:
-    """What a rank does: its name, where, the chunk that is the microbatch, how long it takes in steps, and the bytes
+    """What a rank does: the action's name and place, the microbatch's chunk, the time it takes in steps, and the bytes
     that the rank holds afterwards."""
 
     op: str
@@ -54,7 +54,7 @@ class _Doing:
 class Actions:
     """Follows actions and the exchanges between them, in lock-step: an action comes after all exchanges before it.
 
-    tasks   those of the walk, which it adds to       chunk   numbers what (rank, microbatch) is
+    tasks   those of the walk, which it adds to       chunk   gives each (rank, microbatch) a number
     """
 
     def __init__(self, tasks: list[Task], chunk: Callable[[int, int], int], num_ranks: int):
@@ -72,10 +72,9 @@ class Actions:
         ranks: tuple[int, ...],
         run: Callable[[], list[Held]],
     ) -> list[Held]:
-        """An action of a kind, "F.1024", which `run` walks through: one task per rank. What it computes is not looked
-        into.
+        """An action of a kind, "F.1024", which `run` walks through: one task per rank, whose contents are not examined.
 
-        decided_by   the tasks, by number, that decided that it is done at all
+        decided_by   the tasks, by number, that decided whether it is done at all
         """
         first, needs = len(self._tasks), {*decided_by, *(task for held in inputs for task in held.needs)}
         kind, _, keeps = kind.partition(".")
@@ -112,9 +111,9 @@ class Actions:
         return found
 
     def _merged(self, first: int, tail: tuple[int, ...], doing: Mapping[int, _Doing]) -> tuple[int, ...]:
-        """Make the tasks from `first` on, an action's on several ranks, one task per rank; `tail` is what they need.
+        """Merge the tasks from `first` on, those of an action, into one task per rank; `tail` is what they need.
 
-        Where ranks talk to each other in an action, as in tensor parallelism, it is one before and one after.
+        Where ranks communicate within an action, as in tensor parallelism, there is one task before and one after.
         Returns the numbers of the last ones.
         """
         made = self._tasks[first:]
@@ -136,7 +135,7 @@ class Actions:
 
 
 def _one(parts: list[Task], rank: int, about: _Doing, needs: tuple[int, ...], seconds: float) -> Task:
-    """All of them as one task of one rank."""
+    """All these parts as one task of one rank."""
     main = max(parts, key=lambda part: part.flops, default=None)
     shape, dtype = ((), "") if main is None else (main.shape, main.dtype)
     return Task(

@@ -12,7 +12,7 @@ from tplab.mesh import Mesh
 @lru_cache(maxsize=1024)
 def axes_along(mesh: Mesh, groups: Groups, are_pairs: bool = False) -> tuple[str, Sequence[tuple[int, ...]]]:
     """The axes of the mesh along which the ranks of these groups differ, "dp,tp", and the groups; "" where each rank
-    is alone. A group may have only some of the ranks along its axes; of pairs it is all of those ranks."""
+    is alone. A group may have only some of the ranks along its axes; for pairs it has all of those ranks."""
     places = [[mesh.coordinates(rank) for rank in group] for group in groups]
     names = [name for name in mesh.shape if any(at[name] != group[0][name] for group in places for at in group)]
     if not names:

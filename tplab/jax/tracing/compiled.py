@@ -25,12 +25,12 @@ class CompiledCollective:
     """One collective of a compiled program.
 
     op             its name in tplab
-    shape, dtype   of what each rank gets ("all_to_all" often gets a tuple of pieces: their number comes first)
-    bytes          what a rank sends each time, under the ring algorithm; the most, where they differ
-    groups         the ranks that do it together; of a ppermute, its pairs (from, to)
+    shape, dtype   those of each rank's result ("all_to_all" often returns a tuple of pieces: their number comes first)
+    bytes          what a rank sends each time, under the ring algorithm; the most, where ranks differ
+    groups         the ranks that do it together; for a ppermute, its pairs (from, to)
     count          how often it runs; None where that is known only when it runs
-    at_most        how often it runs at most: of a branch that may not be taken; None in a loop of unknown length
-    is_async       whether it is a start and a done, between which others run (on the CPU never)
+    at_most        how often it runs at most: in a branch that may not be taken; None in a loop of unknown length
+    is_async       whether it is a start and a done, between which other instructions run (never on the CPU)
     origin         what it was made from, as a path of JAX's names: "jit(f)/shard_map/psum"
     """
 
@@ -55,7 +55,7 @@ class CompiledCollective:
 
 
 class CompiledCollectives(tuple[CompiledCollective, ...]):
-    """The collectives of a compiled program, in the order in which they stand there; prints as one line each."""
+    """The collectives of a compiled program, in their order in the program; prints as one line each."""
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self)) or "no collectives"
@@ -64,7 +64,7 @@ class CompiledCollectives(tuple[CompiledCollective, ...]):
 def collectives_in(
     fn: Callable[..., Any], *args: Any, in_specs: Any = None, out_specs: Any = None, on: str = "simulated"
 ) -> CompiledCollectives:
-    """The collectives that XLA compiled `fn` to. Nothing is run.
+    """The collectives in what XLA compiles `fn` to. Nothing is run.
 
     A rank's program, with the arguments of `run`:
         collectives_in(mlp, Mesh(tp=4), x, a, b, in_specs=..., out_specs=...)
@@ -77,10 +77,10 @@ def collectives_in(
 def temporary_bytes(
     fn: Callable[..., Any], *args: Any, in_specs: Any = None, out_specs: Any = None, on: str = "simulated"
 ) -> int:
-    """The memory that `fn`, compiled, takes on each rank beside its arguments and results. Nothing is run.
+    """The memory that compiled `fn` needs on each rank besides its arguments and results. Nothing is run.
 
-    Arguments are those of `collectives_in`. All ranks run one program and need the same memory; XLA decides where each
-    array is placed, and which arrays may reuse the place of another.
+    The arguments are those of `collectives_in`. All ranks run one program and need the same memory; XLA decides where
+    each array is placed, and which arrays may reuse another's place.
     """
     return int(_compiled(fn, args, in_specs, out_specs, on).memory_analysis().temp_size_in_bytes)
 
@@ -104,7 +104,7 @@ def collectives_in_text(text: str) -> CompiledCollectives:
 
 
 class Run(NamedTuple):
-    """A collective where it stands in a compiled module.
+    """A collective at its place in a compiled module.
 
     computation, one   the computation, and the instruction in it
     count, at_most     as those of CompiledCollective
@@ -119,7 +119,7 @@ class Run(NamedTuple):
 
 
 def runs_of(module: Module) -> Iterator[Run]:
-    """The collectives of a compiled module, in the order in which they stand there."""
+    """The collectives of a compiled module, in their order in the module."""
     yield from _found(module, module.entry, _Times(1, 1), is_async=False)
 
 
@@ -156,7 +156,7 @@ def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
     one = run.one
     op, groups, arrays = str(one.collective), module.groups(one), one.arrays
     if one.op in ("all-gather-start", "collective-permute-start") and one.kind.startswith("("):
-        arrays = arrays[1:2]  # a start gives its operand, the result, and what else the chip needs
+        arrays = arrays[1:2]  # a start returns its operand, the result, and what else the chip needs
     if op == "all_to_all" and len(arrays) > 1:
         arrays = [Array(arrays[0].dtype, (len(arrays), *arrays[0].shape))]
     for array in arrays:
@@ -167,7 +167,7 @@ def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
 
 
 def _bytes_sent(op: str, array: Array, num_ranks: int) -> int:
-    """What a rank sends, from what it gets."""
+    """The bytes that a rank sends, worked out from what it receives."""
     if op == "ppermute":
         return array.num_bytes
     elements = array.size

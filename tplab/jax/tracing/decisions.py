@@ -1,7 +1,7 @@
 """Decisions: which branch each rank took and how often it went around each loop, as the program itself reports them.
 
-A jaxpr says what a branch or a loop does; which branch, and how often, may depend on numbers that are there only while
-the program runs. Such a program is compiled with one more result: a list that each rank fills in the program's order.
+A jaxpr says what a branch or a loop does. Which branch, and how often, may depend on numbers that exist only while the
+program runs. Such a program is compiled with one more result: a list that each rank fills in the program's order.
 Its first element counts the entries. An entry is the index of the branch that a `cond` took, or the number of
 iterations of a `while`, which comes before the entries of the iterations themselves.
 """
@@ -30,7 +30,7 @@ MOST_ENTRIES = 16_384
 
 
 class Decisions:
-    """What the ranks' program, the one `shard_map` in what JAX traced, cannot be known to decide before it runs.
+    """The decisions of the ranks' program, the one `shard_map` in what JAX traced, that are unknown until it runs.
 
     jaxpr      the ranks' own program
     reported   the ids of its `cond` and `while` equations that report
@@ -41,13 +41,13 @@ class Decisions:
         self._eqn = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
         self.jaxpr, self.reported = self._eqn.params["jaxpr"], frozenset[int]()
         if any(eqn.primitive.name in ("cond", "while") for eqn, _ in equations_of(self.jaxpr)):
-            # XLA leaves out what no result needs, so that it must not report either.
+            # XLA leaves out what no result needs, so that must not report either.
             self.jaxpr, _ = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars), instantiate=True)
             self.reported = frozenset(_undecided(self.jaxpr))
         self._form = jax.jit(self._reporting) if self.reported else None
 
     def run(self, compiled: Compiled, placed: Sequence[Any], seed: int) -> tuple[Any, Array | None]:
-        """What `compiled` gives for arguments, and what each rank reports, one behind the other. None where there is
+        """What `compiled` returns for these arguments, and what each rank reports, concatenated. None where there is
         nothing to report, or nothing is run."""
         if self._form is None or any(map(is_shape, placed)):
             return compiled(placed, seed), None
@@ -55,14 +55,14 @@ class Decisions:
         return compiled.structure.unflatten(outputs), reports
 
     def given(self, arguments: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """What each input of the ranks' program gets a piece of, with its spec, for these arguments of the whole."""
+        """The whole array that each input of the ranks' program is a piece of, with its spec, for these arguments."""
         known = dict(zip(self._closed.jaxpr.invars, arguments, strict=True))
         known.update(zip(self._closed.jaxpr.constvars, self._closed.consts, strict=True))
         wholes = (atom.val if hasattr(atom, "val") else known[atom] for atom in self._eqn.invars)
         return list(zip(wholes, self._eqn.params["in_specs"], strict=True))
 
     def names(self, of_arguments: Sequence[str]) -> list[str]:
-        """The same of the arguments' names; "" for an input that is none of them."""
+        """The same for the arguments' names; "" for an input that is none of them."""
         known = dict(zip(self._closed.jaxpr.invars, of_arguments, strict=True))
         return ["" if hasattr(atom, "val") else known.get(atom, "") for atom in self._eqn.invars]
 
@@ -83,9 +83,9 @@ class Decisions:
 
 class Reports:
     """What the ranks of a run have reported, read in the order of the program. None where nothing was run, or where
-    another transformation of JAX is still at it.
+    another transformation of JAX is still tracing it.
 
-    Raises TraceError where an entry is asked for that is not there.
+    Raises TraceError for an entry that does not exist.
     """
 
     def __init__(self, reported: frozenset[int], reports: Array | None, num_ranks: int):
@@ -97,8 +97,8 @@ class Reports:
             self._lists[(shard.index[0].start or 0) // len(entries)] = entries
 
     def of(self, eqn: Any, ranks: Sequence[int], where: str) -> dict[int, int] | None:
-        """What each of these ranks decided at `eqn`. None where that must be worked out: `eqn` does not report, or not
-        all of the ranks ran here, as when a program runs on shapes."""
+        """What each of these ranks decided at `eqn`. None where that must be worked out: if `eqn` does not report, or
+        not all of the ranks ran here, as when a program runs on shapes."""
         if id(eqn) not in self._reported:
             return None
         found = {rank: self._entry(rank, eqn, where) for rank in ranks if self._lists[rank] is not None}
@@ -122,14 +122,14 @@ class Reports:
 
 
 def unknown(eqn: Any, where: str, why: str) -> TraceError:
-    """The error of a decision that is not known."""
+    """The error for a decision that is not known."""
     if eqn.primitive.name == "cond":
         return TraceError(f"which branch the cond at {where} takes is not known: {why}")
     return TraceError(f"how often the while_loop at {where} runs is not known: {why}")
 
 
 def _undecided(jaxpr: Any) -> set[int]:
-    """The ids of the equations whose decision depends on the arguments, or on more numbers than are worked out."""
+    """The ids of the equations whose decision depends on the arguments, or on more numbers than we work out."""
     found: set[int] = set()
 
     def follow(inner: Any, inputs: Sequence[bool]) -> list[bool]:
@@ -180,7 +180,7 @@ def _undecided(jaxpr: Any) -> set[int]:
 
 
 def _settled(carry: list[bool], body: Callable[[list[bool]], list[bool]]) -> tuple[list[bool], list[bool]]:
-    """What is not known of a loop's carry after any number of iterations, and of what its body gives then."""
+    """What is unknown in a loop's carry after any number of iterations, and in what its body returns then."""
     while True:
         results = body(carry)
         merged = [old or new for old, new in zip(carry, results[: len(carry)], strict=True)]
@@ -190,11 +190,11 @@ def _settled(carry: list[bool], body: Callable[[list[bool]], list[bool]]) -> tup
 
 
 class _Reporter:
-    """Runs a jaxpr, and carries the report along, to which the chosen equations append."""
+    """Runs a jaxpr, and carries the report along. The chosen equations append to it."""
 
     def __init__(self, jaxpr: Any, reported: frozenset[int]):
         self._reported = reported
-        self._entries: dict[int, int] = {}  # of a jaxpr, by id: how many it makes at most, if known
+        self._entries: dict[int, int] = {}  # id of a jaxpr -> how many entries it makes at most, if known
         self.num_entries = self._count(jaxpr)
 
     def _count(self, jaxpr: Any) -> int:
@@ -232,7 +232,7 @@ class _Reporter:
         reports = id(eqn) in self._reported or any(map(self._count, inside(eqn)))
         if (call := called(eqn)) is not None and (reports or name.startswith("custom_")):
             if params.get("prevent_cse"):
-                values = lax.optimization_barrier(values)  # so that what is computed again is not found again
+                values = lax.optimization_barrier(values)  # so that recomputation is not optimised away
             return self.run(call, values, report)
         if reports:
             return {"cond": self._cond, "while": self._while, "scan": self._scan}[name](eqn, values, report)
@@ -254,7 +254,7 @@ class _Reporter:
         place, reports = report[0] + 1, id(eqn) in self._reported
         if reports:
             report = _written(report, place, place * 0)
-        # A condition that reports itself cannot do so as one: it becomes part of what comes before, and of the body.
+        # A condition that itself reports cannot do so as a condition: it moves to before the loop, and into the body.
         cond_reports = self._count(params["cond_jaxpr"]) > 0
 
         def condition(carry: Any, report: Array) -> tuple[Any, Array]:
@@ -301,7 +301,7 @@ class _Reporter:
 
 
 def _written(report: Array, place: Array, entry: Array) -> Array:
-    """The report with one more entry, the one at `place`. What is beyond its end goes to the last place; that there
-    were so many, the count says."""
+    """The report with one more entry, at `place`. Entries beyond its end go to the last place; the count still says how
+    many there were."""
     entry = vary(jnp.asarray(entry, jnp.int32), tuple(varying_axes(report)))
     return lax.dynamic_update_index_in_dim(report, entry, place, 0).at[0].set(place)

@@ -1,8 +1,8 @@
 """Collectives that only some of the ranks would reach. They hang for good, so they are refused before anything runs.
 
 All ranks go the same way through a program, except at a `cond` or `while` whose condition differs from rank to rank.
-JAX's types say along which axes it may differ. A collective inside is fine if it joins ranks along other axes only:
-they decide alike.
+JAX's types say along which axes it may differ. A collective inside is fine if it joins ranks along other axes only,
+since those decide alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tplab.mesh import Mesh
 
 
 def refuse_divergence(jaxpr: Any, mesh: Mesh) -> None:
-    """Raises DeadlockError where, in the ranks' program, some of the ranks that a collective joins may take another
-    branch than the others, or leave a loop earlier."""
+    """Raises DeadlockError where, in the ranks' program, some of the ranks that a collective joins may take a different
+    branch, or leave a loop earlier."""
     wide = {name for name, size in mesh.shape.items() if size > 1}
     for eqn, outer in equations_of(jaxpr):
         if not (differs := _differs_along(eqn) & wide):
@@ -44,10 +44,10 @@ def _differs_along(eqn: Any) -> frozenset[str]:
 
 
 def _joined_by(eqn: Any, mesh: Mesh) -> set[str]:
-    """The axes along which ranks must come to an equation together."""
+    """The axes along which ranks must reach an equation together."""
     if (exchange := EXCHANGES.get(eqn.primitive.name)) is None:
         return set()
-    # XLA's ppermute joins all devices, whichever of them send: seen to hang on the CPU
+    # XLA's ppermute joins all devices, whichever of them send: it has been seen to hang on the CPU
     return set(mesh.axis_names if exchange.op == "ppermute" else exchange.names(eqn.params))
 
 
@@ -77,7 +77,7 @@ def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
 
 
 class _Asked(Exception):
-    """The walk has come to the equation that it was asked about."""
+    """The walk has reached the equation that it was asked about."""
 
 
 class _Asking(Walk):

@@ -1,4 +1,4 @@
-"""JAX's collectives, as equations of a jaxpr: which ranks each joins, and what comes out of it."""
+"""JAX's collectives, as equations of a jaxpr: which ranks each joins, and what it returns."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Groups = list[tuple[int, ...]]
 
 
 class Exchange(NamedTuple):
-    """One kind of collective: its name in tplab, what each member of a group gets from what all put in, and how it
-    combines that: "sum", "max", "min", or "" where it does not."""
+    """One kind of collective: its name in tplab, what each member of a group receives from the inputs of all, and how
+    it combines them: "sum", "max", "min", or "" where it does not."""
 
     op: str
     results: Callable[[dict[str, Any], list[np.ndarray]], Sequence[np.ndarray]]
     combines: str = ""
 
     def reduction(self, name: str) -> str:
-        """How it combines what the ranks put in, where the program called it `name`: a broadcast is the sum of one."""
+        """How it combines the ranks' inputs, where the program called it `name`: a broadcast is a sum of one."""
         return "" if name == "broadcast" else self.combines
 
     def name_in(self, eqn: Any) -> str:
-        """What the program called it, as far as its equation tells."""
+        """What the program called it, as far as its equation says."""
         scope = str(eqn.source_info.name_stack)
         return next((name for name in _SCOPED.get(self.op, ()) if f"tplab.{name}" in scope), self.op)
 
@@ -39,7 +39,7 @@ class Exchange(NamedTuple):
     def groups(self, params: dict[str, Any], mesh: Mesh) -> Groups:
         """The ranks that do it together, in the order of their positions."""
         groups = mesh.groups(self.names(params))
-        if self.op == "ppermute":  # JAX numbers the ranks in the mesh's order here, whatever that of the names
+        if self.op == "ppermute":  # JAX numbers the ranks in the mesh's order here, not in that of the names
             return [tuple(sorted(group)) for group in groups]
         if parts := params.get("axis_index_groups"):
             return [tuple(group[index] for index in part) for group in groups for part in parts]

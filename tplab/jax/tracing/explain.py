@@ -27,10 +27,10 @@ class Cause(NamedTuple):
     """Why a tensor is sent.
 
     where          the line of the program; "" where XLA does not know
-    dtype, shape   of what each rank gives
+    dtype, shape   those of what each rank sends
     operation      what needs it, or made it: "dot_general"
-    operands       the arrays that it is about: arguments by name, with their shardings, others by what made them
-    why            in words
+    operands       the arrays involved: arguments by name, with their shardings, others by what made them
+    why            the reason in words
     """
 
     where: str
@@ -49,9 +49,9 @@ class Explained:
     bytes         what a rank sends each time, under the ring algorithm; the most, where ranks differ
     count         how often it runs; None where that is known only when it runs
     at_most       how often it runs at most: in a branch that may not be taken; None in a loop of unknown length
-    is_written    whether it stands in the program, as `lax.psum` in a `shard_map`; else XLA put it in
+    is_written    whether it is in your program, as `lax.psum` in a `shard_map`; otherwise XLA inserted it
     is_backward   whether it belongs to a gradient
-    causes        why: one for each tensor that it sends, for XLA may send several together
+    causes        why: one for each tensor that it sends, as XLA may send several together
     """
 
     op: str
@@ -97,7 +97,7 @@ class Explanation(tuple[Explained, ...]):
 
     @property
     def bytes(self) -> int:
-        """What a rank sends in all. Raises ValueError where that is known only when it runs."""
+        """What a rank sends in total. Raises ValueError where that is known only when it runs."""
         for one in self:
             if one.count is None:
                 raise ValueError(f"how often the {one.op} at {one.where} runs is known only when it runs")
@@ -117,10 +117,10 @@ def explain(fn: Callable[..., Any], *args: Any, accelerator: bool = False, **kwa
 
     The arguments are those of `trace`, and so is `accelerator`. Nothing is run.
 
-    A collective that is in your program is said to be. One that XLA put in is explained by what computes with its
+    A collective that is in your program is marked as such. One that XLA inserted is explained by what computes with its
     result, or made its operand: a sum over a dim that is sharded, an array that is needed whole or cut in another way.
-    An argument is known by its name and sharding, and an array between two operations by the one that made it. Lines
-    are those that XLA kept with its instructions; JAX 0.7 gives it only the innermost, which may be a library's.
+    An argument is identified by its name and sharding, and an array between two operations by the one that made it.
+    Lines are those that XLA kept with its instructions; JAX 0.7 gives it only the innermost, which may be a library's.
     """
     program = compiled_for(fn, args, kwargs)
     why = _Why(Flow(program.module, program.mesh, program.names), accelerator)
@@ -142,7 +142,7 @@ class _Why:
         self.flow, self.module, self.mesh, self.accelerator = flow, flow.module, flow.mesh, accelerator
 
     def explained(self, run: Run) -> Iterator[Explained]:
-        """One for each operation that a collective is; none where each rank is alone."""
+        """One for each operation that a collective performs; none where each rank is alone."""
         one, groups = run.one, self.module.groups(run.one)
         axis, _ = axes_along(self.mesh, groups, one.collective == "ppermute")
         if not axis:
@@ -155,7 +155,7 @@ class _Why:
                 max(cost.bytes_sent(op, array.size, array.itemsize, num_ranks, index) for index in range(num_ranks))
                 for _, array in merged(each for each in sent if each.op == op)
             )
-            # of the pieces of one array there is one cause
+            # the pieces of one array have one cause
             its_causes = tuple(cause for cause, each in zip(causes, sent, strict=False) if each.op == op)
             is_backward, is_written = one.phase == "backward", one.primitive in _WRITTEN
             yield Explained(op, axis, num_bytes, run.count, run.at_most, is_written, is_backward, its_causes)
@@ -173,7 +173,7 @@ class _Why:
         return [self._of_move(place, given, each, axis) for given, each in zip(operands, sent, strict=False)]
 
     def _of_sum(self, place: Place, given: Place, sent: Sent, axis: str, num_ranks: int, index: int | None) -> Cause:
-        """A sum over ranks: of what was computed from arrays that are sharded. `index` is its place among several."""
+        """A sum over ranks of what was computed from sharded arrays. `index` is its place among several."""
         made = self.flow.source(given)
         operation = _operation(made.one) or place.one.primitive or made.one.op
         where = self._line(place if index is None else made) or self._line(made) or self._line(place)
@@ -193,7 +193,7 @@ class _Why:
         return Cause(where, sent.array.dtype, sent.array.shape, operation, operands, why)
 
     def _of_move(self, place: Place, given: Place, sent: Sent, axis: str) -> Cause:
-        """An array that is needed elsewhere than it is."""
+        """An array that is not where it is needed."""
         made, user = self.flow.source(given), next(self.flow.needed_by(place), None)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
         array, operand = sent.array, self._text(made, where)
@@ -215,7 +215,7 @@ class _Why:
         return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
 
     def _as_wide(self, place: Place, sent: Sent, index: int | None) -> str:
-        """Where what is narrow is sent as float32."""
+        """Where 16-bit numbers are sent as float32."""
         dtype = narrow_dtype(self.flow, place, index) if sent.array.dtype == "float32" else ""
         return f"; sent as {dtype} on GPUs" if dtype else ""
 
@@ -226,7 +226,7 @@ class _Why:
     # --- what is it? ---------------------------------------------------------------------------------------------
 
     def _operands(self, made: Place, where: str) -> tuple[str, ...]:
-        """What an operation of the program was computed from: XLA may have made several instructions of it."""
+        """What an operation of the program was computed from: XLA may have split it into several instructions."""
         found: dict[str, None] = {}
         pending, seen = [made], set[tuple[str, str]]()
         while pending and len(found) < _MOST_OPERANDS:
@@ -245,7 +245,7 @@ class _Why:
         return tuple(found)
 
     def _text(self, place: Place, where: str) -> str:
-        """An array, as the reader knows it."""
+        """An array, in the reader's terms."""
         if (slot := self.flow.slot(place)) is not None:
             return str(slot)
         name = _operation(place.one)
@@ -259,5 +259,5 @@ class _Why:
 
 
 def _operation(one: Instruction) -> str:
-    """JAX's name of what an instruction does. XLA puts transposes into products, and may keep their names only."""
+    """JAX's name for what an instruction does. XLA puts transposes into products, and may keep only their names."""
     return "dot_general" if one.op == "dot" and "dot" not in one.primitive else one.primitive

@@ -55,7 +55,7 @@ class Flow:
     """Follows arrays through a module, backwards and forwards."""
 
     def __init__(self, module: Module, mesh: Mesh, names: Mapping[str, str] | None = None):
-        """names   of arguments, where the reader knows them by other names than JAX"""
+        """names   JAX's names of arguments -> the reader's, where they differ"""
         self.module, self.mesh, self._names = module, mesh, names or {}
         self._made = {name: {one.name: one for one in ones} for name, ones in module.computations.items()}
         self._callers: dict[str, Place] = {}
@@ -74,9 +74,9 @@ class Flow:
         return [Place(place.computation, made[name]) for name in place.one.operands if name in made]
 
     def source(self, place: Place) -> Place:
-        """What made this array, or the parameter of the program that it is. Views, loops and collectives are followed:
-        a sum over ranks is, as a whole, what its operand is in parts."""
-        indices: list[int] = []  # of the elements of tuples that we are in
+        """What made this array, or the parameter of the program that it is. We follow it through views, loops and
+        collectives: a sum over ranks is, as a whole, what its operand is in parts."""
+        indices: list[int] = []  # of the tuple elements that we are in
         seen: set[tuple[str, str, tuple[int, ...]]] = set()
         while (key := (place.computation, place.one.name, tuple(indices))) not in seen:
             seen.add(key)
@@ -103,11 +103,11 @@ class Flow:
         if one.op == "fusion" or one.op == "call":
             return self._root(one.called("calls", "to_apply")[0])
         if one.op == "dynamic-update-slice" and "/body/" in one.origin:
-            return given[1]  # what scan puts away of an iteration
+            return given[1]  # what scan stores of an iteration
         if one.op == "while" and indices:
             return self._root(one.called("body")[0])
         if given and one.collective:
-            number = indices.pop() if indices else 0  # a start gives its operands, too, and more
+            number = indices.pop() if indices else 0  # a start also returns its operands, and more
             return given[number if number < len(given) and not one.is_start else 0]
         if given and (one.op in _VIEWS or one.op.endswith(("-done", "-update"))):
             return given[0]
@@ -124,7 +124,7 @@ class Flow:
         return place.one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
 
     def _argument(self, computation: str, number: int, indices: list[int]) -> Place | None:
-        """What a computation is called with: in a loop what an iteration leaves, if that is something else."""
+        """What a computation is called with; in a loop, what an iteration leaves, if that is different."""
         caller = self._callers.get(computation)
         if caller is None or computation == self.module.entry:
             return None
@@ -137,7 +137,7 @@ class Flow:
         return given[number] if number < len(given) else None
 
     def _is_constant(self, body: str, index: int) -> bool:
-        """Whether a loop hands this element of its tuple on as it is."""
+        """Whether a loop passes this element of its tuple on unchanged."""
         root = self._root(body)
         place = self.operands(root)[index] if root.one.op == "tuple" else root
         while place.one.op in ("copy", "bitcast"):
@@ -167,7 +167,7 @@ class Flow:
         return Slot(name or one.name, array.dtype, shape, tuple(axis for _, axis in pieces))
 
     def _pieces(self, one: Instruction) -> list[tuple[int, str]] | None:
-        """Of each dim of a parameter, into how many pieces it is cut, and over which axes."""
+        """For each dim of a parameter, the number of pieces it is cut into, and over which axes."""
         match = re.search(_SHARDING, one.attributes)
         if match is None:
             return None
@@ -185,7 +185,7 @@ class Flow:
     # --- forwards ------------------------------------------------------------------------------------------------
 
     def needed_by(self, place: Place, index: int | None = None) -> Iterator[Place]:
-        """The instructions that compute with this array; of a fusion those in it, of a loop those of later iterations.
+        """The instructions that compute with this array, including those in a fusion, and in a loop's later iterations.
 
         index   which element of it, where it is a tuple
         """
@@ -196,7 +196,7 @@ class Flow:
         return (user for user, computes in self._walk(place, index) if not computes)
 
     def _walk(self, place: Place, index: int | None) -> Iterator[tuple[Place, bool]]:
-        """What hands this array on, and with True what computes with it."""
+        """What passes this array on, and with True what computes with it."""
         computation, one = place
         pending = [place]
         if index is not None:
@@ -227,12 +227,12 @@ class Flow:
         return [Place(computation, one) for one in ones if one.op == "parameter" and int(one.given) in numbers]
 
     def _handed_out(self, place: Place) -> list[Place]:
-        """The fusion or call of which this is the result."""
+        """The fusion or call whose result this is."""
         caller = self._callers.get(place.computation)
         return [caller] if caller is not None and caller.one.op in ("fusion", "call") else []
 
     def _elements(self, place: Place, numbers: list[int]) -> list[Place]:
-        """Those elements of a tuple, where they are taken out of it: in a loop that it enters, or goes on in."""
+        """Where those elements of a tuple are taken out of it, also in a loop that it enters or goes around."""
         computation, one = place
         tuples = [Place(computation, user) for user in self._users.get((computation, one.name), ())]
         caller = self._callers.get(computation)

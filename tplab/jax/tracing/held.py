@@ -1,4 +1,4 @@
-"""What the variables of a traced program hold on every rank: whose data it is, and its values where they are small."""
+"""What the variables of a traced program hold on every rank: which ranks' data, and its values if they are small."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rule = Callable[[list[PerRank]], list[PerRank]]
 
 
 class Label(NamedTuple):
-    """Where data comes from: the chunk it is, by number, and the ranks whose data is in it."""
+    """Where data comes from: the number of its chunk, and the ranks whose data is in it."""
 
     chunk: int
     contributors: tuple[int, ...]
@@ -41,12 +41,12 @@ class Held:
     """What one variable holds.
 
     shape, dtype   of each rank's array
-    needs          the tasks that must have ended on a rank before it is there
+    needs          the tasks that must have ended on a rank before it exists there
     labels         each rank's label; None where the data is the rank's own
     sent           the label under which a rank's own data was first sent
-    is_scalar      a single number, or one repeated: not a tensor of a rank's own
+    is_scalar      whether it is a single number, or one repeated: not a tensor of a rank's own
     name           the parameter of the program that it is, or ""
-    moved          the equation and what it read, where that only picks or reorders elements
+    moved          the equation and what it read, if it only picks or reorders elements
     """
 
     __slots__ = (
@@ -99,14 +99,14 @@ class Held:
         return None if self.labels is None else self.labels[rank]
 
     def made_by(self, needs: Iterable[int], labels: Sequence[Label | None] | None) -> Held:
-        """The same as what these tasks have made. Of its values only a number, which may decide something, is kept."""
+        """The same, as made by these tasks. Of its values only a number is kept, as it may decide something."""
         held = Held(self, needs, labels)
         if not self.shape:
             held._values, held._node, held._place = self._values, self._node, self._place
         return held
 
     def after(self, needs: Iterable[int]) -> Held:
-        """The same, which is not there before these tasks have ended too."""
+        """The same, but it does not exist before these tasks have ended too."""
         if set(needs) <= set(self.needs):
             return self
         held = copy(self)
@@ -114,7 +114,7 @@ class Held:
         return held
 
     def values(self) -> PerRank | None:
-        """What each rank holds; None where that is not known, or larger than is worth it."""
+        """What each rank holds; None where that is not known, or is too large to work out."""
         if self._values is None and self._node is not None:
             _carry_out(self._node)
             results = self._node.results
@@ -138,7 +138,7 @@ def computed(outputs: Sequence[Held], inputs: Sequence[Held], rule: Rule) -> Non
 
 
 def _carry_out(node: _Node) -> None:
-    """Work out a node, and before it what it needs. A loop, as programs are deeper than Python's stack."""
+    """Work out a node, after everything it needs. This is a loop, as programs are deeper than Python's stack."""
     pending = [node]
     while pending:
         current = pending[-1]
@@ -158,15 +158,15 @@ def _carry_out(node: _Node) -> None:
 def _applied(rule: Rule, values: list[Any]) -> list[PerRank]:
     try:
         return rule(values)
-    except Exception:  # an operation that means nothing outside of its program: its values are not shown
+    except Exception:  # an operation without meaning outside its program: its values are not shown
         return []
 
 
 def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list[Label | None] | None:
     """The labels of what each rank computes from `inputs`.
 
-    The chunk is that of the first operand that was received; contributors are those of all operands, and the rank
-    itself where a tensor of its own takes part.
+    The chunk is that of the first operand that was received. The contributors are those of all operands, and the rank
+    itself if a tensor of its own is among them.
     """
     if all(held.labels is None for held in inputs):
         return None

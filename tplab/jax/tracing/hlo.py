@@ -1,4 +1,4 @@
-"""The text of a compiled HLO module, read: its computations, and what each instruction makes of what."""
+"""The text of a compiled HLO module, parsed: its computations, and what each instruction makes from what."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BRANCHES = "true_computation", "false_computation", "branch_computations"
 
 
 class Array(NamedTuple):
-    """An array, as a type says it."""
+    """An array, as a type describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,13 +62,13 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> list[Array]:
-        """Those that it makes: "(f32[8,4]{1,0}, s32[])" -> float32 [8, 4], int32 []."""
+        """The arrays that it makes: "(f32[8,4]{1,0}, s32[])" -> float32 [8, 4], int32 []."""
         found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.kind)
         return [Array(dtype_of(name), _numbers(dims)) for name, dims in found]
 
     @property
     def collective(self) -> str | None:
-        """tplab's name of the collective that it is, or starts; None for anything else."""
+        """tplab's name of the collective that it is or starts; None for anything else."""
         return COLLECTIVES.get(self.op.removesuffix("-start"))
 
     @property
@@ -82,7 +82,7 @@ class Instruction:
 
     @property
     def primitive(self) -> str:
-        """The last name of the origin: JAX's name of the operation. "" where XLA made one of several that differ."""
+        """The last name of the origin: JAX's name of the operation. "" where XLA merged several different ones."""
         _, merged, several = self.origin.rpartition("/(")  # "jit(f)/(jvp()/dot_general:jvp()/reduce_sum)"
         paths = several[:-1].split(":") if merged and several.endswith(")") else [self.origin]
         names = {re.sub(r"\.\d+$", "", path.rpartition("/")[2]) for path in paths}
@@ -95,7 +95,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Of a get-tuple-element."""
+        """The index of a get-tuple-element."""
         return int(self._found(r"\bindex=(\d+)") or 0)
 
     @property
@@ -111,7 +111,7 @@ class Instruction:
         return [name.strip().lstrip("%") for several, one in listed for name in (several or one).split(",")]
 
     def dims(self, name: str) -> tuple[int, ...]:
-        """An attribute that lists dims: lhs_contracting_dims={1}."""
+        """The dims that an attribute lists: lhs_contracting_dims={1}."""
         return _numbers(self._found(rf"\b{name}=\{{([\d,]*)\}}"))
 
     @cached_property
@@ -153,8 +153,8 @@ class Module:
     """A compiled program, the same on every rank.
 
     computations   by name, their instructions in the order in which they run
-    entry          the name of the program's
-    name           the function's, as jit knows it
+    entry          the name of the program's computation
+    name           the function's name, as jit knows it
     num_ranks      how many ranks run it
     """
 
@@ -177,13 +177,13 @@ class Module:
     def groups(self, one: Instruction) -> Groups:
         """The groups of a collective, or the pairs of a permutation; all ranks are one group where none are written."""
         everyone = (tuple(range(self.num_ranks)),)
-        # with a channel and without global ids, groups are of replicas, with all the partitions of each
+        # with a channel and without global ids, groups are of replicas, with all partitions of each
         is_of_replicas = "channel_id=" in one.attributes and "use_global_device_ids=true" not in one.attributes
         return everyone if not one.groups or (is_of_replicas and one.groups == ((0,),)) else one.groups
 
     def calls(self, one: Instruction) -> list[str]:
-        """The computations whose instructions an instruction runs as if they stood in its place: of a call, of what is
-        started, and of a fusion around a collective."""
+        """The computations whose instructions an instruction runs as if they were in its place: those of a call, of an
+        async start, and of a fusion around a collective."""
         called = one.called("to_apply", "calls", "called_computations")
         if one.op in ("call", "async-start"):
             return called[:1]
@@ -192,7 +192,7 @@ class Module:
         return []
 
     def reduction(self, one: Instruction) -> str:
-        """How a collective combines what the ranks put in: "sum", "max", ...; "" where it does not."""
+        """How a collective combines the ranks' inputs: "sum", "max", ...; "" where it does not."""
         if one.collective not in ("all_reduce", "reduce_scatter"):
             return ""
         roots = (inner for name in one.called("to_apply") for inner in self.computations.get(name, ()) if inner.is_root)
@@ -237,7 +237,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Where the bracket that opens at `begin` has been closed."""
+    """The position after the bracket that closes the one at `begin`."""
     depth = 0
     for place in range(begin, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -255,7 +255,7 @@ def iota(text: str) -> np.ndarray:
 
 
 def _along_axes(mesh: str, devices: str | None, axes: str) -> Groups:
-    """The groups along some axes of a mesh, each perhaps in part: of 8 = 2 x 2 x 2, 'a':(2)2 is the middle factor."""
+    """The groups along some axes of a mesh, perhaps parts of axes: of 8 = 2 x 2 x 2, 'a':(2)2 is the middle factor."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
     parts = [re.fullmatch(r"'?([^':]+)'?(?::\((\d+)\)(\d+))?", part.strip()) for part in axes.split(",") if part]
     taken: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
@@ -282,7 +282,7 @@ def _devices(text: str) -> np.ndarray:
 
 
 def _table(text: str, name: str) -> dict[str, str]:
-    """A table in the module's head: number -> the rest of the line."""
+    """A table in the module's header: number -> the rest of the line."""
     match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
     rows = match[1].splitlines() if match else []
     return {number: rest for number, _, rest in (row.partition(" ") for row in rows)}
@@ -298,7 +298,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def dtype_of(name: str) -> str:
-    """NumPy's name of a type that XLA names."""
+    """NumPy's name for a type named by XLA."""
     if name == "pred":
         return "bool"
     if name.startswith("f8"):

@@ -1,4 +1,4 @@
-"""Jaxprs, as everything that reads them here does: what an equation calls, and the line it comes from."""
+"""Reading jaxprs: what an equation calls, and the line it comes from."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "p
 
 
 def called(eqn: Any) -> Any:
-    """The jaxpr that an equation calls with its own operands, open or closed: what jit, remat and custom gradients
-    leave. None where it calls none, or not exactly once."""
+    """The jaxpr, open or closed, that an equation calls with its own operands, as jit, remat and custom gradients do.
+    None where it calls none, or not exactly once."""
     if eqn.primitive.name not in _CALLS:
         return None
     params = eqn.params
@@ -44,7 +44,7 @@ def inside(eqn: Any) -> Iterator[Any]:
 
 
 def equations_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """Every equation with the jaxpr it is in, those inside of others too."""
+    """Every equation with the jaxpr it is in, including those inside others."""
     for eqn in jaxpr.eqns:
         yield eqn, jaxpr
         for inner in inside(eqn):
@@ -52,14 +52,14 @@ def equations_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation is of a backward pass: JAX makes those by transposing, and names their scope so."""
+    """Whether an equation belongs to a backward pass: JAX makes those by transposing, and names their scope for it."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def line_of(eqn: Any, jaxpr: Any) -> str | None:
     """The line of the user's program that an equation of `jaxpr` comes from; None inside JAX's own functions.
 
-    Those are known by the line that calls them: JAX may have kept their jaxprs from elsewhere.
+    Those are identified by the line that calls them: JAX may have cached their jaxprs from elsewhere.
     """
     traceback = eqn.source_info.traceback
     if traceback is None or (jaxpr.debug_info.func_filename or "").startswith(_JAX):
@@ -71,8 +71,8 @@ def line_of(eqn: Any, jaxpr: Any) -> str | None:
 
 
 def line_of_frames(frames: Sequence[tuple[str, int]]) -> str:
-    """The line of the user's program among frames, each a file and a line, the innermost first: the first that is in no
-    installed package. Where all are installed it is the innermost that is neither JAX's nor tplab's. "" without any."""
+    """The line of the user's program among frames, each a file and a line, the innermost first: the first that is not
+    in an installed package. If all are, it is the innermost that is neither JAX's nor tplab's. "" if there is none."""
     outside = [frame for frame in frames if not frame[0].startswith(_NOT_THE_PROGRAM)]
     own = [
         frame for frame in outside

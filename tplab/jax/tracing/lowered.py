@@ -25,7 +25,7 @@ from tplab.mesh import Mesh
 
 class Lowered(NamedTuple):
     """title   the function's name
-    names   of arguments, by the names that JAX gives them, where the reader knows others
+    names   JAX's names of arguments -> the reader's, where they differ
     """
 
     title: str
@@ -49,14 +49,14 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
     if hasattr(fn, "as_text") and (args or kwargs):
         raise TypeError("this function is compiled already, for arguments of its own: trace(compiled), without any")
     if type(fn).__module__.startswith("equinox"):
-        fn = getattr(fn, "__wrapped__", fn)  # filter_jit traces arrays and takes the rest as it is, as we do
+        fn = getattr(fn, "__wrapped__", fn)  # filter_jit traces arrays and uses the rest as it is, as we do
     jaxpr = None
     if hasattr(fn, "as_text"):
         compiled = fn
     elif hasattr(fn, "lower"):
         traced = fn.trace(*args, **kwargs) if hasattr(fn, "trace") else None
         jaxpr = getattr(traced, "jaxpr", None)
-        if type(fn).__name__ == "PmapFunction":  # until JAX 0.7 it could be lowered only
+        if type(fn).__name__ == "PmapFunction":  # until JAX 0.7 it could only be lowered
             jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
         lowered = fn.lower(*args, **kwargs) if traced is None else traced.lower()
         with spare.returned():
@@ -73,16 +73,16 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
 
 
 def _title(fn: Any) -> str:
-    fn = getattr(fn, "func", fn)  # of a partial
+    fn = getattr(fn, "func", fn)  # that of a partial
     return getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
 
 
-# --- a function that nobody has jitted -------------------------------------------------------------------------------
+# --- a function that is not jitted -----------------------------------------------------------------------------------
 
 
 def _jitted(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`fn` as `jit` traces it. What is no array among its arguments, such as the activation of an Equinox layer, it may
-    use as it is; then of its results, too, only arrays count."""
+    """`fn` as `jit` traces it. It may use arguments that are not arrays, such as the activation of an Equinox layer, as
+    they are; then only the arrays among its results count, too."""
     found, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
     if all(_is_array(leaf) or isinstance(leaf, bool | int | float | complex) for _, leaf in found):
         return jax.jit(fn).trace(*args, **kwargs)
@@ -103,8 +103,8 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _name(fn: Callable[..., Any], path: Any) -> str:
-    """An argument as the reader knows it: "model.layers[0].weight"."""
-    _, first, *rest = path  # the first key says whether it is passed by place or by name
+    """An argument in the reader's terms: "model.layers[0].weight"."""
+    _, first, *rest = path  # the first key says whether it is passed by position or by name
     name = getattr(first, "key", None)
     if name is None:
         try:
@@ -115,8 +115,8 @@ def _name(fn: Callable[..., Any], path: Any) -> str:
 
 
 def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:
-    """Those of a pmap's arguments, "flat_args[0]", and of the parameters of Flax NNX's models and optimizers: JAX gets
-    them as lists, "model.states[0][1]"."""
+    """The names of a pmap's arguments, "flat_args[0]", and of the parameters of Flax NNX's models and optimizers: JAX
+    gets them as lists, "model.states[0][1]"."""
     found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
     names = {f"flat_args[{number}]": _name(fn, path) for number, (path, _) in enumerate(found)}
     nnx = sys.modules.get("flax.nnx")
@@ -135,7 +135,7 @@ def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, st
 
 
 def _meshes(leaves: Sequence[Any], compiled: Any, jaxpr: Any) -> Iterator[dict[Any, int]]:
-    """Axis -> size, of the meshes of the arguments and results, and of those that the function names itself."""
+    """Axis -> size, for the meshes of the arguments and results, and for those that the function names itself."""
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     with suppress(AttributeError):  # until JAX 0.7 a pmap does not know them
         shardings += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
@@ -150,7 +150,7 @@ def _meshes(leaves: Sequence[Any], compiled: Any, jaxpr: Any) -> Iterator[dict[A
 
 
 def _mesh(meshes: Iterator[dict[Any, int]], num_ranks: int) -> Mesh:
-    """The mesh with the most axes, of those that have as many ranks as the program; else all devices along one axis."""
+    """The mesh with the most axes among those with the program's number of ranks; else all devices along one axis."""
     shapes = [shape for shape in meshes if shape and math.prod(shape.values()) == num_ranks]
     shape = max(shapes, key=lambda shape: sum(size > 1 for size in shape.values()), default={"devices": num_ranks})
     named: dict[str, int] = {}

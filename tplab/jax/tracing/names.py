@@ -1,4 +1,4 @@
-"""The name of an array in the program that sends it: the parameter it is, or which piece of a parameter."""
+"""The name of an array in the program that sends it: the parameter that it is, or which piece of a parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.jax.tracing.held import Held
 
-NAMES_UP_TO = 64  # chunks of a rank; those that it sends later get no name
+NAMES_UP_TO = 64  # chunks of a rank; later ones get no name
 MOVES = {"copy", "dynamic_slice", "expand_dims", "gather", "pvary", "reshape", "rev", "slice", "squeeze", "transpose"}
 """Operations whose result has elements of their first operand, and nothing else."""
 
@@ -17,8 +17,8 @@ MOVES = {"copy", "dynamic_slice", "expand_dims", "gather", "pvary", "reshape", "
 def name_in_program(x: Held, rank: int) -> str:
     """ "x" where it is the parameter x on `rank`; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
 
-    To find out which elements it has, what made it is done again with the elements' places in x. "" where that is not
-    known.
+    To find out which elements it has, the operations that made it are repeated on the elements' positions in x. It is
+    "" where that is not known.
     """
     chain = []
     while x.moved is not None:
@@ -42,8 +42,8 @@ def name_in_program(x: Held, rank: int) -> str:
 
 
 def _index(places: np.ndarray, shape: tuple[int, ...]) -> int | None:
-    """Which piece of an array of `shape` has the elements at these places: of equal pieces of its elements in their
-    order, or along one dim."""
+    """Which piece of an array of `shape` has the elements at these positions: the pieces are equal parts of its
+    elements in their order, or along one dim."""
     size, first = places.size, int(places.flat[0])
     if np.array_equal(places.ravel(), np.arange(first, first + size)):
         return first // size if not first % size and not int(np.prod(shape)) % size else None

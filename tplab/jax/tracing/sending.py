@@ -1,7 +1,7 @@
 """What a collective of a compiled module sends, as it was compiled, and as XLA for GPUs and TPUs would send it.
 
-For CPUs XLA does two things in its own way. A sum of which each rank keeps a piece stays an all_reduce, and numbers of
-16 bits are mostly sent as float32, in which a CPU computes with them.
+On CPUs XLA does two things differently. A sum of which each rank keeps a piece stays an all_reduce, and 16-bit numbers
+are mostly sent as float32, the type in which a CPU computes with them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _MOST_STEPS = 8  # from a collective to what made its operand narrow
 
 
 class Sent(NamedTuple):
-    """What one rank gives, to which collective, by tplab's name."""
+    """What one rank sends, and to which collective, by tplab's name."""
 
     op: str
     array: Array
 
 
 def sent_by(flow: Flow, place: Place, accelerator: bool = False) -> list[Sent]:
-    """What a rank gives to a collective: one for each operand that is sent."""
+    """What a rank sends to a collective: one entry for each operand that is sent."""
     one, operands = place.one, flow.operands(place)
-    # of a ragged exchange the first, taken to be spread evenly; its other operands say where the pieces are
+    # for a ragged exchange the first, assumed to be spread evenly; its other operands say where the pieces are
     operands = operands[:1] if one.op.startswith("ragged") else operands
     found = [Sent(str(one.collective), array) for given in operands for array in given.one.arrays]
     if not accelerator or len(found) != len(operands):
@@ -39,7 +39,7 @@ def sent_by(flow: Flow, place: Place, accelerator: bool = False) -> list[Sent]:
 
 
 def merged(sent: Iterable[Sent]) -> Iterator[Sent]:
-    """XLA sends those of one dtype together, one behind the other."""
+    """The same, with those of one dtype concatenated, as XLA sends them."""
     listed = list(sent)
     for key in dict.fromkeys((op, array.dtype) for op, array in listed):
         alike = [one for one in listed if (one.op, one.array.dtype) == key]
@@ -48,7 +48,7 @@ def merged(sent: Iterable[Sent]) -> Iterator[Sent]:
 
 
 def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
-    """Whether every rank needs only a piece of a sum: of its element `index`, where several are summed together."""
+    """Whether every rank needs only a piece of a sum, or of its element `index`, where several are summed together."""
     one = place.one
     if not one.op.startswith("all-reduce"):
         return False
@@ -58,7 +58,7 @@ def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
 
 
 def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:
-    """The dtype of 16 bits of what is sent as float32 because XLA compiled for CPUs; "" where the program says so."""
+    """The 16-bit dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says so."""
     if not any(array.dtype == "float32" for array in place.one.arrays):
         return ""
     if place.one.op.startswith("all-reduce"):

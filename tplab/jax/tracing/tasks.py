@@ -16,17 +16,17 @@ class Task:
 
     kind      "compute"; "message": pairs of ranks; "collective": all ranks of each group together
     needs     the tasks, by number, that must have ended on a rank before it can take part
-    groups    the ranks along the axis, of all ranks; a message goes from one to another of the same group
+    groups    all ranks, in groups along the axis; a message goes from one rank to another of the same group
     pairs     message: (from rank, to rank)
-    labels    message: what each sender sends. compute: what is made of received data, by rank
-    adding    compute: the ranks whose own data joins there what they received
-    carried   message: what is sent. collective, compute: what comes out
-    seconds   compute: of an action of a schedule, how long it takes on the clock that counts steps; None: it is none
-    held      compute: of an action, the bytes that the rank keeps for backward passes when it is over; -1: it is none
+    labels    message: what each sender sends. compute: what is made from received data, by rank
+    adding    compute: the ranks that combine data of their own with what they received
+    carried   message: what is sent. collective, compute: the result
+    seconds   compute: for an action of a schedule, its time on the clock that counts steps; None: it is no action
+    held      compute: for an action, the bytes that the rank keeps for backward passes after it; -1: it is no action
     together  message: all ranks of a group wait for each other before it, and until it has arrived
     phase     "forward" or "backward"; "": not known
-    reduction how a collective combines what the ranks put in: "sum", "max", ...
-    costs     the name under which tplab.cost knows the collective, where it is not `op`
+    reduction how a collective combines the ranks' inputs: "sum", "max", ...
+    costs     the collective's name in tplab.cost, if it is not `op`
     """
 
     kind: Literal["compute", "message", "collective"]
@@ -64,12 +64,12 @@ _COPIES = {
 
 
 def is_free(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> bool:
-    """Whether an operation moves no data: a view, or numbers by which others are found (an index, a shape)."""
+    """Whether an operation moves no data: a view, or numbers that locate others (an index, a shape)."""
     return name in _VIEWS or all(held.is_scalar for held in (*inputs, *outputs))
 
 
 def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs: Sequence[Held]) -> int:
-    """Floating-point operations: 2 a term of a product, none of a copy, else 1 for each element of the larger side."""
+    """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return 2 * outputs[0].size * math.prod(inputs[0].shape[dim] for dim in contracted)
@@ -82,7 +82,7 @@ def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs:
 
 
 def bytes_of(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> int:
-    """Read and written: every operand and result; of an array that is updated in place, as XLA does, only the piece."""
+    """The bytes read and written: every operand and result; for an array that XLA updates in place, only the piece."""
     if name == "dynamic_update_slice":
         return 2 * inputs[1].num_bytes
     return sum(held.num_bytes for held in (*inputs, *outputs))

@@ -13,7 +13,7 @@ from tplab.jax.tracing.tasks import Task
 
 
 class Wait(NamedTuple):
-    """A rank stood still until a message or a collective, the task of that number, reached it."""
+    """A rank waited until a message or a collective, the task of that number, reached it."""
 
     rank: int
     start: float
@@ -21,18 +21,18 @@ class Wait(NamedTuple):
     task: int
 
 
-_ENDED, _READY, _NEXT, _SEND = range(4)  # what happens at one instant, in this order: so all that is ready can go first
+_ENDED, _READY, _NEXT, _SEND = range(4)  # the order at one instant, so that all that is ready goes first
 
 
 class Timing:
     """Runs tasks on the clock of `cluster`; without one, a hop takes 1 and computing 0.
 
-    A message leaves as soon as it is computed and its link is free; a collective, when that is so for all its ranks.
-    Neither keeps a rank from computing: each rank computes one task after the other, of those whose operands are
-    there always the first in the program's order. An action of a pipeline's schedule takes the seconds that it says,
+    A message leaves as soon as it is computed and its link is free; a collective starts when that is so for all its
+    ranks. Neither keeps a rank from computing. Each rank computes one task after another: of those whose operands are
+    ready, always the first in the program's order. An action of a pipeline's schedule takes the seconds that it says,
     and the messages between actions go in lock-step.
 
-    spans    for each task: rank -> when it computes, when its message is on the way (the sender), or the collective
+    spans    for each task: rank -> when it computes, or when its message (for the sender) or collective is on the way
     """
 
     def __init__(self, tasks: Sequence[Task], alive: set[int], num_ranks: int, cluster: Cluster | None):
@@ -55,7 +55,7 @@ class Timing:
         for need in task.needs:
             self._needed_by[need].append(number)
         for rank in task.ranks:
-            # a rank that took another branch, and so never did what is needed here, has what it needs
+            # a rank that took another branch, and never did what is needed here, does not wait for it
             missing = sum(rank in self._tasks[need].ranks for need in task.needs)
             self._missing[number, rank] = missing
             if not missing:
@@ -77,7 +77,7 @@ class Timing:
                 self._release(now, number, rank)
 
     def _release(self, now: float, number: int, rank: int) -> None:
-        """The task has ended on this rank: what needed it alone can begin."""
+        """The task has ended on this rank: tasks that needed nothing else can begin."""
         for following in self._needed_by[number]:
             key = (following, rank)
             if key in self._missing:
@@ -110,10 +110,10 @@ class Timing:
             self._join(now, number, rank)
             return
         gets_zeros = rank not in {target for _, target in task.pairs}
-        # When hops are counted, a round is over when its messages are: else a tree's root would send to all at once.
+        # When hops are counted, a round ends with its messages: otherwise a tree's root would send to all at once.
         only_sends = gets_zeros and self._cluster is None and rank in {source for source, _ in task.pairs}
         if gets_zeros and not only_sends:
-            heappush(self._agenda, (now, _ENDED, number, rank))  # for zeros it need not wait
+            heappush(self._agenda, (now, _ENDED, number, rank))  # it need not wait for zeros
         for source, target in task.pairs:
             if source != rank:
                 continue
@@ -141,7 +141,7 @@ class Timing:
             self._arrive(span.end, number, member)
 
     def _send_all(self, now: float, number: int, group: tuple[int, ...]) -> None:
-        """Lock-step: the messages leave when all ranks are here, and none goes on before the last has arrived."""
+        """Lock-step: the messages leave when all ranks are here, and no rank goes on before the last has arrived."""
         task, end = self._tasks[number], now
         for source, target in sorted(task.pairs):
             if source in group and source != target:
@@ -155,7 +155,7 @@ class Timing:
         heappush(self._agenda, (end, _ENDED, number, rank))
 
     def waits(self) -> list[Wait]:
-        """Where a rank neither computed nor was done: from arrival to arrival."""
+        """The times when a rank neither computed nor was done: from arrival to arrival."""
         computing: list[list[Span]] = [[] for _ in range(self._num_ranks)]
         for task, spans in zip(self._tasks, self.spans, strict=True):
             if task.kind == "compute":

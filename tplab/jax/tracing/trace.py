@@ -2,7 +2,7 @@
 
 A compiled program does not say when its parts ran, but its jaxpr has all of them: every collective with its axes and
 shapes, and what is computed in between. They run on the modelled clock, with overlap wherever the data flow allows it,
-as XLA may do. What no result needs is left out, as XLA does.
+as in XLA. Whatever no result needs is left out, also as in XLA.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def trace_of(
 ) -> Trace:
     """What `compiled` sends and computes.
 
-    arrays    its arguments, None for one whose values are not to be shown
+    arrays    its arguments; None for an argument whose values should not be shown
     reports   what its ranks reported of their decisions; None where nothing was run
     Raises TraceError where it depends on a decision that is not known.
     """
@@ -65,7 +65,7 @@ def recorded(recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster
 
 
 def decisions_of(compiled: Compiled) -> Decisions:
-    """Those of a compiled program. Raises DeadlockError where its ranks could wait for one another for good."""
+    """The decisions of a compiled program. Raises DeadlockError where its ranks could wait for each other forever."""
     if compiled not in _decisions:
         decisions = Decisions(compiled.jaxpr)
         refuse_divergence(decisions.jaxpr, compiled.program.mesh)
@@ -77,10 +77,10 @@ _decisions: WeakKeyDictionary[Compiled, Decisions] = WeakKeyDictionary()
 
 
 def _pieces(whole: Any, spec: Any, aval: Any, mesh: Mesh) -> list[Any] | None:
-    """Every rank's piece, of type `aval`, of an argument; None where that is not known or not small."""
+    """Every rank's piece, of type `aval`, of an argument; None where it is unknown or not small."""
     if whole is None or isinstance(whole, Tracer) or not is_small(aval):
         return None
-    if isinstance(whole, jax.Array) and not whole.is_fully_addressable:  # some of it is with another process
+    if isinstance(whole, jax.Array) and not whole.is_fully_addressable:  # another process has some of it
         if not whole.is_fully_replicated:
             return None
         whole = whole.addressable_data(0)
@@ -90,7 +90,7 @@ def _pieces(whole: Any, spec: Any, aval: Any, mesh: Mesh) -> list[Any] | None:
 
 
 def _alive(walk: Walk, results: Sequence[Held]) -> set[int]:
-    """The tasks that some result, or something seen outside, needs."""
+    """The tasks that a result needs, or that have an effect outside."""
     alive: set[int] = set()
     pending = [*walk.kept, *(task for held in results for task in held.needs)]
     while pending:
@@ -102,7 +102,7 @@ def _alive(walk: Walk, results: Sequence[Held]) -> set[int]:
 
 
 class _Taking:
-    """Takes down events, with the values of the first `record` small messages."""
+    """Records events, with the values of the first `record` small messages."""
 
     def __init__(self, recorder: Recorder, record: int):
         self.recorder, self.left = recorder, record
@@ -121,7 +121,7 @@ class _Taking:
             self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where, task.phase)
 
     def _compute(self, task: Task, spans: dict[int, Any], timed: bool) -> None:
-        """Where computing takes no time, only what adds to received data is an event, of no length; and actions."""
+        """Where computing takes no time, only actions and what adds to received data are events, of no length."""
         for rank, span in spans.items():
             if not timed and rank not in task.adding and task.seconds is None:
                 continue
@@ -194,7 +194,7 @@ class _Taking:
                 )
 
     def _values(self, task: Task, rank: int) -> np.ndarray | None:
-        """What the task carries, if it is small and not too many were kept already."""
+        """What the task carries, if it is small and not too many have been kept."""
         carried = task.carried
         if carried is None or carried.size > VALUES_UP_TO or self.left <= 0:
             return None

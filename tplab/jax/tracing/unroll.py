@@ -1,4 +1,4 @@
-"""From a compiled module to tasks: every instruction that a rank runs, in order, calls and loops written out."""
+"""From a compiled module to tasks: every instruction that a rank runs, in order, with calls and loops written out."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Value = tuple[int, ...] | list[Any]
 class Options:
     """What a module does not say.
 
-    branch       which branch a conditional takes that the data decides; None: any, where all send the same
-    trips        how often a loop runs whose length the data decides; None: not known
-    accelerator  whether to send as XLA has GPUs and TPUs send, where it compiled for CPUs
+    branch       which branch is taken where the data decides; None: any of them, if all send the same
+    trips        how often a loop runs where the data decides; None: not known
+    accelerator  whether to send as on GPUs and TPUs, though XLA compiled for CPUs
     """
 
     branch: int | None = None
@@ -42,7 +42,7 @@ class Options:
 class Unroll:
     """Follows a module and writes down what the ranks have to do: `tasks`.
 
-    chunk    numbers what (rank, piece) is, for messages
+    chunk    gives each (rank, piece) a number, for messages
     options  what is not in the module
     """
 
@@ -52,7 +52,7 @@ class Unroll:
         self._num_messages = 0
 
     def run(self, name: str, parameters: Sequence[Value]) -> Value:
-        """What a computation gives."""
+        """What a computation returns."""
         values: dict[str, Value] = {}
         made = {one.name: one for one in self._module.computations[name]}
         result: Value = ()
@@ -182,7 +182,7 @@ class Unroll:
         return all(task.kind == "compute" for task in self.tasks[first:])
 
     def _as_one(self, first: int, times: int, one: Instruction, where: str) -> tuple[int]:
-        """The tasks from `first` on, done `times` times, as a single one. Returns its number."""
+        """Replace the tasks from `first` on, done `times` times, by a single one. Returns its number."""
         parts = self.tasks[first:]
         del self.tasks[first:]
         needs = tuple(sorted({need for part in parts for need in part.needs if need < first}))
@@ -230,14 +230,14 @@ def _needs(value: Value) -> set[int]:
 
 
 def _after(value: Value, needs: set[int]) -> Value:
-    """The value, which is not there before these tasks have been done too."""
+    """The value, but it does not exist before these tasks have been done too."""
     if not needs:
         return value
     return tuple(sorted(needs.union(value))) if isinstance(value, tuple) else [_after(x, needs) for x in value]
 
 
 def _all(value: Value, task: tuple[int]) -> Value:
-    """A value of this form, all of which one task makes."""
+    """A value of this form, made entirely by one task."""
     return task if isinstance(value, tuple) else [_all(element, task) for element in value]
 
 

@@ -1,4 +1,4 @@
-"""From a jaxpr to tasks: every equation of a rank's program, in order, loops and calls written out."""
+"""From a jaxpr to tasks: every equation of a rank's program, in order, with loops and calls written out."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Walk:
     def __init__(self, mesh: Mesh, chunk: Callable[..., int], reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
-        self.kept: list[int] = []  # tasks with an effect: they are done also where no result needs them
+        self.kept: list[int] = []  # tasks with an effect: they are done even if no result needs them
         self._num_chunks = [0] * mesh.size
         self._actions = Actions(self.tasks, chunk, mesh.size)
         self._phase = "forward"
-        self._decided: tuple[Needs, int] = (), 0  # what decided that we are here, and how many tasks there were then
+        self._decided: tuple[Needs, int] = (), 0  # what decided that we are here, and the number of tasks at that time
 
     def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
         """What the outputs of `jaxpr` hold once `ranks` have run it. `where` is the line it was called from."""
@@ -133,7 +133,7 @@ class Walk:
 
     def _product_that_adds(self, eqn: Any, inputs: list[Held], uses: Counter[int], ranks: Ranks) -> int | None:
         """The product that an addition is part of, as in y += x w: nothing else uses it, and what is added was computed
-        before it. (For what is received the product would have to wait.)"""
+        before it. (The product would have to wait for anything that is received.)"""
         if eqn.primitive.name not in ("add", "add_any") or inputs[0].shape != inputs[1].shape:
             return None
         for atom, held, other in zip(eqn.invars, inputs, reversed(inputs), strict=True):
@@ -145,7 +145,7 @@ class Walk:
         return None
 
     def _added(self, product: int, eqn: Any, inputs: list[Held], ranks: Ranks) -> Held:
-        """The sum, where the product adds: what it adds to is read as well."""
+        """The sum, where the product does the addition: what it adds to is read as well."""
         task = self.tasks[product]
         other = inputs[0] if inputs[1].needs == (product,) else inputs[1]
         made = inputs[1] if inputs[1].needs == (product,) else inputs[0]
@@ -177,7 +177,7 @@ class Walk:
             for a, b in pairs:
                 labels[b] = x.label(a) if a == b else sent[a]
             result.labels = labels
-            about["groups"] = self.mesh.groups(names)  # in the order of the names, whatever that of the pairs
+            about["groups"] = self.mesh.groups(names)  # in the order of the names, not of the pairs
             task = Task("message", op, pairs=pairs, labels=sent, carried=x, **about)
             number = self._actions.exchange(self._waiting(task)) if op == "send" else self._add(task)
         else:
@@ -187,7 +187,7 @@ class Walk:
         return result
 
     def _label_of(self, x: Held, rank: int) -> Label:
-        """Under which label `rank` sends x: that of what it received, or of a new chunk where it is the rank's own."""
+        """The label under which `rank` sends x: that of what it received, or of a new chunk if x is the rank's own."""
         label = x.label(rank) or x.sent.get(rank)
         if label is None:
             name = name_in_program(x, rank) if self._num_chunks[rank] < NAMES_UP_TO else ""
@@ -200,7 +200,7 @@ class Walk:
         return len(self.tasks) - 1
 
     def _waiting(self, task: Task) -> Task:
-        """The task, waiting for what decided that it is done at all, in the phase that the program is in."""
+        """The task in the program's phase, after what decided that it is done at all."""
         task.phase = self._phase
         task.needs = tuple(sorted({*task.needs, *self._decided[0]}))
         return task
@@ -215,7 +215,7 @@ class Walk:
         return self.run(jaxpr, consts, inputs, ranks, where)
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """Every iteration, one behind the other."""
+        """Every iteration, one after another."""
         params, num_carry = eqn.params, eqn.params["num_carry"]
         consts, carry, xs = _cut(inputs, params["num_consts"], num_carry)
         body, length = params["jaxpr"], params["length"]
@@ -238,7 +238,7 @@ class Walk:
         return stacked
 
     def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """As many iterations as each rank makes."""
+        """The iterations that each rank makes."""
         params = eqn.params
         for_cond, for_body, carry = _cut(inputs, params["cond_nconsts"], params["body_nconsts"])
         counts = self._reports.of(eqn, ranks, where)
@@ -261,7 +261,7 @@ class Walk:
         )
 
     def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """On each rank the branch that it takes."""
+        """The branch that each rank takes."""
         branches, (which, *operands) = eqn.params["branches"], inputs
         values = self._reports.of(eqn, ranks, where) or self._known(eqn, which, where)
         taken = {rank: min(max(int(values[rank]), 0), len(branches) - 1) for rank in ranks}
@@ -283,14 +283,14 @@ class Walk:
         return values
 
     def _wait_for(self, decision: Held) -> None:
-        """From here on, until `_decided` is put back, everything waits for this as well."""
+        """From here on, until `_decided` is restored, everything waits for this as well."""
         needs, since = self._decided
-        if all(number < since for number in decision.needs):  # else the last of them waited for those before
+        if all(number < since for number in decision.needs):  # otherwise the last of them waited for those before
             decision = decision.after(needs)
         self._decided = decision.needs, len(self.tasks)
 
     def _either(self, choices: list[tuple[Iterable[int], Held]]) -> Held:
-        """What was computed in one way on some ranks and in another on others: of each rank its first choice."""
+        """What was computed in one way on some ranks and in another on others: each rank's first choice."""
         if len(choices) == 1 or all(held is choices[0][1] for _, held in choices):
             return choices[0][1]
         chosen: list[int] = [0] * self.mesh.size
@@ -305,7 +305,7 @@ class Walk:
 
 
 def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dict[str, Any]:
-    """Of a computation: on each rank the label of what comes out, and where it has more contributors than came in."""
+    """For a computation: each rank's label of the result, and the ranks where it has more contributors than before."""
     known = {rank: label for rank, label in enumerate(labels or ()) if label is not None}
     first = {rank: next(label for held in inputs if (label := held.label(rank)) is not None) for rank in known}
     adding = frozenset(rank for rank, label in known.items() if len(label.contributors) > len(first[rank].contributors))
@@ -313,7 +313,7 @@ def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dic
 
 
 def _makes_tasks(eqn: Any) -> bool:
-    """Whether there is more in it than numbers by which others are found."""
+    """Whether it contains more than numbers that locate others."""
     return any(
         inner.primitive.name in EXCHANGES or any(variable.aval.shape for variable in inner.outvars)
         for jaxpr in inside(eqn)
@@ -322,7 +322,7 @@ def _makes_tasks(eqn: Any) -> bool:
 
 
 def _cut(items: list[Held], first: int, second: int) -> tuple[list[Held], list[Held], list[Held]]:
-    """So many, so many, and the rest."""
+    """The first `first` items, the next `second`, and the rest."""
     return items[:first], items[first : first + second], items[first + second :]
 
 
@@ -334,7 +334,7 @@ def _item(x: Held, aval: Any, place: int) -> Held:
 
 
 def _bound(eqn: Any, num_ranks: int, values: list[PerRank]) -> list[PerRank]:
-    """The equation, evaluated by JAX for one rank after another; once for those with the same operands."""
+    """The equation, evaluated by JAX for one rank after another, but only once for ranks with the same operands."""
     params = {key: None if key in ("sharding", "out_sharding") else value for key, value in eqn.params.items()}
     results, found = [], {}
     for operands in zip(*values, strict=True) if values else [()] * num_ranks:

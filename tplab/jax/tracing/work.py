@@ -27,7 +27,7 @@ _COPIES = {
 
 
 class Work(NamedTuple):
-    """main   the instruction that says what it is: the product of a fusion that has one"""
+    """main   the instruction that characterises it: a fusion's product, if it has one"""
 
     main: Instruction
     flops: int
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 def work_of(module: Module, one: Instruction, operands: Sequence[Instruction]) -> Work:
-    """What an instruction computes; of a fusion all that is in it, and of its bytes only those that go in and out."""
+    """What an instruction computes. A fusion counts everything inside it, but only the bytes that go in and out."""
     if one.op != "fusion":
         return Work(one, _flops(one, operands), _bytes(one, operands))
     inside = {inner.name: inner for inner in module.computations[one.called("calls")[0]]}
@@ -45,7 +45,7 @@ def work_of(module: Module, one: Instruction, operands: Sequence[Instruction]) -
         flops += its_flops
         if is_product(inner) and its_flops > most:
             main, most = inner, its_flops
-        if inner.op == "parameter":  # of which perhaps only a piece is read, or written in place
+        if inner.op == "parameter":  # perhaps only a piece of it is read, or written in place
             pieces = [_piece(user, inner, inside) for user in inside.values() if inner.name in user.operands]
             whole = sum(array.num_bytes for array in inner.arrays)
             num_bytes += whole if None in pieces else sum(piece for piece in pieces if piece)
@@ -64,7 +64,7 @@ _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)')
 
 
 def _flops(one: Instruction, operands: Sequence[Instruction]) -> int:
-    """Floating-point operations: 2 per term of a product, none of a copy, else 1 per element of the larger side."""
+    """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
     if one.op == "dot":
         contracted = [operands[0].arrays[0].shape[dim] for dim in one.dims("lhs_contracting_dims")]
         return 2 * one.arrays[0].size * math.prod(contracted)
@@ -82,7 +82,7 @@ def _flops(one: Instruction, operands: Sequence[Instruction]) -> int:
 
 
 def _bytes(one: Instruction, operands: Sequence[Instruction]) -> int:
-    """Read and written: every operand and result, of an array that is read or updated in part only that part."""
+    """The bytes read and written: every operand and result; for an array read or updated in part, only that part."""
     if one.op == "dynamic-slice":
         return 2 * one.arrays[0].num_bytes
     if one.op == "dynamic-update-slice":

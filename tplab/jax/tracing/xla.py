@@ -1,8 +1,8 @@
-"""`trace`: any function, from what XLA compiled of it, with the collectives that `jit` put in for its shardings.
+"""`trace`: the trace of any function that XLA has compiled, with the collectives that `jit` inserted for its shardings.
 
 The compiled module is the program of every rank: the partitioner has cut the arrays, and has inserted, merged and moved
-collectives. Its instructions become tasks (`unroll`), fusions one task each, with loops of known length written out.
-They run on the modelled clock, and a group of ranks has the name of the axes of the mesh along which it lies.
+collectives. Its instructions become tasks (`unroll`), one per fusion, with loops of known length written out. They run
+on the modelled clock, and a group of ranks is named after the axes of the mesh along which it lies.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def trace(
 
     fn           any function of JAX arrays, jitted or not (jax.jit, pmap, nnx.jit, eqx.filter_jit); `shard_map`, `scan`
                  and the rest may be inside
-    args         arrays, or jax.ShapeDtypeStruct, with the shardings that they are to have; whatever else `fn` takes
+    args         arrays, or jax.ShapeDtypeStructs with shardings, and anything else that `fn` takes
     cluster      the modelled clock's figures, as in `run`
-    branch       which branch to follow of a `lax.cond` or `lax.switch`: 0 is the one for False. Without it a branch is
-                 followed only where all of them send the same: the one with the most to compute
-    trips        how often a loop is taken to run whose length only the running program knows
-    accelerator  on CPUs: send what XLA has GPUs and TPUs send. A sum of which each rank keeps a piece is a
-                 reduce_scatter there, and bfloat16 is sent as such, where it is float32 on CPUs
+    branch       which branch of a `lax.cond` or `lax.switch` to follow: 0 is the one for False. Without it a branch is
+                 followed only if all of them send the same: the one with the most to compute
+    trips        the assumed number of iterations of a loop whose length only the running program knows
+    accelerator  on CPUs: send what GPUs and TPUs would send. A sum of which each rank keeps a piece is a reduce_scatter
+                 there, and bfloat16 is sent as such, while on CPUs it is sent as float32
 
     Ranks are numbered as the devices of the mesh. The mesh is the one that the arguments, the results or the function
-    itself are sharded over, of several the one with the most axes; without any, its one axis is "devices". XLA compiles
-    for the devices of that mesh. On the modelled clock, what is sent and what is computed overlap wherever the data
-    allow it, as in `run`; in the order in which XLA runs them they may overlap less.
+    itself are sharded over; of several it is the one with the most axes, and without any its one axis is "devices". XLA
+    compiles for the devices of that mesh. On the modelled clock, what is sent and what is computed overlap wherever the
+    data flow allows it, as in `run`; in the order in which XLA runs them they may overlap less.
     Raises TraceError where only the running program knows what is sent.
     """
     known = None if cluster is None else find(cluster)
@@ -58,7 +58,7 @@ def trace(
 def unrolled(
     module: Module, recorder: Recorder, cluster: Cluster | None = None, options: Options | None = None
 ) -> Trace:
-    """The trace of a compiled module, whose ranks are those of the recorder's mesh."""
+    """The trace of a compiled module. Its ranks are those of the recorder's mesh."""
     program = Unroll(Flow(module, recorder.mesh), recorder.chunk, options or Options())
     program.run(module.entry, [])
     return recorded(recorder, program.tasks, set(range(len(program.tasks))), cluster, record=0)

@@ -1,4 +1,4 @@
-"""`check_parallel`: somebody's parallel model compared with the unsharded one."""
+"""`check_parallel`: a parallel model compared with the unsharded one."""
 
 from __future__ import annotations
 
@@ -47,28 +47,29 @@ def check_parallel(
 ) -> ParallelReport:
     """Compare the outputs, the loss and every gradient of a parallel model with those of the unsharded `reference`.
 
-    Called where `run` is called. On every rank of the mesh it makes the model and runs it; the reference runs on one.
+    Call it where you would call `run`. On every rank of the mesh it makes the model and runs it; the reference runs on
+    one rank.
 
-    model           makes a rank's model of a copy of the reference: lambda whole: parallelize(whole, plan)
+    model           makes a rank's model from a copy of the reference: lambda whole: parallelize(whole, plan)
     reference       the whole model; or a function that makes it, for layers that ask for their place on a mesh: it runs
                     on a mesh of the same axes with one rank
     inputs, kwargs  what both are called with, whole
     loss            of the model's output; without one: its `.loss`, itself if it is a scalar, or a weighted sum of it
-    reference_loss  of the reference's output, where it must be another, as for logits that stay sharded
+    reference_loss  of the reference's output, if it must be different, as for logits that stay sharded
     specs           how parameters are laid out on the mesh, by name: P, or Layout for fused parts. For a parameter that
                     is not named, `parallelize` knows it, or it is worked out from shapes and values
     in_specs        one per input, or one for all: the model gets this rank's piece, as under sequence parallelism
     optimizer       parameters -> an optimizer: the parameters after one step are compared too
     after_backward  called with the model after its backward pass: where gradients are reduced by hand
     perturb         parameters that are all zeros or ones, as biases and norms begin, get other values for the check: a
-                    bias of zeros may be added as often as one likes
+                    bias of zeros gives the same result however often it is added
     names           the model's name of a parameter -> the reference's, a dict or a function
     on              where the ranks are, as in `run`
 
-    Without dropout; if the model is in training mode, masks are compared in a pass of their own. A difference is called
-    rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or what the reference's own answers in
-    two dtypes do. Neither the reference nor the inputs are changed.
-    cost    four passes or so, more where something is wrong; every rank's gradients are in memory at once
+    Dropout is off; if the model is in training mode, masks are compared in a separate pass. A difference counts as
+    rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or up to how far the reference's own
+    answers in two dtypes differ. Neither the reference nor the inputs are changed.
+    cost    about four passes, more where something is wrong; every rank's gradients are in memory at once
     """
     if isinstance(model, nn.Module) or not callable(model):
         raise TypeError(
@@ -172,7 +173,7 @@ class _Check:
     def compare_passes(
         self, loss: Loss | None, reference_loss: Loss | None, optimizer: Any, after_backward: Any
     ) -> None:
-        """Rows of outputs, loss, gradients, and parameters after a step."""
+        """Add rows for outputs, loss, gradients, and parameters after a step."""
         weights: dict[str, Any] = {}
         self.has_gradients = True
         if loss is None and not self.theirs.ask(_brings_a_loss)[0]:
@@ -203,7 +204,7 @@ class _Check:
             self.comparison.compare_step(told, want, before)
 
     def _try_other_gathers(self, answer: Callable[..., list[dict[str, Any]]], want: Mapping[str, Any]) -> None:
-        """Whether gradients are right once gather_from and all_gather are exchanged."""
+        """Try whether gradients are right once gather_from and all_gather are exchanged."""
         try:
             told = answer(before_backward=OtherGathers)
         except TplabError:  # ranks that do not all use what was gathered cannot compare their gradients of it
@@ -226,7 +227,7 @@ class _Check:
         self.comparison.blame(first, "gather", "; ".join(words_of(op, shape, right) for op, shape in found))
 
     def _answer_again(self, loss: Loss | None, weights: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The reference's answer in another dtype, where it can be computed so."""
+        """The reference's answer in another dtype, if it can be computed that way."""
         dtype = getattr(torch, OTHER_DTYPE.get(self.comparison.rounding.dtype, "float64"))
 
         def other(x: Any) -> Any:
@@ -239,7 +240,7 @@ class _Check:
         side.changes = theirs.changes
         try:
             return side.answer(loss, weights, None)[0]
-        except RankError:  # it computes with tensors of a type of its own, which do not go with this one
+        except RankError:  # it computes with tensors of its own dtype, which do not mix with this one
             return None
 
     def _biases(self) -> dict[str, Any]:
@@ -250,7 +251,7 @@ class _Check:
         return self.theirs.changes[name][1] if name in self.theirs.changes else 0.0
 
     def _tied(self, row: Row, told: Sequence[Mapping[str, Any]], want: Mapping[str, Any]) -> Row:
-        """Whether a wrong gradient is that of one use alone, of a weight that the reference uses twice."""
+        """For a weight that the reference uses twice, whether a wrong gradient is that of one use alone."""
         name, layouts = row.name, self.comparison.layouts
         others = [n for n in layouts if n != name and self.whole[n] is self.whole[name]]
         apart = [n for n in others if self.same[n] != self.same[name]]
@@ -267,8 +268,8 @@ class _Check:
     # --- where it leads -----------------------------------------------------------------------------------------------
 
     def look_for_the_cause(self) -> None:
-        """Where outputs are wrong, find the innermost module whose output is, and try whether a fused weight is cut in
-        one piece."""
+        """Where outputs are wrong, find the innermost module whose output is wrong, and try whether a fused weight is
+        cut in one piece."""
         if not self.comparison.is_forward_wrong:
             return
         row = first_wrong_module(self.ours, self.theirs, self.comparison)
@@ -286,7 +287,7 @@ class _Check:
                     self.rows[index] = replace(one, ok=False, words=words, mistake="fused")
 
     def _look_at_softmaxes(self) -> None:
-        """Whether what a softmax takes, or gives, is why an output is wrong."""
+        """Check whether the input or output of a softmax is why an output is wrong."""
         (want,), told = self.theirs.ask(softmaxes), self.ours.ask(softmaxes)
         row_sum = next((rank.row_sum for rank in told if rank.row_sum), 0)
         if not row_sum or want.row_sum:

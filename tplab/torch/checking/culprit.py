@@ -16,10 +16,10 @@ from tplab.torch.checking.side import Side, floats_in, to_numpy
 
 
 def first_wrong_module(ours: Side, theirs: Side, comparison: Comparison) -> Row | None:
-    """From the outside in: of the modules inside a wrong one, the first that is wrong, and so on. None where no module
-    of the reference is called inside.
+    """From the outside in: among the modules inside a wrong one, the first that is wrong, and so on. None where no
+    module of the reference is called inside.
 
-    A part of a sum, which a module's parent adds up rightly, is so never taken for a mistake.
+    So a partial sum that a module's parent adds up correctly is never taken for a mistake.
     """
     wanted = theirs.ask(_look_inside)[0].outputs
     told = ours.ask(_look_inside)
@@ -37,7 +37,7 @@ def first_wrong_module(ours: Side, theirs: Side, comparison: Comparison) -> Row 
 
 
 class _Inside(NamedTuple):
-    """Of each module that is called: its first output, and its bias."""
+    """The first output and the bias of each module that is called."""
 
     outputs: dict[str, np.ndarray]
     biases: dict[str, np.ndarray]
@@ -52,7 +52,7 @@ def _look_inside(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _judged(name: str, whole: np.ndarray, told: Sequence[_Inside], comparison: Comparison) -> Row | None:
-    """A row where a module's output is wrong."""
+    """A row if a module's output is wrong."""
     pieces = [rank.outputs[name] for rank in told if name in rank.outputs]
     found = comparison.judge_output(whole, pieces) if len(pieces) == len(told) else None
     if found is None or found[1].ok:
@@ -66,7 +66,7 @@ def _judged(name: str, whole: np.ndarray, told: Sequence[_Inside], comparison: C
 
 
 def _outputs_inside(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The output of each module that is called, the first time that it is, in the order in which they return."""
+    """The output of each module's first call, in the order in which they return."""
     found: dict[str, Tensor] = {}
 
     def note(name: str, output: Any) -> None:

@@ -1,8 +1,8 @@
-"""The two ways to gather: whether gradients are right once the other one is taken.
+"""The two ways to gather: whether gradients are right with the other one.
 
-What `gather_from` returns all ranks use in the same way, and each goes on with its piece of the gradient. What
-`all_gather` returns each rank uses in its own way, and the gradients of all are added up. Their outputs are the same,
-so that only gradients show that one stands in the other's place.
+All ranks use the result of `gather_from` in the same way, and each goes on with its piece of the gradient. Each rank
+uses the result of `all_gather` in its own way, and the gradients of all are added up. Their outputs are the same, so
+only gradients show that one is used where the other belongs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SAME = 1e-4  # relative: what differs by more was not computed in the same way
 
 
 class OtherGathers:
-    """Called with the loss before its backward pass, it lets each gather that is not used as its kind asks for pass
-    gradients back as the other kind does. `found` says which gathers these are, as (op, shape of its result)."""
+    """Called with the loss before its backward pass, it finds the gathers that are not used as their kind requires, and
+    makes them pass gradients back as the other kind does. `found` lists them as (op, shape of its result)."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, tuple[int, ...]]] = []
@@ -49,7 +49,7 @@ class OtherGathers:
 
 
 def words_of(op: str, shape: tuple[int, ...], right: str) -> str:
-    """What to say of a gather that stands in the other one's place. `right`: what the other one makes right."""
+    """What to say about a gather that is used where the other belongs. `right`: what the other one makes right."""
     if op == "gather_from":
         how, other, does = "in different ways", "all_gather", "adds their gradients up"
     else:

@@ -24,7 +24,7 @@ Seen = list[tuple[str, int, int, int]]
 
 
 class MaskWatch(TorchFunctionMode):
-    """Notes every dropout of one forward pass, whether a module's, a function's, or that inside of an attention."""
+    """Notes every dropout of one forward pass, whether in a module, a function or an attention."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -48,7 +48,7 @@ class MaskWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            state = fingerprint(torch.get_rng_state())  # the mask stays inside: what it is drawn from tells
+            state = fingerprint(torch.get_rng_state())  # the mask is not visible: the generator's state identifies it
             query = args[0] if args else kwargs["query"]
             y = func(*args, **kwargs)
             if p:
@@ -78,7 +78,7 @@ def fingerprint(x: Tensor) -> int:
 
 
 def mask_rows(per_rank: list[Seen], mesh: Mesh) -> list[Row]:
-    """A row for each dropout, up to the first that is wrong: what follows that one follows from it."""
+    """A row for each dropout, up to the first that is wrong: later differences follow from it."""
     rows: list[Row] = []
     if len({len(seen) for seen in per_rank}) > 1:
         counts = ", ".join(str(len(seen)) for seen in per_rank)

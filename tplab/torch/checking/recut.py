@@ -26,7 +26,7 @@ def better_cuts(
     """The cuts with which all outputs are right, found by trying; None where none of the first few helps.
 
     whole      the parameters, by the reference's names
-    is_right   whether the model's outputs are right once these parameters are laid out so
+    is_right   whether the model's outputs are right once these parameters are laid out this way
     """
     groups = _fusable(whole, layouts, mesh)
     for cuts in islice(_choices(groups), MOST_TRIES):
@@ -47,7 +47,7 @@ def modules_like(name: str) -> str:
 
 
 def _fusable(whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[str]]:
-    """Parameters that are cut along one dim in one piece, and might hold parts, by the modules that are alike."""
+    """The parameters that are cut along one dim in one piece and might hold parts, by modules that are alike."""
     found: dict[str, list[str]] = {}
     for name, layout in layouts.items():
         if len(layout.split_dims) == 1 and not layout.parts and _counts(whole[name], layout, mesh):
@@ -56,7 +56,7 @@ def _fusable(whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mes
 
 
 def _choices(groups: Mapping[str, list[str]]) -> Iterator[Cuts]:
-    """One kind of module in parts, then two."""
+    """The choices: one kind of module cut in parts, then two."""
     for size in (1, 2):
         for patterns in combinations(groups, size):
             for counts in product(range(MOST_PARTS, 1, -1), repeat=size):

@@ -1,4 +1,4 @@
-"""A side of the comparison: a model on its mesh, run as often as there are questions, and what its ranks answer."""
+"""A side of the comparison: a model on its mesh, run once per question, and what its ranks answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Parameters(NamedTuple):
 class Side:
     """One of the two models, the parallel one or the reference, with its inputs on its mesh.
 
-    build      makes a rank's model of the reference, of which every rank has a copy
+    build      makes a rank's model from the reference, of which every rank has a copy
     rename     the model's name of a parameter -> the reference's
     in_specs   a P for each input: a rank's model gets the piece
     on         where the ranks are, as in `run`
@@ -94,13 +94,13 @@ class Side:
         after_backward: Callable[[nn.Module], Any] | None = None,
         before_backward: Callable[[], Callable[[Tensor], Any]] | None = None,
     ) -> list[dict[str, Any]]:
-        """An `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Under "order" it has
+        """The `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Under "order" it has
         the parameters in the order in which their gradients arrive.
 
         loss      of the output; without one it is the output's own, or the outputs weighted by `weights`, which has an
                   array for each rank
-        before_backward   makes for each rank what is called with its loss before the backward pass; the answer has it
-                  under "before"
+        before_backward   makes for each rank a function that is called with its loss before the backward pass; the
+                  answer has it under "before"
         """
 
         def pass_through(model: nn.Module, inputs: list[Any], kwargs: Any) -> dict[str, Any]:
@@ -180,14 +180,14 @@ class Side:
 
 
 def own_loss(output: Any) -> Loss | None:
-    """The loss that an output brings along, or is."""
+    """The loss that an output contains, or is."""
     if isinstance(getattr(output, "loss", None), Tensor):
         return lambda output: output.loss
     return (lambda output: output) if isinstance(output, Tensor) and output.dim() == 0 else None
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """In a type that NumPy has, and in which nothing is lost."""
+    """The tensor as an array, in a dtype that NumPy has and that loses nothing."""
     return x.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
@@ -209,5 +209,5 @@ def _piece(whole: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def _leaf(x: Any) -> Any:
-    """A copy of an input whose gradient can be asked for; what is no floating-point tensor stays what it is."""
+    """A copy of an input whose gradient can be asked for; anything but a floating-point tensor is returned as it is."""
     return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x

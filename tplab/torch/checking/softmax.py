@@ -1,4 +1,4 @@
-"""Softmaxes of a model: what they take, and whether rows of attention weights still add up to 1."""
+"""Softmaxes of a model: their inputs, and whether rows of attention weights still add up to 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_SOFTMAXES = 32
 
 
 class Softmaxes(NamedTuple):
-    """What each softmax of a model takes; and what rows of attention weights add up to, if not to 1."""
+    """The input of each softmax of a model; and what rows of attention weights add up to, if not to 1."""
 
     scores: list[np.ndarray]
     row_sum: int
@@ -31,8 +31,8 @@ def softmaxes(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what softmaxes take, and whether weights, as a softmax gives them, are multiplied by whose rows add up to
-    2, 3, .. in place of 1."""
+    """Notes the inputs of softmaxes, and whether anything is multiplied by a softmax's weights whose rows add up to
+    2, 3, .. instead of 1."""
 
     SOFTMAXES = {torch.softmax, F.softmax, Tensor.softmax}
     PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
@@ -71,7 +71,7 @@ def _scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What the softmax inside of torch's scaled_dot_product_attention takes."""
+    """The input of the softmax inside torch's scaled_dot_product_attention."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     found = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -92,7 +92,7 @@ class RecordedRank(Rank):
     # --- what the trace keeps of contents, as simulated ranks do ---------------------------------------------------
 
     def values(self, x: Tensor) -> np.ndarray | None:
-        """The values of `x`, if it is small and not too many were kept already."""
+        """The values of `x`, if it is small and not too many have been kept."""
         if x.numel() > VALUES_UP_TO or self._num_left_to_keep <= 0:
             return None
         self._num_left_to_keep -= 1

@@ -45,7 +45,7 @@ class World:
         self.inherited = inherited_state(device)
 
     def values(self, x: Tensor) -> np.ndarray | None:
-        """The values of `x`, if it is small and not too many were kept already."""
+        """The values of `x`, if it is small and not too many have been kept."""
         if x.numel() > VALUES_UP_TO or self.num_left_to_keep <= 0:
             return None
         self.num_left_to_keep -= 1

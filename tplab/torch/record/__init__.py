@@ -2,9 +2,9 @@
 
     from tplab.torch.record import start
 
-    start("traces")          # before init_process_group; the rest of the script as it is
+    start("traces")          # before init_process_group; leave the rest of the script as it is
 
-or with no line at all: `torchrun --nproc-per-node 8 -m tplab.record train.py`. Each rank writes a file, and
+or without changing the script: `torchrun --nproc-per-node 8 -m tplab.record train.py`. Each rank writes a file, and
 `python -m tplab.merge traces --html run.html` makes one trace of them.
 """
 

@@ -16,8 +16,8 @@ COMPARE_EVERY = 10.0
 class GpuClock:
     """Times on the current stream of one GPU, in seconds of the machine's clock.
 
-    An event is put into the stream where the time is asked for, and read when the GPU has come there. Now and then an
-    event on a stream of its own, which has nothing else to do, is waited for: then both clocks show the same.
+    An event is put into the stream where the time is asked for, and read when the GPU has reached it. Now and then we
+    wait for an event on a separate stream that has nothing else to do: at that moment both clocks show the same.
     """
 
     def __init__(self, gpu: int) -> None:
@@ -44,7 +44,7 @@ class GpuClock:
 
 
 class _Moment(Later):
-    """When the GPU comes to an event."""
+    """The time when the GPU reaches an event."""
 
     def __init__(self, origin: Any, time: float, event: Any):
         self._origin, self._time, self._event = origin, time, event

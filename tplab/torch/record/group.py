@@ -1,4 +1,4 @@
-"""A process group that records: every call goes to the real group, and what it was is noted on the way."""
+"""A process group that records: every call goes to the real group, and is noted on the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tplab.trace.recorded.rank_file import ANY
 
 
 class _IsAnyGroup(type(dist.ProcessGroup)):
-    """For torch, which asks whether a group is one: every process group is."""
+    """For torch, which checks the type of groups: every process group passes."""
 
     def __instancecheck__(cls, group: Any) -> bool:
         return isinstance(group, dist.ProcessGroup)
@@ -28,8 +28,8 @@ class _IsAnyGroup(type(dist.ProcessGroup)):
 class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
     """A process group in place of torch's own, made with the same arguments.
 
-    real   the group that does everything. This one has its backends too, for what torch asks them directly: its C++
-           code calls the methods here through pybind's trampolines, as it does for any group written in Python
+    real   the group that does everything. This group also has its backends, as torch asks them some things directly:
+           its C++ code calls the methods here through pybind's trampolines, as for any group written in Python
     """
 
     notes: Notes
@@ -44,7 +44,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
 
     @classmethod
     def around(cls, real: Any) -> RecordedGroup:
-        """A group that torch's C++ code has made."""
+        """A recorded group around one that torch's C++ code has made."""
         group = cls(real.get_group_store(), real.rank(), real.size(), real)
         for device in real._device_types:
             backend = real._get_backend(device)
@@ -96,7 +96,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
     # --- what is noted -------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: Any) -> None:
-        """What comes until `_end_coalescing` has one work for all."""
+        """All calls until `_end_coalescing` share one work."""
         self.real._start_coalescing(device)
         self._coalesced = []
 
@@ -105,7 +105,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         return self._answer(self.real._end_coalescing(device), begun)
 
     def _record(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Ask the real group, and note it."""
+        """Call the real group, and note the call."""
         notes, listener = self.notes, self._listener or self._listen()
         heard = listener.hear(method, args, kwargs) if listener is not None else []
         begun = [(notes.begin(self._id, one), one) for one in heard]
@@ -120,17 +120,17 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         return self._answer(work, begun)
 
     def _answer(self, work: Any, begun: list[tuple[int, Heard]]) -> Any:
-        """What the program gets for what it has begun."""
-        if begun and work is None:  # it was waited for already
+        """What the program receives for what it has begun."""
+        if begun and work is None:  # it has already been waited for
             self.notes.end(begun)
         return work if work is None or not begun else Watched(self.notes, begun, work, self._source)
 
     def _source(self, position: int) -> int:
-        """The rank that is at this position of the group."""
+        """The rank at this position of the group."""
         return ANY if self._listener is None else self._listener.place.group[position]
 
     def _listen(self) -> Listener | None:
-        """A listener, once torch has entered the group in its tables; None where there is nobody to talk to."""
+        """A listener, once torch has entered the group in its tables; None for a group of one rank."""
         ranks = group_tables().get(self)
         if not ranks or len(ranks) == 1:
             return None

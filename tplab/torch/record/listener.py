@@ -18,9 +18,9 @@ from tplab.trace.recorded.rank_file import ANY
 class Heard(NamedTuple):
     """A collective, or a message.
 
-    peer       the other rank of a message, or ANY; None of a collective
-    is_async   whether the program goes on while it is under way
-    gpu        the GPU that does it, by its index; None on the CPU
+    peer       the other rank of a message, or ANY; None for a collective
+    is_async   whether the program goes on while it is in progress
+    gpu        the index of the GPU that does it; None on the CPU
     """
 
     op: str
@@ -43,7 +43,7 @@ class Listener(Asked):
         self._lock = Lock()
 
     def hear(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Heard]:
-        """What a call of this method of the group is about: [] where that cannot be told, which torch will refuse."""
+        """What a call of this method of the group asks for: [] for a call that makes no sense and torch will refuse."""
         with self._lock:
             self._heard = []
             try:
@@ -75,7 +75,7 @@ class Listener(Asked):
         self._heard.append(Heard(call.op, num_bytes, shape, dtype, call.reduction, None, 0, is_async, _gpu(pieces[0])))
 
     def _together(self, works: Sequence[Any], opts: Any) -> None:
-        """Each has been heard."""
+        """Nothing to do: each has been heard."""
 
 
 def _gpu(x: Tensor) -> int | None:

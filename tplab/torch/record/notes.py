@@ -29,7 +29,7 @@ Begun = Sequence[tuple[int, Heard]]
 
 
 class Notes:
-    """What one process notes; its file begins when it has joined the others."""
+    """The notes of one process. Its file begins when it has joined the others."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -37,7 +37,7 @@ class Notes:
         self._numbers = count()
         self._num_worlds = 0
         self._names: Counter[tuple[int, str]] = Counter()
-        self._open: set[int] = set()  # begun, and not ended
+        self._open: set[int] = set()  # begun, but not ended
         self._going: set[int] = set()  # those of them that end by themselves
         self._in_backward: dict[int, list[tuple[Begun, Any]]] = {}  # backward pass -> what it has begun, and its future
         self._ends: dict[int, float] = {}  # of what was begun in a backward pass
@@ -45,7 +45,7 @@ class Notes:
         self._gpus: dict[int, GpuClock] = {}
 
     def close(self) -> None:
-        """Write what is left. What comes later is not noted."""
+        """Write what is left. Nothing is noted after that."""
         deadline = time.monotonic() + SECONDS_TO_END
         while self._going and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -56,7 +56,7 @@ class Notes:
     # --- what a group tells ----------------------------------------------------------------------------------------
 
     def joined(self, store: Any, rank: int, size: int, is_world: bool) -> None:
-        """A group was made. The first one is that of all ranks, also after `destroy_process_group()`."""
+        """A group was made. The first one has all ranks, also after `destroy_process_group()`."""
         self._num_worlds += is_world
         if self._writer is None:
             title = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
@@ -64,9 +64,9 @@ class Notes:
             self._writer = Writer(self.folder / f"rank{rank}.jsonl", about)
 
     def id_of_new(self, name: str) -> str:
-        """What a new group is called in the file: the same on all of its ranks, and different from every other group.
+        """A new group's name in the file: the same on all of its ranks, and different from every other group's.
 
-        torch uses names again. After `destroy_process_group()` it counts from 0, and a group that is made with
+        torch reuses names. After `destroy_process_group()` it counts from 0, and a group that is made with
         use_local_synchronization=True is named after its ranks.
         """
         self._names[self._num_worlds, name] += 1
@@ -107,7 +107,7 @@ class Notes:
             self._note("drop", number)
 
     def end(self, begun: Begun, at: float | Later | None = None) -> None:
-        """These are done. What was noted first counts."""
+        """These are done. The first note of it counts."""
         at = self.now(begun[0][1].gpu) if at is None else at
         for number, _ in begun:
             if number in self._open:
@@ -118,7 +118,7 @@ class Notes:
                 self._note("end", number, at)
 
     def waited(self, begun: Begun, start: float | Later) -> None:
-        """The rank stood still from `start` until now, and these are done."""
+        """The rank waited from `start` until now, and these are done."""
         now = self.now(begun[0][1].gpu)
         self._note("wait", begun[-1][0], start, now, self._lines.here())
         self.end(begun, now)
@@ -127,7 +127,7 @@ class Notes:
         self._note("from", number, rank)
 
     def now(self, gpu: int | None = None) -> float | Later:
-        """The time; of a GPU's work, when the GPU comes here."""
+        """The time now; for a GPU's work, the time when the GPU gets here."""
         if gpu is None:
             return time.perf_counter()
         if gpu not in self._gpus:
@@ -137,11 +137,11 @@ class Notes:
     # --- backward passes -------------------------------------------------------------------------------------------
 
     def watch_backward(self, begun: Begun, future: Any) -> None:
-        """Torch's C++ code will wait for these at the end of the backward pass, where Python does not see it.
+        """torch's C++ code will wait for these at the end of the backward pass, where Python does not see it.
 
-        What is queued now is called just before that; and what is queued then, after it. If all are done by then, the
-        rank has stood still until the last of them was. A future wakes who waits for it before it calls back: what is
-        done and has not said so yet, ends now.
+        A callback queued now is called just before that wait, and one queued by that callback after it. If all are done
+        by then, the rank has waited until the last of them was. A future wakes its waiters before it calls back: what
+        is done without having said so ends now.
         """
         task = graph_task()
         self._ends.update((number, 0.0) for number, _ in begun)
@@ -175,7 +175,7 @@ class Notes:
 
 
 class _Lines(Lines):
-    """Lines of the program. Autograd's own threads, which GPUs have, run none: there, the line that waits for them."""
+    """Lines of the program. Autograd's threads for GPUs run none of them: there it is the line that waits for them."""
 
     def frame(self) -> FrameType:
         if threading.current_thread() is threading.main_thread():
@@ -189,15 +189,15 @@ class _Lines(Lines):
 
 
 def _run_of(store: Any) -> str:
-    """A name that all ranks have for this run: the first to come chooses it."""
+    """A name for this run, the same on all ranks: the first to arrive chooses it."""
     try:
         return store.compare_set("tplab/record", "", uuid.uuid4().hex).decode()
-    except Exception:  # a store that cannot: torchrun's own name then, if it has one
+    except Exception:  # a store that cannot do it: then use torchrun's own name, if it has one
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _machine() -> str:
-    """What ranks share that read the same clock: a boot of one machine."""
+    """What ranks share if they read the same clock: one boot of one machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -16,13 +16,13 @@ FOLDER = "tplab_trace"
 
 
 def start(folder: str | Path = FOLDER) -> Recording:
-    """From here on, write down every collective and message of this process: into `folder`, as rank0.jsonl and so on.
+    """From here on, write every collective and message of this process to `folder`, as rank0.jsonl and so on.
 
-    Call it before `init_process_group`, on every rank. What the program computes is the same, to the bit, and so are
-    its errors. The files are written while the program runs, so a crash leaves what was until then.
-    `python -m tplab.merge FOLDER` makes one trace of them; where there are several machines, copy them into one folder
-    first. On simulated ranks it does nothing: they are recorded anyway. Raises RuntimeError where process groups exist
-    already, or a recording does.
+    Call it before `init_process_group`, on every rank. What the program computes stays the same, to the bit, and so do
+    its errors. The files are written while the program runs, so a crash leaves what happened until then.
+    `python -m tplab.merge FOLDER` makes one trace of them; with several machines, copy the files into one folder first.
+    On simulated ranks it does nothing: they are recorded anyway. Raises RuntimeError if process groups or a recording
+    already exist.
     """
     if current_rank_or_none() is not None:
         return Recording(None)
@@ -38,19 +38,19 @@ def start(folder: str | Path = FOLDER) -> Recording:
 
 
 class Recording:
-    """What `start` began. It ends with the process, or by `stop`."""
+    """The recording that `start` began. It ends with the process, or with `stop`."""
 
     def __init__(self, folder: Path | None):
         self._notes = None if folder is None else Notes(folder)
         self._real = c10d.ProcessGroup
         if self._notes is None:
             return
-        # of this name, torch makes its groups
+        # torch makes its groups from the class of this name
         c10d.ProcessGroup = type("ProcessGroup", (RecordedGroup,), {"notes": self._notes})  # type: ignore[misc]
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Write what is left. Groups that were made until now go on, and nothing more is noted."""
+        """Write what is left. Existing groups go on, but nothing more is noted."""
         if self._notes is not None:
             atexit.unregister(self.stop)
             c10d.ProcessGroup = self._real  # type: ignore[misc]

@@ -13,7 +13,7 @@ from tplab.trace.recorded.rank_file import ANY
 
 
 class Watched(c10d_C.Work):
-    """What the program waits for. Everything is asked of the real work, and comes from there, errors too."""
+    """What the program waits for. The real work does everything, and also raises the errors."""
 
     def __init__(self, notes: Notes, begun: list[tuple[int, Heard]], work: Any, rank_at: Callable[[int], int]):
         super().__init__()
@@ -27,9 +27,9 @@ class Watched(c10d_C.Work):
                 self._tells_its_end = True
 
     def _done(self, future: Any) -> None:
-        """Called when it is done, by the thread that has done it."""
+        """Called when it is done, by the thread that did it."""
         with suppress(Exception):
-            future.value()  # raises where it has failed
+            future.value()  # raises if it failed
             self._notes.end(self._begun)
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
@@ -59,7 +59,7 @@ class Watched(c10d_C.Work):
         return future
 
     def _note_source(self) -> None:
-        """Of a message from any rank: from whom it was."""
+        """Note which rank sent a message that was accepted from any rank."""
         if self._begun[0][1].peer == ANY:
             with suppress(RuntimeError):
                 self._notes.came_from(self._begun[0][0], self._rank_at(self._work._source_rank()))
