@@ -1,7 +1,7 @@
-"""Which wrong gradient comes first, what follows from it, and what to do: its place in the backward pass tells.
+"""Which wrong gradient comes first, what follows from it, and what to do, judging by the order of the backward pass.
 
-A backward pass goes from the loss to the inputs. A tensor whose gradient is wrong makes all gradients behind it wrong;
-a parameter whose own gradient is wrong makes none.
+A backward pass goes from the loss to the inputs. If the gradient of an activation is wrong, all later gradients are
+wrong too; if only a parameter's own gradient is wrong, no other is affected.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ OWN_CAUSE = ("fused", "tied")  # mistakes of one parameter, whatever else is wro
 
 
 def in_backward_order(rows: Sequence[Row], order: Sequence[str]) -> list[Row]:
-    """The same rows, those of gradients among themselves as they arrive; what has no place in `order` comes last."""
+    """The same rows, with the gradients in the order in which they arrive; those that are not in `order` come last."""
     place = {name: index for index, name in enumerate(order)}
     gradients = iter(sorted(_gradients(rows), key=lambda row: place.get(row.name, len(order))))
     return [next(gradients) if row.kind == "gradient" else row for row in rows]
 
 
 def advised(rows: Sequence[Row], cut: Collection[str], split: Collection[str]) -> list[Row]:
-    """The same rows, in backward order, with what to do in the words of those that lack a sum.
+    """The same rows, in backward order; those that lack a sum now say what to do about it.
 
     cut     the axes that any parameter is cut along
     split   the axes that any input is cut along
@@ -64,7 +64,7 @@ def _way_out(row: Row, gradients: Sequence[Row], cut: set[str], split: set[str])
 
 
 def _is_right_behind(row: Row, gradients: Sequence[Row]) -> bool:
-    """Whether the next gradient in the backward pass, of another module, is right: then so is the tensor's."""
+    """Whether the next gradient in the backward pass, of another module, is right: then the tensor's is right too."""
     module = row.name.rpartition(".")[0]
     behind = (
         other
@@ -76,7 +76,7 @@ def _is_right_behind(row: Row, gradients: Sequence[Row]) -> bool:
 
 
 def folded(rows: Sequence[Row]) -> list[Row]:
-    """The same rows; those that may be wrong because of another one say so in `follows`."""
+    """The same rows; those that may be wrong because of another row name it in `follows`."""
     activation = next((row for row in rows if not row.ok and row.kind == "activation"), None)
     value = next((row for row in rows if not row.ok and row.kind == "value"), None)
     output = next((row for row in rows if not row.ok and row.kind in ("output", "loss")), None)
@@ -103,7 +103,7 @@ def folded(rows: Sequence[Row]) -> list[Row]:
 
 
 def where_it_begins(rows: Sequence[Row]) -> str:
-    """A note on where gradients begin to be wrong; "" where an output is wrong, or the gradient of one parameter."""
+    """A note on where gradients begin to be wrong; "" if an output is wrong, or only one parameter's gradient is."""
     if any(not row.ok and row.kind in ("value", "output", "loss", "activation") for row in rows):
         return ""
     order = [row for row in _gradients(rows) if _tells(row)]
@@ -121,5 +121,5 @@ def _gradients(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _tells(row: Row) -> bool:
-    """Whether a gradient says anything on those before and behind it. One that is zero on both sides does not."""
+    """Whether a gradient is evidence about the ones before and after it. One that is zero in both models is not."""
     return not (row.ok and row.words.startswith(("zero", "no gradient")))

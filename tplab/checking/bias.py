@@ -1,4 +1,4 @@
-"""A bias that is added more than once, or not at all: what all of an output's error can be."""
+"""A bias that is added more than once, or not at all, and may explain an output's whole error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def of_bias(
     mesh: Mesh,
     name: str = "its bias",
 ) -> Verdict:
-    """Whether all that is wrong with an output is one bias; otherwise the verdict as it was.
+    """A new verdict if one bias explains everything that is wrong with an output; otherwise the verdict unchanged.
 
     values    of the bias, which is the same on every rank
     pieces    of the output, one per rank; `whole` is the reference's
-    name      what the bias is called in the verdict
+    name      the bias's name in the verdict
     """
     if layout.split_dims or values.shape != whole.shape[-1:] or not np.any(values):
         return verdict

@@ -1,6 +1,6 @@
 """The comparison behind `check_parallel`: what all ranks computed beside what the unsharded reference did, row by row.
 
-Both frameworks run their models and hand over NumPy arrays; everything here is ordinary code over those.
+Both frameworks run their models and pass on NumPy arrays; everything here is ordinary code on these arrays.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ Answer = Mapping[str, Mapping[str, Any]]
 each input) and "parameter" (after an optimizer's step)."""
 
 OTHER_DTYPE = {"float64": "float32"}
-"""In which dtype the reference runs once more, to see how much rounding does to it; from the others it is float64."""
+"""The dtype in which the reference runs once more, to see its rounding error; for all other dtypes it is float64."""
 
 FORWARD = ("activation", "output", "loss")
 """Kinds of rows that come before the backward pass."""
 
 MOST_OWN, MOST_TOLERANCES = 0.3, 1000
-"""Up to where a gap between the reference's outputs in two dtypes is rounding: by itself, and in tolerances."""
+"""The largest gap between the reference in two dtypes that passes as rounding: relative, and in tolerances."""
 
 NOT_COMPARED = "gradients are not compared: no output has the shape of a piece of the reference's"
 
 
 class Comparison:
-    """The rows of a report, as far as they have been found.
+    """The rows of a report found so far.
 
     layouts    how each parameter is laid out on the mesh
-    again      the reference's answer in another dtype (`OTHER_DTYPE`), where it has one: a sum in which terms cancel is
+    again      the reference's answer in another dtype (`OTHER_DTYPE`), if there is one: a sum whose terms cancel is
                less exact than others, and this shows it
-    in_specs   how the inputs are cut: ranks that have pieces of them may each have their part of the loss
+    in_specs   how the inputs are cut: ranks that have pieces of them may each have their own part of the loss
     biases     the whole of each parameter that may be a bias, with its name
     largest    the largest element of any gradient of the reference
     mean_over  the axes along which each rank's loss is the mean over its own data
@@ -63,10 +63,10 @@ class Comparison:
     def weigh(
         self, wanted: Mapping[str, np.ndarray], told: Sequence[Mapping[str, np.ndarray]], share_copies: bool
     ) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
-        """Numbers to weight each output with where there is no loss: for the reference, and for each rank.
+        """Weights for each output, if there is no loss: for the reference, and for each rank.
 
-        share_copies   whether copies of an output share its weight: where gradients of all ranks are added up, as
-                       jax.grad does, each of n copies counts 1/n
+        share_copies   whether copies of an output share its weight: if the gradients of all ranks are added up, as by
+                       jax.grad, each of n copies counts 1/n
         """
         found = {}
         for name in wanted:
@@ -84,7 +84,7 @@ class Comparison:
         return found
 
     def _num_copies(self, layout: Layout, pieces: Sequence[Any]) -> int:
-        """How many ranks hold the same piece of an output; 1 where they hold parts of a sum."""
+        """How many ranks hold the same piece of an output; 1 if they hold parts of a sum."""
         spare = tuple(name for name in self.mesh.axis_names if name not in layout.spec.axis_names)
         groups = self.mesh.groups(spare) if spare else []
         slack = 100 * self.rounding.tolerance
@@ -96,8 +96,8 @@ class Comparison:
         return self.mesh.axis_size(spare) if is_copied else 1
 
     def see_again(self, again: Answer | None, want: Answer) -> None:
-        """Take the reference's answer in another dtype; not where it is another answer, as of a model that draws random
-        numbers: those of another dtype are others, and every mistake would pass as rounding."""
+        """Accept the reference's answer in another dtype, unless it is a different answer. A model that draws random
+        numbers draws different ones in another dtype, and every mistake would pass as rounding."""
         self.again = again
         for kind in ("output", "loss"):
             for name, whole in want[kind].items():
@@ -115,7 +115,7 @@ class Comparison:
             self._add("loss", name, whole, self._pieces(told, "loss", name), Layout())
 
     def _blame_a_bias(self, whole: np.ndarray, pieces: list[np.ndarray | None]) -> None:
-        """Whether all that is wrong with the last output is a bias."""
+        """If a bias explains everything that is wrong with the last output, say so."""
         found = self.judge_output(whole, pieces)
         if found is None or found[1].ok or any(piece is None or piece.shape != whole.shape for piece in pieces):
             return
@@ -134,21 +134,21 @@ class Comparison:
         return any(not row.ok and row.kind in FORWARD for row in self.rows)
 
     def blame_scores(self, want: Sequence[Sequence[np.ndarray]], told: Sequence[Sequence[np.ndarray]]) -> None:
-        """Where an output or the loss is wrong, whether the scores of attention are why.
+        """If an output or the loss is wrong because of the attention scores, say so.
 
-        want, told   what the softmaxes take, for each rank of the reference, and of the model
+        want, told   the inputs of the softmaxes, for each rank: of the reference, and of the model
         """
         found = wrong_scores(want[0], told, self.mesh, self.judge_output)
         if found and self.is_forward_wrong:
             self.blame(next(row for row in self.rows if not row.ok and row.kind in FORWARD), *found)
 
     def blame(self, row: Row, mistake: str, words: str) -> None:
-        """Say in a row what is the cause."""
+        """Enter the cause into a row."""
         found = row.words.removesuffix(f"; {NEITHER}")
         self.rows[self.rows.index(row)] = replace(row, words=f"{found}; {words}", mistake=mistake, axes=())
 
     def report(self, order: Sequence[str], notes: Sequence[str] = ()) -> ParallelReport:
-        """All rows, gradients in the order in which the reference's arrive, with what to do and what follows from
+        """All rows, with gradients in the order in which the reference's arrive, what to do, and what follows from
         what."""
         cut = {name for layout in self.layouts.values() for name in layout.spec.axis_names}
         rows = folded(advised(in_backward_order(self.rows, order), cut, self.split))
@@ -164,7 +164,7 @@ class Comparison:
             self._add("gradient", name, whole, self._pieces(told, "input", name), None, among="input")
 
     def compare_step(self, told: Sequence[Answer], want: Answer, before: Mapping[str, np.ndarray]) -> None:
-        """The parameters after a step of the optimizer from `before`, up to what rounding of gradients explains."""
+        """Compare the parameters after an optimizer step from `before`, up to what rounding of gradients explains."""
         for name, layout in self.layouts.items():
             whole, pieces = want["parameter"][name], self._pieces(told, "parameter", name)
             slack = slack_of_step(before[name], whole, want["gradient"].get(name), self.rounding, self.largest)
@@ -177,7 +177,7 @@ class Comparison:
             self._add("parameter", name, whole, pieces, layout)
 
     def judge_output(self, whole: np.ndarray, pieces: Sequence[np.ndarray | None]) -> tuple[Layout, Verdict] | None:
-        """The layout and the verdict of one output; None where the ranks' shapes are those of no layout."""
+        """The layout and the verdict of one output; None if the ranks' shapes fit no layout."""
         layout = self._layout_of(whole, pieces)
         if layout is None:
             return None
@@ -210,9 +210,9 @@ class Comparison:
         self.rows.append(Row.of(kind, name, shape, layout, verdict))
 
     def _own_rounding(self, whole: np.ndarray | None, kind: str, name: str) -> float | None:
-        """How far rounding takes the reference itself from the exact answer, relative to its largest element.
+        """The reference's own rounding error, relative to its largest element.
 
-        float32 and less are compared with float64; from float64 the error in float32 is scaled down to its eps.
+        float32 and narrower dtypes are compared with float64; for float64, the error in float32 is scaled by its eps.
         """
         again = None if self.again is None else self.again.get(kind, {}).get(name)
         if again is None or whole is None or again.shape != whole.shape or not np.any(whole):
@@ -230,7 +230,7 @@ class Comparison:
 
 
 def each_input(in_specs: Any, num_inputs: int) -> list[P]:
-    """A P for each input. Raises SpecError where their number is another one."""
+    """A P for each input. Raises SpecError if their number is different."""
     if in_specs is None or isinstance(in_specs, P):
         return [in_specs or P()] * num_inputs
     if len(in_specs) != num_inputs:
@@ -241,8 +241,8 @@ def each_input(in_specs: Any, num_inputs: int) -> list[P]:
 
 
 def noise_for(name: str, values: np.ndarray) -> np.ndarray | None:
-    """Noise for a parameter that is constant, as biases and norms begin: a bias of zeros may be added any number of
-    times without showing. None where it is not constant."""
+    """Noise for a constant parameter, as biases and norms are at the start: a bias of zeros could be added any number
+    of times without any effect. None if the parameter is not constant."""
     if values.size < 2 or not (values == values.flat[0]).all():
         return None
     return 0.1 * np.random.default_rng(crc32(name.encode())).standard_normal(values.shape)

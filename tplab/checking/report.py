@@ -1,4 +1,4 @@
-"""What `check_parallel` found: a row for each output, the loss, each gradient and each parameter after a step."""
+"""What `check_parallel` found: one row for each output, the loss, each gradient and each parameter after a step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Row:
     kind        "value" (a parameter before the step), "output", "activation" (of a module inside), "loss", "gradient",
                 "parameter" (after the optimizer's step) or "dropout"
     name        of the parameter, the output, the input or the module
-    shape       of the whole
-    layout      how it lies on the mesh, as text
+    shape       of the whole tensor
+    layout      how it is laid out on the mesh, as text
     ok, error, tolerance, words, mistake, axes    see `tplab.checking.verdict.Verdict`
-    follows     the title of the row that may be why this one is wrong, or ""
+    follows     the title of the row that may have caused this error, or ""
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The tensor in words: gradient of norm.weight"""
+        """The tensor in words: gradient of norm.weight."""
         return _BEFORE_NAME.get(self.kind, "") + self.name
 
 
@@ -72,10 +72,10 @@ class ParallelReport:
     backward pass, parameters.
 
     rows    see `Row`
-    notes   sentences on all of it: what was given other values for the check, where a mistake begins
-    ok      whether everything is the reference's, up to rounding
-    wrong   the rows that are wrong: first those that no other one explains
-    str()   one line for each of these, and what follows from it; `table()` has all
+    notes   sentences about the whole: which parameters were changed for the check, where a mistake begins
+    ok      whether everything equals the reference, up to rounding
+    wrong   the rows that are wrong; those that no other row explains come first
+    str()   one line for each of these, and what follows from it; `table()` has all rows
     """
 
     def __init__(self, rows: Iterable[Row], *, mesh: str = "", notes: Iterable[str] = ()):
@@ -90,7 +90,8 @@ class ParallelReport:
         return sorted((row for row in self.rows if not row.ok), key=lambda row: bool(row.follows))
 
     def of(self, name: str, kind: str | None = None) -> Row:
-        """The row of a name: of its kinds the first that is wrong, or the first. Raises KeyError for another name."""
+        """The row of a name. If there are several kinds, the first one that is wrong, or else the first. Raises
+        KeyError for an unknown name."""
         found = [row for row in self.rows if row.name == name and kind in (None, row.kind)]
         if not found:
             names = ", ".join(dict.fromkeys(row.name for row in self.rows))
@@ -98,13 +99,13 @@ class ParallelReport:
         return next((row for row in found if not row.ok), found[0])
 
     def raise_if_wrong(self) -> ParallelReport:
-        """Raise ParallelError with the whole report where anything is wrong; otherwise return the report."""
+        """Raise ParallelError with the whole report if anything is wrong; otherwise return the report."""
         if not self.ok:
             raise ParallelError(str(self))
         return self
 
     def summary(self) -> str:
-        """One line: how many are wrong, or how close all are."""
+        """One line: how many tensors are wrong, or how close they all are."""
         on = f" on {self.mesh}" if self.mesh else ""
         if self.ok:
             return f"{_counted(self.rows)} equal to the unsharded reference's{on}; {_loss_gap(self.rows)}"
@@ -123,7 +124,7 @@ class ParallelReport:
         return f"ParallelReport: {self.summary()}"
 
     def table(self) -> str:
-        """One line a tensor, the right ones too."""
+        """One line per tensor, including those that are right."""
         cells = [(row.title, row.layout, "ok" if row.ok else "WRONG", row.words) for row in self.rows]
         widths = [max((len(line[place]) for line in cells), default=0) for place in range(3)]
         lines = ["  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]) for line in cells]
@@ -142,7 +143,7 @@ class ParallelReport:
         return f"<details{shown}><summary>{escape(self.summary())}</summary>{notes}{body}</details>"
 
     def to_json(self) -> str:
-        """All of it, as text that `from_json` reads back: one rank judges, and tells the others."""
+        """The whole report as text that `from_json` reads back: one rank compares, and sends it to the others."""
         return json.dumps({"rows": [asdict(row) for row in self.rows], "mesh": self.mesh, "notes": self.notes})
 
     @classmethod
@@ -154,7 +155,7 @@ class ParallelReport:
 
 
 def perturbed(names: Sequence[str]) -> str:
-    """The note on parameters that were constant, and so were given other values for the check."""
+    """The note about parameters that were constant, and therefore were given other values for the check."""
     if len(names) == 1:
         return f"{names[0]} was constant, so it had other values during the check"
     return f"{len(names)} parameters, such as {names[0]}, were constant, so they had other values during the check"

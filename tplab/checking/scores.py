@@ -1,4 +1,4 @@
-"""Scores of attention: whether what a softmax takes has the reference's scale, and is whole."""
+"""Attention scores: whether the input of a softmax has the reference's scale, and is whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tplab.checking.verdict import Verdict
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 
-MASKED = -3e4  # what is smaller is masked: -inf, the smallest float16, -1e9
+MASKED = -3e4  # anything below is masked: -inf, the smallest float16, -1e9
 
 
 def wrong_scores(
@@ -19,11 +19,11 @@ def wrong_scores(
     mesh: Mesh,
     judge: Callable[[np.ndarray, Sequence[np.ndarray]], tuple[Layout, Verdict] | None],
 ) -> tuple[str, str] | None:
-    """A mistake and the words for it, where the first scores that are wrong show one.
+    """A mistake and the words for it, if the first wrong scores show one.
 
-    want    what each softmax of the reference takes, in order
-    told    the same of each rank's model
-    judge   the layout and the verdict of a tensor; None where the ranks' shapes are those of no layout
+    want    the input of each softmax in the reference, in order
+    told    the same for each rank's model
+    judge   the layout and the verdict of a tensor; None if the ranks' shapes fit no layout
     """
     for index, whole in enumerate(want):
         pieces = [_without_mask(scores[index]) for scores in told if index < len(scores)]
@@ -52,7 +52,7 @@ def _without_mask(scores: np.ndarray) -> np.ndarray:
 
 
 def _ratio(pieces: Sequence[np.ndarray], wanted: Sequence[np.ndarray], slack: float) -> float | None:
-    """By what all ranks' scores are a multiple of those wanted; None where they are none."""
+    """The factor between all ranks' scores and those wanted; None if there is none."""
     weight = sum(float((want * want).sum()) for want in wanted)
     ratio = sum(float((piece * want).sum()) for piece, want in zip(pieces, wanted)) / max(weight, 1e-300)
     gap = max(float(np.abs(piece - ratio * want).max(initial=0)) for piece, want in zip(pieces, wanted))

@@ -1,7 +1,7 @@
-"""A verdict: what is wrong with a tensor that ranks hold, in words, from its numbers and those of the unsharded answer.
+"""A verdict: says what is wrong with a tensor, given what the ranks hold and the unsharded answer.
 
-Most mistakes of tensor parallelism leave a mark in the numbers: a sum that is made once too often multiplies by the
-number of ranks; a sum that is forgotten leaves each rank with its part, and the parts add up to the answer.
+Most mistakes in tensor parallelism leave a mark in the numbers: a sum made once too often multiplies by the number of
+ranks; a missing sum leaves each rank with its part, and the parts add up to the answer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 
 
 class Verdict(NamedTuple):
-    """What was found of one tensor.
+    """What was found for one tensor.
 
-    ok          whether it is the answer, up to rounding
-    error       how far the worst rank is off, relative to the largest element of the answer
-    tolerance   what rounding can explain, in the same measure
-    words       what was found
-    mistake     a word for it: "", "scaled", "partial", "mean", "disagree", "missing", "shape", "not finite", "tied",
+    ok          whether it equals the answer, up to rounding
+    error       how far off the worst rank is, relative to the largest element of the answer
+    tolerance   how much error rounding can explain, also relative to it
+    words       what was found, in words
+    mistake     a keyword for it: "", "scaled", "partial", "mean", "disagree", "missing", "shape", "not finite", "tied",
                 "values", "pieces", "fused", "bias", "scale", "softmax", "gather", "other"
-    axes        over which a sum is missing, or made once too often
+    axes        the axes over which a sum is missing, or made once too often
     """
 
     ok: bool
@@ -47,13 +47,13 @@ class Rounding:
     """How far a sum may be off because its terms were added in another order.
 
     dtype   "float64", "float32", "bfloat16", "float16": one rounding is eps of it, 2.2e-16, 1.2e-7, 7.8e-3 or 9.8e-4
-    terms   of the longest sum: features, words or tokens. Roundings are as good as random: n of them give sqrt(n) eps.
-            Kernels add 16-bit products up in float32 and round once, so there it is 1
+    terms   of the longest sum: features, words or tokens. Rounding errors are practically random: n of them give
+            sqrt(n) eps. Kernels add up 16-bit products in float32 and round once, so for 16 bits it is 1
     depth   how many such sums follow one another
 
-    8 eps sqrt(terms depth), relative to the largest element: what is larger needs another explanation. Sums in which
-    terms cancel lose more: where `own` is known, how far rounding takes the reference itself from the exact answer, 4
-    times that passes too.
+    The limit is 8 eps sqrt(terms depth), relative to the largest element: a larger error needs another explanation.
+    Sums whose terms cancel lose more. So if `own` is known, the reference's own rounding error, 4 times that is
+    accepted too.
     """
 
     dtype: str
@@ -67,7 +67,7 @@ class Rounding:
         """From dtypes and sizes: the longest sum is over features, words or tokens.
 
         parameters   the dtype and the shape of each
-        inputs       the shape of each, and whether it has features (floating point), which are not counted as tokens
+        inputs       the shape of each, and whether its last dim is features (floating point) and not tokens
         """
         parameters = list(parameters)
         tokens = [math.prod(shape[:-1] if has_features else shape) for shape, has_features in inputs if len(shape)]
@@ -104,12 +104,12 @@ def judge(
 ) -> Verdict:
     """Compare what each rank has with its piece of the unsharded answer.
 
-    pieces      one per rank of the mesh; None where a rank has none
-    reference   the whole; None where there is none
-    layout      how it lies on the mesh. A piece may be padded: what is beyond the layout's must be zeros
+    pieces      one per rank of the mesh; None for a rank that has none
+    reference   the whole tensor; None if there is none
+    layout      how it is laid out on the mesh. A piece may be padded: elements beyond the layout's must be zeros
     what        "gradient", "output", "loss", "parameter"
-    largest     the largest element among all tensors of this kind: what is smaller than rounding of it counts as zero
-    own         how far rounding takes the reference itself from the exact answer, relative to its largest element
+    largest     the largest element among all tensors of this kind: anything below its rounding error counts as zero
+    own         the reference's own rounding error, relative to its largest element
     """
     if reference is None or any(piece is None for piece in pieces):
         return _judge_none(pieces, reference, what)
@@ -135,7 +135,7 @@ def judge(
 
     size = _largest(reference)
     is_noise = own is None or 4 * own > 1
-    if size <= rounding.tolerance * largest and is_noise:  # as the gradient of key's bias, which softmax does not see
+    if size <= rounding.tolerance * largest and is_noise:  # such as the gradient of key's bias, which softmax ignores
         error = max(map(_largest, got)) / (largest or 1.0)
         is_zero = error <= (rounding.tolerance if largest else 0.0)
         words = "zero, as in the reference" if error == 0 else "zero up to rounding, as in the reference"
@@ -153,10 +153,10 @@ def judge(
 def slack_of_step(
     before: np.ndarray, after: np.ndarray, gradient: np.ndarray | None, rounding: Rounding, largest: float
 ) -> np.ndarray:
-    """By how much rounding of the gradients may change each parameter in a step from `before` to `after`.
+    """How much rounding of the gradients may change each parameter in a step from `before` to `after`.
 
-    Adam divides a gradient by its own size: rounding is a large part of the step of a small element, and all of it
-    where the gradient is nothing else.
+    Adam divides a gradient by its own size, so rounding is a large part of a small element's step, and all of it if the
+    gradient is only rounding error.
     """
     if gradient is None:
         return np.zeros_like(after)
@@ -209,7 +209,7 @@ class _Case:
         scales = []
         for g, w in zip(self.got, self.want):
             if _largest(w) <= self.tolerance * self.size:
-                continue  # no element of the answer here tells
+                continue  # no element of the answer here is informative
             scale = float((g * w).sum() / (w * w).sum())
             if not self._close(g, scale * w, slack=max(abs(scale), 1.0)) or _largest(g) == 0:
                 return None
@@ -266,7 +266,7 @@ class _Case:
         return None
 
     def _scale_of_sum(self, total: dict[int, np.ndarray], count: int) -> float | None:
-        """By what the parts' sum is a multiple of the answer, where it is the same one on every rank."""
+        """The factor between the parts' sum and the answer, if it is the same on every rank."""
         pairs = [
             (total[r], self.want[r]) for r in self.mesh.ranks if _largest(self.want[r]) > self.tolerance * self.size
         ]
@@ -276,7 +276,7 @@ class _Case:
         return scales[0] if fits else None
 
     def _pieces(self) -> Answer | None:
-        """Every rank has a piece of the answer, but another one's; or pieces that are cut otherwise."""
+        """Every rank has a piece of the answer, but another rank's; or the pieces are cut differently."""
         if not self.layout.spec.axis_names:
             return None
         places = []
@@ -308,7 +308,7 @@ class _Case:
         return "disagree", f"{words} {_label(tuple(spare))}{some}", ()
 
     def _rows(self) -> Answer | None:
-        """A part of the rows or columns is right: a fused weight of which one part is, a bias of which one piece is."""
+        """Some rows or columns are right: one part of a fused weight, or one piece of a bias."""
         for dim in range(self.reference.ndim):
             wrong = [np.abs(g - w).max(axis=_others(g.ndim, dim)) > self.tolerance * self.size
                      for g, w in zip(self.got, self.want) if g.size]  # fmt: skip
@@ -338,7 +338,7 @@ def _judge_none(pieces: Sequence[np.ndarray | None], reference: np.ndarray | Non
 
 
 def _without_padding(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The piece without the zeros behind it that make the last ranks' pieces as large as the others'."""
+    """The piece without the trailing zeros that make the last ranks' pieces as large as the others'."""
     if piece.ndim != len(shape) or any(size < wanted for size, wanted in zip(piece.shape, shape)):
         return piece
     cut = piece[tuple(slice(0, size) for size in shape)]
@@ -346,7 +346,7 @@ def _without_padding(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def axis_sets(mesh: Mesh, without: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
-    """The mesh's axes of more than one rank, alone and together."""
+    """The mesh's axes with more than one rank: each alone, and all combinations."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1 and name not in without]
     for count in range(1, len(names) + 1):
         yield from combinations(names, count)

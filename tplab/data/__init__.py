@@ -1,4 +1,4 @@
-"""The data dimension, as far as no framework is needed: which gradients travel together; ZeRO; block quantisation."""
+"""Data parallelism, where no framework is needed: gradient buckets, ZeRO, block quantisation."""
 
 from tplab.data.quantization import Quantized, error_bound, quantized_bytes
 from tplab.data.zero_plus_plus import ZeroPlusPlus, secondary_bytes, step_bytes

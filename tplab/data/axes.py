@@ -1,4 +1,4 @@
-"""The axes along which ranks have other data: where parameters are cut, and where pieces have copies."""
+"""The axes along which ranks have different data: those that cut parameters, and those that replicate the pieces."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def data_axes(
     """The names in `axis` and `replicate_axis`.
 
     axis             along which parameters are cut into pieces
-    replicate_axis   along which the pieces have copies
-    reshard_axis     along which second pieces are cut, as `reshard_after_forward` names it: a part of `axis`, since
-                     elsewhere ranks may have other parameters
-    Raises MeshError where they do not go together.
+    replicate_axis   along which the pieces are replicated
+    reshard_axis     along which second pieces are cut, as given to `reshard_after_forward`: a part of `axis`, since
+                     ranks along other axes may have other parameters
+    Raises MeshError if they do not fit together.
     """
     names = mesh.names(axis)
     if reshard_axis is not None and not set(mesh.names(reshard_axis)) <= set(names):

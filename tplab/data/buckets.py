@@ -1,7 +1,7 @@
-"""Buckets: gradients that travel together, in the order in which a backward pass makes them.
+"""Buckets: gradients that are sent together, in the order in which a backward pass computes them.
 
-A backward pass begins at the loss, so the last layer's gradients are there first. Gradients are therefore put into
-buckets from the last parameter to the first, and a bucket can leave as soon as its last gradient is there:
+A backward pass begins at the loss, so the last layer's gradients are ready first. Gradients are therefore put into
+buckets from the last parameter to the first, and a bucket can be sent as soon as its last gradient is ready:
 
     parameters   0 1 2 3 4 5          bytes 8 8 4 4 4 4, bucket_bytes=12
     buckets      [5 4 3] [2 1] [0]          12, 12 and 8 bytes
@@ -13,12 +13,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 BUCKET_BYTES = 25 << 20
-"""25 MiB, which is what torch's DistributedDataParallel takes too."""
+"""25 MiB, which is also the default of torch's DistributedDataParallel."""
 
 
 class Gradient(NamedTuple):
-    """What is known of a gradient before it is there: its elements, the bytes of each, and its kind. Gradients of one
-    kind, such as a dtype, can share a flat buffer."""
+    """What is known about a gradient before it is computed: its elements, the bytes of each, and its kind. Gradients of
+    one kind, such as a dtype, can share a flat buffer."""
 
     size: int
     itemsize: int
@@ -38,14 +38,14 @@ class Piece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Gradients of one kind, one behind the other in a flat buffer."""
+    """Gradients of one kind, one after the other in a flat buffer."""
 
     kind: Any
     pieces: tuple[Piece, ...]
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """How many elements the bucket has."""
         return sum(piece.size for piece in self.pieces)
 
     @property
@@ -55,11 +55,10 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None) -> tuple[Bucket, ...]:
-    """Put every gradient into one bucket, from the last to the first; the bucket that is full first comes first.
+    """Put each gradient into one bucket, from the last to the first; the bucket that is full first comes first.
 
     gradients      in the order of the parameters, which is that of the forward pass
-    bucket_bytes   what a bucket holds at most. A gradient that is larger has a bucket of its own; None: every gradient
-                   has one
+    bucket_bytes   the most that a bucket holds. A larger gradient gets its own bucket; None: every gradient does
     Raises ValueError for a negative number of bytes. Li et al. 2020, "PyTorch Distributed", section 3.2.
     """
     limit = _check_bucket_bytes(bucket_bytes)

@@ -1,4 +1,4 @@
-"""Clipping by the global norm: what can be asked for, and which axes a spec cuts along."""
+"""Clipping by the global norm: checks of its arguments, and the axes that a spec cuts along."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.mesh import Mesh
 from tplab.sharding import P
 
 EPSILON = 1e-6
-"""Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 def check_norm_type(norm_type: Any) -> float:
@@ -25,7 +25,7 @@ def check_norm_type(norm_type: Any) -> float:
 
 
 def check_max_norm(max_norm: Any) -> float:
-    """Raises ValueError where it is negative or no number."""
+    """The largest norm that is allowed. Raises ValueError if it is negative or not a number."""
     most = float(max_norm)
     if not most >= 0:
         raise ValueError(f"max_norm is {max_norm!r}; it must be the largest norm that is left alone, 0 or more")
@@ -33,7 +33,7 @@ def check_max_norm(max_norm: Any) -> float:
 
 
 def spec_of(name: Any, specs: Mapping[Any, Any] | None, what: str) -> P:
-    """How a parameter lies on the mesh; whole on every rank where there are no specs. Raises SpecError."""
+    """How a parameter is sharded; replicated if there are no specs. Raises SpecError."""
     if specs is None:
         return P()
     spec = specs.get(name)
@@ -46,7 +46,7 @@ def spec_of(name: Any, specs: Mapping[Any, Any] | None, what: str) -> P:
 
 
 def specs_in(specs: Any) -> list[Any]:
-    """What stands in {name: P}, if there is one. Raises SpecError for what has no names."""
+    """The values of {name: P}, if it is given. Raises SpecError if it is not a mapping."""
     if specs is None:
         return []
     if not isinstance(specs, Mapping):
@@ -70,5 +70,5 @@ def cut_along(specs: Iterable[Any], mesh: Mesh, more: Iterable[str] = ()) -> tup
 
 
 def root(total: Any, p: float) -> Any:
-    """The norm, of a sum of p-th powers; of a maximum, that."""
+    """The norm from a sum of p-th powers. For p = infinity the total is a maximum, and is the norm itself."""
     return total if math.isinf(p) else total ** (1 / p)

@@ -1,4 +1,4 @@
-"""Two levels: ranks of one node first, then across nodes, or the reverse. Which axes are which, and who holds what."""
+"""Two levels: first among the ranks of a node, then across nodes, or the reverse. Which axes belong to which level."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Levels(NamedTuple):
 
     inside, across   the axes of each level
     sizes            of all the axes, in the order in which positions are counted
-    places           where the axes of `inside`, then those of `across`, are among them: rows in the order of positions
-                     [R, n], reshaped to [*sizes, n] and permuted by `places`, are [inside, across, n]
+    places           the indices of the axes of `inside`, then of `across`, among all axes: rows in the order of
+                     positions [R, n], reshaped to [*sizes, n] and permuted by `places`, are [inside, across, n]
     """
 
     inside: tuple[str, ...]
@@ -38,7 +38,7 @@ def levels_of(mesh: Mesh, axis: Axis, inside: Axis) -> Levels:
 
         levels_of(Mesh(node=2, gpu=4), ("node", "gpu"), inside="gpu")
 
-    Raises MeshError where `inside` is not a part of `axis`.
+    Raises MeshError if `inside` is not a part of `axis`.
     """
     names, inner = mesh.names(axis), mesh.names(inside)
     if not set(inner) < set(names):

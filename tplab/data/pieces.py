@@ -1,4 +1,4 @@
-"""Which elements of which parameter each rank holds, where ranks share parameters (ZeRO), and how they travel."""
+"""Which elements of which parameter each rank holds if ranks share parameters (ZeRO), and how they are sent."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tplab.sharding import cut
 class Pieces:
     """Some parameters, each cut into one piece per rank. R ranks.
 
-    Every parameter is read as a row of numbers, and `cut(size, R, "ceil")` says who holds which: 10 numbers over 4
-    ranks are 3 3 3 1, and 3 numbers over 4 ranks 1 1 1 0. So a rank holds some of every parameter, of any shape.
+    Each parameter is flattened, and `cut(size, R, "ceil")` says which rank holds which elements: 10 numbers over 4
+    ranks are 3 3 3 1, and 3 numbers over 4 ranks are 1 1 1 0. So parameters of any shape can be shared.
 
-    Together they travel in one message, [R, width]: row r has rank r's piece of each parameter, one behind another, and
-    each piece is padded to the longest. An all_gather of the rows, or a reduce_scatter to them, sends
-    (R-1) * width elements from each rank.
+    All parameters are sent in one message, [R, width]: row r has rank r's piece of each parameter, one after the other,
+    and each piece is padded to the longest. In an all_gather of the rows, or a reduce_scatter to them, each rank sends
+    (R-1) * width elements.
 
         Pieces(((2, 5), (3,)), 4)       a weight of 10 numbers, a bias of 3
 
-        rank 0   0 1 2 | 0          the numbers are places in the parameter
+        rank 0   0 1 2 | 0          the numbers are indices into the parameter
         rank 1   3 4 5 | 1
         rank 2   6 7 8 | 2
         rank 3   9 . . | .          a dot is padding
@@ -38,12 +38,12 @@ class Pieces:
 
     @cached_property
     def ranges(self) -> tuple[tuple[range, ...], ...]:
-        """Of each parameter, the elements that each rank holds."""
+        """The elements of each parameter that each rank holds."""
         return tuple(cut(size, self.num_ranks, "ceil") for size in self.sizes)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """The elements of each parameter in one row of the message: those of rank 0, which has most."""
+        """How many elements of each parameter are in one row of the message: as many as rank 0 has, which has most."""
         return tuple(len(ranges[0]) for ranges in self.ranges)
 
     @cached_property
@@ -54,11 +54,11 @@ class Pieces:
 
     @property
     def width(self) -> int:
-        """Elements in a row."""
+        """How many elements a row has."""
         return sum(self.widths)
 
     def num_held(self, index: int) -> int:
-        """Elements that the rank at position `index` holds, without padding."""
+        """How many elements the rank at position `index` holds, without padding."""
         return sum(len(ranges[index]) for ranges in self.ranges)
 
     def __str__(self) -> str:

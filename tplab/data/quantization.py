@@ -1,11 +1,11 @@
-"""Block quantisation: numbers become small whole numbers, and every block of them shares one scale.
+"""Block quantisation: numbers become small integers, and every block of them shares one scale.
 
     scale = max |x| of the block / L       L = 127 for 8 bits, 7 for 4 bits
-    code  = round(x / scale)               a whole number from -L to L; halves go to the even one
+    code  = round(x / scale)               an integer from -L to L; halves round to even
     x'    = code * scale                   |x' - x| <= scale / 2: at most half a step
 
-A block is `block` elements in a row, and the last one may be shorter. Two codes of 4 bits share a byte, the first one
-in its lower half. What is said here holds for `quantize` of NumPy (this module), torch and JAX, which agree to the bit:
+A block is `block` consecutive elements; the last block may be shorter. Two codes of 4 bits share a byte, the first one
+in its lower half. All this holds for `quantize` in NumPy (this module), torch and JAX, which agree to the bit:
 
     all zeros     the scale is 0, and zeros come back
     tiny numbers  a scale below 2.4e-38 counts as 0: devices that flush subnormal numbers would not agree on the codes
@@ -27,7 +27,8 @@ LEVELS = {8: 127, 4: 7}
 """Bits -> the largest code."""
 
 INVERSE = {bits: np.float32(1 / level) for bits, level in LEVELS.items()}
-"""1 / L. A scale is a product: compilers turn a division by a constant into one, and bits must not depend on that."""
+"""1 / L. The scale is computed as a product, because compilers may turn a division by a constant into one, and the bits
+must not depend on that."""
 
 SMALLEST = np.float32(2.0**-125)
 """The smallest scale: twice the smallest normal float32, so that a subnormal x rounds to 0 whether flushed or not."""
@@ -41,7 +42,7 @@ class Quantized:
 
     codes    int8 [n] for 8 bits, uint8 [ceil(n / 2)] for 4 bits: the elements row by row
     scales   float32, one per block
-    shape    of the tensor: n elements
+    shape    the shape of the tensor, which has n elements
     bits     8 or 4
     block    elements per scale; None: one scale for the whole tensor
     """
@@ -58,7 +59,7 @@ class Quantized:
 
 
 class QuantizedBytes(NamedTuple):
-    """What a quantised tensor takes, in memory and on its way."""
+    """The bytes of a quantised tensor, in memory and when it is sent."""
 
     codes: int
     scales: int
@@ -75,7 +76,7 @@ def quantized_bytes(num_elements: int, bits: int, block: int | None) -> Quantize
 
 
 def check_quantization(bits: Any, block: Any) -> None:
-    """Raise ValueError for bits or a block that there cannot be, TypeError for a block that is no whole number."""
+    """Raise ValueError for impossible bits or block sizes, and TypeError for a block size that is not an integer."""
     if bits not in LEVELS:
         raise ValueError(f"bits is {bits!r}; it must be 8 or 4")
     if block is not None and whole_number(block, "block") < 1:
@@ -83,7 +84,7 @@ def check_quantization(bits: Any, block: Any) -> None:
 
 
 def check_is_float(dtype: Any, *, is_float: bool) -> None:
-    """Raise TypeError for what is not made of real fractions."""
+    """Raise TypeError for a dtype that is not real floating point."""
     if not is_float:
         raise TypeError(f"quantize takes floating-point numbers, not {dtype}; convert the tensor to float32 first")
 
@@ -102,14 +103,14 @@ def num_blocks(num_elements: int, block: int | None) -> int:
 
 
 def quantize(x: np.ndarray, bits: int = 8, block: int | None = 256) -> Quantized:
-    """x [...], n elements   ->   codes and scales, as this module's first lines say."""
+    """x [...], n elements   ->   codes and scales, as described at the top of this module."""
     check_quantization(bits, block)
     check_is_float(x.dtype, is_float=np.issubdtype(x.dtype, np.floating))
     flat = x.astype(np.float32).reshape(-1)
     size, blocks = block_size(flat.size, block), num_blocks(flat.size, block)
     padded = np.zeros((blocks, size), np.float32)
     padded.reshape(-1)[: flat.size] = flat
-    with np.errstate(all="ignore"):  # of inf, NaN and 0 / 0, which have their own lines below
+    with np.errstate(all="ignore"):  # inf, NaN and 0 / 0 are handled below
         scales = np.abs(padded).max(-1) * INVERSE[bits]
         scales = np.where(scales >= SMALLEST, scales, np.where(np.isnan(scales), np.float32(np.nan), np.float32(0)))
         scales = np.where(np.isinf(scales), np.float32(np.nan), scales)
@@ -127,9 +128,9 @@ def dequantize(quantized: Quantized) -> np.ndarray:
 
 
 def error_bound(quantized: Quantized) -> np.ndarray:
-    """How far each element may be off, [...]: half a step of its block, and the rounding of float32 (2**-15 of a step).
+    """How far off each element may be, [...]: half a step of its block, plus float32 rounding (2**-15 of a step).
 
-    A block without a scale holds numbers below 127 * 2.4e-38, which all come back as 0.
+    A block whose scale is 0 holds numbers below 127 * 2.4e-38, which all come back as 0.
     """
     n = math.prod(quantized.shape)
     scales = np.asarray(quantized.scales, np.float64)
@@ -138,11 +139,11 @@ def error_bound(quantized: Quantized) -> np.ndarray:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Two codes of 4 bits per byte; after an odd number of them, the last half byte is empty."""
+    """Two codes of 4 bits per byte; if their number is odd, the last half byte is empty."""
     nibbles = np.pad(codes, (0, codes.size % 2)).view(np.uint8) & 15
     return nibbles[0::2] | (nibbles[1::2] << 4)
 
 
 def _unpacked(packed: np.ndarray) -> np.ndarray:
     nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(-1).view(np.int8)
-    return nibbles - ((nibbles & 8) << 1)  # 15 is -1
+    return nibbles - ((nibbles & 8) << 1)  # 15 becomes -1

@@ -1,4 +1,4 @@
-"""Text to train on, as bytes, and the batches of it: the same batch for every number of data-parallel ranks."""
+"""Text to train on, as bytes, and its batches, which are the same for every number of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODULES = (
     "typing",
     "zipfile",
 )
-"""Of Python's standard library: well-written code that every machine has. What one Python lacks is left out."""
+"""Modules of Python's standard library: well-written code that every machine has. Missing ones are skipped."""
 
 
 def python_source() -> bytes:
@@ -58,7 +58,7 @@ def python_source() -> bytes:
 
 
 class Text:
-    """Bytes to train on. The last tenth is held out: no batch to train on has any of it.
+    """Bytes to train on. The last tenth is held out: no training batch contains any of it.
 
     text = Text(python_source())
     ids, targets = text.batch(step=0, size=8, length=64)      # [8, 64] each; targets are the next bytes
@@ -75,25 +75,26 @@ class Text:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The batch of a step: ids and the bytes that follow them, [size, length] of int64.
 
-        rank, num_ranks   along the data axis: [size / num_ranks, length], from row rank * size / num_ranks on
+        rank, num_ranks   along the data axis: returns [size / num_ranks, length], starting at row
+                          rank * size / num_ranks
 
-        Where the rows begin is drawn from (seed, step) alone. So the ranks together have the same batch, however many
-        they are, and a run that is resumed goes on with the batches it would have had.
-        Raises ShapeError where the ranks cannot share the batch equally, or the text is too short.
+        The start of each row is drawn from (seed, step) alone. So the ranks together have the same batch, however many
+        there are, and a resumed run continues with the batches it would have had.
+        Raises ShapeError if the ranks cannot share the batch equally, or the text is too short.
         """
         rows = share(size, num_ranks, "the batch has size", sharers="data-parallel ranks")
         begins = np.random.default_rng([seed, step]).integers(0, self._last(length, 0, self.num_trained), size)
         return self._rows(begins[rank * rows : (rank + 1) * rows], length)
 
     def held_out(self, size: int, length: int, *, rank: int = 0, num_ranks: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """A batch of what is held out, always the same: `size` rows, spread evenly."""
+        """A batch of the held-out text, always the same: `size` rows, spread evenly."""
         rows = share(size, num_ranks, "the batch has size", sharers="data-parallel ranks")
         end = self._last(length, self.num_trained, len(self.tokens))
         begins = np.linspace(self.num_trained, end - 1, size).astype(int)
         return self._rows(begins[rank * rows : (rank + 1) * rows], length)
 
     def _last(self, length: int, begin: int, end: int) -> int:
-        """Behind the last place at which a row can begin."""
+        """One past the last position at which a row can begin."""
         if end - begin <= length:
             raise ShapeError(
                 f"rows of {length} bytes and the one that follows need a text of more than {length} bytes, and this "

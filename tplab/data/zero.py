@@ -3,7 +3,7 @@
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5 and 7
 (arXiv:1910.02054). M parameters on R ranks, in bytes per parameter and elements sent per rank, times (R-1)/R:
 
-    stage   divided over the ranks           bytes kept       sent                                        in total
+    stage   divided over the ranks           bytes kept       sent                                        total
     0       nothing: data parallelism        16               all_reduce of gradients                     2 M
     1       states of the optimizer          4 + 12/R         reduce_scatter of gradients,                2 M
                                                               all_gather of parameters
@@ -11,8 +11,8 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
     3       ... and parameters               16/R             all_gather forward and again backward,      3 M
                                                               reduce_scatter of gradients
 
-The 16 bytes are those of mixed precision with Adam: a parameter and its gradient in bfloat16 (2 + 2), and in float32
-the optimizer's copy of the parameter, the momentum and the variance (4 + 4 + 4).
+The 16 bytes are for mixed precision with Adam: a parameter and its gradient in bfloat16 (2 + 2), and the optimizer's
+copy of the parameter, the momentum and the variance in float32 (4 + 4 + 4).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MIXED_ADAM = StateBytes(2, 2, 12)
 def bytes_per_parameter(stage: int, num_ranks: int, each: StateBytes = MIXED_ADAM) -> StateBytes:
     """The bytes that each of `num_ranks` ranks keeps per parameter of the whole model, by kind.
 
-    each   what one parameter takes on one device
-    Raises ValueError for a stage that there is not.
+    each   the bytes of one parameter on one device
+    Raises ValueError for an unknown stage.
     """
     _check_stage(stage)
     divided = [num_ranks if stage >= first else 1 for first in (3, 2, 1)]
@@ -56,9 +56,9 @@ def bytes_per_parameter(stage: int, num_ranks: int, each: StateBytes = MIXED_ADA
 def state_bytes(
     stage: int, sizes: Iterable[int], num_ranks: int, index: int, each: StateBytes = MIXED_ADAM
 ) -> StateBytes:
-    """The same for parameters of these sizes, on the rank at position `index`, to the byte.
+    """The exact bytes for parameters of these sizes, on the rank at position `index`.
 
-    Where R does not divide a size, the first ranks hold more: ceil(size / R) elements, and the last ones less.
+    If R does not divide a size, the first ranks hold ceil(size / R) elements, and the last ones hold less.
     """
     _check_stage(stage)
     sizes = list(sizes)
@@ -68,10 +68,10 @@ def state_bytes(
 
 
 def elements_sent(stage: int, pieces: Iterable[Pieces], *, reshard_after_forward: bool = True) -> int:
-    """The elements that each rank sends in a step, under the ring algorithm: of 2 M or 3 M, the part (R-1)/R.
+    """The elements that each rank sends in a step with the ring algorithm: (R-1)/R of 2 M or 3 M.
 
-    pieces                  of all buckets or units, whose padding travels too; at stage 0 nothing is padded
-    reshard_after_forward   stage 3: whether parameters are let go after the forward pass and gathered again
+    pieces                  of all buckets or units, including their padding, which is also sent; stage 0 has no padding
+    reshard_after_forward   stage 3: whether parameters are freed after the forward pass and gathered again
     """
     _check_stage(stage)
     passes = 3 if stage == 3 and reshard_after_forward else 2

@@ -1,17 +1,17 @@
 """ZeRO++ in numbers: what each rank of a ZeRO stage-3 step sends across nodes and inside them, and what it keeps.
 
 M parameters of 2 bytes on O nodes of I ranks: each rank holds M / (O I). A step gathers them for the forward pass and
-again for the backward pass, and reduce-scatters gradients. In two levels, what leaves a node, times (O-1)/O:
+again for the backward pass, and reduce-scatters gradients. With two levels, each node sends, times (O-1)/O:
 
-                                                           forward   backward   gradients   in total
+                                                           forward   backward   gradients      total
     ZeRO stage 3                                                 M          M           M        3 M
-    qwZ  weights travel as codes of 8 bits                     M/2        M/2           M        2 M
+    qwZ  weights are sent as codes of 8 bits                   M/2        M/2           M        2 M
     hpZ  each rank keeps a second piece, 1 / I of all            M          0           M        2 M
-    qgZ  gradients travel as codes of 4 bits                     M          M         M/4     2.25 M
+    qgZ  gradients are sent as codes of 4 bits                   M          M         M/4     2.25 M
     all three                                                  M/2          0         M/4     0.75 M
 
-and 4 bytes of scale for each block of codes. The second piece is cut from what the forward pass has gathered. The ranks
-of a node together have all of it, so that the backward pass gathers inside the node, where links are fast, and in full.
+and 4 bytes of scale for each block of codes. The second piece is cut from what the forward pass has gathered. Together,
+the ranks of a node hold all of it, so the backward pass gathers inside the node, where links are fast, without codes.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
 section 3.
@@ -28,12 +28,12 @@ from tplab.mesh import Axis
 
 @dataclass(frozen=True)
 class ZeroPlusPlus:
-    """Which of ZeRO++'s savings a stage-3 step makes.
+    """Which of ZeRO++'s savings a stage-3 step uses.
 
     inside          the part of the axis whose ranks share a node
-    weight_bits     qwZ: gathered parameters travel as codes of 8 or 4 bits; None: as they are
-    secondary       hpZ: each rank keeps a second piece, and the backward pass gathers inside the node only
-    gradient_bits   qgZ: gradients travel as codes of 4 or 8 bits; None: as they are
+    weight_bits     qwZ: gathered parameters are sent as codes of 8 or 4 bits; None: unquantised
+    secondary       hpZ: each rank keeps a second piece, and the backward pass gathers only inside the node
+    gradient_bits   qgZ: gradients are sent as codes of 4 or 8 bits; None: unquantised
     block           elements that share a scale
     """
 
@@ -57,7 +57,7 @@ class LevelBytes(NamedTuple):
 
 
 class StepBytes(NamedTuple):
-    """What one rank sends in a stage-3 step, by its three passes."""
+    """What one rank sends in the three passes of a stage-3 step."""
 
     forward: LevelBytes
     backward: LevelBytes
@@ -65,23 +65,23 @@ class StepBytes(NamedTuple):
 
     @property
     def across(self) -> QuantizedBytes:
-        """In the whole step, to other nodes."""
+        """What the rank sends to other nodes in the whole step."""
         return QuantizedBytes(sum(one.across.codes for one in self), sum(one.across.scales for one in self))
 
     @property
     def inside(self) -> QuantizedBytes:
-        """In the whole step, inside the node."""
+        """What the rank sends inside its node in the whole step."""
         return QuantizedBytes(sum(one.inside.codes for one in self), sum(one.inside.scales for one in self))
 
 
 def step_bytes(
     num_elements: int, num_across: int, num_inside: int, options: ZeroPlusPlus, itemsize: int = 2
 ) -> StepBytes:
-    """What each rank sends in a step of one section (a layer whose parameters travel together), to the byte.
+    """The exact bytes that each rank sends in a step of one section (a layer whose parameters are sent together).
 
     num_elements             in a rank's row of the section: M / (O I), and padding
     num_across, num_inside   O nodes of I ranks
-    itemsize                 bytes of an element that travels as it is; those are counted as codes
+    itemsize                 bytes of an unquantised element; these bytes are counted as codes
     """
     weights = _row(num_elements, options.weight_bits, options.block, itemsize)
     gradients = _row(num_elements, options.gradient_bits, options.block, itemsize)
@@ -96,7 +96,7 @@ def step_bytes(
 
 
 def secondary_bytes(num_elements: int, num_across: int, options: ZeroPlusPlus, itemsize: int = 2) -> int:
-    """What hpZ keeps on each rank from the forward to the backward pass, in full: M / I elements."""
+    """The bytes that hpZ keeps on each rank from the forward to the backward pass: M / I elements, unquantised."""
     return num_across * num_elements * itemsize if options.secondary else 0
 
 

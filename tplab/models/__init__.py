@@ -1,4 +1,4 @@
-"""What the models of both frameworks share: their configurations, how their parameters lie, and their states."""
+"""What the models of both frameworks share: configurations, how parameters are sharded, and states."""
 
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs, gpt_state

@@ -1,4 +1,4 @@
-"""What the layers of both frameworks accept: one check, and one message, for both. They see sizes only."""
+"""What the layers of both frameworks accept: both share each check and its message. The checks only see sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tplab.mesh import Axis
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 REDUCTIONS = ("mean", "sum", "none")
 MODES = ("gather", "scatter", "none")
-"""Of the overlapped linear layers."""
+"""The modes of the overlapped linear layers."""
 
 Shape = Sequence[int]
 
@@ -19,7 +19,7 @@ Shape = Sequence[int]
 
 
 def check_column_input(shape: Shape, in_features: int, axis: Axis) -> None:
-    """Raise ShapeError where x does not have all input features of a column-parallel layer."""
+    """Raise ShapeError if x does not have all input features of a column-parallel layer."""
     if shape[-1] != in_features:
         raise ShapeError(
             f"ColumnParallelLinear takes x [..., {in_features}], but got {list(shape)}; every rank needs all input "
@@ -28,7 +28,7 @@ def check_column_input(shape: Shape, in_features: int, axis: Axis) -> None:
 
 
 def check_row_input(shape: Shape, expected: int, in_features: int, axis: Axis) -> None:
-    """Raise ShapeError where x does not have the `expected` ones of a row-parallel layer's input features."""
+    """Raise ShapeError if x does not have the `expected` number of a row-parallel layer's input features."""
     if shape[-1] == expected:
         return
     way_out = ""
@@ -43,7 +43,7 @@ def check_row_input(shape: Shape, expected: int, in_features: int, axis: Axis) -
 
 
 def check_row_modes(bias: bool, input_is_parallel: bool, sequence_dim: int | None, reduce_output: bool) -> None:
-    """Raise ValueError for modes of a row-parallel layer that do not go together."""
+    """Raise ValueError for modes of a row-parallel layer that cannot be combined."""
     if bias and not reduce_output:
         raise ValueError(
             "a bias on a partial sum is added once by each of the R ranks, R times in total; give bias=False and add "
@@ -57,7 +57,7 @@ def check_row_modes(bias: bool, input_is_parallel: bool, sequence_dim: int | Non
 
 
 def check_sequence_dim(shape: Shape, sequence_dim: int) -> None:
-    """Raise ShapeError where `sequence_dim` is no dim before the features."""
+    """Raise ShapeError unless `sequence_dim` is a dim before the features."""
     if not -len(shape) <= sequence_dim < len(shape) or sequence_dim % len(shape) == len(shape) - 1:
         raise ShapeError(
             f"sequence_dim={sequence_dim} of x {list(shape)}: it must be a dim before the last one, which holds the "
@@ -66,7 +66,7 @@ def check_sequence_dim(shape: Shape, sequence_dim: int) -> None:
 
 
 def check_norm_input(norm: str, shape: Shape, num_here: int, width: int) -> None:
-    """Raise ShapeError where x does not have the `num_here` of `width` features that a norm is for."""
+    """Raise ShapeError if x does not have the `num_here` of `width` features that a norm is for."""
     if shape[-1] == num_here:
         return
     way_out = ""
@@ -83,7 +83,7 @@ def check_norm_input(norm: str, shape: Shape, num_here: int, width: int) -> None
 def check_heads(
     width: int, num_heads: int, num_kv_heads: int, num_ranks: int, label: str, sequence_dim: int | None
 ) -> None:
-    """Raise ShapeError where the heads cannot be made, or cannot be shared."""
+    """Raise ShapeError if the heads are impossible, or cannot be shared equally."""
     if num_heads < 1 or width % num_heads:
         raise ShapeError(
             f"a width of {width} does not divide into {num_heads} heads; make it "
@@ -110,7 +110,7 @@ def check_heads(
 
 
 def check_attention_input(shape: Shape, width: int) -> None:
-    """Raise ShapeError where x is not [batch, sequence, width]."""
+    """Raise ShapeError if x is not [batch, sequence, width]."""
     if len(shape) != 3:
         raise ShapeError(f"ParallelSelfAttention takes x [batch, sequence, {width}], but got {list(shape)}")
 
@@ -125,7 +125,7 @@ def check_vocabulary(vocab_size: int) -> None:
 
 
 def check_loss(logits: Shape, ids: Shape, reduction: str, label_smoothing: float) -> None:
-    """Raise ValueError, or ShapeError, for what no loss can be taken of."""
+    """Raise ValueError or ShapeError if no loss can be computed from these arguments."""
     one_of("reduction", reduction, REDUCTIONS)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, from 0 to 1")
@@ -137,9 +137,9 @@ def check_loss(logits: Shape, ids: Shape, reduction: str, label_smoothing: float
 
 
 def check_words(num_columns: int, accepted: Sequence[int], vocab_size: int, whose: str, axis: Axis) -> None:
-    """Raise ShapeError where logits have neither as many columns as a rank has words, nor so many with padding.
+    """Raise ShapeError unless logits have one column per word of the rank, with or without padding.
 
-    whose   the sentence about them: "each of the 4 ranks of axis 'tp' has"
+    whose   how the sentence about the words begins: "each of the 4 ranks of axis 'tp' has"
     """
     if num_columns in accepted:
         return
@@ -157,7 +157,7 @@ def check_words(num_columns: int, accepted: Sequence[int], vocab_size: int, whos
 
 
 def check_sharded_input(layer: str, shape: Shape, num_here: int, in_features: int) -> None:
-    """Raise ShapeError where x does not have this rank's share of the input features."""
+    """Raise ShapeError if x does not have this rank's share of the input features."""
     if shape[-1] != num_here:
         way_out = "; that is all of x: scatter_to(x, axis) gives each rank its features"
         raise ShapeError(
@@ -167,7 +167,7 @@ def check_sharded_input(layer: str, shape: Shape, num_here: int, in_features: in
 
 
 def check_ring_weight(op: str, shape: Shape, num_features: int, num_pieces: int) -> None:
-    """Raise ShapeError where a weight is no matrix that takes `num_pieces` pieces of `num_features` each."""
+    """Raise ShapeError unless a weight is a matrix for `num_pieces` pieces of `num_features` each."""
     if len(shape) != 2:
         raise ShapeError(f"{op}: the weight is a matrix [F, D], as nn.Linear has it, not {list(shape)}")
     expected = num_features * num_pieces

@@ -1,4 +1,4 @@
-"""What the classifier of overlapped blocks is in either framework: how its parameters lie, blocking and overlapped."""
+"""The classifier of overlapped blocks, in either framework: how its parameters are sharded, blocking or overlapped."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tplab.sharding import P
 State = Mapping[str, Any]
 
 _MODES = {"up": "gather", "down": "scatter"}
-"""The layers of a block that have two forms, and which of them it is."""
+"""The layers of a block that have an overlapped form, and the mode of each."""
 
 
 def classifier_specs(num_layers: int, axis: Axis = "tp", *, overlap: bool = True) -> dict[str, P]:
-    """How the parameters of a ParallelClassifier lie on a mesh: name in the state -> P.
+    """How the parameters of a ParallelClassifier are sharded: name in the state -> P.
 
-    Whole, of an input of I features, width W, hidden H, C classes, over R ranks:
+    The whole shapes, for an input of I features, width W, hidden H, C classes, over R ranks:
 
         input            weight [W, I], bias [W]: split by features
         blocks.N.norm    weight [W]
@@ -35,9 +35,9 @@ def classifier_specs(num_layers: int, axis: Axis = "tp", *, overlap: bool = True
 
 
 def async_state(state: State, num_ranks: int, direction: str = "up") -> dict[str, Any]:
-    """The whole state of a blocking block or classifier -> that of the overlapped one. Numbers move, none changes.
+    """The whole state of a blocking block or classifier -> that of the overlapped one. Numbers move but do not change.
 
-    state   flat or nested, of any framework; each `up.weight` and `down.weight` is put into the order of the ring
+    state   flat or nested, of any framework; each `up.weight` and `down.weight` is reordered for the ring
     """
 
     def change(weight: Any, mode: str) -> Any:

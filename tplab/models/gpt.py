@@ -1,4 +1,4 @@
-"""What a GPT is, whatever framework it is made in: its sizes, and how its parameters lie on a mesh."""
+"""What a GPT is, in any framework: its sizes, and how its parameters are sharded."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NORMS = ("layer", "rms")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder of transformer blocks with learned positions and a head tied to the embedding, as GPT-2 is.
+    """A decoder of transformer blocks with learned positions and a head tied to the embedding, like GPT-2.
 
-    vocab_size     V, any number of words             num_layers     blocks
+    vocab_size     V, any number of words             num_layers     number of blocks
     width          D, of the residual stream          num_heads      H, which divides D
     context        the longest sequence               num_kv_heads   K, which divides H; H if None
     hidden         of the MLP; 4 D if None            activation     "gelu", "gelu_tanh" or "swiglu"
-    norm           "layer" or "rms"                   bias           of the linear layers
+    norm           "layer" or "rms"                   bias           whether linear layers have one
     dropout        of the embedding and of what each branch adds to the stream
-    deviation      of the first weights; those of the layers that add to the stream are smaller by sqrt(2 num_layers)
+    deviation      of the initial weights; for the layers that add to the stream, divided by sqrt(2 num_layers)
     """
 
     vocab_size: int
@@ -52,12 +52,12 @@ class GPTConfig:
 
     @property
     def kv_width(self) -> int:
-        """Features of all key heads."""
+        """How many features all key heads have together."""
         return (self.num_heads if self.num_kv_heads is None else self.num_kv_heads) * (self.width // self.num_heads)
 
 
 class Parameter(NamedTuple):
-    """One parameter: its whole shape, how it lies on a mesh, and the mean and deviation of what it starts with."""
+    """One parameter: its whole shape, how it is sharded, and the mean and deviation of its initial values."""
 
     shape: tuple[int, ...]
     spec: P
@@ -68,8 +68,8 @@ class Parameter(NamedTuple):
 def gpt_parameters(config: GPTConfig, axis: Axis = "tp") -> dict[str, Parameter]:
     """Every parameter of a GPT, by its name in the state.
 
-    Split over `axis`: the embedding's words; the features that query, key, value, gate and up give, and their bias; the
-    features that output and down take. Copies: their bias, the norms, the positions.
+    Split over `axis`: the embedding's words; the output features, and the bias, of query, key, value, gate and up; the
+    input features of output and down. Replicated: the bias of output and down, the norms, the positions.
     """
     deviation = config.deviation
     found = {
@@ -90,14 +90,15 @@ def gpt_parameters(config: GPTConfig, axis: Axis = "tp") -> dict[str, Parameter]
 
 
 def gpt_specs(config: GPTConfig, axis: Axis = "tp") -> dict[str, P]:
-    """How the parameters of a GPT lie on a mesh: name in the state -> P."""
+    """How the parameters of a GPT are sharded: name in the state -> P."""
     return {name: parameter.spec for name, parameter in gpt_parameters(config, axis).items()}
 
 
 def gpt_state(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """The first weights of a GPT, whole: name in the state -> array [...] of float64.
+    """The initial weights of a GPT, whole: name in the state -> array [...] of float64.
 
-    Drawn from the seed alone, as `gpt_parameters` says: the same numbers in both frameworks and on every mesh.
+    They are drawn from the seed alone, as `gpt_parameters` says, so they are the same in both frameworks and on every
+    mesh.
     """
     return {
         name: about.mean + about.deviation * np.random.default_rng([seed, number]).standard_normal(about.shape)
@@ -106,10 +107,11 @@ def gpt_state(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def gpt_layer_name(config: GPTConfig, layer: int, name: str = "") -> str:
-    """What a parameter of one of `gpt_layers` is called in the whole GPT's state: (1, "norm_1.weight") is
+    """The name that a parameter of one of `gpt_layers` has in the whole GPT's state: (1, "norm_1.weight") is
     "blocks.0.norm_1.weight".
 
-    The first layer has embedding and positions, the last one the norm and the embedding again. Between them are blocks.
+    The first layer has the embedding and the positions; the last one has the norm and the embedding again. The blocks
+    are in between.
     """
     return f"blocks.{layer - 1}.{name}" if 1 <= layer <= config.num_layers else name
 

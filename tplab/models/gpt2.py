@@ -1,6 +1,6 @@
-"""A GPT-2 of `transformers` in tplab's terms: its configuration, and its weights under our names.
+"""A GPT-2 of `transformers` converted for tplab: its configuration, and its weights under our names.
 
-Nothing here imports transformers or a framework: a state is a mapping of names to what NumPy can read.
+Nothing here imports transformers or a framework: a state is a mapping from names to anything that NumPy can read.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MUST_BE = {
 def gpt2_config(config: Any) -> GPTConfig:
     """The GPTConfig of the same model as a transformers.GPT2Config, or a dict of its fields.
 
-    Raises ValueError for what tplab's GPT does not have. Dropout of the attention's scores is not there: only the
-    model's other two, which must have one probability.
+    Raises ValueError for features that tplab's GPT does not have. It has no dropout on the attention scores, only the
+    model's other two dropouts, which must have the same probability.
     """
     fields = config if isinstance(config, Mapping) else config.to_dict()
     for name, value in _MUST_BE.items():
@@ -51,16 +51,16 @@ def gpt2_config(config: Any) -> GPTConfig:
 
 
 def gpt2_state(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Any]:
-    """The whole state of GPT(config), as NumPy arrays, from that of a transformers GPT-2: the same model.
+    """The whole state of GPT(config), as NumPy arrays, from that of a transformers GPT-2. The model is the same.
 
     state   "transformer.h.0.attn.c_attn.weight", with or without "transformer." -> torch tensors, NumPy arrays, ...
 
-        c_attn [D, 3 D]   ->   query, key, value [D, D]: columns of the one become rows of the three
+        c_attn [D, 3 D]   ->   query, key, value [D, D]: its columns become their rows
         c_proj, c_fc      ->   output, up, down: [in, out] becomes [out, in]
         wte, lm_head      ->   embedding, once: the head is tied
 
-    Raises SpecError where names are missing or left over, ShapeError where a shape is not the config's, ValueError
-    where the head is not tied.
+    Raises SpecError if names are missing or left over, ShapeError if a shape does not fit the config, and ValueError if
+    the head is not tied.
     """
     import numpy as np  # here, so that `import tplab` stays quick
 
@@ -91,11 +91,11 @@ def gpt2_state(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Any]:
     return found
 
 
-_MASKS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions, no parameters
+_MASKS = (".attn.bias", ".attn.masked_bias")  # buffers of older versions, not parameters
 
 
 def _names(config: GPTConfig) -> dict[str, list[str]]:
-    """transformers' name -> ours; of c_attn three."""
+    """transformers' name -> our names, of which c_attn has three."""
     found = {"wte.weight": ["embedding.weight"], "wpe.weight": ["positions.weight"]}
     for number in range(config.num_layers):
         theirs, ours = f"h.{number}", f"blocks.{number}"
@@ -112,7 +112,7 @@ def _names(config: GPTConfig) -> dict[str, list[str]]:
 
 
 def _array(x: Any) -> Any:
-    """As NumPy has it; torch's bfloat16, which NumPy does not have, as float32."""
+    """`x` as a NumPy array; torch's bfloat16, which NumPy does not have, becomes float32."""
     import numpy as np
 
     x = x.detach().cpu() if hasattr(x, "detach") else x

@@ -1,6 +1,6 @@
-"""The state of a model, whole and in pieces: name -> array, of any framework; a dict may hold further dicts.
+"""The state of a model, whole and in pieces: name -> array, of any framework; dicts may be nested.
 
-Splitting and joining move bits and change none, so a state that was split for one mesh and joined again is the same.
+Splitting and joining move bits but change none, so a state that was split and joined again is the same.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ Join = Callable[[list[Any], int], Any]
 
 
 def split_state(state: State, specs: State, mesh: Mesh) -> list[dict[str, Any]]:
-    """What each rank of `mesh` holds of a whole state, as the specs say.
+    """What each rank of `mesh` holds of a whole state, according to the specs.
 
-    A dim that does not divide is cut into pieces of ceil(n / R), the last ones smaller, as a vocabulary is. NumPy's and
-    torch's pieces are views of the whole. Raises SpecError where the names of state and specs differ.
+    A dim that does not divide evenly is cut into pieces of ceil(n / R), the last ones smaller, like a vocabulary. For
+    NumPy and torch, the pieces are views of the whole. Raises SpecError if the names of state and specs differ.
     """
     return [_each([state], specs, partial(_piece, mesh=mesh, rank=rank)) for rank in mesh.ranks]
 
 
 def merge_state(states: Sequence[State], specs: State, mesh: Mesh, join: Join) -> dict[str, Any]:
-    """The whole state that these pieces are of: the reverse of split_state. Of copies, the lowest rank's is taken.
+    """The whole state made of these pieces: the reverse of split_state. If there are copies, the lowest rank's is used.
 
-    join   puts pieces behind one another along a dim, as torch.cat and jnp.concatenate do
+    join   concatenates pieces along a dim, as torch.cat and jnp.concatenate do
     """
     check_one_per_rank(states, mesh)
     return _each(states, specs, partial(_whole, mesh=mesh, join=join))
 
 
 def check_one_per_rank(states: Sequence[State], mesh: Mesh) -> None:
-    """Raise ShapeError where there are not as many states as ranks."""
+    """Raise ShapeError unless there are as many states as ranks."""
     if len(states) != mesh.size:
         raise ShapeError(f"{mesh} has {mesh.size} ranks, but there are {len(states)} states; give one per rank")
 
 
 def check_array(name: str, value: Any) -> None:
-    """Raise SpecError where what a state has under a name is a number, a dict or the like."""
+    """Raise SpecError if the value under a name in a state is not an array but a number, a dict or the like."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise SpecError(
             f"the state has a {type(value).__name__} under {name!r}; a state holds arrays: make an array of a number, "
@@ -52,7 +52,7 @@ def check_array(name: str, value: Any) -> None:
 
 
 def shard_paths(folder: str | Path, num_ranks: int, must_exist: bool = False) -> list[Path]:
-    """The file of each rank. Raises FileNotFoundError where one must exist and does not."""
+    """The file of each rank. Raises FileNotFoundError if the files must exist and one does not."""
     paths = [Path(folder) / f"rank-{rank}-of-{num_ranks}.safetensors" for rank in range(num_ranks)]
     if must_exist and not all(path.exists() for path in paths):
         there = ", ".join(sorted(path.name for path in Path(folder).glob("rank-*.safetensors"))) or "no such file"
@@ -64,7 +64,7 @@ def shard_paths(folder: str | Path, num_ranks: int, must_exist: bool = False) ->
 def _each(
     states: Sequence[State], specs: State, change: Callable[[str, list[Any], P], Any], path: str = ""
 ) -> dict[str, Any]:
-    """`change(name, values, spec)` of what the states have under each name, also in dicts within them."""
+    """`change(name, values, spec)` for the values that the states have under each name, also in nested dicts."""
     for state in states:
         _check_names(state, specs)
     made = {}
@@ -82,7 +82,7 @@ def _each(
 
 
 def _whole(name: str, pieces: list[Any], spec: P, mesh: Mesh, join: Join) -> Any:
-    """Joined along one dim after the other, the pieces of the ranks at position 0 of the other axes."""
+    """The whole array, joined along one dim after the other, from the ranks at position 0 of the other axes."""
     held = dict(enumerate(pieces))
     for dim, entry in enumerate(spec):
         if entry is not None:
@@ -95,7 +95,7 @@ def _whole(name: str, pieces: list[Any], spec: P, mesh: Mesh, join: Join) -> Any
 
 
 def _check_joinable(name: str, pieces: Mapping[int, Any], spec: P, dim: int) -> None:
-    """Pieces that are joined along a dim have the same number of dims, dtype, and size of every other dim."""
+    """Check that pieces to be joined along a dim agree in dtype, number of dims, and the size of every other dim."""
     (first, piece), *others = pieces.items()
     _check_dims(name, piece, spec)
     for rank, other in others:

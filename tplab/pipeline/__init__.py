@@ -1,4 +1,4 @@
-"""What a pipeline needs before it runs: layers that are not made yet, where to cut them, and microbatches."""
+"""What a pipeline needs before it runs: layers that are not built yet, where to cut them, and microbatches."""
 
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names
 from tplab.pipeline.microbatches import split_batch

@@ -1,7 +1,7 @@
-"""The exact search behind `partition`: the smallest largest share that consecutive layers allow.
+"""The exact search behind `partition`: makes the largest share as small as consecutive layers allow.
 
-A probe asks whether the layers can be cut so that no rank has more than a limit; binary search finds the least limit.
-What no rank can be below, or a probe that fails just below the answer, is the proof.
+A probe asks whether the layers can be cut so that no rank has more than a limit; binary search finds the lowest limit.
+The proof is a lower bound for the busiest rank, or a probe that fails just below the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tplab.sharding import cut
 
 Number = int | float
 Limits = list[tuple[np.ndarray, Number]]
-"""Sums of what the layers taken in each state cost, or need of memory, and how much more a rank may add to them."""
+"""For the layers taken in each state, sums of their costs or memory; and how much more a rank may add to these."""
 
 
 class Balance:
@@ -27,7 +27,7 @@ class Balance:
 
     costs       of each layer
     placement   the stages of each rank
-    memory      what each layer takes on each rank, or None; limits: what each rank has
+    memory      what each layer needs on each rank, or None; limits: what each rank has
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Balance:
         total, low = sum(self.costs), self._bound()
         low = math.ceil(low) if is_whole else low
         most, step = low, max(low // 1024, 1) if is_whole else low / 1024
-        while (found := self._probe(most)) is None:  # the best is near the bound, and near it is fast
+        while (found := self._probe(most)) is None:  # the best is near the bound, and probes near it are fast
             if most >= total:
                 raise ShapeError(
                     f"no partition into {len(self.arms) * len(self.placement)} stages keeps every rank within its "
@@ -59,10 +59,11 @@ class Balance:
         return found if len(self.arms) > 1 else self._most_even(best) or found
 
     def _bound(self) -> Number:
-        """What the busiest rank cannot be below.
+        """A lower bound for the busiest rank.
 
         The ranks' shares add up to all layers, and each share is the sum of as many runs of layers as the rank has
-        stages. With layers much alike there are few such sums, and the largest ones below a limit do not add up to all.
+        stages. If layers are very similar, there are few such sums, and the largest ones below a limit may not add up
+        to all layers.
         """
         total, ranks, last = sum(self.costs), len(self.placement), len(self.arms) * len(self.placement) - 1
         low = max(total / ranks, max(self.costs))
@@ -90,7 +91,7 @@ class Balance:
         """Bounds with no rank above `most`, or None."""
         if len(self.arms) == 1:
             return self._most_even(most)
-        if len(self.placement) == 1:  # which has all layers, however they are cut
+        if len(self.placement) == 1:  # this rank has all layers, however they are cut
             fits = self.memory is None or sum(self.memory[0]) <= self.limits[0]
             pieces = cut(len(self.costs), len(self.arms), "even")[::-1]
             return [0, *accumulate(map(len, pieces))] if fits else None
@@ -98,7 +99,7 @@ class Balance:
 
     @cached_property
     def _meetings(self) -> list[tuple[int, ...]]:
-        """Where the arms may begin and end, each with a layer for every rank at least: the most even ones first."""
+        """Where the arms may begin and end, each with at least one layer for every rank; the most even ones first."""
         num_layers, ranks, arms = len(self.costs), len(self.placement), len(self.arms)
         spare = combinations_with_replacement(range(num_layers - ranks * arms + 1), arms - 1)
         meetings = [(0, *(ranks * k + more for k, more in enumerate(some, 1)), num_layers) for some in spare]
@@ -107,9 +108,9 @@ class Balance:
     def _filled(self, meets: tuple[int, ...], most: Number) -> list[int] | None:
         """Bounds with no rank above `most`, where the arms begin and end at `meets`; or None.
 
-        Rank after rank takes a piece of each arm. A state is how many layers of each arm are taken, an element of
-        arrays with a dim for each arm. (Furthest is not best: a rank that gets further may leave the next one nothing
-        but a layer that does not fit. So all states that can be reached are kept.)
+        One rank after the other takes a piece of each arm. A state is how many layers of each arm are taken; it is an
+        element of arrays with one dim per arm. It is not always best to get as far as possible, because the next layer
+        may then not fit on the next rank. So we keep all states that can be reached.
         """
         ways = [range(a, b) if arm[0] <= arm[-1] else range(b - 1, a - 1, -1)
                 for (a, b), arm in zip(pairwise(meets), self.arms)]  # fmt: skip
@@ -133,7 +134,7 @@ class Balance:
         return sorted(bounds | {_bound(way, 0) for way in ways})
 
     def _most_even(self, most: Number) -> list[int] | None:
-        """Of all cuts into one stage per rank with no stage above `most`, the one with the least sum of squares."""
+        """Among all cuts into one stage per rank with no stage above `most`, the one with the least sum of squares."""
         num_layers = len(self.costs)
         sums = np.array(list(accumulate(self.costs, initial=0)))
         size = sums[None, :] - sums[:, None]  # of the layers a to b [a, b]
@@ -157,7 +158,7 @@ class Balance:
 
 
 def _sums(amounts: Sequence[Number], ways: Sequence[range]) -> np.ndarray:
-    """What all layers taken in each state add up to [layers of each arm + 1]."""
+    """The sum over all layers taken in each state [layers of each arm + 1]."""
     total = np.zeros((), int)
     for way in ways:
         total = np.add.outer(total, np.array(list(accumulate((amounts[layer] for layer in way), initial=0))))
@@ -165,9 +166,9 @@ def _sums(amounts: Sequence[Number], ways: Sequence[range]) -> np.ndarray:
 
 
 def _next(reached: np.ndarray, limits: Limits) -> np.ndarray:
-    """The states that can be reached with one more rank, which takes a layer of each arm at least."""
+    """The states that can be reached with one more rank, which takes at least one layer of each arm."""
     after = np.zeros(reached.shape, bool)
-    if len(limits) == 1:  # of all states before, that with the most taken leaves the least to add
+    if len(limits) == 1:  # the earlier state with the most layers taken leaves the least to add
         ((sums, most),) = limits
         best = np.where(reached, sums, -1 - most)
         for dim in range(best.ndim):
@@ -176,7 +177,7 @@ def _next(reached: np.ndarray, limits: Limits) -> np.ndarray:
         after[inside] = best[(slice(-1),) * best.ndim] >= sums[inside] - most
         return after
     furthest = np.maximum.accumulate(np.where(reached, np.arange(reached.shape[-1]), -1), -1)[..., :-1]
-    for others in np.ndindex(reached.shape[:-1]):  # the same holds in the last arm, where the others are given
+    for others in np.ndindex(reached.shape[:-1]):  # the same holds for the last arm, given the others
         box = tuple(slice(taken) for taken in others)
         fits = furthest[box] >= 0
         for sums, most in limits:
@@ -186,5 +187,5 @@ def _next(reached: np.ndarray, limits: Limits) -> np.ndarray:
 
 
 def _bound(way: range, taken: int) -> int:
-    """The bound before the layer that comes next when so many layers of the way are taken."""
+    """The bound before the next layer, after `taken` layers of the way."""
     return way.start + taken if way.step > 0 else way.start + 1 - taken

@@ -1,4 +1,4 @@
-"""A layer that is not there yet: what to call to make it, on the rank where it lives."""
+"""A layer that is not built yet: what to call to build it, on the rank that will hold it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 class LayerSpec:
-    """A layer to be made: LayerSpec(cls, *args, **kwargs).build() is cls(*args, **kwargs).
+    """A layer to be built later: LayerSpec(cls, *args, **kwargs).build() is cls(*args, **kwargs).
 
         layers = [LayerSpec(Embedding, 65, 768), *[LayerSpec(Block, 768)] * 12, LayerSpec(Linear, 768, 65)]
 
-    A list of specs is a model that takes no memory. Each rank builds the layers of its own stages, so that what
-    construction takes falls with the number of stages. The idea is DeepSpeed's, as is the name.
+    A list of specs is a model that takes no memory. Each rank builds only the layers of its own stages, so construction
+    needs less memory with more stages. The idea and the name are DeepSpeed's.
     """
 
     key: str | None = None
-    """What this layer's weight is tied by, if it is one with another layer's."""
+    """The name that ties this layer's weight to other layers, if it is shared with any."""
 
     def __init__(self, cls: Callable[..., Any], *args: Any, **kwargs: Any):
         if not callable(cls):
@@ -25,11 +25,11 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
-        """That of the class."""
+        """The name of the class."""
         return getattr(self.cls, "__name__", type(self.cls).__name__)
 
     def build(self) -> Any:
-        """Make the layer, new at each call."""
+        """Build the layer; each call builds a new one."""
         return self.cls(*self.args, **self.kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -49,10 +49,10 @@ class TiedSpec(LayerSpec):
         TiedSpec("words", Embedding, 65, 768)
         TiedSpec("words", Embedding, 65, 768, forward=lambda layer, x: x @ layer.weight.T)
 
-    All begin with the same values, whichever ranks they are on, and `train_batch` adds their gradients up.
+    All of them start with the same values, whichever ranks they are on, and `train_batch` adds up their gradients.
 
-    weight    the name of what is tied
-    forward   what to call in place of the layer, with the layer before the inputs
+    weight    the name of the tied parameter
+    forward   what to call instead of the layer, with the layer as its first argument, before the inputs
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TiedSpec(LayerSpec):
 
 
 def layer_names(layers: Sequence[Any]) -> list[str]:
-    """What each layer is called, for "type:regex" partitions and for printing.
+    """The name of each layer, for "type:regex" partitions and for printing.
 
     Raises TypeError for anything that is not a layer.
     """

@@ -1,4 +1,4 @@
-"""Microbatches: a batch cut into the pairs that a pipeline takes, in any framework."""
+"""Microbatches: cuts a batch into the pairs that a pipeline expects, in any framework."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tplab.sharding import cut, share
 def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[Any, Any]]:
     """A batch as microbatches for `train_batch`: pairs of equal slices along dim 0, of tensors or tuples of tensors.
 
-    Raises ShapeError where the batch cannot be shared equally: the mean of the microbatches' means would not be the
-    mean of the batch. Raises TypeError for what is neither a tensor nor a tuple of them.
+    Raises ShapeError if the batch cannot be cut into equal slices: the mean of the microbatches' means would not be the
+    mean of the batch. Raises TypeError for anything but a tensor or a tuple of tensors.
     """
     sides = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
     for what, side in zip(("inputs", "targets"), sides):
@@ -38,7 +38,7 @@ def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[
 
 
 def check_microbatches(microbatches: Sequence[Any], expected: int) -> Sequence[tuple[Any, Any]]:
-    """Raise ScheduleError where they are not as many pairs as the schedule has microbatches; return them."""
+    """Return the pairs. Raises ScheduleError unless there is one for each microbatch of the schedule."""
     if len(microbatches) != expected:
         raise ScheduleError(
             f"the schedule has {expected} microbatches, but {len(microbatches)} were given; "

@@ -1,4 +1,4 @@
-"""Partition: the layers of a model cut into stages, so that the busiest rank has as little as possible."""
+"""Partition: the layers of a model cut into stages, so that the busiest rank has as little to do as possible."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Partition:
     """Consecutive layers in each stage.
 
     bounds      stage s has the layers bounds[s] to bounds[s + 1] - 1
-    costs       what was balanced, a figure per layer
+    costs       what was balanced, one figure per layer
     weights     parameters of each layer
     placement   the stages of each rank
     method      what `costs` are
-    names       of the layers, where they have any
+    names       of the layers, if they have any
     """
 
     bounds: tuple[int, ...]
@@ -55,20 +55,20 @@ class Partition:
 
     @property
     def rank_costs(self) -> list[Number]:
-        """What each rank has to do: the sum over its stages."""
+        """The cost of each rank: the sum over its stages."""
         costs = self.stage_costs
         return [sum(costs[stage] for stage in held) for held in self.placement]
 
     @property
     def largest(self) -> Number:
-        """The cost of the busiest rank: what no other partition can make smaller."""
+        """The cost of the busiest rank, which is as small as in any partition."""
         return max(self.rank_costs)
 
     def stage_of(self, layer: int) -> int:
         return bisect_right(self.bounds, layer) - 1
 
     def __str__(self) -> str:
-        """One line per stage: its rank, its layers, its parameters, and its cost where that is something else."""
+        """One line per stage: its rank, its layers, its parameters, and its cost if that is something else."""
         home = {stage: rank for rank, held in enumerate(self.placement) for stage in held}
         wide = max(len(f"{weight:,}") for weight in self.stage_weights)
         lines = []
@@ -93,22 +93,23 @@ def partition(
     memory: Sequence[Number] | Sequence[Sequence[Number]] | None = None,
     memory_limit: Number | Sequence[Number] | None = None,
 ) -> Partition:
-    """Cut layers into `parts` stages of at least one layer: the exact cut whose busiest rank has the least.
+    """Cut layers into `parts` stages of at least one layer each. The cut is optimal: the busiest rank has the least.
 
     weights     parameters of each layer
     method      what is balanced: "parameters"; "uniform", the number of layers; "type:regex", the number of layers
-                whose name matches (upper and lower case alike); or a figure per layer, as measured seconds
+                whose name matches (ignoring case); or one figure per layer, such as measured seconds
     names       of the layers, for "type:regex" and for printing
-    placement   the stages of each rank, from `tplab.schedules.placement`: wrapped, V or wave; one stage per rank if
-                left out. A rank's cost is the sum over its stages
-    memory      what each layer takes [layers], or takes on each rank [ranks, layers] (an early rank keeps more
-                activations); left out, its weights
-    memory_limit  what a rank has (one figure, or one per rank); left out, no limit
+    placement   the stages of each rank, from `tplab.schedules.placement`: wrapped, V or wave; by default one stage per
+                rank. A rank's cost is the sum over its stages
+    memory      what each layer needs [layers], or needs on each rank [ranks, layers] (an early rank keeps more
+                activations); by default its weights
+    memory_limit  what a rank has (one figure, or one per rank); by default there is no limit
 
     For a hundred layers this takes milliseconds with one stage per rank, under a second with two (with memory limits, a
-    minute), and much longer with three or more, unless layers are much alike. With one stage per rank, of all best
-    partitions it is the most even one.
-    DeepSpeed's partition_balanced minimises largest - smallest instead, and so makes 5 of [1, 4, 2, 2, 2] in 4 parts.
+    minute), and much longer with three or more, unless layers are very similar. With one stage per rank, the result is
+    the most even of all best partitions.
+    DeepSpeed's partition_balanced minimises largest - smallest instead, so cutting [1, 4, 2, 2, 2] into 4 parts gives a
+    largest of 5.
     """
     costs, label = _costs(weights, method, names)
     held = linear(parts) if placement is None else placement
@@ -131,7 +132,7 @@ def cut_layers(
     placement: Placement | None = None,
     bounds: Sequence[int] | None = None,
 ) -> Partition:
-    """The partition of layers that have these numbers of parameters: the best one, or with these `bounds`."""
+    """The partition of layers with these numbers of parameters: the best one, or the one with these `bounds`."""
     if bounds is None:
         return partition(sizes, parts, method, names=names, placement=placement)
     given = tuple(map(int, bounds))
@@ -181,7 +182,7 @@ def _memory(
     memory: Sequence[Number] | Sequence[Sequence[Number]] | None,
     limit: Number | Sequence[Number] | None,
 ) -> tuple[list[list[Number]] | None, list[Number]]:
-    """(what the layers take on each rank, what each rank has), or (None, [])."""
+    """(what the layers need on each rank, what each rank has), or (None, [])."""
     if limit is None:
         return None, []
     table = np.asarray(weights if memory is None else memory)

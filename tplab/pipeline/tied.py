@@ -1,4 +1,4 @@
-"""Parameters of several stages that are one: what is said of them, and what can be wrong with it."""
+"""Tied parameters, which several stages share: how they are listed, and checks of such a list."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from tplab.errors import ScheduleError
 
 Tied = Sequence[Sequence[tuple[int, str]]]
-"""Parameters that are one: of each, where it is, as (stage, name)."""
+"""Groups of tied parameters; each parameter is given by its place, (stage, name)."""
 
 
 def check_tied(tied: Any, num_stages: int) -> None:
-    """Raise ScheduleError where it does not list (stage, name) of stages that there are."""
+    """Raise ScheduleError unless `tied` lists (stage, name) for stages that exist."""
     for tie in tied if _is_list(tied) else [tied]:
         for place in tie if _is_list(tie) else [tie]:
             if not (_is_list(place) and len(place) == 2 and isinstance(place[0], int) and isinstance(place[1], str)):
@@ -25,7 +25,7 @@ def check_tied(tied: Any, num_stages: int) -> None:
 
 
 def check_tied_name(stage: int, name: str, names: Collection[str]) -> None:
-    """Raise ScheduleError where a stage has no parameter of this name."""
+    """Raise ScheduleError if a stage has no parameter of this name."""
     if name not in names:
         raise ScheduleError(
             f"tied names parameter {name!r} of stage {stage}, which it does not have; it has "

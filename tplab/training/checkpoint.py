@@ -2,13 +2,14 @@
 
     step-00000050/
         index.json                      the model's sizes; every array, and which file has which part of it
-        rank-0-of-8.safetensors         what rank 0 has written: under the array's name, the part
+        rank-0-of-8.safetensors         what rank 0 has written: its part of each array, under the array's name
 
-A part is a box of the whole array, or a range of the numbers of a box in their order: ZeRO cuts so. Names are those of
-the whole model, in either framework, so what torch has saved, JAX can load. Every number is written once.
+A part is a box of the whole array, or a range of a box's numbers in order, which is how ZeRO cuts. Names are those of
+the whole model, in either framework, so JAX can load what torch has saved. Every number is written once.
 
-A checkpoint is written into a folder beside it, step-00000050.partial, put onto the disk, and renamed at the end. So
-one that was being saved when the program was killed is never taken for a whole one, and those before it are left alone.
+A checkpoint is first written to a temporary folder, step-00000050.partial, flushed to disk, and then renamed. So a save
+that was interrupted because the program was killed is never mistaken for a complete one, and earlier checkpoints are
+left alone.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from tplab.models.gpt import GPTConfig
 Arrays = dict[str, np.ndarray]
 
 STATES = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of every number, as torch calls it: "exp_avg.norm.weight" is beside "model.norm.weight"."""
+"""What AdamW keeps for every number, with torch's names: "exp_avg.norm.weight" belongs to "model.norm.weight"."""
 
 
 @dataclass(frozen=True)
 class Part:
     """Where the numbers that a rank writes are in the whole array.
 
-    shape         of the whole
-    start, size   of the box: its first element, and how many in each dim
+    shape         of the whole array
+    start, size   of the box: its first element, and its size in each dim
     begin, end    which numbers of the box, read row by row
     """
 
@@ -50,34 +51,34 @@ class Part:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], held: range | None = None):
-        """All of the box, or the range that is held of it."""
+        """The whole box, or the range of it that is held."""
         held = range(int(np.prod(size))) if held is None else held
         return cls(shape, start, size, held.start, held.stop)
 
     @classmethod
     def from_json(cls, about: Mapping[str, Any]):
-        """What asdict made of it, from a file."""
+        """The part that `asdict` wrote to a file."""
         shape, start, size = (tuple(about[name]) for name in ("shape", "start", "size"))
         return cls(shape, start, size, about["begin"], about["end"])
 
 
 class Owned(NamedTuple):
-    """What a rank is to write."""
+    """What a rank has to write."""
 
     part: Part
     array: np.ndarray
 
 
 def begin(folder: str | Path, step: int) -> Path:
-    """The folder that a checkpoint is written into. Called by one rank, before any writes.
+    """The folder that a checkpoint is written into. Called by one rank, before any rank writes.
 
-    Raises FileExistsError where the step has been saved: a whole checkpoint is never written over.
+    Raises FileExistsError if the step was already saved: a complete checkpoint is never overwritten.
     """
     done = _path(folder, step)
     if done.exists():
         raise FileExistsError(f"{done} is there already; resume from it, or give another folder")
     partial = partial_path(folder, step)
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
     partial.mkdir(parents=True)
     return partial
 
@@ -90,7 +91,7 @@ def write(partial: Path, rank: int, num_ranks: int, owned: Mapping[str, Owned]) 
 
 
 def finish(partial: Path, step: int, num_ranks: int, config: GPTConfig) -> None:
-    """Write the index, and give the folder its name. Called by one rank, when all have written."""
+    """Write the index, and give the folder its final name. Called by one rank, when all ranks have written."""
     index = {"step": step, "num_ranks": num_ranks, "model": _model(config), "arrays": _arrays(partial, num_ranks)}
     _write(partial / "index.json", json.dumps(index, indent=1))
     _sync(partial)
@@ -104,7 +105,7 @@ def partial_path(folder: str | Path, step: int) -> Path:
 
 
 def latest(folder: str | Path) -> int | None:
-    """The step of the newest whole checkpoint; None where there is none."""
+    """The step of the newest complete checkpoint; None if there is none."""
     found = [re.fullmatch(r"step-(\d+)", path.name) for path in Path(folder).glob("step-*")]
     steps = [int(match[1]) for match in found if match and (Path(folder) / match[0] / "index.json").exists()]
     return max(steps, default=None)
@@ -113,7 +114,7 @@ def latest(folder: str | Path) -> int | None:
 def load(folder: str | Path, step: int, names: Iterable[str] | None = None) -> Arrays:
     """The whole arrays of a checkpoint: name -> array. `names`: only these.
 
-    Raises FileNotFoundError where there is no such checkpoint, ShapeError where parts of an array are missing.
+    Raises FileNotFoundError if there is no such checkpoint, and ShapeError if parts of an array are missing.
     """
     from safetensors import safe_open
 
@@ -146,10 +147,10 @@ def load(folder: str | Path, step: int, names: Iterable[str] | None = None) -> A
 
 
 def beginning(folder: str | Path | None, resume: bool, config: GPTConfig) -> int:
-    """How many steps have been done: those of the newest checkpoint, if training is to go on from there.
+    """How many steps have been done: those of the newest checkpoint, if training resumes from there.
 
-    Raises FileExistsError where there are checkpoints already, and training is to begin anew; ValueError where it is to
-    go on, and the checkpoint is of another model.
+    Raises FileExistsError if there are already checkpoints and training does not resume, and ValueError if it resumes
+    but the checkpoint is of another model.
     """
     step = None if folder is None else latest(folder)
     if step is not None and not resume:
@@ -170,7 +171,7 @@ def beginning(folder: str | Path | None, resume: bool, config: GPTConfig) -> int
 
 
 def _model(config: GPTConfig) -> dict[str, Any]:
-    """What a model must have in common with a checkpoint; dropout and the first weights are free."""
+    """What a model must have in common with a checkpoint; dropout and the initial weights may differ."""
     sizes = asdict(config) | {"hidden": config.hidden_width, "num_kv_heads": config.num_kv_heads or config.num_heads}
     return {name: value for name, value in sizes.items() if name not in ("dropout", "deviation")}
 
@@ -199,7 +200,7 @@ def _put(whole: np.ndarray, part: Part, array: np.ndarray) -> None:
     if array.size == np.prod(part.size):
         whole[box] = array.reshape(part.size)
         return
-    flat = whole[box].reshape(-1)  # of a box of several dims a copy
+    flat = whole[box].reshape(-1)  # a copy, if the box has several dims
     flat[part.begin : part.end] = array.reshape(-1)
     whole[box] = flat.reshape(part.size)
 
@@ -219,7 +220,7 @@ def _write(path: Path, text: str) -> None:
 def _sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows has no handle of a folder to wait with
+        return  # Windows cannot open a folder to sync it
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

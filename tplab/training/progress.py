@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TextIO
 class Progress(NamedTuple):
     """What is known after a step.
 
-    step, steps     steps done, of how many
+    step, steps     steps done, and steps in total
     loss            of the step's batch, before its update
-    held_out        loss on held-out text after the update; None where it was not computed
+    held_out        loss on held-out text after the update; None if it was not computed
     gradient_norm   before clipping
-    seconds_left    as long as the rest will take if it goes on like this; None for the first step
+    seconds_left    how long the rest will take at this speed; None for the first step
     """
 
     step: int
@@ -32,13 +32,13 @@ class Progress(NamedTuple):
 
 
 Show = Callable[[Progress], None]
-"""Called after every step: a `LossCurve`, a `PlainLine`, or a function of yours."""
+"""Called after every step: a `LossCurve`, a `PlainLine`, or your own function."""
 
 
 class PlainLine:
-    """Prints a line now and then: about ten of them, and whenever there is a loss on held-out text.
+    """Prints a line now and then: about ten in total, and whenever there is a loss on held-out text.
 
-    Where lines go is settled when it is made: what a simulated rank prints would come out only when the run is over.
+    It decides where to print when it is created, because output of a simulated rank only appears when the run is over.
     """
 
     def __init__(self, stream: TextIO | None = None):
@@ -52,13 +52,13 @@ class PlainLine:
 
 
 class Clock:
-    """Tells how long the rest will take, by the time since the first step, which compiles or warms up."""
+    """Estimates how long the rest will take from the time since the first step, which compiles or warms up."""
 
     def __init__(self, first: int, steps: int):
         self._first, self._steps, self._since = first, steps, 0.0
 
     def left(self, done: int) -> float | None:
-        """Seconds, after `done` steps; None after the first one."""
+        """Seconds left after `done` steps; None after the first one."""
         if done == self._first + 1:
             self._since = time.perf_counter()
             return None
@@ -67,10 +67,10 @@ class Clock:
 
 @dataclass
 class Trained:
-    """What `train` gives.
+    """What `train` returns.
 
-    state      of the whole GPT: name -> NumPy array, as `split_state` and `save_state` take it
-    losses     of every step of this call; the first of them is that of step `first`
+    state      of the whole GPT: name -> NumPy array, as `split_state` and `save_state` expect it
+    losses     of every step of this call, starting with step `first`
     held_out   steps done -> loss on held-out text
     """
 
@@ -81,7 +81,7 @@ class Trained:
 
     @property
     def steps(self) -> int:
-        """Steps done, also in earlier calls."""
+        """Steps done, including those of earlier calls."""
         return self.first + len(self.losses)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from tplab.mesh import Mesh
 from tplab.schedules import Schedule, one_f_one_b
 
 AXES = ("dp", "pp", "tp")
-"""What the axes of data, pipeline and tensor parallelism are called."""
+"""The names of the axes for data, pipeline and tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class Recipe:
     """What `train` does. The same recipe gives the same losses on every mesh, up to rounding.
 
     steps, batch_size      how many updates; sequences in each, over all data-parallel ranks together
-    microbatches           into how many parts each pipeline cuts its share of the batch
+    microbatches           how many parts each pipeline cuts its share of the batch into
     schedule               (ranks, microbatches) -> the schedule of each pipeline
-    learning_rate          of AdamW at its highest: it rises in a line for `warmup` steps, then falls along a cosine
-    final                  to this share of the highest
+    learning_rate          AdamW's peak learning rate: it rises linearly for `warmup` steps, then falls along a cosine
+    final                  the fraction of the peak at which the cosine ends
     betas, weight_decay    of AdamW; every parameter decays
     clip                   the largest norm of all gradients together; None: they are not clipped
     zero                   what is divided over the data-parallel ranks: 0 nothing; 1 the optimizer's states; 2 also
                            the gradients, which are combined after every microbatch; 3 also the parameters, of which a
                            layer is whole only while it runs. 2 and 3 are for a mesh without pipelines
-    bucket_bytes           the most that travels in one message of gradients, while the last backward pass runs; in JAX
+    bucket_bytes           the most that is sent in one message of gradients, while the last backward pass runs; in JAX
                            the compiler decides
     sequence_parallel      whether tensor-parallel ranks share the sequence between the layers
-    checkpoint_every       every so many layers of a stage, activations are computed again; None: all are kept
-    evaluate_every         how often the loss on held-out text is computed, forward only; None: never
-    save_every             how often a checkpoint is written, where there is a folder; None: at the end
+    checkpoint_every       recompute activations in groups of this many layers of a stage; None: all are kept
+    evaluate_every         how often, in steps, the loss on held-out text is computed, forward only; None: never
+    save_every             how often, in steps, a checkpoint is written, if there is a folder; None: at the end
     """
 
     steps: int = 100
@@ -65,14 +65,14 @@ class Recipe:
                 raise ValueError(f"{name} is {every}; it is a number of steps, 1 or more, or None for never")
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, the first of which is 0."""
+        """The learning rate of a step; steps are counted from 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.learning_rate * (self.final + (1 - self.final) * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raise ValueError where the mesh has pipelines, which the ZeRO stage is not for."""
+        """Raise ValueError if the mesh has pipelines and the ZeRO stage does not support them."""
         if self.zero > 1 and mesh.axis_size("pp") > 1:
             what = "combine all gradients" if self.zero == 2 else "gather all parameters"
             raise ValueError(
@@ -86,7 +86,7 @@ class Recipe:
 
     @property
     def num_parts(self) -> int:
-        """In how many parts a batch runs: gradients are combined after each."""
+        """How many parts a batch runs in: gradients are combined after each."""
         return self.microbatches if self.zero == 2 else 1
 
     def evaluates(self, step: int) -> bool:
@@ -94,14 +94,14 @@ class Recipe:
         return self.evaluate_every is not None and ((step + 1) % self.evaluate_every == 0 or step + 1 == self.steps)
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step, where there is a folder."""
+        """Whether a checkpoint is written after this step, if there is a folder."""
         return step + 1 == self.steps or (self.save_every is not None and (step + 1) % self.save_every == 0)
 
 
 def with_all_axes(mesh: Mesh) -> Mesh:
-    """The mesh with axes dp, pp and tp, in the order they have; those it lacks have one rank. Ranks stay the same.
+    """The mesh with axes dp, pp and tp, in its own order; axes that it lacks have one rank. Ranks stay the same.
 
-    Raises ValueError where it has other axes.
+    Raises ValueError if it has other axes.
     """
     for name in mesh.axis_names:
         one_of("an axis of the mesh", name, AXES)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a model trains: the step that runs comes to its end, and what was trained is kept."""
+"""Ctrl-C while a model trains: the current step is finished, and what was trained is kept."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 class Stop:
-    """`with Stop() as stop:` Ctrl-C ends training after the step that has begun; a second one ends it at once.
+    """`with Stop() as stop:` Ctrl-C ends training after the current step; a second Ctrl-C ends it at once.
 
-    All ranks that share it stop after the same step. In any thread but the main one it leaves Ctrl-C alone.
+    All ranks that share it stop after the same step. Outside the main thread, it does not change Ctrl-C.
     """
 
     def __init__(self) -> None:
         self._begun = -1
-        self._last: int | None = None  # the step that is to be the last: settled when a rank next asks
+        self._last: int | None = None  # the last step to run; decided when a rank next asks
         self._is_asked = False
         self._lock = threading.Lock()
         self._before: Any = None
 
     def may_begin(self, step: int) -> bool:
-        """Whether a rank is to begin this step; asked once per step and rank."""
+        """Whether a rank may begin this step; called once per step and rank."""
         with self._lock:
             if self._is_asked and self._last is None:
                 self._last = self._begun
@@ -34,7 +34,7 @@ class Stop:
     def after_this_step(self) -> None:
         """Stop after the latest step that a rank has begun.
 
-        A signal's handler calls this in the middle of anything, `may_begin` too, so it waits for no lock.
+        A signal handler calls this in the middle of anything, even of `may_begin`, so it must not wait for a lock.
         """
         self._is_asked = True
 
