@@ -17,7 +17,7 @@ from tplab.options import check_run
 from tplab.torch.ranks import results
 from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.torch.ranks.memory import Counted
-from tplab.torch.ranks.process_state import More
+from tplab.torch.ranks.process_state import RUN_ID, More
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.trace.memory import Memory
 from tplab.trace.trace import Trace
@@ -186,7 +186,8 @@ def _on_processes(mesh: Mesh, is_launched: bool) -> Callable[..., tuple[list[Any
 
 def launched_by_torchrun() -> bool:
     """Whether torchrun has started this process as one of the ranks, and the caller is no simulated rank in it."""
-    return os.environ.keys() >= _TORCHRUNS and current_rank_or_none() is None
+    is_simulated = current_rank_or_none() is not None or os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
+    return os.environ.keys() >= _TORCHRUNS and not is_simulated
 
 
 def _processes(mesh: Mesh, seed: int) -> More:

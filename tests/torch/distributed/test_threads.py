@@ -424,6 +424,28 @@ def test_what_is_left_running_is_waited_for_or_let_go(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_several_runs_in_several_threads_of_the_notebook():
+    """Each has the floor for a while, and leaves torch and Python to the next one as they were."""
+
+    def kept() -> list[Any]:
+        return [dist.init_process_group.__code__, dist.PrefixStore, threading.Lock, Thread.start, time.sleep]
+
+    def program() -> float:
+        group = world()
+        thread = Thread(target=summed, args=(group,))
+        thread.start()
+        for _ in range(200):
+            last = summed()
+        thread.join()
+        return last
+
+    before = kept()
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(on, ranks, program) for ranks in (2, 3, 2, 3, 2, 3)]
+        assert [run.result().per_rank for run in runs] == [[3.0] * 2, [6.0] * 3] * 3
+    assert kept() == before
+
+
 def test_an_executor_of_the_notebook_works_as_before():
     with ThreadPoolExecutor(1) as pool:
         assert run(lambda: pool.submit(lambda: 7).result(), Mesh(dp=2), distributed=True).per_rank == [7, 7]

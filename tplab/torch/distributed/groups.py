@@ -180,7 +180,7 @@ class Hooks:
         from torch.distributed import c10d_logger, device_mesh
 
         self._codes = [(_innermost(getattr(c10d, name)), hook.__code__) for name, hook in _HOOKS.items()]
-        self._own_codes = [function.__code__ for function, _ in self._codes]
+        self._own_codes: list[Any] = []
         self._attributes: list[tuple[Any, str, Any]] = [
             (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
@@ -191,9 +191,11 @@ class Hooks:
             (torch.multiprocessing, "spawn", _spawned),
             (torch.multiprocessing, "start_processes", _spawned),
         ]
-        self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
+        self._own_attributes: list[Any] = []
 
     def put(self) -> None:
+        self._own_codes = [function.__code__ for function, _ in self._codes]
+        self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
         c10d_C._set_thread_isolation_mode(True)
         for function, code in self._codes:
             function.__code__ = code

@@ -32,6 +32,7 @@ from tplab.torch.private import (
     python_random,
     rng_tracker_home,
 )
+from tplab.torch.ranks.process_state import RUN_ID
 from tplab.torch.ranks.rank import is_program
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -119,7 +120,8 @@ class Processes:
         active = self.active
         if active is None:
             active = self._kernel = self._notebook()
-            self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
+            if not self.ranks:  # it comes here again where the run lets another one go on for a while
+                self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
             return active
         active.argv, active.pythons = sys.argv, python_random.get()
         if (home := rng_tracker_home()) is not None:
@@ -223,7 +225,7 @@ class Processes:
             "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(-(-size // local)),
             "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(size), "ROLE_NAME": "default",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "tplab",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": RUN_ID,
         }  # fmt: skip
 
     @contextmanager

@@ -36,9 +36,10 @@ class Threads:
     def __init__(self, beside: Inside):
         self._beside = beside
         self._attributes = [*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))]
-        self._own = [getattr(home, name) for home, name, _ in self._attributes]
+        self._own: list[Any] = []
 
     def put(self) -> None:
+        self._own = [getattr(home, name) for home, name, _ in self._attributes]
         logging.getLogger("concurrent.futures").addFilter(_is_no_release)
         for home, name, value in self._attributes:
             setattr(home, name, value)

@@ -19,6 +19,10 @@ generators, torch's default dtype, sys.stdout, and what a distributed program ha
 makes one."""
 
 
+RUN_ID = "tplab, simulated"
+"""TORCHELASTIC_RUN_ID in the environment of simulated ranks, which other threads see while a rank has its turn."""
+
+
 class More(Protocol):
     """What the ranks of a distributed program have for themselves beside: what they would find in a process."""
 
