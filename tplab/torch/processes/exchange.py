@@ -29,22 +29,22 @@ _POISON_TAG = _LAST_TAG - 1
 
 
 class ConnectionLost(RankError):
-    """Another rank's process is gone, or has closed its connections; why is for others to say."""
+    """Another rank's process is gone, or has closed its connections. The cause is found elsewhere."""
 
 
 class Exchange:
     """What one process sends and receives. Sending never waits.
 
-    Messages between two processes are told apart by a tag; those with the same tag arrive in order. A frame of fixed
-    size says what comes, so that the receiver need not know shapes beforehand.
+    A tag distinguishes messages between two processes; those with the same tag arrive in order. A frame of fixed size
+    announces what follows, so that the receiver need not know shapes beforehand.
     """
 
     def __init__(self, gloo: Any, rank: int):
         self._gloo, self._rank = gloo, rank
-        self._sends: deque[tuple[Any, Tensor]] = deque()  # on their way, and the memory they read from
+        self._sends: deque[tuple[Any, Tensor]] = deque()  # those on their way, and the memory they read from
 
     def start(self, tag: int, outgoing: Mapping[int, tuple[Header, Tensor | None]], sources: Iterable[int]) -> Flight:
-        """Send a frame, and perhaps a tensor, to each rank in `outgoing`; be ready for one from each of `sources`."""
+        """Send a frame, and perhaps a tensor, to each rank in `outgoing`; prepare to receive from each of `sources`."""
         flight = Flight(self, tag)
         for source in sources:
             frame = frames.empty_frame()
@@ -57,24 +57,24 @@ class Exchange:
         return flight
 
     def send(self, target: int, tag: int, data: Tensor) -> None:
-        """Send bytes, which are not to be written to until they have arrived."""
+        """Send bytes. They must not be written to until they have arrived."""
         try:
             self._sends.append((self._gloo.send([data], target, tag), data))
         except RuntimeError as error:
             raise self.lost(error) from None
-        if len(self._sends) > _UNWATCHED_SENDS:  # most have long arrived, but only waiting tells
+        if len(self._sends) > _UNWATCHED_SENDS:  # most have long arrived, but only a wait shows it
             batch = [self._sends.popleft() for _ in range(_UNWATCHED_SENDS // 2)]
             Thread(target=_wait_for_all, args=(batch,), daemon=True).start()
 
     def receive(self, source: int, tag: int, into: Tensor) -> Any:
-        """Be ready for bytes from `source`: what `wait` waits for."""
+        """Prepare to receive bytes from `source`. Returns what to pass to `wait`."""
         try:
             return self._gloo.recv([into], source, tag)
         except RuntimeError as error:
             raise self.lost(error) from None
 
     def wait(self, work: Any) -> None:
-        """Wait for what `receive` gave."""
+        """Wait for what `receive` returned."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -90,24 +90,24 @@ class Exchange:
         if self._gloo.size() == 1:
             return
         neighbor = (self._rank + 1) % self._gloo.size()
-        with suppress(RuntimeError):  # a wait that times out closes all; gloo has no other way
+        with suppress(RuntimeError):  # a wait that times out closes everything; gloo has no other way
             self._gloo.recv([torch.empty(1, device="cpu")], neighbor, _POISON_TAG).wait(timedelta(milliseconds=1))
 
     def lost(self, error: RuntimeError) -> ConnectionLost:
-        """What to raise for what gloo has raised."""
+        """The error to raise for one that gloo has raised."""
         text = f"rank {self._rank} lost its connection to another rank ({_first_line(error)})"
         return ConnectionLost(text, self._rank)
 
 
 class Arrived(NamedTuple):
-    """What came from one rank: a tensor's bytes behind a header."""
+    """What came from one rank: a header, and a tensor's bytes."""
 
     header: Header
     data: Tensor
 
 
 class Flight:
-    """Frames that are expected from some ranks. `missing` are those whose frames have not been seen."""
+    """Frames that are expected from some ranks. `missing` are the ranks whose frames have not been seen."""
 
     def __init__(self, exchange: Exchange, tag: int):
         self._exchange, self._tag = exchange, tag
@@ -118,11 +118,11 @@ class Flight:
         return tuple(self.frames)
 
     def has_arrived(self) -> bool:
-        """Whether all frames are there."""
+        """Whether all frames have arrived."""
         return all(frames.has_arrived(frame) for frame, _ in list(self.frames.values()))
 
     def finish(self, check: Callable[[Header], None]) -> dict[int, Arrived]:
-        """Wait for everything, and give it by rank. `check` may refuse a header before its tensor is taken."""
+        """Wait for everything, and return it by rank. `check` may refuse a header before its tensor is taken."""
         arrived, coming = {}, []
         for source, (frame, work) in list(self.frames.items()):
             self._exchange.wait(work)
@@ -139,7 +139,7 @@ class Flight:
 
 
 class Tags:
-    """A tag for each collective: of its group, and of its number among those of that group.
+    """A tag for each collective, made from its group and from its number among the group's collectives.
 
     Every process works out the same numbers for the groups, from the mesh alone.
     """
@@ -160,12 +160,12 @@ class Tags:
 
 
 def gloo_of(group: Any) -> Any:
-    """The gloo side of a group of torch.distributed: it sends and receives without the checks around it."""
+    """The gloo backend of a torch.distributed group. It sends and receives without the group's checks."""
     return backend_of(group, torch.device("cpu"))
 
 
 def _wait_for_all(batch: list[tuple[Any, Tensor]]) -> None:
-    with suppress(RuntimeError):  # the connection is gone; the rank itself will meet that
+    with suppress(RuntimeError):  # the connection is gone; the rank itself will notice
         for work, _ in batch:
             work.wait()
 

@@ -19,9 +19,9 @@ from tplab.torch.ranks import texts
 
 
 def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) -> TplabError:
-    """The error for what `rank` raised: its own one if tplab raised it, else a RankError whose cause it is.
+    """The error for what `rank` raised: that error itself if it is tplab's, otherwise a RankError with it as the cause.
 
-    The rank's traceback is a note on what it raised.
+    The rank's traceback is added to it as a note.
     """
     try:
         error = None if raised.error is None else pickle.loads(raised.error)
@@ -35,23 +35,23 @@ def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) ->
 
 
 def _made_anew(raised: Raised) -> BaseException:
-    """An error of Python's or of ours, from its name and its text; a RuntimeError that names any other."""
+    """One of Python's errors or ours, from its name and its text; for any other, a RuntimeError that names it."""
     known = getattr(errors, raised.kind, None) or getattr(builtins, raised.kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
-        with suppress(TypeError):  # it wants more than a text
+        with suppress(TypeError):  # it needs more arguments than a text
             return known(raised.text)
     return RuntimeError(f"{raised.kind}: {raised.text}")
 
 
 def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabError:
-    """The error for `error`, which `rank` raised, as simulated ranks have it."""
+    """The error for `error`, which `rank` raised, as for simulated ranks."""
     if isinstance(error, TplabError) and (raised.is_mismatch or raised.is_lost):
         return error
     return texts.raised(rank, error, raised.kind, raised.text, raised.line, mesh)
 
 
 def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:
-    """The rank's traceback; the text of its lines is read here, where the notebook is."""
+    """The rank's traceback; the text of its lines is read here, in the notebook's process."""
     lines = [f"Traceback of rank {rank} (most recent call last):"]
     for filename, number, function in raised.stack:
         name = Path(filename).name
@@ -63,7 +63,7 @@ def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:
 
 
 def death(rank: int, status: int | None, words: str) -> RankError:
-    """The error for a process that ended by itself. `status` as os.waitpid has it; `words` is the last it wrote."""
+    """The error for a process that ended by itself. `status` is from os.waitpid; `words` is the last text it wrote."""
     if status is None:
         how = "closed its connection"
     elif os.WIFSIGNALED(status):
@@ -73,6 +73,6 @@ def death(rank: int, status: int | None, words: str) -> RankError:
             how += ", which is what the system sends when memory runs out"
     else:
         how = f"ended with exit status {os.waitstatus_to_exitcode(status)}"
-    words = words.partition("\n\nExtension modules:")[0]  # the end of what Python says of a crash
+    words = words.partition("\n\nExtension modules:")[0]  # the end of what Python says about a crash
     text = f"rank {rank}'s process {how}; the other ranks were ended, and the next run starts new processes"
     return RankError(text + (f".\nThe last it said:\n{words}" if words else ""), rank)

@@ -1,4 +1,4 @@
-"""A frame: what one process sends another at once, who sends it, in which collective, and the tensor if it is small."""
+"""A frame: one message between processes, with its sender, its collective, and the tensor if it is small."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<H")
 
 
 class Side(NamedTuple):
-    """A collective as one rank called it: enough to tell whether another rank's call is the same, and to name both.
+    """A collective as one rank called it: enough to see whether another rank's call is the same, and to name both.
 
     key, dtype, fixed_shape must be the same on every rank of the group; fixed_shape is None where shapes may differ.
     """
@@ -52,10 +52,10 @@ def side_of(call: Call, x: Tensor, rank: int, where: str) -> Side:
 
 
 class Header(NamedTuple):
-    """What goes before a tensor: the sender's side of the collective, and how many hops lie behind it.
+    """What precedes a tensor: the sender's side of the collective, and the number of its hops so far.
 
-    label      the chunk that is carried and the ranks whose data is in it, of a message between two ranks
-    num_bytes  of the tensor that goes along; inline: it is inside the frame
+    label      for a message between two ranks, the chunk that is carried and the ranks whose data is in it
+    num_bytes  those of the tensor that is sent with it; inline: whether it is inside the frame
     """
 
     side: Side
@@ -74,7 +74,7 @@ class Header(NamedTuple):
 
 
 def with_tuples(x: Any) -> Any:
-    """What JSON has made of nested tuples, as tuples again.
+    """Turn what JSON has made of nested tuples into tuples again.
 
     What ranks tell each other about their messages is JSON, never a pickle: reading a pickle runs whatever code it
     names, and any process that can connect could send one.
@@ -83,7 +83,7 @@ def with_tuples(x: Any) -> Any:
 
 
 def encode(header: Header, payload: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A frame as bytes, and the bytes that follow behind it (None where the tensor fits in, or there is none)."""
+    """A frame as bytes, and the bytes that follow it (None if the tensor fits into the frame, or there is none)."""
     if payload is None or not payload.numel():
         return _frame(header.to_text(), b""), None
     payload = bytes_of(payload)
@@ -109,7 +109,7 @@ def empty_frame() -> Tensor:
 
 
 def has_arrived(frame: Tensor) -> bool:
-    """Whether a frame has been written into the buffer, at least its beginning."""
+    """Whether a frame, or at least its beginning, has been written into the buffer."""
     return bool(frame[0]) or bool(frame[1])
 
 
@@ -129,6 +129,6 @@ def check_dense(op: str, x: Tensor) -> None:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The memory of `x` as one row of bytes; of one that is not contiguous, a copy."""
+    """The memory of `x` as one row of bytes; a copy if `x` is not contiguous."""
     x = x.detach().resolve_conj().resolve_neg()
     return x.cpu().contiguous().reshape(-1).view(torch.uint8)

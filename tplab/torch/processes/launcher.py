@@ -32,11 +32,11 @@ class Launcher:
     """The process that starts workers, as seen from the process that wants them.
 
     entry      "module:function", called in each worker as function(arguments, fds)
-    preload    modules that are imported before the first fork, where the system lets a process fork after that
+    preload    modules that are imported before the first fork, if the system lets a process fork after that
 
-    The launcher is a fresh interpreter, so it has none of the caller's threads: forking a process in which JAX or
-    OpenMP has started some can hang. Workers end when the launcher does, and the launcher when its caller does; what a
-    worker has started itself ends with it.
+    The launcher is a fresh interpreter without the caller's threads: forking a process in which JAX or OpenMP has
+    started threads can hang. Workers end when the launcher does, and the launcher when its caller does; processes that
+    a worker has started end with it.
     """
 
     def __init__(self, entry: str, preload: Sequence[str] = ()):
@@ -62,7 +62,7 @@ class Launcher:
         self._is_gone = False
 
     def fileno(self) -> int:
-        """For select: readable when a worker has ended."""
+        """For use with select: readable when a worker has ended."""
         return self._socket.fileno()
 
     @property
@@ -70,7 +70,7 @@ class Launcher:
         return not self._is_gone and self._process.poll() is None
 
     def start(self, arguments: dict[str, Any], fds: Sequence[int], words: int) -> int:
-        """Start a worker that gets these file descriptors, its stdout and stderr going to `words`. Returns its id."""
+        """Start a worker with these file descriptors; its stdout and stderr go to `words`. Returns its process id."""
         with self._lock:
             request = json.dumps({"start": arguments}).encode()
             try:
@@ -89,7 +89,7 @@ class Launcher:
         )
 
     def ended(self, pid: int, within_seconds: float = 0.0) -> int | None:
-        """How the worker `pid` ended, as `os.waitpid` says it; None while it has not."""
+        """How the worker `pid` ended, as a status of `os.waitpid`; None while it has not."""
         deadline = time.monotonic() + within_seconds
         with self._lock:
             while pid not in self._ended and not self._is_gone:
@@ -101,7 +101,7 @@ class Launcher:
             return self._ended.get(pid, signal.SIGKILL if self._is_gone else None)
 
     def kill(self, pids: Sequence[int]) -> None:
-        """End these workers at once, whatever they are in."""
+        """End these workers at once, whatever they are doing."""
         if pids and not self._is_gone:
             try:
                 self._socket.sendall(json.dumps({"kill": list(pids)}).encode() + b"\n")
@@ -120,13 +120,13 @@ class Launcher:
         os.close(self.words)
 
     def forget(self) -> None:
-        """Called in a copy of this process (after a fork): the launcher is not the copy's."""
+        """Called in a copy of this process (after a fork): the launcher does not belong to the copy."""
         self._is_gone = True
         self._socket.close()
         self._process.returncode = 0  # so that the copy does not wait for it
 
     def _read(self, timeout: float | None) -> list[dict[str, Any]]:
-        """What the launcher has said; keeps account of who has ended."""
+        """What the launcher has said. Records which workers have ended."""
         if not select.select([self._socket], [], [], timeout)[0]:
             return []
         data = self._socket.recv(1 << 16)
@@ -139,7 +139,7 @@ class Launcher:
 
 
 def scratch_file() -> int:
-    """A file without a name, in memory where the system has such: its descriptor."""
+    """The descriptor of a file without a name, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("tplab", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -156,14 +156,14 @@ def text_of(fd: int, last_bytes: int = 4000) -> str:
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Start workers on request until the caller is gone, and then end them all."""
+    """Start workers on request until the caller is gone, then end them all."""
     _, _, _, control_fd, entry, *preload = argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes: the caller decides
-    if sys.platform == "linux":  # elsewhere system libraries do not bear a fork once they are in use
+    if sys.platform == "linux":  # elsewhere system libraries do not survive a fork once they are in use
         for name in preload:
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that no worker's garbage collector writes to the memory that all share
+    gc.freeze()  # so that no worker's garbage collector writes to the shared memory
     control = socket.socket(fileno=int(control_fd))
     bell, ringer = socket.socketpair()
     ringer.setblocking(False)
@@ -204,7 +204,7 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def _kill(pid: int) -> None:
-    """End a worker and all that it has started, which are one group of processes."""
+    """End a worker and everything that it has started, which are one group of processes."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -226,7 +226,7 @@ def _work(entry: str, arguments: dict[str, Any], fds: list[int], launcher: int) 
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setpgid(0, 0)  # on both sides of the fork: whoever comes first
+        os.setpgid(0, 0)  # on both sides of the fork: one of them is first
         die_with(launcher)
         words, *rest = fds
         os.dup2(words, 1)

@@ -1,9 +1,9 @@
 """Native collectives: where every rank has a GPU of its own, CUDA tensors go from GPU to GPU, through NCCL.
 
-Frames still go over gloo first: they say whether all ranks are in the same collective, and of which shapes. Then NCCL
-carries the tensors, on a stream of its own that waits only for what the GPU had to do when the collective was begun,
-so that what the rank computes meanwhile overlaps with it. NCCL adds up in an order of its own, and 16-bit types in 16
-bits: sums equal those of simulated ranks to rounding. Times in the trace are the host's: when it launched them.
+Frames still go over gloo first: they say whether all ranks are in the same collective, and which shapes it has. Then
+NCCL carries the tensors, on a separate stream that waits only for what the GPU had to do when the collective was begun,
+so that it overlaps with what the rank computes meanwhile. NCCL adds up in its own order, and 16-bit types in 16 bits:
+sums equal those of simulated ranks up to rounding. Times in the trace are the host's: when it launched them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8
 
 
 class Native:
-    """The native way of one process: a communicator for each group of ranks, made when it is first used.
+    """The native transport of one process: a communicator for each group of ranks, made when it is first used.
 
     A communicator needs its collectives in the same order on every rank. Ranks may wait for theirs in any order, so
-    what was begun is queued, and launched in that order.
+    collectives are queued when they are begun, and launched in that order.
     """
 
     def __init__(self, backend: str = "nccl", device_type: str = "cuda"):
@@ -43,13 +43,13 @@ class Native:
         self._stream = torch.cuda.Stream() if device_type == "cuda" else None
 
     def begin_program(self) -> None:
-        """Forget what another program has left in the queues; communicators are kept."""
+        """Clear what another program has left in the queues; communicators are kept."""
         self._queues.clear()
 
     def carries(self, call: Call, x: Tensor) -> bool:
-        """Whether this collective of `x` goes the native way."""
+        """Whether this collective of `x` uses the native transport."""
         adds = call.op in ("all_reduce", "reduce_scatter")
-        is_ours = call.op not in ("barrier", *MESSAGES)  # a receiver does not know yet what comes: over gloo
+        is_ours = call.op not in ("barrier", *MESSAGES)  # a receiver does not know yet what comes: use gloo
         return x.device.type == self._device_type and is_ours and (not adds or x.dtype in _ADDS)
 
     def kind(self, call: Call) -> type[ProcessPending]:
@@ -67,13 +67,13 @@ class Native:
         self._queues.setdefault(pending.group, deque()).append(pending)
 
     def launch_up_to(self, pending: _OnGpu) -> None:
-        """Launch what was begun over this group, in order, until `pending` is."""
+        """Launch what was begun over this group, in order, up to and including `pending`."""
         queue = self._queues[pending.group]
         while not pending.is_launched:
             queue.popleft().launch()
 
     def launch_all(self) -> None:
-        """Launch what the program has not waited for; for its end."""
+        """Launch what the program has not waited for, when it ends."""
         for queue in self._queues.values():
             while queue:
                 queue.popleft().launch()
@@ -83,14 +83,14 @@ class Native:
         return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     def after(self, event: Any) -> AbstractContextManager[Any]:
-        """Work in this context runs beside the program's, once `event` has come."""
+        """Work in this context runs beside the program's, once `event` has happened."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_event(event)
         return torch.cuda.stream(self._stream)
 
     def join(self, event: Any, *tensors: Tensor) -> None:
-        """What the program does from here on runs after `event`."""
+        """Everything the program does from here on runs after `event`."""
         if self._stream is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
@@ -99,15 +99,15 @@ class Native:
 
 
 class _OnGpu(ProcessPending):
-    """A collective whose frames carry no tensor, but announce it."""
+    """A collective whose frames announce a tensor without carrying it."""
 
     is_launched = False
 
     def fly(self) -> None:
-        """NCCL's own streams do."""
+        """Nothing to do: NCCL's own streams overlap with the program."""
 
     def launch(self) -> None:
-        """Take the frames, and let the tensors travel: the result is there when the GPU has come to `self.done`."""
+        """Take the frames, and let the tensors travel: the result is ready when the GPU has reached `self.done`."""
         native = self.rank.native
         assert native is not None
         self.is_launched = True
@@ -130,7 +130,7 @@ class _OnGpu(ProcessPending):
         return self.result
 
     def _keep(self, x: Tensor) -> Tensor:
-        """x as it is now; and from when on it is there."""
+        """Keep x as it is now, and the event from which on it is ready."""
         assert self.rank.native is not None
         kept = collectives.own(x)
         self.ready = self.rank.native.now()
@@ -217,5 +217,5 @@ class TogetherOnGpu(_OnGpu, Together):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes, which NCCL carries whatever they mean."""
+    """The memory of a contiguous tensor as bytes, which NCCL carries whatever their type."""
     return x.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Parcels: anything Python can hold, on its way to another process; the tensors in it travel as memory, not as text."""
+"""Parcels: any Python objects on their way to another process. The tensors in them travel as memory, not as text."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tplab.torch.private import storage_id
 from tplab.torch.processes.launcher import scratch_file
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
-_ALIGNMENT = 64  # bytes, as torch's own allocations: what a kernel computes may depend on it
+_ALIGNMENT = 64  # bytes, as in torch's own allocations: what a kernel computes may depend on it
 _HEAD = struct.Struct("<QQ")
 
 
 class Parcel:
     """Objects, packed once and sent to as many processes as need it.
 
-    Functions and classes that cannot be imported elsewhere (of a notebook, of a closure) go along as code. All tensors
-    lie behind one another in one piece of shared memory; who opens the parcel sees them as its own, and memory is only
-    copied where somebody writes.
+    Functions and classes that cannot be imported elsewhere (from a notebook or a closure) are sent as code. All tensors
+    are in one piece of shared memory. A process that opens the parcel sees them as its own, and memory is only copied
+    when a process writes to it.
 
     contents   opened one after another, so that the first can prepare what the second needs
     shared     False: the tensors are in the body too, as for another machine
@@ -62,7 +62,7 @@ class Parcel:
         to.sendall(self.body)
 
     def close(self) -> None:
-        """Give up this side's hold on the memory; those who have received it keep theirs."""
+        """Release this side's hold on the memory; processes that have received it keep theirs."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -78,17 +78,17 @@ def send(to: socket.socket, content: Any) -> None:
 
 
 class Received:
-    """A parcel that has arrived and is not open yet: opening it imports what its content needs."""
+    """A parcel that has arrived but is not yet open: opening it imports what its content needs."""
 
     def __init__(self, body: bytes, memory: mmap.mmap | None):
         self._body, self._memory = body, memory
 
     def open(self) -> Any:
-        """What is in it; the first of several."""
+        """The content; the first of several."""
         return next(self.contents())
 
     def contents(self) -> Iterator[Any]:
-        """All that is in it, one after another."""
+        """All contents, one after another."""
         stream = io.BytesIO(self._body)
         places, inline = pickle.load(stream)
         memory: Any = bytearray(inline) if self._memory is None else self._memory
@@ -104,7 +104,7 @@ class Received:
 
 
 def receive(source: socket.socket) -> Received | None:
-    """The next parcel, or None where the other side is gone."""
+    """The next parcel, or None if the other side is gone."""
     try:
         head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1)
         head = head + _exactly(source, _HEAD.size - len(head))
@@ -131,7 +131,7 @@ def _exactly(source: socket.socket, num_bytes: int) -> bytes:
 
 
 class _Storages:
-    """The memory of all tensors met, each once, so that views stay views."""
+    """The memory of all tensors seen, each once, so that views stay views."""
 
     def __init__(self) -> None:
         self.storages: list[UntypedStorage] = []
@@ -149,7 +149,7 @@ class _Storages:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Leaves the memory of tensors to a table."""
+    """A pickler that puts the memory of tensors in a table."""
 
     def __init__(self, stream: io.BytesIO, table: _Storages):
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -159,7 +159,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, TypedStorage):
             return self._table.place(obj._untyped_storage), obj.dtype
         if isinstance(obj, UntypedStorage):
-            return self._table.place(obj), torch.uint8  # as torch.load has it
+            return self._table.place(obj), torch.uint8  # as torch.load expects it
         return None
 
 

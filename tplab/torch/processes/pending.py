@@ -40,15 +40,15 @@ class ProcessPending(Pending):
     # --- what each kind of collective does -------------------------------------------------------------------------
 
     def depart(self, x: Tensor) -> None:
-        """Send what this rank has to send: as it is now, whatever the program writes to `x` later."""
+        """Send what this rank has to send, as it is now: the program may write to `x` later."""
         raise NotImplementedError
 
     def arrive(self) -> Tensor:
-        """Take in what the others sent: this rank's result."""
+        """Take what the others sent, and return this rank's result."""
         raise NotImplementedError
 
     def note(self, result: Tensor, arrival: float) -> None:
-        """Note what has happened in the rank's journal, and advance its count of hops."""
+        """Write what has happened to the rank's journal, and advance its count of hops."""
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -58,14 +58,14 @@ class ProcessPending(Pending):
         return () if self.flight is None else self.flight.missing
 
     def fly(self) -> None:
-        """Go on in a thread of its own, so that it really overlaps with what the rank computes."""
+        """Continue in a separate thread, so that it really overlaps with what the rank computes."""
         if self.flight is not None:
             self._landed = Event()
             Thread(target=self._fly, args=(self._landed, torch.get_num_threads()), daemon=True).start()
 
     def _fly(self, landed: Event, num_threads: int) -> None:
         try:
-            torch.set_num_threads(num_threads)  # a new thread would take all cores
+            torch.set_num_threads(num_threads)  # a new thread would use all cores
             self._taken = self.arrive()
         except BaseException as error:
             self._failure = error
@@ -75,7 +75,7 @@ class ProcessPending(Pending):
     def wait(self) -> Tensor:
         if self._result is None:
             now = self.rank.catch_up()
-            with no_dispatch():  # what follows is no operation of the program's
+            with no_dispatch():  # what follows is no operation of the program
                 self._result = self._land(now)
             self.rank.num_in_flight -= 1
             self.rank.go_on()
@@ -110,7 +110,7 @@ class ProcessPending(Pending):
         data = arrived.data
         if not data.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if arrived.header.inline:  # a part of the frame: not aligned
+        if arrived.header.inline:  # part of the frame: not aligned
             data = data.clone()
         return data.view(dtype).view(shape)
 
@@ -151,7 +151,7 @@ class Message(ProcessPending):
         self.flight = self.rank.exchange.start(self.tag, outgoing, sources)
 
     def payload(self, x: Tensor) -> Tensor | None:
-        """What goes along with the header."""
+        """What is sent with the header."""
         return collectives.own(x) if x.nbytes > INLINE_UP_TO else x  # a small one is copied into the frame
 
     def note_sent(self, x: Tensor, target: int) -> Header:
@@ -201,7 +201,7 @@ class Message(ProcessPending):
 
 
 class Receipt(Message):
-    """What meets a send: of any shape and type, from a rank that says on which kind of device it had it."""
+    """The receive that matches a send: any shape and type, from a rank that says on which kind of device it had it."""
 
     def arrive(self) -> Tensor:
         assert self.flight is not None and self.source is not None
@@ -225,7 +225,7 @@ class Together(ProcessPending):
         self.flight = self.start({index: (header, piece) for index, piece in self.pieces().items()})
 
     def prepare(self, x: Tensor) -> None:
-        """Keep what this rank puts in, its own from here on, and the hop from which on its way is free."""
+        """Keep a copy of this rank's input, and the hop from which on its link is free."""
         self.x, self.inputs = x, [x] * len(self.group)
         self.next = self.group[(self.call.place.index + 1) % len(self.group)]
         self.hop = self.rank.way_is_free(self.next)
@@ -237,7 +237,7 @@ class Together(ProcessPending):
         return self.rank.exchange.start(self.tag, to_ranks, to_ranks)
 
     def pieces(self) -> dict[int, Tensor | None]:
-        """What the rank at each position needs of this rank's tensor."""
+        """The part of this rank's tensor that the rank at each position needs."""
         op, params, x, indices = self.call.op, self.call.params, self.x, range(len(self.group))
         if op == "all_reduce" and x.nbytes > INLINE_UP_TO:
             return dict(enumerate(x.reshape(-1).split([*map(len, cut(x.numel(), len(self.group), "even"))])))
@@ -254,14 +254,14 @@ class Together(ProcessPending):
         return self.combined(self.taken()).to(self.device)
 
     def taken(self) -> dict[int, Arrived]:
-        """What has come from each other position, when all has."""
+        """What has come from each other position, once everything has."""
         assert self.flight is not None
         arrived = self.flight.finish(self.check)
         self.hop = max(self.hop, *(came.header.hops for came in arrived.values()))
         return {index: arrived[rank] for index, rank in enumerate(self.group) if rank in arrived}
 
     def combined(self, arrived: dict[int, Arrived]) -> Tensor:
-        """The result, as `collectives.results` defines it, from the pieces that this rank was sent and its own."""
+        """The result, as `collectives.results` defines it, from this rank's own piece and those that it was sent."""
         op, params, x, index = self.call.op, self.call.params, self.x, self.call.place.index
         mine = self.pieces()[index]
         if op == "barrier":
@@ -283,7 +283,7 @@ class Together(ProcessPending):
         return self._shared(total) if op == "all_reduce" and x.nbytes > INLINE_UP_TO else total
 
     def _shared(self, total: Tensor) -> Tensor:
-        """The second round of a large all_reduce: every position's piece of the sum, put together."""
+        """The second round of a large all_reduce: every position's piece of the sum, joined."""
         index, num_ranks = self.call.place.index, len(self.group)
         result = torch.empty(self.side.shape, dtype=total.dtype, device="cpu")
         rows = result.view(-1).split([*map(len, cut(result.numel(), num_ranks, "even"))])

@@ -1,4 +1,4 @@
-"""A pool: as many processes as a mesh has ranks, joined to a group and kept warm from one run to the next."""
+"""A pool: one process per rank of a mesh, joined to a group and kept warm from one run to the next."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECONDS_TO_STOP = 1.0
 
 
 class Finished(NamedTuple):
-    """How a run ended: an outcome a rank, or what went wrong; and what each rank has printed."""
+    """How a run ended: one outcome per rank, or what went wrong; and what each rank has printed."""
 
     outcomes: list[Outcome]
     error: BaseException | None
@@ -53,7 +53,7 @@ class Member:
 
 
 class Pool:
-    """Processes for `num_ranks` ranks. When anything has gone wrong in one, the pool is closed: make a new one."""
+    """Processes for `num_ranks` ranks. Once anything goes wrong in one of them, the pool is closed: make a new one."""
 
     def __init__(self, launcher: Launcher, num_ranks: int, has_gpus: bool):
         self._launcher, self._sources = launcher, Sources()
@@ -83,7 +83,7 @@ class Pool:
         return Member(about["rank"], pid, ours, words)
 
     def is_fit(self) -> bool:
-        """Whether the pool can run another program: all of it is alive, and would import what is there now."""
+        """Whether the pool can run another program: all processes are alive, and have imported current modules."""
         if self.is_closed or not self._launcher.is_alive or self._sources.have_changed():
             return False
         return all(message is not None for _, message in self._messages(0))
@@ -104,14 +104,14 @@ class Pool:
         if error is not None:
             printed = self._stop(outcomes)
         elif not all(outcome.is_clean for outcome in outcomes.values()):
-            self.close()  # what is still on its way would meet the next program
+            self.close()  # what is still on its way would reach the next program
         printed |= {rank: outcome.printed for rank, outcome in outcomes.items()}
         ranks = range(self.num_ranks)
         done = [] if error is not None else [outcomes[rank] for rank in ranks]
         return Finished(done, error, [printed.get(rank, Printed()) for rank in ranks])
 
     def _collect(self, program: Program, outcomes: dict[int, Outcome]) -> TplabError | None:
-        """Gather outcomes until there is one of each rank, or waiting for more is of no use."""
+        """Gather outcomes until there is one from each rank, or waiting for more is useless."""
         reports: dict[int, Report] = {}
         deadline = float("inf")
         while len(outcomes) < self.num_ranks and (left := deadline - time.monotonic()) > 0:
@@ -153,7 +153,7 @@ class Pool:
         return failure.death(member.rank, status, text_of(member.words))
 
     def _stop(self, outcomes: dict[int, Outcome]) -> dict[int, Printed]:
-        """End a run that has failed: what the ranks whose program was still running have printed."""
+        """End a run that has failed. Returns what the ranks whose program was still running have printed."""
         printed: dict[int, Printed] = {}
         waited_for = {member.rank for member in self.members if not member.is_gone} - outcomes.keys()
         try:
@@ -173,7 +173,7 @@ class Pool:
         return printed
 
     def close(self) -> None:
-        """End all processes, whatever they are in, and wait until they have."""
+        """End all processes, whatever they are doing, and wait until they have ended."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -185,7 +185,7 @@ class Pool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def forget(self) -> None:
-        """Called in a copy of this process (after a fork): the pool is not the copy's."""
+        """Called in a copy of this process (after a fork): the pool does not belong to the copy."""
         self.is_closed = True
         for member in self.members:
             member.control.close()
@@ -203,7 +203,7 @@ def _opened(member: Member, parcel: parcels.Received) -> Letter:
 
 
 def _first_error(outcomes: dict[int, Outcome], program: Program) -> TplabError | None:
-    """The error of the lowest rank that failed by itself; or of the lowest that failed at all."""
+    """The error of the lowest rank that failed by itself, or else of the lowest that failed at all."""
     failed = {rank: outcome.raised for rank, outcome in sorted(outcomes.items()) if outcome.raised is not None}
     by_itself = [rank for rank, raised in failed.items() if not raised.is_lost]
     if not failed:

@@ -1,4 +1,4 @@
-"""A program as it goes to a rank's process, and what comes back from there."""
+"""A program as it is sent to a rank's process, and what comes back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tplab.trace.journal import Journal
 
 
 class Settings(NamedTuple):
-    """What a program may depend on and a new process does not inherit."""
+    """What a program may depend on but a new process does not inherit."""
 
     default_dtype: torch.dtype
     default_device: torch.device
@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def here(cls, num_ranks: int) -> Settings:
-        """Those of the calling thread; of its threads for tensor operations, each of `num_ranks` gets its share."""
+        """The settings of the calling thread; each of `num_ranks` gets a share of its threads for tensor operations."""
         return cls(
             torch.get_default_dtype(),
             torch.get_default_device(),
@@ -62,7 +62,7 @@ class Settings(NamedTuple):
         )
 
     def adopt(self) -> None:
-        """Make this process's settings those; the ones that end with a block, `state` has."""
+        """Apply these settings to this process; `state` has those that end with a block."""
         torch.set_default_dtype(self.default_dtype)
         if self.deterministic != torch.are_deterministic_algorithms_enabled():  # asked first: setting it takes a second
             torch.use_deterministic_algorithms(self.deterministic)
@@ -88,7 +88,7 @@ class Settings(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What every rank is to run. The arguments are whole: each rank takes its own piece of them."""
+    """What every rank runs. The arguments are whole: each rank takes its own piece of them."""
 
     fn: Callable[..., Any]
     mesh: Mesh
@@ -102,7 +102,7 @@ class Program(NamedTuple):
     title: str
 
     def rank(self, rank: int, exchange: Exchange, native: Native | None) -> ProcessRank:
-        """The rank of this number, of those that run the program. Each keeps the values of its share of messages."""
+        """The rank with this number, to run the program. Each keeps the values of its share of messages."""
         if native is not None:
             native.begin_program()
         record = -(-self.record // self.mesh.size)
@@ -110,13 +110,13 @@ class Program(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """What a rank raised, in a form that travels.
+    """What a rank raised, in a form that can be sent.
 
     error        pickled; None where it could not be
     line         the line of the program it came from
     stack        (file, line, function) of the program's frames, the outermost first
-    is_lost      it only followed from what happened to another rank
-    is_mismatch  the rank found that its collective is not the others'
+    is_lost      whether it only followed from what happened to another rank
+    is_mismatch  whether the rank found that its collective differs from the others'
     """
 
     error: bytes | None
@@ -128,7 +128,7 @@ class Raised(NamedTuple):
     is_mismatch: bool
 
     def to_text(self, rank: int) -> bytes:
-        """For a place where others may write: without the pickled error, which must not be read from there."""
+        """The text for a place where others may write. It leaves out the pickle, which must not be read from there."""
         return json.dumps([rank, *self[1:]]).encode()
 
     @classmethod
@@ -147,7 +147,7 @@ class Printed(NamedTuple):
 class Outcome(NamedTuple):
     """How a rank's program ended: with `result`, or with what it raised.
 
-    is_clean     everything it began was waited for
+    is_clean     whether everything it began was waited for
     """
 
     rank: int
@@ -171,7 +171,7 @@ def check_arguments(args: Sequence[Any], in_specs: Any, mesh: Mesh) -> None:
 
 
 def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) -> Any:
-    """Run the program as this rank, and give what it returns."""
+    """Run the program as this rank, and return its result."""
     drawn_from = generators(device)
     kept = [generator.get() for generator in drawn_from]
     pieces = arguments.arguments_of(rank.rank, program.args, program.in_specs, program.mesh, device)
@@ -196,7 +196,7 @@ def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) 
 
 
 def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
-    """What `rank` raised, as it travels; None: before it was one."""
+    """What `rank` raised, in a form that can be sent; `rank` is None if it was raised before there was a rank."""
     try:
         text = cloudpickle.dumps(error)
         pickle.loads(text)  # many exceptions can be written but not read: their arguments are not those of __init__

@@ -1,7 +1,7 @@
 """A rank that is a process of its own: its collectives are exchanges of frames and tensors.
 
-Over gloo every collective is built from pieces that ranks send each other, and what is added up is added in the order
-of positions, by the same function as simulated ranks use: the results are theirs, bit for bit.
+Over gloo every collective is built from pieces that ranks send each other, and sums are added up in the order of
+positions, by the same function that simulated ranks use: the results are the same, bit for bit.
 
     all_reduce       small: each rank's x to every rank, and each rank adds all up
                      large: piece j to index j, which adds the pieces up and sends the sum to every rank;
@@ -9,8 +9,8 @@ of positions, by the same function as simulated ranks use: the results are their
     reduce_scatter   piece j to index j, which adds up       all_to_all   piece j to index j
     all_gather       x to every rank                         broadcast    the root's x to every rank
 
-On a GPU of its own a rank's CUDA tensors go through NCCL's collectives instead (native.py), which add up in an order of
-their own: equal to rounding.
+If a rank has its own GPU, its CUDA tensors go through NCCL's collectives instead (native.py), which add up in their own
+order: results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class ProcessRank(RecordedRank):
         self._last_sides: deque[tuple[Group, int, Side]] = deque(maxlen=waits.REMEMBERED)
 
     def report(self) -> Report:
-        """What this rank has begun, and what it waits for. Another thread asks, while the rank stands still."""
+        """What this rank has begun, and what it waits for. Another thread asks while the rank is waiting."""
         pending = self.waits_in
         wait = None if pending is None else Wait(pending.side, pending.group, pending.number, pending.missing)
         sides = {(group, number): side for group, number, side in list(self._last_sides)}
         return Report(self.rank, wait, dict(self._begun), sides)
 
     def begin(self, call: Call, x: Tensor) -> Pending:
-        with no_dispatch():  # what follows is no operation of the program's
+        with no_dispatch():  # what follows is no operation of the program
             flies = call.op == "receive" or (x.nbytes > INLINE_UP_TO and call.op != "send")
             return self._begin(call, x, flies)
 
@@ -74,6 +74,6 @@ class ProcessRank(RecordedRank):
         pending.depart(x)
         if flies:
             pending.fly()
-        self.num_in_flight += call.op != "send"  # which nobody waits for
+        self.num_in_flight += call.op != "send"  # no rank waits for a send
         self.go_on()
         return pending

@@ -25,10 +25,10 @@ from tplab.trace.label import UNKNOWN, Label
 class RecordedRank(Rank):
     """The rank whose program this process runs.
 
-    record     of how many messages this rank keeps the contents
-    cells      file name -> number of the notebook cell that it is
-    native     the way of CUDA tensors, where every rank has a GPU of its own
-    hops       the rounds of communication that lie behind it
+    record     the number of messages whose contents this rank keeps
+    cells      file name -> the number of its notebook cell
+    native     the transport of CUDA tensors, if every rank has a GPU of its own
+    hops       the number of rounds of communication so far
     """
 
     def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int], native: Any):
@@ -36,10 +36,10 @@ class RecordedRank(Rank):
         self.exchange, self.native, self.journal = exchange, native, Journal(rank)
         self.lines = _LinesOfNotebook(cells)
         self.hops = 0
-        self.waits_in: Any = None  # the collective that it stands still in
+        self.waits_in: Any = None  # the collective that it is waiting in
         self.num_in_flight = 0
         self.mismatch: CollectiveMismatchError | None = None
-        self._ways: dict[int, int] = {}  # until which hop the way to another rank is taken
+        self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None
         self._meter = Meter(rank, None)
@@ -61,7 +61,7 @@ class RecordedRank(Rank):
             self._meter.close()
 
     def catch_up(self, held: int = -1) -> float:
-        """Note what this rank has computed since it was last seen, and what it holds now. Returns the time."""
+        """Note what this rank has computed since the last note, and what it holds now. Returns the time."""
         now = time.perf_counter()
         self.journal.computed.append(Computed(self._seen_at, now, self._doing, held))
         return now
@@ -83,7 +83,7 @@ class RecordedRank(Rank):
         self._seen_at = time.perf_counter()
 
     def way_is_free(self, target: int) -> int:
-        """From which hop on something can travel to `target`: after what this rank has waited for, and sent there."""
+        """The first hop at which something can travel to `target`: after what this rank waited for and sent there."""
         return max(self.hops, self._ways.get(target, 0))
 
     def take_way(self, target: int, hop: int) -> None:
@@ -99,7 +99,7 @@ class RecordedRank(Rank):
         return values_of(x)
 
     def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
-        """Whose data is in a tensor that is sent, and its values, as far as they are kept."""
+        """The ranks whose data is in a tensor that is sent, and its values, if they are kept."""
         if self._num_left_to_keep <= 0:
             self._provenance.stop()
             return UNKNOWN, None

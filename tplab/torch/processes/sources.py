@@ -1,4 +1,4 @@
-"""Sources: has a module of the user's been edited since processes that may have imported it were started?"""
+"""Sources: has one of the user's modules been edited since processes that may have imported it were started?"""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import tplab
 
 
 class Sources:
-    """The files of the modules that are the user's own, and when they were written.
+    """The files of the user's own modules, and when they were written.
 
-    A warm process has imported what it needed. When the user then edits a module and reloads it here, the process would
-    go on with the old one.
+    A warm process has already imported what it needed. When the user then edits a module and reloads it here, the
+    process would still use the old one.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Sources:
         self.have_changed()
 
     def have_changed(self) -> bool:
-        """Whether a file is newer than when it was last asked; files first seen now are noted."""
+        """Whether a file is newer than at the last call; files first seen now are noted."""
         changed = False
         for module in list(sys.modules.values()):
             file = vars(module).get("__file__") if isinstance(module, ModuleType) else None

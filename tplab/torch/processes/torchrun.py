@@ -37,8 +37,8 @@ SECONDS_FOR_CAUSE = 5.0
 class Membership:
     """This process among those that torchrun has started; joins them when it is made.
 
-    A group that torch.distributed has already is used as it is. What ranks say to each other goes through a gloo group
-    of our own beside it, which is made anew when a run has failed.
+    If torch.distributed already has a group, it is used as it is. What ranks say to each other goes through a separate
+    gloo group of ours, which is made again after a failed run.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Membership:
         self.offset = 0.0
 
     def exchange(self) -> Exchange:
-        """The way to the other ranks, with all connections whole."""
+        """The exchange with the other ranks, with all connections intact."""
         if self._exchange is None:
             self._group = dist.new_group(backend="gloo", timeout=WAIT_FOREVER)
             gloo = gloo_of(self._group)
@@ -75,7 +75,7 @@ class Membership:
             self._exchange = None
 
     def gather(self, content: Any) -> list[Any]:
-        """The content of every rank, on every rank. Raises ConnectionLost where one is gone."""
+        """The content of every rank, on every rank. Raises ConnectionLost if one is gone."""
         exchange, bodies = self.exchange(), [b""] * self.num_ranks
         try:
             dist.all_gather_object(bodies, Parcel(content, shared=False).body, group=self._group)
@@ -90,11 +90,11 @@ def _leave() -> None:
 
 
 def offset_from_first(gloo: Any, rank: int, num_ranks: int, rounds: int = 8) -> float:
-    """What this machine's clock must be advanced by, to show what the first rank's does.
+    """How far this machine's clock must be advanced to agree with the first rank's.
 
     Every rank asks the first one for the time, as in Cristian 1989: the answer was given about midway between the
-    question and its arrival. Of some rounds the quickest is used. On one machine both read one clock, and the offset
-    that is found is less than the doubt: then it is 0.
+    question and its arrival. The quickest of several rounds is used. On one machine both read one clock, and the
+    measured offset is smaller than its uncertainty: then it is 0.
     """
     time_of_first = torch.zeros(1, dtype=torch.float64)
     quickest, offset = float("inf"), 0.0
@@ -128,12 +128,12 @@ def run_under_torchrun(
     device: torch.device | None,
     title: str,
 ) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run `fn` as this process's rank of `mesh`: what every rank returned, and what makes the trace, on every rank.
+    """Run `fn` as this process's rank of `mesh`. Returns every rank's result and what makes the trace, on every rank.
 
     Every process runs the same script and calls this with the same arguments; each takes its own piece of them. What a
-    rank prints comes out at once, labelled. Results are gathered on every rank, so return what is small, or None.
-    When a rank raises, all are released, and the error that names it is raised on all. Raises MeshError where the mesh
-    has not as many ranks as there are processes.
+    rank prints appears at once, labelled. Results are gathered on every rank, so return something small, or None. When
+    a rank raises, all are released, and the error that names it is raised on all. Raises MeshError if the number of
+    ranks in the mesh is not the number of processes.
     """
     if not _membership:
         _membership.append(Membership())
@@ -162,7 +162,7 @@ def run_under_torchrun(
     results, journals, reports, cleans = zip(*gathered)
     error = unmet(reports)
     if error is not None or not all(cleans):
-        here.break_off()  # what is still on its way would meet the next program
+        here.break_off()  # what is still on its way would reach the next program
     else:
         exchange.all_sent()
     board.clear()
@@ -172,7 +172,7 @@ def run_under_torchrun(
 
 
 class Board:
-    """Where the ranks of one run put up what they wait for, and what they raised: in the store that torchrun keeps."""
+    """Where the ranks of one run publish what they wait for, and what they raised: in the store that torchrun keeps."""
 
     def __init__(self, here: Membership, name: str):
         self._here, self._name = here, name
@@ -189,7 +189,7 @@ class Board:
 
     @contextmanager
     def watching(self, rank: ProcessRank) -> Iterator[None]:
-        """While this is open, a rank that stands still puts up what it waits for, and looks whether any can go on."""
+        """While this is open, a waiting rank publishes what it waits for, and checks whether any rank can go on."""
         is_over = Event()
         watcher = Thread(target=self._watch, args=(rank, is_over), daemon=True)
         watcher.start()
@@ -214,14 +214,14 @@ class Board:
             seen = waits_in
 
     def _judge(self, mesh: Mesh) -> TplabError | None:
-        """The error that explains why all ranks are stuck, once every rank has put up a report."""
+        """The error that explains why all ranks are stuck, once every rank has published a report."""
         keys = [self._key(rank) for rank in mesh.ranks]
         if not self._here.store.check(keys):
             return None
         return verdict({rank: Report.from_text(self._here.store.get(key)) for rank, key in enumerate(keys)}, mesh)
 
     def named(self, error: BaseException, rank: ProcessRank) -> BaseException:
-        """What to raise here for `error`, which ended this rank; the others hear of it, and are released."""
+        """The error to raise here for `error`, which ended this rank. The others are informed and released."""
         here, key = self._here, f"{self._name}/failure"
         if isinstance(error, ConnectionLost) and self._verdict is None:
             found = self._failure_of_another(key, rank.mesh)
@@ -230,7 +230,7 @@ class Board:
         if self._verdict is not None:
             error = self._verdict
         said = raised(error, rank)._replace(is_mismatch=error is rank.mismatch or error is self._verdict)
-        here.store.compare_set(key, "", said.to_text(here.rank))  # the first counts
+        here.store.compare_set(key, "", said.to_text(here.rank))  # the first one counts
         here.break_off()
         return error if isinstance(error, KeyboardInterrupt | SystemExit) else named(error, here.rank, said, rank.mesh)
 
@@ -246,7 +246,7 @@ class Board:
 
 @contextmanager
 def _labelled(rank: int) -> Iterator[None]:
-    """While this is open, each line printed says whose it is."""
+    """While this is open, each printed line says which rank it is from."""
     stream = sys.stdout
     sys.stdout = _Labelled(stream, f"[rank {rank}] ")
     try:

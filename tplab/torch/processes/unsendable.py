@@ -13,7 +13,7 @@ from tplab.torch.ranks.memory import Counted
 
 @contextmanager
 def explained(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
-    """Turns what pickling raises into a TypeError that names what cannot be sent."""
+    """Turns an error in pickling into a TypeError that names what cannot be sent."""
     try:
         yield
     except Exception as error:
@@ -26,7 +26,7 @@ def explained(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
 
 
 def _parts(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """What goes along with a function, by name: its arguments, and what it uses from around it."""
+    """What is sent with a function, by name: its arguments, and what it uses from its surroundings."""
     for place, arg in enumerate(args):
         yield f"argument {place}", arg
     fn = fn.fn if isinstance(fn, Counted) else fn

@@ -1,4 +1,4 @@
-"""Who waits for whom: what ranks that stand still report, and what follows from all reports together."""
+"""Which rank waits for which: what waiting ranks report, and what follows from all reports together."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Wait(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one rank has begun so far, and what it waits for; `wait` is None of a rank whose program has returned.
+    """What one rank has begun so far, and what it waits for; `wait` is None for a rank whose program has returned.
 
-    begun   of each group, how many of its collectives
-    calls   (group, number) -> how the rank called it; the last ones
+    begun   for each group, the number of its collectives that were begun
+    calls   (group, number) -> how the rank called it; only for the last ones
     """
 
     rank: int
@@ -52,11 +52,11 @@ class Report(NamedTuple):
 
 
 def verdict(reports: Mapping[int, Report], mesh: Mesh) -> TplabError | None:
-    """The error that explains why ranks stand still, if it is certain; ranks without a report are running.
+    """The error that explains why ranks are stuck, if it is certain; ranks without a report are running.
 
-    A report may be old: the rank may have gone on since. It went on because somebody it waited for began the
-    collective, and that one, if it was waiting too, had first to go on itself. So if by all the reports nobody can be
-    the first to go on, then nobody has.
+    A report may be old: the rank may have gone on since. It went on because a rank it waited for began the collective,
+    and that rank, if it was waiting too, first had to go on itself. So if no rank can be the first to go on according
+    to the reports, then no rank has.
     """
     for report in reports.values():
         if report.wait is not None and (error := _mismatch_at(report, report.wait, reports)):
@@ -73,7 +73,7 @@ def verdict(reports: Mapping[int, Report], mesh: Mesh) -> TplabError | None:
 
 
 def _unbegun(wait: Wait, reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that are waited for and had not begun the collective. What another rank has begun is on its way."""
+    """The ranks that are waited for and have not begun the collective. What the others have begun is on its way."""
     return [
         rank for rank in wait.missing if rank not in reports or not reports[rank].has_begun(wait.group, wait.number)
     ]
@@ -89,13 +89,13 @@ def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> C
 
 
 def mismatch(group: Group, number: int, sides: Sequence[Side]) -> CollectiveMismatchError:
-    """The error for ranks whose collective number `number` over `group` is not the same one."""
+    """The error for ranks whose collectives number `number` over `group` differ."""
     said = [(side.rank, texts.side_text(side.key, side.dtype, side.shape, side.where)) for side in sides]
     return texts.mismatch(number, sides[0].key[1], group, said)
 
 
 def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
-    """The error for a collective to which some of its group have never come, though all have returned."""
+    """The error for a collective that some of its group never reached, though all have returned."""
     for group in dict.fromkeys(group for report in reports for group in report.begun):
         members = [report for report in reports if report.rank in group]
         number = min(report.begun.get(group, 0) for report in members)
@@ -109,7 +109,7 @@ def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
 
 
 def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
-    """The error that says of every rank what it waits for."""
+    """The error that says what every rank waits for."""
     doing, ops = {}, []
     for rank, report in sorted(reports.items()):
         if (wait := report.wait) is None:

@@ -35,7 +35,7 @@ class _Warm:
     def __init__(self) -> None:
         self.lock = RLock()
         self._launcher: Launcher | None = None
-        self._pools: dict[tuple[int, bool], Pool] = {}  # the one used last is last
+        self._pools: dict[tuple[int, bool], Pool] = {}  # the most recently used is last
 
     def pool(self, num_ranks: int, has_gpus: bool) -> Pool:
         """A pool that is ready to run."""
@@ -64,7 +64,7 @@ class _Warm:
             self._launcher = None
 
     def forget(self) -> None:
-        """In a copy of this process, which fork has made: processes and connections are the original's."""
+        """Called in a copy of this process (after a fork): processes and connections belong to the original."""
         for pool in self._pools.values():
             pool.forget()
         if self._launcher is not None:
@@ -94,12 +94,13 @@ def run_on_processes(
     device: torch.device | None,
     title: str,
 ) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run `fn` on every rank of `mesh`, each a process of its own: what each returned, and what makes the trace.
+    """Run `fn` on every rank of `mesh`, each a process of its own. Returns each rank's result and what makes the trace.
 
-    The first run starts the processes; later ones on as many ranks find them warm. `fn` travels as code, so it may be
-    a function of a notebook cell, a lambda or a closure; a module it needs is imported from where this process finds
-    it. Each process computes with its share of this process's threads, so sums that torch splits over threads (of tens
-    of thousands of elements and more) may differ from simulated ranks' in the last bit; all else is the same bits.
+    The first run starts the processes; later runs on the same number of ranks find them warm. `fn` is sent as code, so
+    it may be a function of a notebook cell, a lambda or a closure; modules that it needs are imported from where this
+    process finds them. Each process computes with its share of this process's threads, so sums that torch splits over
+    threads (of tens of thousands of elements and more) may differ from simulated ranks' in the last bit; everything
+    else is the same to the bit.
     """
     check_arguments(args, in_specs, mesh)
     args = tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in args)

@@ -1,4 +1,4 @@
-"""A worker: the process of one rank. It joins the group once, and then runs one program after another."""
+"""A worker: the process of one rank. It joins the group once, then runs one program after another."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Ready(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """A worker was told to end while its program ran; what that has printed."""
+    """A worker was told to end while its program ran. It holds what the program has printed."""
 
     printed: Printed
 
 
 class Letter(NamedTuple):
-    """What a worker sends: of which of its programs, counted from 1, and what."""
+    """What a worker sends: the number of its program, counted from 1, and the content."""
 
     number: int
     message: Ready | Report | Stopped | Outcome
@@ -71,11 +71,11 @@ class Worker:
             self._is_busy = False
             try:
                 self._send(self._number, outcome)
-            except Exception as error:  # what the program returned cannot be packed
+            except Exception as error:  # the program's result cannot be packed
                 note = f"what rank {self._rank} returned cannot be sent back from its process: {error}"
                 self._send(self._number, outcome._replace(result=None, raised=raised(TypeError(note), None)))
             del outcome, parcel
-            self._exchange.all_sent()  # so that no memory is held; if something never arrives, this pool is given up
+            self._exchange.all_sent()  # so that no memory is held; if something never arrives, this pool is abandoned
 
     def _outcome(self, parcel: Received) -> Outcome:
         result = failure = None
@@ -83,7 +83,7 @@ class Worker:
         try:
             contents = parcel.contents()
             settings: Settings = next(contents)
-            settings.adopt()  # the program may be in a module that is only found now
+            settings.adopt()  # the program may be in a module that can only be found now
             program: Program = next(contents)
             rank = program.rank(self._rank, self._exchange, self._native)
             self._running = self._number, rank
@@ -119,12 +119,12 @@ class Worker:
             self._is_busy = True
             self._programs.put(parcel)
         if self._is_busy:
-            with suppress(OSError):  # nobody may be there any more
+            with suppress(OSError):  # the other side may be gone
                 self._send(self._number, Stopped(self._take_printed()))
         os._exit(0)
 
     def _watch(self) -> None:
-        """Report a rank that stands still, once for each wait it stands still in."""
+        """Report a waiting rank, once for each wait."""
         seen: ProcessPending | None = None
         reported: ProcessPending | None = None
         while True:
@@ -140,7 +140,7 @@ class Worker:
 
 
 class _Sheet:
-    """Stands in for sys.stdout and sys.stderr: what a program prints is kept, and goes back with its outcome."""
+    """Replaces sys.stdout and sys.stderr: what a program prints is kept, and returned with its outcome."""
 
     def __init__(self, stream: TextIO, worker: Worker, place: int):
         self._stream, self._worker, self._place = stream, worker, place
@@ -158,12 +158,12 @@ class _Sheet:
 
 
 def main(arguments: dict[str, Any], fds: list[int]) -> None:
-    """The life of a worker: rank `arguments["rank"]` of `arguments["num_ranks"]`, with GPU or without.
+    """The life of a worker: rank `arguments["rank"]` of `arguments["num_ranks"]`, with or without a GPU.
 
-    The ranks find each other through a file in a directory that only this user may read: what is written there tells
-    gloo where to connect to.
+    The ranks find each other through a file in a directory that only this user may read. It tells gloo where to
+    connect.
 
-    fds     the socket to the process that wants it
+    fds     the socket to the process that asked for the worker
     """
     faulthandler.enable(all_threads=False)
     rank, num_ranks, has_gpu = arguments["rank"], arguments["num_ranks"], arguments["has_gpu"]

@@ -180,7 +180,7 @@ class SimulatedRank(Rank):
     def begin(self, call: Call, x: Tensor) -> Pending:
         if num_modes():
             since = begun()
-            with no_dispatch():  # what follows is no operation of the program's
+            with no_dispatch():  # what follows is no operation of the program
                 return self._begun(call, x, since)
         return self._begun(call, x)
 
