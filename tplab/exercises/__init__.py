@@ -1,1 +1,1 @@
-"""The checks behind the labs' exercises, one file a lab."""
+"""The checks behind the labs' exercises, one file per lab."""

@@ -1,4 +1,4 @@
-"""The exercises of lab 05: mend how an MLP gathers its tokens, and write a block whose tokens are split."""
+"""The exercises of lab 05: repair how an MLP gathers its tokens, and write a block whose tokens are split."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _KEPT = (
 
 
 def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
-    """Of something of every token, that of this rank's tokens."""
+    """The part of `whole`, which has an entry per token, for this rank's tokens."""
     size = seen.own["x"].shape[1]
     begin = seen.mesh.index(seen.rank, "tp") * size
     return np.take(whole, range(begin, begin + size), axis=dim)
 
 
 def _kept_to_itself(seen: Seen) -> np.ndarray:
-    """The gradient of the residual, and what this rank's own heads and features say of its own tokens."""
+    """The gradient of the residual, plus what this rank's own heads and features contribute for its own tokens."""
     whole, own = one_norm(seen.tensors), own_weights(seen)
     return _own_tokens(seen, whole["residual"] + own["through attention"] + own["through mlp"])
 
@@ -51,7 +51,7 @@ _NAMES = ("x", "scale", "a", "b")
 
 
 def _mlp(tensors: Tensors) -> Tensors:
-    """y = x + mlp(norm(x)), the gradients of sum(y * weight), and the part "of each token" in that of scale."""
+    """y = x + mlp(norm(x)), the gradients of sum(y * weight), and the part "of each token" of scale's gradient."""
     x = tensors["x"]
     h, through_norm = rms_norm(x, tensors["scale"])
     projected, through_mlp = gelu_mlp(h, tensors)

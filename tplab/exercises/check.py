@@ -1,7 +1,7 @@
 """Grading an exercise: the learner's program runs on several meshes, with real tensors, and is compared with the plain
-answer. What comes out is a `Verdict`, which says what is wrong, on which rank, and shows it.
+answer. The result is a `Verdict`, which says what is wrong, on which rank, and shows it.
 
-A verdict never raises: a notebook with an unsolved exercise runs from top to bottom.
+A verdict never raises, so a notebook with an unsolved exercise still runs from top to bottom.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tplab.widgets.matrices import Matrices, Panel, number_text
 Tensors = Mapping[str, np.ndarray]
 Framework = Literal["torch", "jax"]
 
-# Two ranks first: the smallest picture of what is wrong. Three, because powers of two hide mistakes; an axis beside
-# `tp`, because a program may take the world for its group; one rank, on which nothing is sent.
+# Two ranks first, for the smallest picture of what is wrong. Three, because powers of two hide mistakes. An axis beside
+# `tp`, because a program may mistake the world for its group. One rank, on which nothing is sent.
 MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
 
 
 class Verdict:
-    """What a check says. `passed` is True, False, or None where the exercise was not started."""
+    """What a check says. `passed` is True, False, or None if the exercise was not started."""
 
     def __init__(self, passed: bool | None, text: str, panels: Sequence[Panel] = ()):
         self.passed, self.text, self.panels = passed, text, tuple(panels)
@@ -49,8 +49,8 @@ class Verdict:
 class Seen:
     """One rank of one trial: what a `Mistake` can work with.
 
-    tensors   the whole arguments     own    this rank's pieces of them
-    want      what is right here      mesh, rank
+    tensors   the whole arguments        own    this rank's pieces of them
+    want      this rank's right result   mesh, rank
     """
 
     tensors: Tensors
@@ -62,9 +62,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known way to go wrong: `wrong` predicts what each rank then has for `result`, `hint` says what to think about.
+    """A known way to go wrong: `wrong` predicts what each rank then has for `result`; `hint` says what to think about.
 
-    It is recognised where it explains what every rank has.
+    It is recognised if it explains what every rank has.
     """
 
     result: str
@@ -74,20 +74,20 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Exercise:
-    """What a learner's function is asked for.
+    """What a learner's function must do.
 
     name        of the function
     tensors     (random generator, mesh) -> its arguments, whole, by name and in order
-    specs       how each argument lies on the mesh
+    specs       how each argument is sharded
     plain       arguments -> the right results, whole, by name: first what the function returns, then the gradients.
-                Given one rank's pieces, what that rank would have without the others
-    results     how each thing that the function returns lies on the mesh, in order
-    also        the same of things that it may return as well, before the results or after them: told by their shapes
-    gradients   the arguments whose gradient is compared as well, for the loss sum(result * weight(result)); the
-                result "dx" is that of "x"
-    mistakes    known ones, the likeliest first
-    fewest      (mesh, arguments) -> the bytes that all ranks together must send; more is right, and remarked upon
-    tolerance   largest difference that is rounding, relative to the largest entry, in float64
+                Given one rank's pieces, it computes what that rank would have without the others
+    results     how each returned value is sharded, in order
+    also        the same for values that it may also return, before or after the results; recognised by their shapes
+    gradients   the arguments whose gradient is also compared, for the loss sum(result * weight(result)); the gradient
+                of "x" is the result "dx"
+    mistakes    known mistakes, the likeliest first
+    fewest      (mesh, arguments) -> the bytes that all ranks together must send; sending more passes, with a remark
+    tolerance   the largest difference that counts as rounding, relative to the largest entry, in float64
     """
 
     name: str
@@ -104,7 +104,7 @@ class Exercise:
 
 
 def own_part(plain: Callable[[Tensors], Tensors], result: str, hint: str) -> Mistake:
-    """The mistake of keeping what this rank's own pieces give."""
+    """The mistake of keeping the result of this rank's own pieces."""
     return Mistake(result, hint, lambda seen: plain(seen.own)[result])
 
 
@@ -123,14 +123,14 @@ def added_over(result: str, axis: Axis, dim: int, plain: Callable[[Tensors], Ten
 
 
 def weight(result: np.ndarray) -> np.ndarray:
-    """What a result is multiplied with to make the loss: no two entries alike, none zero."""
+    """What a result is multiplied by to make the loss: no two entries are equal, and none is zero."""
     return np.cos(np.arange(result.size)).reshape(result.shape)
 
 
 def bytes_of_a_sum(tensor: np.ndarray, mesh: Mesh) -> int:
     """The bytes that all ranks together send to add up a tensor over `tp`: 2(R-1) times its size in every group.
 
-    An all_gather and a reduce_scatter of it send as many.
+    An all_gather and a reduce_scatter of it together send just as many.
     """
     num_ranks = mesh.axis_size("tp")
     return 2 * (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)
@@ -148,7 +148,7 @@ def not_started(fn: Callable[..., Any]) -> bool:
 
 
 def untouched(name: str) -> Verdict:
-    """That of a stub."""
+    """The verdict on a stub."""
     return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
 
 
@@ -158,7 +158,7 @@ def grade(
     framework: Framework = "torch",
     seen: Callable[[Trace], None] | None = None,
 ) -> Verdict:
-    """Compare `fn` with the plain answer on every mesh of the exercise, with other tensors each time.
+    """Compare `fn` with the plain answer on every mesh of the exercise, with different tensors each time.
 
     `seen` is called with the trace of each run whose results are right.
     """
@@ -197,7 +197,7 @@ def grade(
 def _trials(
     framework: Framework, fn: Callable[..., Any], exercise: Exercise, mesh: Mesh, tensors: Tensors
 ) -> Iterator[tuple[list[dict[str, np.ndarray]], Trace]]:
-    """What each rank gets: first of the results, then of the gradients, so that a wrong result is told as such."""
+    """What each rank gets: first the results, then the gradients, so that a wrong result is reported as such."""
     specs = tuple(exercise.specs[key] for key in tensors)
     right = exercise.plain(tensors)
 
@@ -233,7 +233,7 @@ def _run(
     specs: tuple[P, ...],
     names: list[str],
 ) -> tuple[list[dict[str, np.ndarray]], Trace]:
-    is_narrowed = [framework == "jax" and array.dtype.kind == "f" for array in tensors.values()]  # and ids stay whole
+    is_narrowed = [framework == "jax" and array.dtype.kind == "f" for array in tensors.values()]  # ids stay integers
     arrays = [array.astype(np.float32) if is_so else array for array, is_so in zip(tensors.values(), is_narrowed)]
     out = run_of(framework)(program, mesh, *arrays, in_specs=specs)
     return [{name: np.asarray(array) for name, array in zip(names, results)} for results in out.per_rank], out.trace
@@ -267,7 +267,7 @@ def _jax_gradient(forward: Callable[..., Any], chosen: list[int], num_weights: i
 def _compared(
     found: list[dict[str, np.ndarray]], exercise: Exercise, mesh: Mesh, tensors: Tensors, framework: Framework
 ) -> Verdict | None:
-    """The verdict on the first thing that is wrong, if any is."""
+    """The verdict on the first thing that is wrong, if there is any."""
     right = exercise.plain(tensors)
     tolerance = exercise.tolerance if framework == "torch" else 1e-4  # JAX computes in float32
     gradients = {f"d{key}": exercise.specs[key] for key in exercise.gradients}

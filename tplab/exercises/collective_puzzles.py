@@ -21,13 +21,14 @@ PIECE = 3 * 4  # bytes of three float32
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A collective is wanted that takes at most so many rounds, and in which no rank sends more than so many pieces.
+    """A puzzle: write a collective that takes at most this many rounds, and in which no rank sends more than this many
+    pieces.
 
     asked       what each rank has, and what it should return
-    sizes       the numbers of ranks that it is tried on; the first is the one that is named
+    sizes       the numbers of ranks that it is tried on; the budget is stated for the first
     rounds      number of ranks -> hops one after another
-    pieces      number of ranks -> what the busiest rank sends
-    late, much  what helps somebody whose program takes too many rounds, or sends too much
+    pieces      number of ranks -> the most pieces that a rank may send
+    late, much  hints for a program that takes too many rounds, or sends too much
     tensors, plain, result, mistakes   as in `Exercise`; every piece has three numbers
     neighbours  only neighbours are linked, and a rank may use both its links in one round. Otherwise a rank may send to
                 any rank, but sends only one message in a round, and receives only one
@@ -55,7 +56,7 @@ class Puzzle:
 
 
 def _doublings(num_ranks: int) -> int:
-    """ceil(log2 R): in how many rounds something can reach all ranks, when every rank that has it sends it on."""
+    """ceil(log2 R): how many rounds something takes to reach all ranks, if every rank that has it sends it on."""
     return (num_ranks - 1).bit_length()
 
 
@@ -126,7 +127,7 @@ def _in_other_order(hint: str) -> tuple[Mistake, ...]:
 
 
 def _around_the_end(seen: Seen) -> np.ndarray:
-    """The sum of this rank's number and of those before it, also around the end of the ring."""
+    """The sum of this rank's number and those before it, also around the end of the ring."""
     x, reach = seen.tensors["x"], 1 << _doublings(seen.mesh.size)
     return x[[(seen.rank - away) % seen.mesh.size for away in range(reach)]].sum(0, keepdims=True)
 
@@ -254,7 +255,7 @@ PUZZLES = {
 def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn`, the program of one rank, solves puzzle `number`. Never raises.
 
-    fn takes x and returns what the puzzle asks for, over axis "tp"; it sends by `ring_shift` and `ppermute`
+    fn takes x and returns what the puzzle asks for, over axis "tp"; it sends with `ring_shift` and `ppermute`
     """
     if number not in PUZZLES:
         return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
@@ -282,7 +283,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
 
 
 def _fault(trace: Trace, puzzle: Puzzle) -> str:
-    """What is wrong with a program that gives the right result; "" where nothing is."""
+    """What is wrong with a program that returns the right result; "" if nothing is."""
     ranks, sends = trace.mesh.size, trace.select(kind="send").events
     if ops := sorted({event.op for event in trace.select(kind="collective").events}):
         return f"{' and '.join(ops)} does the work.\nBuild it from ring_shift and ppermute."
@@ -305,9 +306,9 @@ def _fault(trace: Trace, puzzle: Puzzle) -> str:
 
 
 def _crowd(sends: Sequence[Event], rounds: int) -> str:
-    """The first rank that has more messages to send, or to receive, than rounds are left; "" if there is none.
+    """The first rank that has more messages to send, or to receive, than there are rounds left; "" if there is none.
 
-    A message may leave later than it could. So it is not counted how many leave in one round.
+    A message may be sent later than it could be. So we do not count how many are sent in one round.
     """
     for first in range(rounds):
         late = [event for event in sends if event.step >= first]

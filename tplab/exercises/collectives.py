@@ -15,7 +15,7 @@ from tplab.sharding import P
 
 
 def _shifted(places: int) -> Callable[[Seen], np.ndarray]:
-    """The right pieces, each so many places too far to the left."""
+    """The right pieces, each shifted too far to the left by this many places."""
 
     def wrong(seen: Seen) -> np.ndarray:
         pieces = seen.want.reshape(seen.mesh.axis_size("tp"), -1)
@@ -25,7 +25,7 @@ def _shifted(places: int) -> Callable[[Seen], np.ndarray]:
 
 
 def _reversed_pieces(seen: Seen) -> np.ndarray:
-    """Place j holds the sum of piece i - j: they came in that order and were not sorted."""
+    """Place j holds the sum of piece i - j: the pieces arrived in that order and were not sorted."""
     num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
     pieces = seen.want.reshape(num_ranks, -1)
     return pieces[(index - np.arange(num_ranks)) % num_ranks].reshape(seen.want.shape)
@@ -33,12 +33,12 @@ def _reversed_pieces(seen: Seen) -> np.ndarray:
 
 SUM_UP = Exercise(
     name="sum_up",
-    # One row per piece, so that a piece in the wrong place is seen at a glance.
+    # One row per piece, so that a piece in the wrong place is visible at a glance.
     tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.axis_size("tp"), mesh.axis_size("tp"), 3)).astype(float)},
     specs={"x": P("tp")},
     plain=lambda tensors: {"y": tensors["x"].sum(0, keepdims=True)},
     results={"y": P()},
-    # Four ranks first: on two, "one place to the left" and "one place to the right" cannot be told apart.
+    # Four ranks first: on two, "one place to the left" and "one place to the right" are the same.
     meshes=(Mesh(tp=4), Mesh(tp=3), Mesh(tp=2), Mesh(dp=2, tp=2), Mesh(tp=1)),
     mistakes=(
         Mistake(

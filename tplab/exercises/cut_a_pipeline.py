@@ -18,16 +18,16 @@ from tplab.schedules import Costs, interleaved_1f1b, measured_costs, one_f_one_b
 from tplab.widgets.matrices import Panel
 
 BYTES_PER_PARAMETER = 16
-"""With Adam in float32: the parameter, its gradient, and two averages, of four bytes each."""
+"""For Adam in float32: the parameter, its gradient, and two averages, of four bytes each."""
 
 Cut = Callable[[Sequence[float], Sequence[int], Sequence[int], int, float], Any]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A model to cut: what each layer costs, weighs and keeps [layers]; for so many ranks with `limit` bytes each.
+    """A model to cut: what each layer costs, weighs and keeps [layers]; for ranks with `limit` bytes each.
 
-    Rank r of 1F1B takes the sum of weights of its layers, and ranks - r times the sum of what they keep.
+    Rank r of 1F1B needs the sum of its layers' weights, plus ranks - r times the sum of what they keep.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Trial:
     limit: float
 
     def memory(self, in_flight: Callable[[int], int] | None = None) -> list[list[int]]:
-        """What each layer would take on each rank [ranks, layers]."""
+        """The bytes that each layer would need on each rank [ranks, layers]."""
         return [
             [w + (in_flight(rank) if in_flight else self.ranks - rank) * k for w, k in zip(self.weights, self.kept)]
             for rank in range(self.ranks)
         ]
 
     def takes(self, bounds: Sequence[int]) -> list[int]:
-        """Bytes that each rank takes."""
+        """The bytes that each rank needs."""
         return [sum(row[a:b]) for row, (a, b) in zip(self.memory(), pairwise(bounds))]
 
     def has(self, bounds: Sequence[int]) -> list[float]:
-        """What each rank has to do for one microbatch."""
+        """The cost of one microbatch on each rank."""
         return [sum(self.costs[a:b]) for a, b in pairwise(bounds)]
 
     def makespan(self, bounds: Sequence[int], microbatches: int = 8) -> float:
@@ -57,7 +57,7 @@ class Trial:
         return simulate(one_f_one_b(self.ranks, microbatches), Costs(forward, forward, forward)).makespan
 
     def best(self, memory: Sequence[Sequence[int]] | None = None) -> Partition:
-        """The cut whose busiest rank has least, within the limit; with another account of memory if one is given."""
+        """The cut whose busiest rank has the least to do, within the limit; with other memory needs if given."""
         table = self.memory() if memory is None else memory
         return partition(self.weights, self.ranks, self.costs, memory=table, memory_limit=self.limit)
 
@@ -70,15 +70,15 @@ def _cross_entropy(logits: Any, targets: Any) -> Any:
 
 def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[int], list[int]]:
     """(FLOPs of a forward pass, bytes of parameters, gradients and Adam's averages, bytes kept for the backward pass)
-    of each layer, found by running it on a microbatch `ids` [B, T]; the last layer's loss is with it."""
+    of each layer, found by running it on a microbatch `ids` [B, T]; the loss counts towards the last layer."""
     from tplab.torch import num_parameters, run, stages_of, train_batch
 
-    schedule = interleaved_1f1b(1, 1, virtual_stages=len(layers))  # every layer is a stage, all on one rank
+    schedule = interleaved_1f1b(1, 1, virtual_stages=len(layers))  # every layer is a stage, and all are on one rank
 
     def program() -> None:
         train_batch(schedule, stages_of(layers, schedule, "uniform"), [(ids, ids)], _cross_entropy)
 
-    trace = run(program, Mesh(pp=1), cluster="h100").trace  # FLOPs are counted where there is a cluster to time them
+    trace = run(program, Mesh(pp=1), cluster="h100").trace  # FLOPs are only counted if there is a cluster to time them
     flops = dict.fromkeys([f"stage {place}" for place in range(len(layers))], 0)
     for event in trace.select(kind="compute").events:
         if event.op == "F0":
@@ -88,10 +88,10 @@ def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[in
 
 
 def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
-    """Whether `cut(costs, weights, kept, ranks, limit)` gives bounds of the stages, [0, ..., layers], such that no
-    rank of 1F1B takes more than `limit` bytes and the busiest rank has as little to do as can be.
+    """Whether `cut(costs, weights, kept, ranks, limit)` returns bounds of the stages, [0, ..., layers], such that no
+    rank of 1F1B needs more than `limit` bytes and the busiest rank has as little to do as possible.
 
-    It is tried on small models by number, then on `layers`, measured with a microbatch `ids`; and that cut is run.
+    It is tried on small models given as numbers, then on `layers`, measured with a microbatch `ids`; that cut is run.
     """
     name = "my_cut"
     if not_started(cut):
@@ -120,7 +120,7 @@ SMALL = (
 
 
 def _real(layers: Sequence[Any], ids: Any) -> list[Trial]:
-    """The learner's own model on four ranks: as many bytes as needed, and as few as there is a cut for."""
+    """The learner's own model on four ranks: once with plenty of memory, and once with the least that allows a cut."""
     measured = measured_layers(layers, ids)
     trials = [Trial("your model on 4 ranks", *measured, 4, math.inf)]
     most = max(trials[0].takes(trials[0].best().bounds))
@@ -136,7 +136,7 @@ def _real(layers: Sequence[Any], ids: Any) -> list[Trial]:
 
 
 def _form(trial: Trial, given: Any) -> str:
-    """What is wrong with the bounds before anything is counted; "" where nothing is."""
+    """What is wrong with the form of the bounds, before anything is counted; "" if nothing is."""
     wanted = f"[0, ..., {len(trial.costs)}], {trial.ranks + 1} rising numbers"
     try:
         bounds = [int(bound) for bound in given]
@@ -149,7 +149,7 @@ def _form(trial: Trial, given: Any) -> str:
 
 
 def _graded(name: str, trial: Trial, bounds: list[int]) -> Verdict | None:
-    """The verdict on what is wrong with a cut; None where nothing is."""
+    """The verdict on what is wrong with a cut; None if nothing is."""
     takes, has, best = trial.takes(bounds), trial.has(bounds), trial.best()
     panels = _panels(trial, bounds)
     for rank, num_bytes in enumerate(takes):
@@ -175,14 +175,14 @@ def _panels(trial: Trial, bounds: list[int]) -> list[Panel]:
 
 
 def _hint(trial: Trial, bounds: list[int], largest: float, least: float) -> str:
-    """What a cut that is not the best looks like."""
+    """A hint about a cut that is not the best."""
     if _careful(trial) == tuple(bounds):
         return "Only rank 0 keeps as many microbatches as there are ranks. Later ranks have more room than that."
     return f"The busiest rank's work is {largest:,g}, where {least:,g} is possible. All other ranks wait for it."
 
 
 def _careful(trial: Trial) -> tuple[int, ...] | None:
-    """The best cut if every rank held as many microbatches as there are ranks; None where there is none."""
+    """The best cut if every rank held as many microbatches as there are ranks; None if there is none."""
     try:
         return trial.best(trial.memory(lambda rank: trial.ranks)).bounds
     except ShapeError:
@@ -190,7 +190,7 @@ def _careful(trial: Trial) -> tuple[int, ...] | None:
 
 
 def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) -> str:
-    """What the cut takes when it is run on real tensors, a batch and a step of Adam."""
+    """The memory that the cut needs when it runs on real tensors, for a batch and a step of Adam."""
     import torch
 
     from tplab.torch import run, stages_of, train_batch

@@ -1,4 +1,4 @@
-"""The exercises of lab 17: a loss that weighs every token alike, and gradients that leave during the backward pass."""
+"""The exercises of lab 17: a loss that weights all tokens equally, and gradients sent during the backward pass."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ WORDS = 3
 def check_loss(my_loss: Loss) -> Verdict:
     """Whether the mean over ranks of `my_loss(logits, targets)` has the gradients of the mean over all counted tokens.
 
-    logits [n, V], targets [n], of this rank; -100 does not count. Runs on 2, 3 and 1 simulated ranks of axis "dp"; on
-    three, one rank has no token that counts.
+    logits [n, V], targets [n], of this rank; a target of -100 does not count. Runs on 2, 3 and 1 simulated ranks of
+    axis "dp"; on three, one rank has no token that counts.
     """
     if not_started(my_loss):
         return untouched("my_loss")
@@ -45,7 +45,7 @@ def check_loss(my_loss: Loss) -> Verdict:
 
 
 def _weighed(my_loss: Loss, num_ranks: int) -> Verdict | list[Panel]:
-    """The verdict on what is wrong; where nothing is, pictures of the tokens' weights."""
+    """The verdict on what is wrong or, if nothing is, pictures of the tokens' weights."""
     import torch
     from torch.nn import functional as F
 
@@ -110,7 +110,7 @@ def _hint(mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
     return "The tokens do not all have the same weight."
 
 
-# --- gradients that leave during the backward pass --------------------------------------------------------------------
+# --- gradients sent during the backward pass --------------------------------------------------------------------------
 
 WIDTH, LAYERS, ROWS = 5, 4, 3
 ENOUGH = 0.8
@@ -120,8 +120,8 @@ ENOUGH = 0.8
 def check_replicas(my_replicas: Replicas) -> Verdict:
     """Whether `my_replicas(model)` -> finish makes `.grad` the mean over axis "dp", while the backward pass still runs.
 
-    It is called once, before the first step; `finish()` after each backward pass. Runs two steps on 2, 3 and 1 ranks,
-    and once on the shapes of a large model.
+    It is called once, before the first step, and `finish()` after each backward pass. Runs two steps on 2, 3 and 1
+    ranks, and one step on the shapes of a large model.
     """
     name = "my_replicas"
     if not_started(my_replicas):
@@ -162,7 +162,7 @@ def _leaves_early(trace: Trace) -> bool:
 
 
 def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
-    """What is wrong with it on so many ranks; None where nothing is."""
+    """What is wrong with it on this many ranks; None if nothing is."""
     import torch
 
     from tplab.torch import run
@@ -218,7 +218,7 @@ def _layers(width: int, count: int, **options: Any) -> Any:
 
 
 def _gradients(model: Any, xs: Sequence[Any]) -> list[Any]:
-    """Of the mean over these batches, on one device."""
+    """The gradients of the mean over these batches, on one device."""
     import torch
 
     loss = torch.stack([model(x).square().mean() for x in xs]).mean()

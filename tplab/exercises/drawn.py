@@ -34,7 +34,7 @@ class Pictured(Verdict):
 
 
 class Moving(Pictured):
-    """A verdict with the run that it is about, which moves."""
+    """A verdict with the run that it is about, animated."""
 
     def __init__(self, passed: bool, text: str, trace: Trace):
         super().__init__(passed, text)
@@ -58,8 +58,8 @@ class Timed(Pictured):
 class Drawn(Pictured):
     """A verdict with the schedule that it is about.
 
-    costs   what its actions take
-    limit   microbatches that a rank may hold; what is above is marked
+    costs   how long its actions take
+    limit   the microbatches that a rank may hold; anything above is marked
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Drawn(Pictured):
         self.schedule, self.costs, self.limit = schedule, costs or Costs(), limit
 
     def picture(self) -> bytes:
-        """The schedule; where it cannot run to its end, the ticks that it reaches, and the actions that never run."""
+        """The schedule; if it cannot finish, the ticks that it reaches, and the actions that never run."""
         try:
             return gantt(simulate(self.schedule, self.costs), memory_limit=self.limit).picture()
         except TplabError:
@@ -77,7 +77,7 @@ class Drawn(Pictured):
 
 
 def stuck(schedule: Schedule) -> bytes:
-    """A schedule that stops, one column per tick: what ran, then in red what each rank waits for, then what is left."""
+    """A schedule that gets stuck, one column per tick: what ran, then in red what each rank waits at, then the rest."""
     ticks = np.asarray(schedule.earliest)
     reached = int(ticks.max(initial=-1)) + 1
     pen = Pen(WIDTH, 34 + LANE * schedule.num_ranks + 24)

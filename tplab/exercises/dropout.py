@@ -1,4 +1,4 @@
-"""The exercises of lab 07: a block whose dropout masks can be read from its result, and a dropout of one's own."""
+"""The exercises of lab 07: a block whose dropout masks can be read from its result, and your own dropout."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Fault = tuple[str, list[Panel]]
 
 
 def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` drops with p = 1/2 between its two layers, and with p = 1/2 from what it adds to x.
+    """Whether `fn` applies dropout with p = 1/2 between its two layers, and with p = 1/2 to what it adds to x.
 
     x [T, D], replicated   a [D, F/tp]   b [F/tp, D]   ->   x + dropped(dropped(relu(x @ a)) @ b) [T, D], replicated
-    In JAX, `fn` takes a key as well.
+    In JAX, `fn` also takes a key.
 
-    With these weights the result shows the masks: every hidden feature is 1, and feature f adds 2**f.
+    The weights are chosen so that the result shows the masks: every hidden feature is 1, and feature f adds 2**f.
     """
     if not_started(fn):
         return untouched("block")
@@ -68,7 +68,7 @@ def _with_key(fn: Callable[..., Any], framework: Framework) -> Callable[..., Any
 
 
 def _fault_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> _Fault | None:
-    """What is wrong with what the block adds to x: it differs between ranks, or the wrong share of it is zero."""
+    """What is wrong with what the block adds to x: it differs between ranks, or the wrong fraction of it is zero."""
     for rank, array in enumerate(added):
         differs = array != added[0]
         if differs.any():
@@ -116,14 +116,14 @@ def _fault_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> _Fault | 
 def _kept(added: np.ndarray, mesh: Mesh, num_features: int) -> tuple[np.ndarray, list[Panel]]:
     """1 where a token keeps a hidden feature, for all tokens that keep any; and the first of these by rank."""
     codes = (added.max(-1) / 4).astype(int)
-    codes = codes[codes > 0]  # if all of a token's sum is dropped, its hidden features are not known
+    codes = codes[codes > 0]  # if a token's whole sum is dropped, its hidden features are unknown
     kept = codes[:, None] >> np.arange(num_features) & 1
     own = np.split(kept, mesh.axis_size("tp"), axis=1)
     return kept, [Panel(f"rank {rank}, kept", piece[:6]) for rank, piece in enumerate(own)]
 
 
 def _is_off(share: float, count: int, p: float = 0.5) -> bool:
-    """Whether a share of so many coins is more than five standard deviations away from p."""
+    """Whether this share of `count` coin flips is more than five standard deviations away from p."""
     return abs(share - p) > 5 * (p * (1 - p) / count) ** 0.5
 
 
@@ -131,7 +131,7 @@ def _corner(title: str, array: np.ndarray, wrong: np.ndarray | None = None) -> P
     return Panel(title, array[:6, :8], None if wrong is None else wrong[:6, :8])
 
 
-# --- the exercise: a dropout of one's own ----------------------------------------------------------------------------
+# --- the exercise: your own dropout ----------------------------------------------------------------------------------
 
 _DROP_MESHES = (Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1))
 _AXES = {1: (None, "tp"), 2: (None, "tp", "dp", ("dp", "tp"))}  # by the number of axes of the mesh
@@ -142,7 +142,7 @@ _Masks = dict[tuple[Any, int], list[np.ndarray]]  # by axis and key: what each r
 def check_drop(fn: Callable[..., Any]) -> Verdict:
     """Whether `fn(x, p, key, axis)`, in torch, is a dropout whose mask depends on the key and, along `axis`, the rank.
 
-    x any shape   p the share that is dropped   key a whole number, the same on every rank   axis as in tplab's dropout
+    x any shape   p the fraction that is dropped   key an integer, the same on every rank   axis as in tplab's dropout
     """
     name = "drop"
     if not_started(fn):
@@ -204,7 +204,7 @@ def _faults(masks: _Masks, mesh: Mesh) -> Iterator[_Fault]:
 
 
 def _fault_of_ranks(axis: Any, key: int, drawn: list[np.ndarray], mesh: Mesh) -> Iterator[_Fault]:
-    """Two ranks at the same place along the axis must draw the same mask, and at other places other masks."""
+    """Ranks at the same position along the axis must draw the same mask, and at different positions different masks."""
     for one, other in combinations(mesh.ranks, 2):
         is_equal = bool((drawn[one] == drawn[other]).all())
         if is_equal == (axis is None or mesh.index(one, axis) == mesh.index(other, axis)):
@@ -223,7 +223,7 @@ def _fault_of_ranks(axis: Any, key: int, drawn: list[np.ndarray], mesh: Mesh) ->
 
 
 def _fault_of_keys(masks: _Masks, mesh: Mesh) -> Iterator[_Fault]:
-    """Draws with different keys must have different masks, also on different ranks."""
+    """Draws with different keys must have different masks, even on different ranks."""
     for axis in _AXES[len(mesh.shape)]:
         known: dict[bytes, tuple[int, int]] = {}
         for key in _KEYS:

@@ -22,7 +22,7 @@ def _plain(tensors: Tensors) -> Tensors:
 
 
 def _met(seen: Seen, num_hops: int) -> np.ndarray:
-    """The numbers that have been on a rank after so many hops up the ring."""
+    """The numbers that a rank has seen after this many hops up the ring."""
     index = seen.mesh.index(seen.rank, "ring")
     return np.array([seen.tensors["x"][(index - hop) % len(seen.tensors["x"])] for hop in range(num_hops + 1)])
 

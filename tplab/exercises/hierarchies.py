@@ -1,4 +1,4 @@
-"""The exercises of lab 03: average over the right group, and gather on two levels with few bytes across nodes."""
+"""The exercises of lab 03: average over the right group, and gather in two levels with few bytes across nodes."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ AVERAGE = Exercise(
 def check_average(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` averages gradients over "dp", and over nothing else.
 
-    gradient [..], this rank's   ->   its mean over the ranks of axis "dp"; along "tp" ranks have different pieces
+    gradient [..], this rank's   ->   its mean over the ranks of axis "dp"; along "tp", ranks have different pieces
     """
     return grade(fn, AVERAGE, framework)
 
 
-# --- gather on two levels ------------------------------------------------------------------------------------------
+# --- gather in two levels ------------------------------------------------------------------------------------------
 
 
 def _gpus_first(seen: Seen) -> np.ndarray:
-    """All rows, ordered by GPU and then by node: as they come where nodes are gathered first."""
+    """All rows, ordered by GPU and then by node: the order of arrival if nodes are gathered first."""
     nodes, gpus = seen.mesh.axis_size("node"), seen.mesh.axis_size("gpu")
     return seen.want.reshape(nodes, gpus, -1).swapaxes(0, 1).reshape(seen.want.shape)
 
@@ -123,7 +123,7 @@ def _trace(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Trace:
 
 
 def _too_much_across(trace: Trace, mesh: Mesh) -> Verdict | None:
-    """What is wrong with a gather that gives the right rows, and sends more than it must from node to node."""
+    """What is wrong with a gather that returns the right rows but sends more than it must from node to node."""
     if mesh.axis_size("node") == 1:
         return None
     row = 3 * 4  # bytes of three float32

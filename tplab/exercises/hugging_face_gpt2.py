@@ -68,7 +68,7 @@ def _ids() -> Any:
 
 
 class Reported(Verdict):
-    """A verdict with the report behind it, which a notebook shows folded below the text."""
+    """A verdict with its full report, which a notebook shows folded below the text."""
 
     def __init__(self, passed: bool, text: str, report: ParallelReport):
         super().__init__(passed, text)
@@ -81,7 +81,7 @@ class Reported(Verdict):
 
 
 def _wrong(name: str, mesh: Mesh, report: ParallelReport) -> Reported:
-    first = report.wrong[0]  # what explains the most of the others
+    first = report.wrong[0]  # the one that explains most of the others
     text = (
         f"{name}: on {mesh}, {len(report.wrong)} of {len(report.rows)} tensors differ from the unsharded model's.\n"
         f"It begins with the {first.title}: {first.words.removeprefix('the first that is wrong: ')}."
@@ -132,7 +132,7 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
 
 
 def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict:
-    """Whether `plan_of()` is a right plan for `small_llama()`: with it the model computes the same as before, and no
+    """Whether `plan_of()` is a correct plan for `small_llama()`: with it, the model computes the same as before, and no
     matrix is whole on every rank."""
     from tplab.torch import check_parallel, parallelize, run
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 04: mend a bias that is added once per rank, and write a block with half the sums."""
+"""The exercises of lab 04: repair a bias that is added once per rank, and write a block with half as many sums."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def check_down(fn: Callable[..., Any], framework: Framework = "torch") -> Verdic
 
 
 def _two_norms(tensors: Tensors) -> np.ndarray:
-    """What the MLP gives where it reads the sum of x and attention."""
+    """The result if the MLP reads the sum of x and attention."""
     x = tensors["x"]
     x = x + causal_attention(rms_norm(x, tensors["scale"])[0], tensors)[0]
     return x + gelu_mlp(rms_norm(x, tensors["scale"])[0], tensors)[0]
 
 
 def _one_way(summed: str, alone: str, hint: str) -> Mistake:
-    """h enters attention and the MLP; the gradients of one way only are added up."""
+    """h enters attention and the MLP; the gradients of only one of these paths are added up."""
 
     def wrong(seen: Seen) -> np.ndarray:
         whole, own = one_norm(seen.tensors), own_weights(seen)

@@ -19,7 +19,7 @@ FEATURES, ROWS, COLUMNS = P(None, "tp"), P("tp"), P(None, "tp")
 MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
 TOKENS, WIDTH, NUM_RANKS = 8192, 8192, 8
 ENOUGH = 0.9
-"""How much of the communication that can be hidden must be, on eight ranks of a modelled H100 node."""
+"""The fraction of the communication that can be hidden which must be hidden, on eight ranks of a modelled H100 node."""
 
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:

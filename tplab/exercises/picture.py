@@ -20,7 +20,7 @@ MARGIN = 18
 
 
 class Picture:
-    """A PNG: in a notebook the picture is shown, elsewhere the sentence."""
+    """A PNG with a sentence: a notebook shows the picture, and everything else the sentence."""
 
     def __init__(self, sentence: str, png: bytes):
         self.sentence, self.png = sentence, png
@@ -33,7 +33,7 @@ class Picture:
 
 
 def below(text: str, png: bytes) -> bytes:
-    """A PNG of this picture, below a text, whose first line is its title. A picture that moves still moves."""
+    """A PNG of this picture below a text, whose first line is the title. An animated picture stays animated."""
     picture = Image.open(io.BytesIO(png))
     heading, *lines = text.splitlines()
     room = picture.width - 2 * MARGIN

@@ -1,4 +1,4 @@
-"""The exercises of lab 12: a pipeline that stores its outputs in the wrong rows, and one that goes around twice."""
+"""The exercises of lab 12: a pipeline that stores its outputs in the wrong rows, and one that goes round twice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _plain(tensors: Tensors) -> Tensors:
 
 
 def _whole(seen: Seen, num_stages: int) -> np.ndarray:
-    """What the first so many stages give."""
+    """The output of the first `num_stages` stages."""
     x = seen.tensors["xs"]
     for one in seen.tensors["w"][:num_stages]:
         x = np.tanh(x @ one)
@@ -41,7 +41,7 @@ def _whole(seen: Seen, num_stages: int) -> np.ndarray:
 
 
 def _too_early(seen: Seen) -> np.ndarray:
-    """The last rank's outputs of the first ticks: zeros go through the stages before the first microbatch comes."""
+    """The last rank's outputs of the first ticks: zeros pass through the stages before the first microbatch arrives."""
     last = seen.mesh.axis_size("pp") - 1
     return np.concatenate([np.zeros_like(seen.want)[:last], seen.want])[:MICROBATCHES]
 
@@ -52,13 +52,13 @@ def _clamped(seen: Seen) -> np.ndarray:
 
 
 def _shifted_twice(seen: Seen) -> np.ndarray:
-    """As many rows too far down as the right index is further up."""
+    """The outputs are as many rows too far down as the right index is further up."""
     last = seen.mesh.axis_size("pp") - 1
     return np.concatenate([np.zeros_like(seen.want)[: 2 * last], seen.want])[:MICROBATCHES]
 
 
 def _of_all_ranks(seen: Seen) -> np.ndarray:
-    """Of the same ticks, from every rank: rank r is `last - r` microbatches ahead, and then repeats the last one."""
+    """The outputs of the same ticks on every rank: rank r is `last - r` microbatches ahead, then repeats the last."""
     ranks = seen.mesh.axis_size("pp")
     total = np.zeros_like(seen.want)
     for rank in range(ranks):
@@ -150,7 +150,7 @@ def _first_round_alone(seen: Seen) -> np.ndarray:
 
 
 def _last_round_of_the_last(seen: Seen) -> np.ndarray:
-    """The same where rank 0 takes its last microbatch again and again."""
+    """The same if rank 0 takes its last microbatch again and again."""
     return np.tile(_last_round_alone(seen)[-1:], (len(seen.want), 1, 1))
 
 

@@ -20,7 +20,7 @@ WORDS, SEQUENCE, MICROBATCHES = 65, 16, 4
 
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     """Whether `model()` is a list of layers, ids [B, T] -> logits [B, T, words], that a pipeline of any length trains
-    as one rank does, and whose head is the matrix of the embedding."""
+    in the same way as one rank does, and whose head is the embedding's matrix."""
     name = "my_layers"
     if not_started(model):
         return untouched(name)
@@ -70,7 +70,7 @@ def _cross_entropy(logits: Any, targets: Any) -> Any:
 
 
 def _gradients(model: Callable[[], Sequence[Any]], ranks: int) -> dict[str, np.ndarray]:
-    """Of this rank's parameters: "layer.name" -> gradient."""
+    """The gradients of this rank's parameters: "layer.name" -> gradient."""
     from tplab.torch import split_batch, stages_of, train_batch
 
     schedule = one_f_one_b(ranks, MICROBATCHES)
@@ -86,8 +86,8 @@ def _gradients(model: Callable[[], Sequence[Any]], ranks: int) -> dict[str, np.n
 
 
 def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
-    """What a layer computes with that is no parameter of its own, or shares with another layer without saying so, in
-    words; "" where there is nothing of the kind."""
+    """What a layer uses that is not its own parameter, or shares with another layer without declaring it, in words; ""
+    if there is no such thing."""
     from tplab.torch import stages_of
 
     layers = list(model())
@@ -153,8 +153,8 @@ MostBytes = Callable[[Sequence[Action], Sequence[int]], Any]
 
 
 def check_most_bytes(most_bytes: MostBytes) -> Verdict:
-    """Whether `most_bytes(row, stage_bytes)` is the most that the rank with this row of actions keeps at once, as ranks
-    that train a model of unequal stages do. stage_bytes[s] is what stage s keeps for one microbatch."""
+    """Whether `most_bytes(row, stage_bytes)` is the most that the rank with this row of actions keeps at once, compared
+    with ranks that train a model of unequal stages. stage_bytes[s] is what stage s keeps for one microbatch."""
     name = "most_bytes"
     if not_started(most_bytes):
         return untouched(name)
@@ -180,7 +180,7 @@ def check_most_bytes(most_bytes: MostBytes) -> Verdict:
 
 
 def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> str:
-    """What the wrong numbers look like."""
+    """A hint from what the wrong numbers look like."""
     rows = schedule.by_rank()
     forwards = [[action for action in row if action.kind == "F"] for row in rows]
     counts = [_most(row, [1] * schedule.num_stages) for row in rows]

@@ -56,7 +56,7 @@ def _count(microbatches: float) -> str:
 
 
 def _hint(schedule: Schedule) -> str:
-    """What the numbers of forwards before the first backward say."""
+    """A hint from the numbers of forwards before the first backward."""
     ranks, microbatches = schedule.num_ranks, schedule.num_microbatches
     ahead = [next((i for i, a in enumerate(row) if a.kind != "F"), len(row)) for row in schedule.by_rank()]
     known = {
@@ -74,8 +74,8 @@ def _hint(schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A schedule is wanted for so many ranks and microbatches, F = I = W = 1 (B is I and W), whose makespan is at most
-    `makespan`, and in which no rank ever holds more than `slots` microbatches."""
+    """A puzzle: find a schedule for this many ranks and microbatches, with F = I = W = 1 (B is I and W), whose makespan
+    is at most `makespan`, and in which no rank ever holds more than `slots` microbatches."""
 
     ranks: int
     microbatches: int
@@ -152,7 +152,7 @@ def _judged(name: str, puzzle: Puzzle, schedule: Schedule) -> Verdict:
 
 
 def _read(text: str) -> Schedule:
-    """A picture; without a dot in it only the order of each row is meant, and each action runs as soon as it can."""
+    """Read a picture. If it has no dots, only the order of each row counts, and each action runs as soon as it can."""
     return Schedule.parse(text) if "." in text else _of_rows(text.strip().splitlines())
 
 

@@ -1,6 +1,6 @@
-"""A transformer block in NumPy, with gradients worked out by hand: the plain answer of the exercises of labs 04 and 05.
+"""A transformer block in NumPy, with gradients derived by hand: the plain answer for the exercises of labs 04 and 05.
 
-Each part gives what it computes, and its backward pass: a function of dy that gives the gradients.
+Each part returns its result and its backward pass: a function of dy that returns the gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _erf = np.vectorize(math.erf, otypes=[float])
 
 
 def rms_norm(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, Backward]:
-    """x / sqrt(mean(x^2) + eps) * scale; and dy -> dx, and of the gradient of scale the part "of each token"."""
+    """x / sqrt(mean(x^2) + eps) * scale; and dy -> dx, and the part "of each token" of scale's gradient."""
     root = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + EPSILON)
     unit = x * root
 
@@ -41,7 +41,7 @@ def rms_norm(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, Backward]:
 
 
 def causal_attention(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
-    """The sum of the heads' terms, each token seeing itself and those before it; and dy -> gradients of all."""
+    """The sum of the heads' terms, where each token sees itself and those before it; and dy -> all gradients."""
     q, k, v = (np.einsum("bsD,nDd->bnsd", x, weights[name]) for name in "qkv")
     size = q.shape[-1] ** -0.5
     scores = np.einsum("bnsd,bntd->bnst", q, k) * size
@@ -68,10 +68,10 @@ def causal_attention(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backw
 
 
 def gelu_mlp(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
-    """gelu(x @ a) @ b; and dy -> gradients of all."""
+    """gelu(x @ a) @ b; and dy -> all gradients."""
     a, b = weights["a"], weights["b"]
     u = x @ a
-    below = (1 + _erf(u / math.sqrt(2))) / 2  # how much of a normal distribution lies below u
+    below = (1 + _erf(u / math.sqrt(2))) / 2  # how much of a normal distribution is below u
     hidden = u * below
 
     def backward(dy: np.ndarray) -> Tensors:
@@ -85,8 +85,8 @@ def gelu_mlp(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
 def one_norm(tensors: Tensors) -> Tensors:
     """y = x + attention(h) + mlp(h) with h = norm(x), and the gradients of sum(y * weight).
 
-    Beside them "residual", what of dx does not pass h, "through ..." what passes it in either way, and of the gradient
-    of scale the part "of each token".
+    Also "residual", the part of dx that does not pass through h; "through ...", the part through each of the two paths
+    from h; and the part "of each token" of scale's gradient.
     """
     x = tensors["x"]
     h, through_norm = rms_norm(x, tensors["scale"])

@@ -1,4 +1,4 @@
-"""The exercises of lab 19: add up codes of different scales, and reduce on two levels with few bytes across nodes."""
+"""The exercises of lab 19: add up codes of different scales, and reduce in two levels with few bytes across nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tplab.widgets.matrices import Panel
 
 
 def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Whole multiples of each rank's own step, the largest 7 steps: 4 bits hold them without an error."""
+    """Integer multiples of each rank's own step, at most 7 steps: 4 bits hold them without an error."""
     num_ranks = mesh.axis_size("dp")
     codes = rng.integers(-6, 7, (num_ranks, num_ranks, 24))
     codes[..., 0] = 7
@@ -77,10 +77,10 @@ ADD_UP = Exercise(
 
 
 def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` adds up what ranks send as codes, and sends no number in full.
+    """Whether `fn` adds up what ranks send as codes, and sends no unquantised number.
 
     x [R, n], row i for the rank at index i of "dp"   ->   total [1, n], the sum of the rows for this rank
-    The numbers are whole multiples of each rank's own step: 4 bits hold them without an error.
+    The numbers are integer multiples of each rank's own step: 4 bits hold them without an error.
     """
     verdict = grade(fn, ADD_UP, framework)
     if not verdict.passed:
@@ -96,7 +96,7 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     return Verdict(True, f"{verdict.text}\n{remark}", verdict.panels)
 
 
-# --- reduce on two levels ------------------------------------------------------------------------------------------
+# --- reduce in two levels ------------------------------------------------------------------------------------------
 
 
 def _piece_of(order: Callable[[int, int, int, int], int]) -> Callable[[Seen], np.ndarray]:
@@ -134,9 +134,9 @@ REDUCE_TWICE = Exercise(
 
 
 def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` reduces on two levels, and sends only sums of a node to other nodes.
+    """Whether `fn` reduces in two levels, and sends only a node's sums to other nodes.
 
-    x [R, n], row r for rank r   ->   total [1, n], the sum of all ranks' rows for this one
+    x [R, n], row r for rank r   ->   total [1, n], the sum of all ranks' rows for this rank
     """
     verdict = grade(fn, REDUCE_TWICE, framework)
     if not verdict.passed:
@@ -148,7 +148,7 @@ def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -
 
 
 def _too_much_across(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Verdict | None:
-    """What is wrong with a sum that is right, and sends more than it must from node to node."""
+    """What is wrong if the sum is right but more is sent from node to node than necessary."""
     nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
     x = REDUCE_TWICE.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
     trace = run_of(framework)(fn, mesh, x, in_specs=REDUCE_TWICE.specs["x"]).trace

@@ -19,8 +19,8 @@ LAYERS, ROWS, WIDTH = 5, 3, 4
 
 
 def check_recomputed(forget: Forget, again: Again) -> Verdict:
-    """Whether `forget(piece, x)` -> (y, kept) and `again(piece, kept, dy)` -> dx go through a piece of a model without
-    keeping its activations, and yet with the gradients of a backward pass that kept them; with dropout as well.
+    """Whether `forget(piece, x)` -> (y, kept) and `again(piece, kept, dy)` -> dx run a piece of a model without keeping
+    its activations, and still give the gradients of a backward pass that kept them, even with dropout.
 
     x, y, dx, dy [B, D]. The gradients of the weights are added to `.grad`.
     """
@@ -42,14 +42,14 @@ def check_recomputed(forget: Forget, again: Again) -> Verdict:
 
 
 def _line_of(error: Exception, *functions: Callable[..., Any]) -> str:
-    """Which line of the learner's raised it; "" where none is known."""
+    """The line of the learner's code that raised it; "" if unknown."""
     files = {fn.__code__.co_filename for fn in functions}
     mine = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files and frame.line]
     return f"\nin the line: {mine[-1]}" if mine else ""
 
 
 def _compared(forget: Forget, again: Again, dropout: float, every: int) -> Verdict | list[Panel]:
-    """The verdict on the first thing that is wrong; where nothing is, pictures of dx."""
+    """The verdict on the first thing that is wrong or, if nothing is, pictures of dx."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -115,7 +115,7 @@ def _model(dropout: float) -> tuple[list[Any], Any, Any]:
 
 
 def _holds_too_much(y: Any, kept: Any, x: Any) -> str:
-    """What a piece's forward pass keeps beyond its input, in words; "" where there is nothing."""
+    """What a piece's forward pass keeps besides its input, in words; "" if there is nothing."""
     import torch
 
     if not isinstance(y, torch.Tensor):
@@ -156,7 +156,7 @@ def _whose(key: str) -> str:
 
 
 def _hint(key: str, got: np.ndarray, want: np.ndarray, dropout: float) -> str:
-    """What the wrong result looks like."""
+    """A hint from what the wrong result looks like."""
     if key == "y" and dropout:
         return "The first pass must draw the numbers that it would have drawn without recomputation."
     if dropout:

@@ -23,8 +23,8 @@ SLOW = Costs(forward=1, input_grad=1, weight_grad=1, transfer=1)
 
 
 def running_ahead(ahead: Sequence[int], microbatches: int) -> Schedule:
-    """Rank r runs ahead[r] forwards, then a forward and a backward in turn, then what is left: 1F1B, where ahead[r] is
-    p - 1 - r."""
+    """Rank r runs ahead[r] forwards, then alternates a forward and a backward, then runs what is left. In 1F1B,
+    ahead[r] is p - 1 - r."""
     rows = []
     for rank, num in enumerate(min(num, microbatches) for num in ahead):
         row = [Action("F", rank, k) for k in range(num)]
@@ -35,7 +35,7 @@ def running_ahead(ahead: Sequence[int], microbatches: int) -> Schedule:
 
 
 def check_ahead(ahead: Ahead) -> Verdict:
-    """Whether `ahead(rank, ranks)` gives numbers of forwards that hide messages which take as long as a forward: a
+    """Whether `ahead(rank, ranks)` gives numbers of forwards that hide messages lasting as long as a forward: a
     schedule without a deadlock, as fast as GPipe, that holds fewer than 2 p microbatches."""
     name = "ahead"
     for ranks, microbatches in SIZES:
@@ -51,7 +51,7 @@ def check_ahead(ahead: Ahead) -> Verdict:
             return Verdict(False, f"{name}: {type(error).__name__} with {where}: {error}")
         given = f"With {where}, the ranks run {', '.join(map(str, numbers))} forwards ahead"
         if stuck := faults(schedule, at_most=1):
-            rank = next(rank for rank in range(1, ranks) if numbers[rank] > numbers[rank - 1])  # no other way to it
+            rank = next(rank for rank in range(1, ranks) if numbers[rank] > numbers[rank - 1])  # its only cause
             return Drawn(
                 False,
                 f"{name}: {stuck[0]}.\n{given}. Before its first backward, rank {rank} needs F{numbers[rank - 1] + 1}, "
@@ -112,7 +112,7 @@ def check_train_split(fn: Train) -> Verdict:
                 return Verdict(False, f"{raised(error, fn, name, mesh)}\nThe schedule is {schedule.name}.")
     split, whole = _flops(fn, zb_h1), _flops(fn, one_f_one_b)
     text = f"{name} is right: loss and every gradient, for 1F1B, ZB-H1 and ZB-H2 on 1, 2, 3 and 4 ranks."
-    if split > 1.02 * whole:  # less is additions, counted where torch shows them
+    if split > 1.02 * whole:  # below that it is additions, counted only where torch shows them
         text += (
             f"\nOn two ranks a batch takes {100 * (split / whole - 1):.0f}% more FLOPs with I and W than with B: W "
             "goes through the whole chain once more. tplab's `train_batch` avoids this: it keeps the gradient of each "
@@ -122,7 +122,7 @@ def check_train_split(fn: Train) -> Verdict:
 
 
 def _compared(fn: Train, schedule: Schedule, mesh: Mesh) -> Verdict | None:
-    """The verdict on the first thing that is wrong, if any is."""
+    """The verdict on the first thing that is wrong, if there is any."""
     from tplab.torch import run
 
     ranks, name = schedule.num_ranks, "train_split"
@@ -150,7 +150,7 @@ def _compared(fn: Train, schedule: Schedule, mesh: Mesh) -> Verdict | None:
 
 
 def _hint(grad: np.ndarray, want: np.ndarray, last: np.ndarray) -> str:
-    """What the wrong gradient looks like."""
+    """A hint from what the wrong gradient looks like."""
     known: Iterator[tuple[Any, str]] = iter(
         [
             (0 * want, "Nothing has been added to it: does each W add its part?"),
@@ -213,7 +213,7 @@ def _microbatches() -> list[tuple[Any, Any]]:
 
 
 def _gradients(stage: Any) -> dict[str, np.ndarray]:
-    """Of each parameter; zeros where there is none yet."""
+    """The gradient of each parameter; zeros if it has none yet."""
     return {
         key: np.zeros(tuple(parameter.shape)) if parameter.grad is None else parameter.grad.numpy(force=True).copy()
         for key, parameter in stage.named_parameters()
@@ -221,7 +221,7 @@ def _gradients(stage: Any) -> dict[str, np.ndarray]:
 
 
 def _flops(fn: Train, rule: Callable[[int, int], Schedule]) -> int:
-    """Of both of two ranks."""
+    """The FLOPs of two ranks together."""
     from tplab.torch import run
 
     trace = run(lambda: _one_rank(fn, rule(2, MICROBATCHES)), Mesh(pp=2), cluster="h100").trace

@@ -1,4 +1,4 @@
-"""The exercises of lab 01: mend a backward pass, add a bias once, split a gated layer."""
+"""The exercises of lab 01: repair a backward pass, add a bias once, split a gated layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS, ROWS = P(None, "tp"), P("tp", None)
 def finite_differences(loss: Callable[[np.ndarray], float], x: np.ndarray, step: float = 1e-5) -> np.ndarray:
     """The slope of `loss` along each entry of x, from its values alone: (loss(x + step) - loss(x - step)) / (2 step).
 
-    x [...], float64   ->   the gradient [...], right to about step^2
+    x [...], float64   ->   the gradient [...], accurate to about step^2
     """
     slopes = np.zeros_like(x)
     for place in np.ndindex(x.shape):
@@ -50,7 +50,7 @@ def _two_layers(tensors: Tensors, **changed: np.ndarray) -> float:
 
 
 def _slopes(tensors: Tensors) -> Tensors:
-    """By nudging every weight: no formula that could share the learner's mistake."""
+    """The gradients by nudging every weight, since a formula could share the learner's mistake."""
     return {
         "da": finite_differences(lambda a: _two_layers(tensors, a=a), tensors["a"]),
         "db": finite_differences(lambda b: _two_layers(tensors, b=b), tensors["b"]),
@@ -104,7 +104,7 @@ def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
 
 
 def _backward_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """On two ranks the tutorial's own 2 x 2 example: there y and the target have one shape, which hides the bug."""
+    """On two ranks, the tutorial's own 2 x 2 example: y and the target have the same shape, which hides the bug."""
     if mesh.axis_size("tp") == 2:
         x, a, b = rng.normal(size=(3, 2, 2))
         return {"x": x, "a": a, "b": b, "target": np.array([[-0.5, 0.5], [-0.5, 0.5]])}
@@ -129,16 +129,16 @@ BACKWARD = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["target"], mesh),
-    tolerance=1e-7,  # what finite differences are good for
+    tolerance=1e-7,  # the accuracy of finite differences
 )
 
 
 def check_backward(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` gives the gradients of the loss sum((tanh(x @ a) @ b - target)**2), as finite differences find them.
+    """Whether `fn` returns the gradients of the loss sum((tanh(x @ a) @ b - target)**2), found by finite differences.
 
     x [B, D]   a [D, F/tp]   b [F/tp, K]   target [B, K]   ->   da [D, F/tp], db [F/tp, K], this rank's pieces
 
-    It may return dx [B, D] as well, before or after them.
+    It may also return dx [B, D], before or after them.
     """
     return grade(fn, BACKWARD, framework)
 
@@ -151,7 +151,7 @@ def _row_linear(tensors: Tensors) -> Tensors:
 
 
 def _columns_of_x(seen: Seen, index: int) -> np.ndarray:
-    """The columns of x that belong to the rows of w which the rank at `index` holds."""
+    """The columns of x for the rows of w that the rank at `index` holds."""
     width = len(seen.own["w"])
     return seen.tensors["x"][:, index * width : (index + 1) * width]
 
@@ -221,7 +221,7 @@ def _gated(tensors: Tensors) -> Tensors:
 
 
 def _one_way(summed: str, alone: str, hint: str) -> Mistake:
-    """x enters the layer through a and through g; the gradients of one way only are added up."""
+    """x enters the layer through a and through g; the gradients of only one of these paths are added up."""
 
     def wrong(seen: Seen) -> np.ndarray:
         return _gated(seen.tensors)[f"dx through {summed}"] + _gated(seen.own)[f"dx through {alone}"]

@@ -19,7 +19,7 @@ from tplab.units import time_text
 
 SMALL = GPTConfig(32, 16, 2, 4, 8)
 LARGE = GPTConfig(32768, 4096, 2, 32, 2048, bias=False)
-"""Two blocks as they are in models of about 7 billion parameters."""
+"""Two blocks of the size used in models of about 7 billion parameters."""
 
 CLUSTERS: Mapping[str, Cluster] = {
     "one node of 8": replace(H100_NODE, name="one node of 8"),
@@ -36,15 +36,15 @@ LAYOUTS = {
     "8 dp": Mesh(dp=8),
     "4 dp x 2 pp": Mesh(dp=4, pp=2),
 }
-"""What can be chosen. The last axis is the one whose ranks are neighbours."""
+"""The choices. The last axis is the one whose ranks are neighbours."""
 
 
 # --- the step, on shapes alone ---------------------------------------------------------------------------------------
 
 
 def modelled(mesh: Mesh, cluster: Cluster, config: GPTConfig = LARGE, batch_size: int = 16) -> Any:
-    """The trace of one training step on the modelled clock: forward, backward and all gradients averaged, with tensors
-    that have shapes and no numbers, in bfloat16. Two microbatches per pipeline."""
+    """The trace of one training step on the modelled clock: forward, backward, and averaging all gradients, in
+    bfloat16, with tensors that have shapes but no numbers. Two microbatches per pipeline."""
     import torch
 
     from tplab.torch import gpt_layers, run, split_batch, stages_of, train_batch, vocab_parallel_cross_entropy
@@ -117,7 +117,7 @@ Clip = Callable[[Any, float, Any], Any]
 
 
 def stage_specs(config: GPTConfig, bounds: Any) -> dict[int, dict[str, P]]:
-    """How the parameters of every stage are spread over the mesh, as `clip_gradients` takes it: {stage: {name: P}}."""
+    """How the parameters of every stage are sharded, as `clip_gradients` expects it: {stage: {name: P}}."""
     specs, found = gpt_specs(config), {}
     for stage, (begin, end) in enumerate(pairwise(bounds)):
         found[stage] = {
@@ -167,7 +167,7 @@ def _why(scales: list[float], times: float) -> str:
 
 
 def _scales(mesh: Mesh, clip: Clip | None) -> list[float]:
-    """By what each rank scales its gradients, of a small GPT's first batch."""
+    """The factor by which each rank scales its gradients for a small GPT's first batch."""
     import torch
 
     from tplab.torch import axis_index, clip_gradients, gpt_layers, gpt_state, run, split_batch, stages_of, train_batch

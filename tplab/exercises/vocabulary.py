@@ -1,4 +1,4 @@
-"""The exercises of lab 06: mend a loss on sharded logits, and find the most likely word."""
+"""The exercises of lab 06: repair a loss on sharded logits, and find the most likely word."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = P(None, "tp")  # of logits [tokens, words]
 
 
 def _all_ranks(mesh: Mesh, num_tokens: int, numbers: int) -> int:
-    """The bytes that all ranks together send to all_reduce so many numbers per token, at 8 bytes each."""
+    """The bytes that all ranks together send to all_reduce this many numbers per token, at 8 bytes each."""
     num_ranks = mesh.axis_size("tp")
     return 2 * (num_ranks - 1) * num_tokens * numbers * 8 * (mesh.size // num_ranks)
 
@@ -44,16 +44,16 @@ def _token_loss(tensors: Tensors) -> Tensors:
 
 
 def _token_loss_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Twelve words. The second token's logits are so large that exp overflows, and the first token's are so only for
-    the words of the first rank. The labels are on different ranks."""
+    """Twelve words. The second token's logits are so large that exp overflows; the first token's are only that large
+    for the words of the first rank. The labels are on different ranks."""
     logits = rng.integers(-3, 4, (4, 12)).astype(float)
     logits[1] += 1000
-    logits[0, :2] += 1900  # exp also overflows where the mean of the ranks' maxima is subtracted, on up to four ranks
+    logits[0, :2] += 1900  # on up to four ranks, exp overflows even if the mean of the ranks' maxima is subtracted
     return {"logits": logits, "ids": np.array([1, 7, 10, 4])}
 
 
 class _Parts:
-    """What a program of the loss can use, on one rank: per token, from the logits of all ranks."""
+    """What a program for the loss can use on one rank: values per token, from the logits of all ranks."""
 
     def __init__(self, seen: Seen):
         logits, self.ids = seen.tensors["logits"], seen.tensors["ids"]
@@ -74,7 +74,7 @@ def _own_maximum(seen: Seen) -> np.ndarray:
 
 def _own_sum(seen: Seen) -> np.ndarray:
     p = _Parts(seen)
-    with np.errstate(divide="ignore"):  # log 0 where the largest logits are on another rank
+    with np.errstate(divide="ignore"):  # log 0 if the largest logits are on another rank
         return np.log(np.exp(p.pieces[p.index] - p.max[:, None]).sum(-1)) - (p.of_id - p.max)
 
 
@@ -109,7 +109,7 @@ def _maximum_in_one_place(seen: Seen) -> np.ndarray:
 
 
 def _gathered_sums(seen: Seen) -> np.ndarray:
-    """The gradient where the ranks' sums, or their logarithms, are gathered: its positive part is R times too large."""
+    """The gradient if the ranks' sums, or their logarithms, are gathered: its positive part is R times too large."""
     p, num_ranks = _Parts(seen), seen.mesh.axis_size("tp")
     is_label = p.ids[:, None] == p.index * p.width + np.arange(p.width)
     return num_ranks * seen.want + (num_ranks - 1) * is_label * weight(p.ids)[:, None]
@@ -181,7 +181,8 @@ TOKEN_LOSS = Exercise(
 
 
 def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` gives each token's cross-entropy and its gradient, from logits whose words are split over "tp".
+    """Whether `fn` returns each token's cross-entropy with the right gradient, for logits whose words are split over
+    "tp".
 
     logits [T, V/tp]   ids [T]   ->   loss [T], the same on every rank
     """
@@ -204,7 +205,7 @@ def _most_likely_tensors(rng: np.random.Generator, mesh: Mesh, num_words: int = 
 
 
 def _best_of_ranks(seen: Seen) -> tuple[np.ndarray, np.ndarray, int]:
-    """By rank and token, the place of the rank's largest logit and that logit; and how many words a rank has."""
+    """By rank and token, the index of the rank's largest logit and that logit; and how many words a rank has."""
     pieces = np.stack(np.split(seen.tensors["logits"], seen.mesh.axis_size("tp"), axis=-1))
     return pieces.argmax(-1), pieces.max(-1), pieces.shape[-1]
 
@@ -220,7 +221,7 @@ def _place_on_its_rank(seen: Seen) -> np.ndarray:
 
 
 def _of_several(combine: Callable[..., np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """The ids from all ranks that have the largest logit, combined by this function."""
+    """The ids from all ranks that have the largest logit, combined by `combine`."""
 
     def wrong(seen: Seen) -> np.ndarray:
         places, best, width = _best_of_ranks(seen)
@@ -265,9 +266,9 @@ MOST_LIKELY = Exercise(
 
 
 def check_most_likely(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` finds the most likely word of each token, and sends the same however many words there are.
+    """Whether `fn` finds the most likely word of each token, and sends the same amount for any number of words.
 
-    logits [T, V/tp]   ->   ids [T], the same on every rank: the lowest one if several words are equally likely
+    logits [T, V/tp]   ->   ids [T], the same on every rank: the lowest id if several words are equally likely
     """
     verdict = grade(fn, MOST_LIKELY, framework)
     if not verdict.passed:

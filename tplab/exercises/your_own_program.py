@@ -17,8 +17,8 @@ WIDTH, BATCHES = 6, 3
 
 
 def check_accumulate(accumulate: Accumulate) -> Verdict:
-    """Whether `accumulate(net, loss_of, batches)` leaves in `net`, a DistributedDataParallel, the gradients of the mean
-    loss over the batches of all ranks, and sends them once.
+    """Whether `accumulate(net, loss_of, batches)` leaves the gradients of the mean loss over the batches of all ranks
+    in `net`, a DistributedDataParallel, and sends them only once.
 
     loss_of(net, batch) is the loss of one batch. Runs on 1, 2 and 3 simulated ranks.
     """
@@ -34,7 +34,7 @@ def check_accumulate(accumulate: Accumulate) -> Verdict:
 
 
 def _checked(accumulate: Accumulate, num_ranks: int) -> Verdict | None:
-    """What is wrong with it on so many ranks; None where nothing is."""
+    """What is wrong with it on this many ranks; None if nothing is."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel

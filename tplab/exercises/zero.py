@@ -16,7 +16,7 @@ MESHES = (Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=2, tp=2), Mesh(dp=1))
 
 
 def _to_each(mesh: Mesh, array: np.ndarray, times: int) -> int:
-    """The bytes that all ranks together send to gather an array, or to reduce it to pieces, so many times."""
+    """The bytes that all ranks together send to gather an array, or reduce it to pieces, `times` times."""
     num_ranks = mesh.axis_size("dp")
     return times * (num_ranks - 1) * array.nbytes * (mesh.size // num_ranks)
 
@@ -106,7 +106,7 @@ def _layer_gradients(x: np.ndarray, a: np.ndarray, b: np.ndarray, h: np.ndarray,
 
 
 def _own_rows_only(seen: Seen) -> np.ndarray:
-    """This rank's piece of the gradient that its own rows of the batch make."""
+    """This rank's piece of the gradient from only its own rows of the batch."""
     x = seen.tensors["x"]
     a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
     num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
@@ -117,7 +117,7 @@ def _own_rows_only(seen: Seen) -> np.ndarray:
 
 
 def _in_two_places(seen: Seen) -> np.ndarray:
-    """What the layer gives if every rank's piece is cut in two, and the halves are gathered one by one."""
+    """The layer's result if every rank's piece is cut in two, and the halves are gathered separately."""
     x = seen.tensors["x"]
     pieces = seen.tensors["piece"].reshape(seen.mesh.axis_size("dp"), 2, -1)
     a, b = pieces.swapaxes(0, 1).reshape(2, x.shape[1], x.shape[1])
@@ -125,7 +125,7 @@ def _in_two_places(seen: Seen) -> np.ndarray:
 
 
 def _exchanged(seen: Seen) -> np.ndarray:
-    """What the layer gives if the second matrix comes first."""
+    """The layer's result if the second matrix comes first."""
     x = seen.tensors["x"]
     a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
     return np.maximum(seen.own["x"] @ b, 0) @ a
@@ -168,6 +168,6 @@ def check_layer(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
     """Whether `fn` is relu(x @ a) @ b, whose two matrices are one row of numbers that the ranks share.
 
     x [B/dp, D], this rank's rows of the batch   piece [2 D D / dp]   ->   y [B/dp, D]
-    The whole row has a [D, D], followed by b [D, D]. The gradient of `piece` is that of all rows of the batch.
+    The whole row has a [D, D], followed by b [D, D]. The gradient of `piece` is for all rows of the batch.
     """
     return grade(fn, LAYER, framework)
