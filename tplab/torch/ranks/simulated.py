@@ -300,7 +300,7 @@ class SimulatedRank(Rank):
             for seat in [seat for seat in meeting.waiting if seat.number == target]:
                 meeting.waiting.remove(seat)
                 self.seat.turns.ready.append(seat)
-        if self.seat.turns.watches:
+        if self.seat.turns.watches.by_seat:
             self.look()
         return end, hop_end
 

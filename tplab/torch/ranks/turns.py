@@ -289,7 +289,7 @@ class Turns:
 
     def _can_go_on(self, seat: Seat) -> bool:
         """Whether there is a seat that is ready, now that the thread of `seat` waits or ends."""
-        if self.watches:
+        if self.watches.by_seat:
             self.ready.extend(self.watches.met(seat))
         while not self.ready and self.failure is None and not self.is_over:
             is_at_end = all(rank.is_at_end or rank not in self._running for rank in self.seats)

@@ -41,30 +41,28 @@ Seat = TypeVar("Seat", bound=Waiting)
 class Watches(Generic[Seat]):
     """What each seat waits for. A seat that finds it is no longer here; `causes` says during whose turn it came.
 
+    by_seat     what they wait for
     outsiders   threads that ranks have started and that take no turns: they may help for as long as they live
     """
 
     def __init__(self) -> None:
         self.causes: dict[Seat, Seat | None] = {}
         self.outsiders: WeakSet[Thread] = WeakSet()
-        self._watches: dict[Seat, Watch] = {}
+        self.by_seat: dict[Seat, Watch] = {}
         self._stuck_since = math.inf
         self._num_late = 0  # waits that ended without what they waited for, since something else has happened
 
-    def __len__(self) -> int:
-        return len(self._watches)
-
     def add(self, seat: Seat, is_there: Callable[[], bool], seconds: float | None, patience: float) -> None:
         until = math.inf if seconds is None else time.perf_counter() + seconds
-        self._watches[seat] = Watch(is_there, until, patience)
+        self.by_seat[seat] = Watch(is_there, until, patience)
 
     def met(self, by: Seat | None) -> list[Seat]:
         """The seats that can go on; `by` has had the turn until now."""
         found, now = [], time.perf_counter()
-        for seat, watch in list(self._watches.items()):
+        for seat, watch in list(self.by_seat.items()):
             is_there = watch.is_there()
             if is_there or now >= watch.until:
-                del self._watches[seat]
+                del self.by_seat[seat]
                 self.causes[seat] = by
                 found.append(seat)
                 if is_there:
@@ -75,9 +73,9 @@ class Watches(Generic[Seat]):
 
     def let_go(self, home: Seat) -> list[Seat]:
         """The seats of the threads of a rank, which need not wait any longer."""
-        found = [seat for seat in self._watches if seat.home is home]
+        found = [seat for seat in self.by_seat if seat.home is home]
         for seat in found:
-            del self._watches[seat]
+            del self.by_seat[seat]
         return found
 
     def goes_on(self) -> None:
@@ -89,7 +87,7 @@ class Watches(Generic[Seat]):
         programs, only time and others than threads count, and what a daemon waits for does not."""
         now = time.perf_counter()
         self._stuck_since = min(self._stuck_since, now)
-        watches = [watch for seat, watch in self._watches.items() if not (is_at_end and seat.is_daemon)]
+        watches = [watch for seat, watch in self.by_seat.items() if not (is_at_end and seat.is_daemon)]
         patience = max((watch.patience for watch in watches), default=OF_RANKS)
         if patience == OF_THREADS:
             are_others = any(thread.is_alive() for thread in self.outsiders)
