@@ -53,7 +53,7 @@ def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes
     "up"      from index - 1, index - 2, ...
     "down"    from index + 1, index + 2, ...
     "both"    ceil((R-1)/2) as "up", floor((R-1)/2) as "down"; distances are counted as for "up"
-    "split"   first halves (the larger ones, where `size` is odd) as "up", second halves as "down"
+    "split"   first halves (the larger ones if `size` is odd) as "up", second halves as "down"
     Raises ValueError for another direction.
     """
     one_of("direction", direction, DIRECTIONS)

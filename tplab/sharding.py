@@ -67,7 +67,7 @@ def cut(size: int, parts: int, rule: Rule) -> tuple[range, ...]:
     even     3 3 2 2                     the hops of a ring, groups of microbatches: no part is more than one larger
                                          than another, so that no hop is slow. These are np.array_split's pieces
 
-    Raises ShapeError where the rule is "equal" and the size does not divide.
+    Raises ShapeError if the rule is "equal" and the size does not divide evenly.
     """
     if rule == "equal":
         most = share(size, parts, "the size is", sharers="parts")

@@ -1,7 +1,7 @@
-"""Spare memory: what has been freed, and the C library keeps for later.
+"""Spare memory: memory that was freed, but that the C library keeps for later.
 
-XLA's compiler needs some 0.3 GB for seconds, and the thread of each rank has a heap of its own. A kernel would hold all
-of that from then on, on machines that have 1 or 2 GB.
+XLA's compiler needs about 0.3 GB for some seconds, and the thread of each rank has its own heap. A kernel would hold on
+to all of it, on machines that have only 1 or 2 GB.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WORTH_RETURNING = 64_000_000
-"""Bytes by which a process must have grown. To look through its heaps takes 10 ms or so."""
+"""Memory is returned only if the process has grown by this many bytes: searching its heaps takes about 10 ms."""
 
 
 @contextmanager
 def returned() -> Iterator[None]:
-    """If the process grows inside, the system gets back what is spare afterwards. Without glibc nothing happens."""
+    """If the process grows inside the block, return its spare memory to the system afterwards. Needs glibc; without it,
+    nothing happens."""
     before = resident_bytes()
     try:
         yield
@@ -35,7 +36,7 @@ def give_back() -> None:
 
 
 def resident_bytes() -> int:
-    """The memory of this process; 0 where the system does not say, which Linux does."""
+    """The resident memory of this process in bytes; 0 if the system does not report it, as Linux does."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

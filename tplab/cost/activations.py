@@ -65,8 +65,9 @@ def activation_tensors(
     dropout   False: no masks are kept, nor the scores after dropout
     scores    False: attention computes softmax(q k^T) again in the backward pass ("selective recomputation", section 5;
               fused attention does the same, and keeps one number per row instead)
+
     This counts an MLP of 4 h hidden features with GeLU, and as many key and value heads as query heads. As in the
-    paper, it leaves out small tensors (a norm's mean and deviation, 2 numbers per token), the embedding and the head.
+    paper, small tensors (a norm's mean and deviation, 2 numbers per token), the embedding and the head are left out.
     Korthikanti et al. 2022, equations 1, 2 and 4.
     """
     share(num_heads, num_ranks, "num_heads is", why="heads are sharded whole")

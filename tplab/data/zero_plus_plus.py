@@ -6,7 +6,7 @@ again for the backward pass, and reduce-scatters gradients. With two levels, eac
                                                            forward   backward   gradients      total
     ZeRO stage 3                                                 M          M           M        3 M
     qwZ  weights are sent as codes of 8 bits                   M/2        M/2           M        2 M
-    hpZ  each rank keeps a second piece, 1 / I of all            M          0           M        2 M
+    hpZ  each rank keeps a second piece, 1/I of all              M          0           M        2 M
     qgZ  gradients are sent as codes of 4 bits                   M          M         M/4     2.25 M
     all three                                                  M/2          0         M/4     0.75 M
 

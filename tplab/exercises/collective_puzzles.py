@@ -66,7 +66,7 @@ def _one_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
 
 
 def _one_per_rank_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """As many pieces per rank as there are ranks."""
+    """On each rank, one piece for every rank."""
     return {"x": rng.integers(0, 10, (mesh.size**2, 3)).astype(np.float32)}
 
 

@@ -84,7 +84,7 @@ def as_trace(
 
 
 def _message_of(number: np.ndarray, message: np.ndarray, cause: np.ndarray, waiter: np.ndarray) -> np.ndarray:
-    """The message each wait is for: that of its own action or, if a pair waits for its second action's input, that."""
+    """The message that each wait is for: its own or, if a pair waits for its second action's input, that one's."""
     direct = message[waiter] == cause
     second = np.minimum(waiter + 1, len(number) - 1)
     return np.where(direct, number[waiter], np.where(message[second] == cause, number[second], -1))

@@ -70,7 +70,7 @@ def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = No
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Raise ScheduleError where ranks cannot run their rows to the end, and say why."""
+    """Raise ScheduleError if some rank cannot run its row to the end, and say why."""
     for find in (_own_order, _misplaced, _deadlocks):
         for fault in islice(find(schedule), 1):
             raise ScheduleError(f"{schedule.name or 'the schedule'} cannot run: {fault}")

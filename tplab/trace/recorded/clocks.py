@@ -35,6 +35,7 @@ def advances(bounds: Sequence[Bounds], hosts: Sequence[str]) -> tuple[np.ndarray
 
     bounds  of each collective and message, in the order in which they took place
     hosts   the M machines' names, for errors
+
     Returns two arrays of seconds, [M] each. Raises TraceError if nothing was sent between two machines.
     """
     lowest, highest = _interval(bounds, len(hosts))

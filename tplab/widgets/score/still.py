@@ -196,7 +196,7 @@ def timeline(score: Score) -> bytes:
 
 
 def _lines_of(legend: list[tuple[str, str]], width: float) -> list[list[tuple[str, str]]]:
-    """Its entries, in as many lines as they need."""
+    """The legend's entries, in as many lines as they need."""
     lines: list[list[tuple[str, str]]] = [[]]
     x = 0.0
     for kind, text in legend:
