@@ -62,7 +62,7 @@ class ReplicationError(TplabError, RuntimeError):
 
 
 class DeadlockError(TplabError, RuntimeError):
-    """All ranks that are still running wait for each other, so none of them can continue."""
+    """All ranks that are still running are waiting, and what they wait for can never come."""
 
 
 class CollectiveMismatchError(TplabError, RuntimeError):

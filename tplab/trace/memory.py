@@ -18,7 +18,7 @@ parameters    trained or frozen parameters, whole or only this rank's pieces
 optimizer     the states of an optimizer, and its master copies of parameters
 gradients     `.grad` of the parameters, and gradients on their way there
 gathered      whole parameters, gathered from pieces for a layer that needs them (ZeRO stage 3)
-activations   what a forward pass has saved for the backward pass and has not been freed yet
+activations   what a forward pass has saved for the backward pass, until it is freed
 other         the rest: inputs, results, and what an operation leaves for the next one
 """
 

@@ -116,7 +116,8 @@ def memory_timeline(
                mappings, one per rank. For several runs, {title: either of these}
     rank       the rank to show first
     Times are those of the run's clock. If computing takes no time on it, the axis counts operations instead.
-    Raises ValueError if the meshes differ in size, or if a prediction names a run, rank or kind that does not exist.
+    Raises ValueError if the meshes differ in size, or if a prediction has an unknown run or kind, or the wrong number
+    of ranks.
     """
     memories = {"": memory} if isinstance(memory, Memory) else dict(memory)
     if not memories:
