@@ -19,14 +19,14 @@ def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None 
     """The mean of gradients over the ranks of `axis` (R ranks), the same on every rank, and JAX's types know it.
 
     gradients      a pytree of arrays, each rank's own: of parameters that differ along `axis` by JAX's types, as
-                   `copy_to(x, axis)` makes them outside of the function that is differentiated
-    bucket_bytes   None: an all_reduce per array. Else arrays travel in flat buffers of at most so many bytes, one dtype
-                   each, from the last to the first
+                   `copy_to(x, axis)` makes them outside the function that is differentiated
+    bucket_bytes   None: one all_reduce per array. Otherwise arrays travel in flat buffers of at most this size, one
+                   dtype each, from the last to the first
 
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies
-    The mean over ranks is that over the whole batch where every rank's loss is a mean over equally much: else see
-    `tokens_per_rank`. Raises ValueError for gradients that JAX has added up already: those of parameters that are the
-    same on every rank by their types, whose gradient is a psum.
+    The mean over ranks is the mean over the whole batch if every rank's loss is a mean over the same amount of data:
+    otherwise see `tokens_per_rank`. Raises ValueError for gradients that JAX has already added up: those of parameters
+    that are the same on every rank by their types, whose gradient is a psum.
     """
     check_own(gradients, axis)
     leaves, structure = jax.tree.flatten(gradients)
@@ -38,7 +38,7 @@ def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None 
 
 
 def check_own(gradients: Any, axis: Axis, then: str = "") -> None:
-    """Raises ValueError where JAX has added up a gradient over `axis`. `then`: what to do with one that is the mean."""
+    """Raises ValueError if JAX has added up a gradient over `axis`. `then`: what to do with one that is the mean."""
     names = this_mesh().names(axis)
     along = names[0] if len(names) == 1 else names
     for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
@@ -66,7 +66,7 @@ def check_reduced(gradients: Any, axis: Axis) -> None:
 
 
 def named(path: Any) -> str:
-    """Of a gradient in a pytree, for a message: " ['w']"; nothing where it is alone."""
+    """The name of a gradient in a pytree, for a message: " ['w']"; "" if it is the only one."""
     name = jax.tree_util.keystr(path)
     return name and f" {name}"
 
@@ -78,8 +78,8 @@ def plan_of(arrays: Sequence[Any], bucket_bytes: float | None) -> tuple[Bucket, 
 
 
 def mean_of(bucket: Bucket, members: Sequence[Array], axis: Axis) -> list[Array]:
-    """The means of a bucket's arrays, which are given in the order of its pieces, over the axis."""
-    if len(members) == 1:  # one alone needs no buffer, and keeps its shape in the trace
+    """The means of a bucket's arrays over the axis. They are given in the order of its pieces."""
+    if len(members) == 1:  # a single one needs no buffer, and keeps its shape in the trace
         return [all_reduce(members[0], axis, "mean")]
     mean = all_reduce(jnp.concatenate([x.reshape(-1) for x in members]), axis, "mean")
     return [mean[p.begin : p.begin + p.size].reshape(x.shape) for p, x in zip(bucket.pieces, members)]

@@ -1,4 +1,4 @@
-"""Batch norm whose batch is spread over an axis of the mesh: a replica's own statistics are another function."""
+"""Batch norm of a batch that is spread over an axis of the mesh: one replica's statistics would change the function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def batch_statistics(x: Array, axis: Axis, *, counted: Array | None = None) -> t
     """Mean and variance of each feature over the batches of all ranks of `axis`, the same on every rank.
 
     x [..., C], this rank's part   counted [...], which rows of it count; all if None   ->   [C], [C]
-    forward   two all_reduces, of C + 1 numbers (sums and how many) and of C (squares about the mean)
-    backward  as many: what a rank's x does to the others' outputs comes back to it
-    The variance is that of the batch (divided by N, not N - 1). Numbers of 16 bits are added up in 32. All ranks have
-    arrays of one shape here: `counted` says which rows are a smaller batch's.
+    forward   two all_reduces, of C + 1 numbers (sums and a count) and of C (squares about the mean)
+    backward  the same: the effect of a rank's x on the others' outputs comes back to it
+    The variance is that of the batch (divided by N, not N - 1). 16-bit numbers are added up in 32 bits. All ranks have
+    arrays of one shape here: `counted` says which rows belong to a smaller batch.
     """
     x = x.astype(jnp.result_type(jnp.float32, x.dtype))
     rows = x.reshape(-1, x.shape[-1])
@@ -36,9 +36,9 @@ def batch_norm(
     """y = (x - mean) / sqrt(variance + eps) * weight + bias, by the statistics of the whole batch (Ioffe & Szegedy).
 
     x [..., C], this rank's part   weight, bias [C], the same on every rank   ->   y [..., C]
-    counted [...]   which rows of x count; the others are computed with as zeros
-    cost      that of `batch_statistics`, whose mean and variance a running average takes
-    backward  the gradients of weight and bias are each rank's part: data parallelism averages them, as any others
+    counted [...]   which rows of x count; the others are treated as zeros
+    cost      that of `batch_statistics`; for a running average, call it for the mean and variance
+    backward  the gradients of weight and bias are each rank's part: data parallelism averages them, like any others
     It is flax's BatchNorm(axis_name=axis) while training.
     """
     mean, variance = batch_statistics(x, axis, counted=counted)

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, wherever its parameters lie, and clipping by it."""
+"""The norm of all gradients of a model, however its parameters are spread, and clipping by it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tplab.sharding import P
 
 
 def gradient_norm(gradients: Any, specs: Any = None, *, norm_type: float = 2.0) -> Array:
-    """The norm of all gradients together, as one device would have it, the same on every rank.
+    """The norm of all gradients together, as on one device, the same on every rank.
 
     gradients    a pytree of arrays, or `Stages`
-    specs        how they lie on the mesh: a pytree of P of the same structure, as `GPT.specs`, in which one P may
-                 stand for a whole part. None: every rank holds them whole. Stages know it themselves
+    specs        how they lie on the mesh: a pytree of P of the same structure, such as `GPT.specs`, in which one P may
+                 stand for a whole part. None: every rank holds them whole. Stages need none
     norm_type    p, above 0, or inf for the largest element
 
-    norm = (sum |g|^p)^(1/p) over every element of the model, each once. A piece of a parameter is counted by the rank
-    at position 0 of those that hold copies; tied parameters, and stages that several ranks hold, at the first of their
-    places. Gradients of copies must be equal already: average them first.
+    norm = (sum |g|^p)^(1/p) over every element of the model, each once. Of the ranks that hold copies of a piece, the
+    one at position 0 counts it; tied parameters, and stages that several ranks hold, are counted at their first place.
+    Gradients of copies must already be equal: average them first.
     cost   an all_reduce of 1 number over the axes that specs (and Stages) name; none where these name no axis
     Raises SpecError where JAX's types say that an array differs along an axis that its spec does not name, or the
     reverse.
@@ -55,8 +55,8 @@ def gradient_norm(gradients: Any, specs: Any = None, *, norm_type: float = 2.0) 
 def clip_gradients(gradients: Any, max_norm: float, specs: Any = None, *, norm_type: float = 2.0) -> tuple[Any, Array]:
     """The gradients, scaled by min(1, max_norm / (norm + 1e-6)), and the norm that they had.
 
-    It is torch.nn.utils.clip_grad_norm_ for a model that lies on a mesh. Every rank scales by the same factor, so
-    copies stay equal. `gradient_norm` has the arguments and the cost.
+    It is torch.nn.utils.clip_grad_norm_ for a model that is spread over a mesh. Every rank scales by the same factor,
+    so copies stay equal. See `gradient_norm` for the arguments and the cost.
     """
     most, norm = check_max_norm(max_norm), gradient_norm(gradients, specs, norm_type=norm_type)
     return scale_to(gradients, norm, most), norm
@@ -69,7 +69,7 @@ def scale_to(gradients: Any, norm: Array, max_norm: float) -> Any:
 
 
 def _pieces(gradients: Any, specs: Any) -> list[tuple[Array, P]]:
-    """Every array, with the axes along which ranks hold other elements of it."""
+    """Every array, with the axes along which ranks hold different elements of it."""
     if isinstance(gradients, Stages):
         flat = once(gradients.flat, gradients.blueprints)
         each = [(f" of Stages, {kind.dtype}", x, P(kind.axes)) for kind, x in flat.items()]

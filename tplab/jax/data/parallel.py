@@ -1,4 +1,4 @@
-"""Data parallelism whose gradients are averaged inside of the backward pass, bucket by bucket."""
+"""Data parallelism with gradients that are averaged inside the backward pass, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Names = tuple[str, ...]
 
 
 def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKET_BYTES) -> Any:
-    """The same parameters, whose gradient is the mean over the ranks of `axis` (R ranks).
+    """The same parameters, but their gradient becomes the mean over the ranks of `axis` (R ranks).
 
         def loss(params, x, y):
             params = data_parallel(params, "dp")
@@ -26,13 +26,13 @@ def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKE
         grads = jax.grad(loss)(params, x, y)                # the mean over the ranks, the same on all of them
 
     params         a pytree of arrays
-    bucket_bytes   the most that a bucket holds, from the last array to the first; None: a bucket per array
+    bucket_bytes   the most that a bucket holds, from the last array to the first; None: one bucket per array
 
     forward   nothing is sent
-    backward  an all_reduce per bucket, which needs its gradients alone: XLA may run it beside the rest of the backward
-              pass. 2(R-1)/R of the gradients' bytes are sent by each rank
-    The trace keeps the program's order where several operations could run, and packing comes last in it: called on each
-    layer's parameters where the layer uses them, buckets leave during the backward pass there too.
+    backward  one all_reduce per bucket, which needs only its own gradients: XLA may run it beside the rest of the
+              backward pass. 2(R-1)/R of the gradients' bytes are sent by each rank
+    The trace keeps the program's order where several operations could run, and packing comes last in it. If you call
+    this on each layer's parameters where the layer uses them, buckets leave during the backward pass in the trace too.
     Without it, JAX adds the gradients up by itself, one psum per array, as the parameters are the same on every rank
     by their types and the data is not. To accumulate, call it on what is differentiated over all microbatches: then
     gradients are sent once.

@@ -1,6 +1,6 @@
-"""Parameters in pieces: from whole arrays to the rows that travel, and back. `tplab.data.pieces` says who holds what.
+"""Parameters in pieces: from whole arrays to the rows that travel, and back. `tplab.data.pieces` says what ranks hold.
 
-All ranks of a compiled program have one shape, so here a piece keeps its padding: [width] on every rank.
+In a compiled program all ranks have the same shapes, so here a piece keeps its padding: [width] on every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reduce_rows(message: Array, axis: Axis, op: str) -> Handle:
 
 
 def reduced_row(handle: Handle, replicate_axis: Axis | None, op: str) -> Array:
-    """The row that a `Reduce` gives; where other nodes hold copies, combined with theirs."""
+    """The row that a `Reduce` returns; if other nodes hold copies, combined with theirs."""
     row = handle.wait()
     return row if replicate_axis is None else all_reduce(row, replicate_axis, op)
 
@@ -56,7 +56,7 @@ def held_of(pieces: Pieces, wholes: Sequence[Array], axis: Axis) -> list[Array]:
 
 
 def row_of(held: Sequence[Array], dtype: Any) -> Array:
-    """This rank's row [width]: its pieces one behind another."""
+    """This rank's row [width]: its pieces, concatenated."""
     return _joined([piece.astype(dtype) for piece in held])
 
 

@@ -1,5 +1,5 @@
-"""Block quantisation of JAX's arrays. What it computes, and what it says of zeros, inf and NaN, is in
-`tplab.data.quantization`, whose NumPy version gives the same bits."""
+"""Block quantisation of JAX's arrays. `tplab.data.quantization` says what it computes, also for zeros, inf and NaN; its
+NumPy version gives the same bits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dequantize(quantized: Quantized) -> Array:
 
 
 def quantize_rows(x: Array, bits: int, block: int | None) -> tuple[Array, Array]:
-    """Each row apart, so that no block crosses from one to the next.
+    """Quantise each row separately, so that no block crosses from one to the next.
 
     x [r, n]   ->   codes int8 [r, n] or uint8 [r, ceil(n/2)], scales float32 [r, blocks of n]
     """
@@ -62,13 +62,13 @@ def quantize_rows(x: Array, bits: int, block: int | None) -> tuple[Array, Array]
 
 
 def dequantize_rows(codes: Array, scales: Array, n: int, bits: int, block: int | None) -> Array:
-    """The reverse, of rows of n elements   ->   [r, n], float32."""
+    """The reverse, for rows of n elements   ->   [r, n], float32."""
     codes = codes if bits == 8 else _unpacked(codes)[:, :n]
     return codes.astype(jnp.float32) * jnp.repeat(scales, block_size(n, block), 1)[:, :n]
 
 
 def _packed(codes: Array) -> Array:
-    """Two codes of 4 bits per byte; after an odd number of them, the last half byte is empty."""
+    """Pack two 4-bit codes per byte; for an odd number of them, the last half byte is empty."""
     nibbles = lax.bitcast_convert_type(jnp.pad(codes, ((0, 0), (0, codes.shape[1] % 2))), jnp.uint8) & 15
     return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
 

@@ -1,8 +1,8 @@
-"""all_gather and reduce_scatter that send codes of 8 or 4 bits in the place of numbers: qwZ and qgZ of ZeRO++.
+"""all_gather and reduce_scatter that send codes of 8 or 4 bits in place of numbers: qwZ and qgZ of ZeRO++.
 
 Codes cannot be added on their way around a ring: each rank's codes have scales of their own, and the sum of two codes
-may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes straight to the rank that adds them up,
-and that one turns them into numbers first. Each number is rounded once on every level.
+may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes directly to the rank that adds them up,
+which turns them into numbers first. Each number is rounded once on every level.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
 section 3.
@@ -31,9 +31,9 @@ from tplab.sharding import share
 def quantized_all_gather(
     x: Any, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256, inside: Axis | None = None
 ) -> Array:
-    """all_gather of codes and scales: every rank turns what arrives into numbers again.
+    """all_gather of codes and scales: every rank turns what arrives back into numbers.
 
-    x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, and of x's dtype; also a rank's own piece is rounded
+    x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, in x's dtype; a rank's own piece is rounded too
     bits      8 or 4; None sends x as it is
     block     elements that share a scale; None: all of x
     inside    the part of `axis` whose ranks share a node: codes first cross to the other nodes, once to each, and then
@@ -41,8 +41,9 @@ def quantized_all_gather(
     sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank; with `inside`, O nodes of I ranks: O-1 times as
               much across, (I-1) O times inside
     error     half a step of each block: see `quantize`
-    backward  dx = reduce_scatter(dy), in full: as if nothing had been rounded
-    Every rank gives as many elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023, section 3.1.
+    backward  dx = reduce_scatter(dy), in full precision: as if nothing had been rounded
+    Every rank has the same number of elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023,
+    section 3.1.
     """
     x, names = jnp.asarray(x), this_mesh().names(axis)
     how = _How(names, dim_of(x.shape, dim, "quantized_all_gather"), "sum", bits, block, _levels(axis, inside))
@@ -61,7 +62,7 @@ def quantized_reduce_scatter(
 ) -> Array:
     """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
 
-    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, of x's dtype
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, in x's dtype
     op        sum or mean
     bits      4 or 8; None is reduce_scatter
     block     elements that share a scale; it ends where a piece ends. None: one scale for each piece
@@ -69,8 +70,8 @@ def quantized_reduce_scatter(
               added up across. O nodes of I ranks send 1/I of the bytes across that one level would send
     sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank, n being the elements of a piece; with `inside`,
               (I-1) O times as much inside, O-1 times across
-    error     half a step of each rank's block, added up; with `inside`, and of the block of each node's sum
-    backward  dx = all_gather(dy), in full: as if nothing had been rounded
+    error     half a step of each rank's block, added up; with `inside`, plus that of the block of each node's sum
+    backward  dx = all_gather(dy), in full precision: as if nothing had been rounded
     Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
     Wang et al. 2023, section 3.3.
     """
@@ -85,7 +86,7 @@ def quantized_reduce_scatter(
 
 
 class _How(NamedTuple):
-    """What a quantised collective was asked for."""
+    """The options of a quantised collective."""
 
     axis: tuple[str, ...]
     dim: int
@@ -106,13 +107,13 @@ def _gathered(x: Array, how: _How) -> Array:
 
 
 def crossed(x: Array, how: _How) -> list[Array]:
-    """What came across, codes and scales: the shards [O, ..] of the ranks at this rank's place in every node."""
+    """The codes and scales that came across: the shards [O, ..] of the ranks at this rank's place in every node."""
     first = how.axis if how.levels is None else how.levels.across
     return [all_gather(part, first) for part in _encoded(x.reshape(1, -1), how)]
 
 
 def joined(parts: Sequence[Array], like: Array, how: _How) -> Array:
-    """What came across spreads inside the node, and becomes numbers."""
+    """Spread what came across inside the node, and turn it into numbers."""
     if how.levels is not None:
         parts = [_in_order(all_gather(part[None], how.levels.inside), how.levels) for part in parts]
     rows = _decoded(parts, like.size, how).astype(like.dtype).reshape(-1, *like.shape)
@@ -147,12 +148,12 @@ def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
 
 
 def _encoded(rows: Array, how: _How) -> list[Array]:
-    """What travels of rows [r, n]: codes and scales, or the rows themselves."""
+    """The form in which rows [r, n] travel: codes and scales, or the rows themselves."""
     return [rows] if how.bits is None else list(quantize_rows(rows, how.bits, how.block))
 
 
 def _decoded(parts: Sequence[Array], n: int, how: _How) -> Array:
-    """The rows [r, n] in what has arrived."""
+    """The rows [r, n], from what has arrived."""
     return parts[0] if how.bits is None else dequantize_rows(parts[0], parts[1], n, how.bits, how.block)
 
 

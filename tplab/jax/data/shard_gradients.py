@@ -28,14 +28,14 @@ def shard_gradients(
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
 
-    As `shard_optimizer`, but the backward pass itself combines gradients: what `value_and_grad` gives is this rank's
-    piece [ceil(n/R)] of each, and a parameter's reduce_scatter needs nothing but its gradient. When it runs, and so how
-    many whole gradients there are at once, is for the compiler to decide.
+    This is like `shard_optimizer`, but the backward pass itself combines gradients: `value_and_grad` returns this
+    rank's piece [ceil(n/R)] of each, and a parameter's reduce_scatter needs nothing but its gradient. The compiler
+    decides when it runs, and so how many whole gradients exist at once.
 
     states    2 + 14/R bytes per parameter with Adam and master_dtype=float32
-    sent      2(R-1)/R of the parameters by each rank; of k backward passes before a step, each sends its gradients: k+1
-              times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
-    Other arguments as in `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
+    sent      2(R-1)/R of the parameters by each rank; with k backward passes before a step, each sends its gradients:
+              k+1 times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
+    The other arguments are those of `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
     return ShardedOptimizer(
         optimizer,

@@ -27,37 +27,37 @@ def shard_parameters(
     gather: Gather | None = None,
     reduce: Reduce | None = None,
 ) -> ShardedLayer | ShardedLayers:
-    """`model`, whose parameters are divided over the R ranks of `axis` (ZeRO stage 3, also called FSDP).
+    """`model`, with its parameters divided over the R ranks of `axis` (ZeRO stage 3, also called FSDP).
 
         layer = shard_parameters(layer, "dp")
         pieces = layer.shard(params)                  # in a rank's program: this rank's piece of each parameter
         y = layer(pieces, x)                          # gathers them, and runs the layer
         grads = jax.grad(loss_of(layer))(pieces)      # pieces too, and so are the optimizer's states
 
-    model   a layer, called layer(params, *args), or any such function; or a list of them, which run one after another:
-            each is a unit, whose parameters travel together
+    model   a layer, called as layer(params, *args), or any such function; or a list of them, which run one after
+            another: each is a unit, whose parameters travel together
 
         before the forward pass    all_gather: they are whole
-        after it                   they are let go: of what the backward pass needs they are left out
-        before the backward pass   all_gather again, once the gradient of the output is there
+        after it                   they are freed: they are not kept for the backward pass
+        before the backward pass   all_gather again, once the gradient of the output is ready
         after it                   reduce_scatter: each rank gets its piece of the gradients
 
     op                     how gradients are combined: "mean" or "sum"
     reshard_after_forward  False keeps the whole parameters from the forward to the backward pass. An axis that is a
-                           part of `axis`: a second piece is kept that the ranks of that axis share, and
-                           the second gather stays among them (ZeRO++'s hpZ)
-    prefetch               of a list of layers: whether the next one's parameters may travel while one runs. Other
-                           layers are gathered when their input is there
-    replicate_axis         across which pieces have copies (hybrid sharding): gradients are all_reduced along it
-    compute_dtype          of whole parameters: bfloat16, where the pieces are float32
-    reduce_dtype           in which gradients travel; by default, in that of the whole parameters
+                           part of `axis`: a second piece is kept, shared by the ranks of that axis, and the second
+                           gather stays among them (ZeRO++'s hpZ)
+    prefetch               for a list of layers: whether the next one's parameters may travel while one runs. Other
+                           layers are gathered when their input is ready
+    replicate_axis         the axis along which pieces have copies (hybrid sharding): gradients are all_reduced along it
+    compute_dtype          that of whole parameters: bfloat16, where the pieces are float32
+    reduce_dtype           the dtype in which gradients travel; by default, that of the whole parameters
     gather, reduce         what sends: functions as in `tplab.jax.data.pieces`, or None for all_gather, reduce_scatter
 
-    states    16/R bytes per parameter with Adam, beside the units that are whole
+    states    16/R bytes per parameter with Adam, besides the units that are whole
     sent      3(R-1)/R of the parameters by each rank; 2(R-1)/R without reshard_after_forward
-    What a parameter that two units share gets from both is added up: give its pieces to both. The backward
-    pass gathers a unit when the gradient of its output is there. XLA for CPUs drops the barriers that say so, finds the
-    two gathers of a unit to be the same, and keeps what the first has brought; in a `lax.scan` over layers it does not.
+    If two units share a parameter, give its pieces to both: the gradients from both are added up. The backward pass
+    gathers a unit when the gradient of its output is ready. On CPUs XLA drops the barriers that say so, finds that the
+    two gathers of a unit are the same, and keeps the result of the first; in a `lax.scan` over layers it does not.
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
     about = About(
@@ -89,7 +89,7 @@ class ShardedLayer:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The layer's own: a caller can see whether it takes a random key."""
+        """The layer's own signature: a caller can see whether it takes a random key."""
         return inspect.signature(self.layer)
 
     def init(self, key: Any) -> Any:
@@ -107,7 +107,7 @@ class ShardedLayer:
 
 @dataclass(frozen=True)
 class ShardedLayers:
-    """Layers that run one after another, each a unit. One without `init` is a function without parameters."""
+    """Layers that run one after another, each a unit. A layer without `init` is a function without parameters."""
 
     layers: tuple[ShardedLayer, ...]
     prefetch: bool = True

@@ -38,14 +38,14 @@ class GradientPieces:
 
 @dataclass(frozen=True)
 class ShardedOptimizer:
-    """An optax optimizer over this rank's pieces of the parameters: `init` and `update` as optax has them, called in a
-    rank's program. States are pieces [width], and numbers that all ranks share.
+    """An optax optimizer over this rank's pieces of the parameters: `init` and `update` as in optax, called in a rank's
+    program. States are pieces [width], and numbers that all ranks share.
 
-        specs = jax.tree.map(lambda x: P("dp") if x.ndim else P(), state)      # of a state that leaves the program
+        specs = jax.tree.map(lambda x: P("dp") if x.ndim else P(), state)      # for a state that leaves the program
 
-    value_and_grad(loss)      as jax.value_and_grad, but gradients are this rank's own (stage 1: JAX's types would add
+    value_and_grad(loss)      like jax.value_and_grad, but gradients are this rank's own (stage 1: JAX's types would add
                               them up), or are cut and added up while the backward pass runs (stage 2: GradientPieces)
-    reduce_gradients(grads)   what `update` does first: GradientPieces, for clipping or for a look
+    reduce_gradients(grads)   what `update` does first: GradientPieces, so that you can clip or inspect them
     """
 
     inner: Any
@@ -89,7 +89,7 @@ class ShardedOptimizer:
         return GradientPieces(jax.tree.map(lambda g: self._cutting(g).reduced(g), grads))
 
     def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-        """As jax.value_and_grad(loss), with respect to the parameters, which come first."""
+        """Like jax.value_and_grad(loss), with respect to the parameters, which come first."""
         if self.during_backward:
             return self._value_and_pieces(loss, has_aux)
 
@@ -105,7 +105,7 @@ class ShardedOptimizer:
                 spread = jax.tree.map(lambda p, piece: _cut_behind(self._cutting(p), p, piece), params, pieces)
                 return loss(spread, *args, **kwargs)
 
-            def nothing(p: Array) -> Array:  # of the type that a piece of the gradient has
+            def nothing(p: Array) -> Array:  # with the type of a piece of the gradient
                 piece = jnp.zeros(self._cutting(p).pieces.width, self.reduce_dtype or p.dtype)
                 return vary(piece, self._piece_axes(p))
 
@@ -157,7 +157,7 @@ class Cutting:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cut_behind(cutting: Cutting, whole: Array, piece: Array) -> Array:
-    """The whole parameter. Its gradient goes to `piece`, as soon as the backward pass has it: combined, and cut."""
+    """The whole parameter. Its gradient, combined and cut, goes to `piece` as soon as the backward pass has it."""
     return vary(whole, cutting.names)
 
 

@@ -36,10 +36,10 @@ PIECE = "piece"
 
 @jax.tree_util.register_pytree_with_keys_class
 class Sharded:
-    """A parameter of which each rank has a piece. A pytree, whose leaf is the piece [width], padded with zeros.
+    """A parameter of which each rank has a piece. It is a pytree whose leaf is the piece [width], padded with zeros.
 
-    So `jax.tree.map` and optax work on pieces, and P("dp") puts them on the mesh: outside of a rank's program all
-    pieces are one array [R * width].
+    So `jax.tree.map` and optax work on pieces, and P("dp") puts them on the mesh: outside a rank's program all pieces
+    are one array [R * width].
     """
 
     def __init__(self, piece: Any, shape: tuple[int, ...]):
@@ -65,7 +65,7 @@ def is_sharded(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class About:
-    """How parameters are shared and what a unit sends, as `shard_parameters` is told."""
+    """How parameters are shared and what a unit sends: the options of `shard_parameters`."""
 
     axis: Axis
     op: str
@@ -81,7 +81,7 @@ class About:
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     def names(self) -> tuple[str, ...]:
-        """The axes along which ranks have other data."""
+        """The axes along which ranks have different data."""
         return data_axes(this_mesh(), self.axis, self.replicate_axis, self.secondary_axis)
 
     def shard(self, whole: Array) -> Sharded:
@@ -89,7 +89,7 @@ class About:
         return Sharded(held_of(pieces_of([whole], self.axis), [whole], self.axis)[0], tuple(whole.shape))
 
     def run(self, fn: Callable[..., Any], params: Any, *args: Any, after: Any, **kwargs: Any) -> Any:
-        """fn(whole params, *args, **kwargs), of `params` that are Sharded, and are gathered once `after` is there."""
+        """fn(whole params, *args, **kwargs), for Sharded `params`, which are gathered once `after` is ready."""
         pieces, structure = jax.tree.flatten(params, is_leaf=is_sharded)
         leaves, about_args = jax.tree.flatten((args, kwargs))
         floats = [place for place, x in enumerate(leaves) if _is_float(x)]
@@ -119,14 +119,14 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of a unit, in all that JAX does not trace."""
+    """Everything about one call of a unit that JAX does not trace."""
 
     about: About
     fn: Any
     shapes: tuple[tuple[int, ...], ...]
 
     def groups(self, held: Sequence[Array]) -> list[list[int]]:
-        """Places of parameters that travel together: of one dtype, and which differ along the same axes."""
+        """The places of parameters that travel together: they have one dtype, and differ along the same axes."""
         kinds: dict[Any, list[int]] = {}
         for place, piece in enumerate(held):
             kinds.setdefault((piece.dtype, varying_axes(piece)), []).append(place)
@@ -136,7 +136,7 @@ class _Call:
         return Pieces(tuple(self.shapes[place] for place in places), axis_size(self.about.axis))
 
     def wholes(self, held: Sequence[Array], dtype: Any, after: Any) -> tuple[list[Array], list[Array]]:
-        """The whole parameters, gathered once `after` is there, and the messages in which they came."""
+        """The whole parameters, gathered once `after` is ready, and the messages in which they came."""
         wholes: list[Any] = [None] * len(held)
         messages = []
         for places in self.groups(held):
@@ -158,10 +158,10 @@ class _Call:
         return wholes
 
     def _behind(self, row: Array, after: Any) -> Array:
-        """The same row, which the compiler takes to be there no sooner than `after` is.
+        """The same row, which to the compiler is not ready before `after` is.
 
-        A barrier makes its operands differ along the same axes, by JAX's types: so of `after` only what differs along
-        no other axes than whole parameters do.
+        A barrier makes its operands differ along the same axes, by JAX's types. So we take only those parts of `after`
+        that differ along no other axes than whole parameters do.
         """
         axes = {*varying_axes(row), *self.about.names()}
         leaves = [x for x in jax.tree.leaves(after) if _is_array(x) and x.dtype != jax.dtypes.float0]
@@ -205,7 +205,7 @@ def _forward(
     if about.secondary_axis is not None:
         place, parts = axis_index(about.secondary_axis), axis_size(about.secondary_axis)
         secondary = [message.reshape(parts, -1)[place] for message in messages]
-    # What the backward pass needs of whole parameters are these themselves: all else is made of them again.
+    # Of whole parameters the backward pass needs only these themselves: everything else is made from them again.
     places = {id(whole): place for place, whole in enumerate(wholes)} if about.reshard_after_forward else {}
     gaps = [places.get(id(x)) for x in kept]
     residuals = [x for x, place in zip(kept, gaps) if place is None]
@@ -216,7 +216,7 @@ def _backward(call: _Call, kept: Any, dy: Any) -> tuple[Any, Any, None, None]:
     held, secondary, residuals, static = kept
     gaps, structure = static.value
     if any(place is not None for place in gaps):
-        # together with dy, so that they are gathered when the backward pass has come here, and not kept since before
+        # together with dy, so that they are gathered when the backward pass gets here, and not kept from before
         wholes = call.again(held, secondary, dy)
     else:
         wholes = []
@@ -231,7 +231,7 @@ _run.defvjp(_forward, _backward)
 
 @jax.tree_util.register_pytree_node_class
 class _Static:
-    """What goes from the forward to the backward pass beside the arrays."""
+    """What goes from the forward to the backward pass besides the arrays."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -248,8 +248,8 @@ _REMADE = {*LAYOUTS, "convert_element_type", "slice", "dynamic_slice"}
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Of what a unit computes all is kept for its backward pass but what is only laid out or converted: that is made
-    again, and so nothing but the whole parameters themselves has to be gathered again."""
+    """Everything that a unit computes is kept for its backward pass, except what is only laid out or converted. That is
+    made again, so only the whole parameters themselves have to be gathered again."""
     return primitive.name not in _REMADE
 
 

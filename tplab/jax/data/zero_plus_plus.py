@@ -21,17 +21,17 @@ def zero_plus_plus(
     gradient_bits: int | None = 4,
     block: int | None = 256,
 ) -> dict[str, Any]:
-    """What `shard_parameters` is told for ZeRO++: its `gather`, `reduce` and `reshard_after_forward`.
+    """The options of `shard_parameters` for ZeRO++: its `gather`, `reduce` and `reshard_after_forward`.
 
         shard_parameters(model, ("node", "gpu"), **zero_plus_plus(inside="gpu"))
 
     inside          the part of the axis whose ranks share a node
     weight_bits     qwZ: gathered parameters travel as codes of 8 or 4 bits; None: as they are
-    secondary       hpZ: each rank keeps a second piece, and the backward pass gathers inside the node, in full
+    secondary       hpZ: each rank keeps a second piece, and the backward pass gathers inside the node, unrounded
     gradient_bits   qgZ: gradients travel as codes of 4 or 8 bits; None: as they are
     block           elements that share a scale
 
-    sent      of M parameters of 2 bytes, 3 M across nodes becomes 0.75 M; `tplab.data.zero_plus_plus.step_bytes` has
+    sent      for M parameters of 2 bytes, 3 M across nodes becomes 0.75 M; `tplab.data.zero_plus_plus.step_bytes` has
               each pass, and the bytes of the scales
     memory    hpZ: 1 / (ranks of a node) of the parameters, in the dtype in which they travel
     Wang et al. 2023, arXiv:2306.10209.

@@ -182,7 +182,7 @@ class _Wait(torch.autograd.Function):
 
 
 def _token(like: Tensor) -> Tensor:
-    """What joins the two nodes; no operation of the program's."""
+    """The tensor that joins the two nodes; it is no operation of the program."""
     with no_dispatch():
         return like.new_zeros(())
 

@@ -17,19 +17,19 @@ from tplab.torch.ranks.rank import this_rank
 def average_gradients(
     parameters: Model, axis: Axis, *, bucket_bytes: float | None = None, find_unused: bool = False
 ) -> None:
-    """Make every `.grad` the mean over the ranks of `axis` (R ranks). Called by each of them after `backward`.
+    """Make every `.grad` the mean over the ranks of `axis` (R ranks). Each of them calls it after `backward`.
 
-    parameters     a module, `Stages`, or parameters; what is frozen has no gradient, and is left alone
-    bucket_bytes   None: an all_reduce per parameter. Else gradients travel in flat buffers of at most so many bytes,
+    parameters     a module, `Stages`, or parameters; frozen ones have no gradient, and are left alone
+    bucket_bytes   None: one all_reduce per parameter. Otherwise gradients travel in flat buffers of at most this size,
                    one dtype each, from the last parameter to the first
-    find_unused    whether a parameter may have no gradient on some ranks: ranks then tell one another first what they
-                   have used. It counts as zeros, and where no rank has used the parameter, .grad stays None
+    find_unused    whether a parameter may have no gradient on some ranks: ranks then first tell each other what they
+                   have used. A missing gradient counts as zeros; where no rank has used the parameter, .grad stays None
 
-    Afterwards the gradients of a bucket are views of its buffer; what was in their place is let go.
+    Afterwards the gradients of a bucket are views of its buffer, and the old ones are freed.
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies.
-           find_unused: 1 byte per parameter more, all_reduced
-    The mean over ranks is that over the whole batch where every rank's loss is a mean over equally much: else see
-    `tokens_per_rank`. Raises ValueError for a parameter without a gradient, TypeError for a sparse one.
+           find_unused: 1 more byte per parameter, all_reduced
+    The mean over ranks is the mean over the whole batch if every rank's loss is a mean over the same amount of data:
+    otherwise see `tokens_per_rank`. Raises ValueError for a parameter without a gradient, TypeError for a sparse one.
     """
     named = trainable(parameters)
     this_rank().place(axis)
@@ -46,13 +46,13 @@ def plan_of(named: Named, bucket_bytes: float | None) -> tuple[Bucket, ...]:
 
 
 def send_bucket(bucket: Bucket, named: Named, axis: Axis) -> Handle:
-    """Begin the all_reduce of a bucket; a gradient that is not there counts as zeros."""
+    """Begin the all_reduce of a bucket; a missing gradient counts as zeros."""
     with torch.no_grad():
         gradients = []
         for index in bucket.indices:
             key, p = named[index]
             gradients.append(torch.zeros_like(p) if p.grad is None else check_dense(key, p.grad))
-        # one alone needs no buffer, and keeps its shape in the trace
+        # a single one needs no buffer, and keeps its shape in the trace
         flat = gradients[0] if len(gradients) == 1 else torch.cat([gradient.reshape(-1) for gradient in gradients])
         return start(all_reduce, flat, axis, "mean")
 
@@ -67,7 +67,7 @@ def keep_mean(bucket: Bucket, named: Named, mean: Tensor, used: set[Key]) -> Non
 
 
 def check_all_used(named: Named, more: str = "") -> set[Key]:
-    """All of them. Raises ValueError where one has no gradient on this rank, and says `more` of what may be wrong."""
+    """All keys. Raises ValueError if one has no gradient on this rank; `more` adds to what may be wrong."""
     missing = [text(key) for key, parameter in named if parameter.grad is None]
     if missing:
         raise ValueError(no_gradient(missing, len(named)) + more)
@@ -80,12 +80,12 @@ def used_anywhere(named: Named, axis: Axis) -> set[Key]:
         return set()
     here = [parameter.grad is not None for _, parameter in named]
     flags = all_reduce(torch.tensor(here, dtype=torch.uint8, device=named[0][1].device), axis, "max")
-    anywhere = here if flags.is_meta else flags.tolist()  # shapes alone say no more than this rank knows
+    anywhere = here if flags.is_meta else flags.tolist()  # without values, only this rank's own are known
     return {key for (key, _), is_used in zip(named, anywhere) if is_used}
 
 
 def no_gradient(missing: Sequence[str], num_parameters: int) -> str:
-    """What to say of parameters without a gradient."""
+    """The message for parameters without a gradient."""
     if len(missing) == num_parameters:
         return "no parameter has a gradient; call backward first"
     listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")

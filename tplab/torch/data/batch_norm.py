@@ -1,4 +1,4 @@
-"""Batch norm whose batch is spread over an axis of the mesh: a replica's own statistics are another function."""
+"""Batch norm of a batch that is spread over an axis of the mesh: one replica's statistics would change the function."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def batch_statistics(x: Tensor, axis: Axis, *, counted: Tensor | None = None) ->
     """Mean and variance of each feature over the batches of all ranks of `axis`, the same on every rank.
 
     x [..., C], this rank's part, of any size   counted [...], which rows of it count; all if None   ->   [C], [C]
-    forward   two all_reduces, of C + 1 numbers (sums and how many) and of C (squares about the mean)
-    backward  as many: what a rank's x does to the others' outputs comes back to it
-    The variance is that of the batch (divided by N, not N - 1). Numbers of 16 bits are added up in 32.
+    forward   two all_reduces, of C + 1 numbers (sums and a count) and of C (squares about the mean)
+    backward  the same: the effect of a rank's x on the others' outputs comes back to it
+    The variance is that of the batch (divided by N, not N - 1). 16-bit numbers are added up in 32 bits.
     """
     x = x.float() if x.element_size() < 4 else x
     rows = x.reshape(-1, x.shape[-1])
@@ -35,9 +35,9 @@ def batch_norm(
     """y = (x - mean) / sqrt(variance + eps) * weight + bias, by the statistics of the whole batch (Ioffe & Szegedy).
 
     x [..., C], this rank's part   weight, bias [C], the same on every rank   ->   y [..., C]
-    counted [...]   which rows of x count; the others are computed with as zeros
-    cost      that of `batch_statistics`, whose mean and variance a running average takes
-    backward  the gradients of weight and bias are each rank's part: data parallelism averages them, as any others
+    counted [...]   which rows of x count; the others are treated as zeros
+    cost      that of `batch_statistics`; for a running average, call it for the mean and variance
+    backward  the gradients of weight and bias are each rank's part: data parallelism averages them, like any others
     It is torch.nn.SyncBatchNorm while training, with features last: x.movedim(1, -1) of images.
     """
     mean, variance = batch_statistics(x, axis, counted=counted)

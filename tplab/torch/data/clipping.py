@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, wherever its parameters lie, and clipping by it."""
+"""The norm of all gradients of a model, however its parameters are spread, and clipping by it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Specs = Mapping[str, P] | Mapping[int, Mapping[str, P]]
 
 @torch.no_grad()
 def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together, as one device would have it, the same on every rank.
+    """The norm of all gradients together, as on one device, the same on every rank.
 
     parameters   a module, `Stages`, or parameters by name; a parameter without a gradient counts as zeros
-    specs        how they lie on the mesh: {name: P}, as `gpt_specs` gives it; of Stages {stage: {name: P}}, with all
+    specs        how they lie on the mesh: {name: P}, as `gpt_specs` gives it; for Stages {stage: {name: P}}, with all
                  stages. None: every rank holds its parameters whole
     norm_type    p, above 0, or inf for the largest element
 
-    norm = (sum |g|^p)^(1/p) over every element of the model, each once. A piece of a parameter is counted by the rank
-    at position 0 of those that hold copies; tied parameters, and stages that several ranks hold, at the first of their
-    places. Gradients of copies must be equal already: average them first.
+    norm = (sum |g|^p)^(1/p) over every element of the model, each once. Of the ranks that hold copies of a piece, the
+    one at position 0 counts it; tied parameters, and stages that several ranks hold, are counted at their first place.
+    Gradients of copies must already be equal: average them first.
     cost   an all_reduce of 1 number over the axes that specs (and Stages) name; none where these name no axis
     """
     p = check_norm_type(norm_type)
@@ -48,9 +48,9 @@ def clip_gradients(
 ) -> Tensor:
     """Scale every gradient by min(1, max_norm / (norm + 1e-6)), in place, and return the norm that they had.
 
-    It is torch.nn.utils.clip_grad_norm_ for a model that lies on a mesh. Every rank scales by the same factor, so
-    copies stay equal. `gradient_norm` has the arguments and the cost.
-    Raises RuntimeError for an infinite or NaN norm if error_if_nonfinite, on all ranks.
+    It is torch.nn.utils.clip_grad_norm_ for a model that is spread over a mesh. Every rank scales by the same factor,
+    so copies stay equal. See `gradient_norm` for the arguments and the cost.
+    With error_if_nonfinite, all ranks raise RuntimeError for an infinite or NaN norm.
     """
     most, p = check_max_norm(max_norm), check_norm_type(norm_type)
     named = trainable(parameters)
@@ -111,7 +111,7 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
 
 
 def _counted_elsewhere(stages: Stages, index: int) -> set[Key]:
-    """What another stage's name, or an earlier rank, counts."""
+    """The parameters that are counted under another stage's name, or by an earlier rank."""
     found: set[Key] = {place for tie in stages.tied for place in list(tie)[1:]}
     for stage, module in stages.items():
         first = next(place for place, held in enumerate(stages.placement) if stage in held)
@@ -121,7 +121,7 @@ def _counted_elsewhere(stages: Stages, index: int) -> set[Key]:
 
 
 def _wide(gradient: Tensor) -> torch.dtype | None:
-    """Numbers of 16 bits are added up in 32."""
+    """The dtype to add up in: 16-bit numbers are added up in 32 bits."""
     return torch.float32 if gradient.element_size() < 4 else None
 
 

@@ -1,4 +1,4 @@
-"""The whole state of a model whose parameters ZeRO stage 3 has cut, for saving or for a look."""
+"""The whole state of a model whose parameters ZeRO stage 3 has cut, to save or inspect it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
         if axis_index("dp") == 0:
             torch.save(state, "model.pt")      # the unsharded model's load_state_dict takes it
 
-    It is a snapshot in the dtype of the pieces, also where they travel in another one: a later step does not change it.
+    It is a snapshot in the dtype of the pieces, even if they travel in another one: a later step does not change it.
     sent      (R-1)/R of the parameters by each rank
     Raises ValueError for a model that has not been cut.
     """

@@ -33,9 +33,9 @@ Sites = list[tuple[nn.Module, str]]
 class Unsent:
     """Gradients of whole parameters that no rank has sent yet: `no_sync` keeps them.
 
-    messages     by the group that they are of, in the order in which they came
-    is_paused    whether they are kept now
-    is_awaited   whether the end of the backward pass that runs sends what is left
+    messages     by their group, in the order in which they came
+    is_paused    whether they are being kept
+    is_awaited   whether the end of the current backward pass sends what is left
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Unsent:
         self.is_paused = self.is_awaited = False
 
     def send(self) -> None:
-        """Send those of groups that the backward pass has not come to."""
+        """Send those of groups that the backward pass has not reached."""
         self.is_awaited = False
         messages, self.messages = self.messages, {}
         with torch.no_grad():
@@ -53,7 +53,7 @@ class Unsent:
 
 
 class About:
-    """How parameters are shared and what units send, as `shard_parameters` is told."""
+    """How parameters are shared and what units send: the options of `shard_parameters`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class About:
 class Group:
     """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
 
-    sites    where each is; between uses it is this rank's piece there, a parameter [n]
+    sites    where each parameter is; between uses this rank's piece is there, a parameter [n]
     """
 
     def __init__(self, sites: Sequence[Sites], about: About):
@@ -99,12 +99,12 @@ class Group:
                 module._parameters[name] = shard
 
     def row(self) -> Tensor:
-        """This rank's pieces as they travel."""
+        """The row of this rank's pieces, in the form in which they travel."""
         return row_of(self.pieces, self.shards, self.dtype)
 
     def begin_reduce(self, grads: Sequence[Tensor | None]) -> Handle | None:
-        """Send the gradients of whole parameters, with those that have not been sent before; None where these are kept
-        for later too."""
+        """Send the gradients of whole parameters, with any that were kept before; None if these are also kept for
+        later."""
         about, unsent = self.about, self.about.unsent
         message = message_of(self.pieces, grads, self.shards[0], about.reduce_dtype or self.dtype)
         count_as("gradients", [message, *grads])
@@ -122,7 +122,7 @@ class Group:
         return self.about.reduce(message, self.about.axis, self.about.op)
 
     def reduced(self, leaving: Handle) -> list[Tensor]:
-        """This rank's piece of each gradient, when it is there."""
+        """This rank's piece of each gradient, once it has arrived."""
         row = reduced_row(leaving, self.about.replicate_axis, self.about.op)
         count_as("gradients", row)
         held = held_in(self.pieces, self.index, row)

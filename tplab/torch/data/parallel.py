@@ -1,4 +1,4 @@
-"""Data parallelism whose gradients travel while the backward pass still computes."""
+"""Data parallelism with gradients that travel while the backward pass is still computing."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ def data_parallel(
 
         replicas = data_parallel(model, "dp")
         for inputs, targets in microbatches[:-1]:
-            with replicas.no_sync():                        # gradients are added up here, and nothing is sent
+            with replicas.no_sync():                        # gradients are added up locally, and nothing is sent
                 loss(model(inputs), targets).backward()
         inputs, targets = microbatches[-1]
-        loss(model(inputs), targets).backward()             # each bucket leaves as soon as its gradients are there
+        loss(model(inputs), targets).backward()             # each bucket leaves as soon as its gradients are ready
 
-    parameters     a module, `Stages`, or parameters; what is frozen now has no gradient
-    bucket_bytes   the most that a bucket holds, from the last parameter to the first; None: a bucket per parameter
-    find_unused    whether a parameter may have no gradient on some ranks. What is missing then leaves at the end, with
-                   all that would come after it, and last of all ranks tell one another what they have used
-    broadcast      whether all begin with the parameters and buffers of position 0. Else the program sees to it
+    parameters     a module, `Stages`, or parameters; those that are frozen now have no gradient
+    bucket_bytes   the most that a bucket holds, from the last parameter to the first; None: one bucket per parameter
+    find_unused    whether a parameter may have no gradient on some ranks. A bucket with missing gradients then leaves
+                   at the end, with all buckets after it, and finally ranks tell each other what they have used
+    broadcast      whether all begin with the parameters and buffers of position 0. If not, the program must make them
+                   equal
 
-    A hook on each parameter notes that its gradient is complete. A bucket whose gradients all are leaves in an
-    all_reduce, in the same order on every rank. When the backward pass ends, all are waited for, and `.grad` is
-    written. So the first layers' backward pass hides what the last layers send.
+    A hook on each parameter notes when its gradient is complete. A bucket with complete gradients leaves in an
+    all_reduce, in the same order on every rank. The end of the backward pass waits for all buckets, and writes `.grad`.
+    So the first layers' backward pass hides what the last layers send.
     Recomputation needs torch.utils.checkpoint's use_reentrant=False.
     cost   as `average_gradients`. This is torch's DistributedDataParallel, without a module around the model.
     Raises ValueError for a parameter without a gradient at the end of a backward pass, unless find_unused.
@@ -57,14 +58,14 @@ _REENTRANT = (
 
 
 class DataParallel:
-    """Gradients that leave during the backward pass: what `data_parallel` returns."""
+    """Gradients that leave during the backward pass. `data_parallel` returns this."""
 
     def __init__(self, parameters: Model, axis: Axis, bucket_bytes: float | None, find_unused: bool, from_first: bool):
         this_rank().place(axis)
         self._named, self._axis, self._find_unused = trainable(parameters), axis, find_unused
         self.buckets: tuple[Bucket, ...] = plan_of(self._named, bucket_bytes)
         self._bucket_of = {self._named[i][1]: n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
-        self._missing: list[int] = []  # of each bucket, how many gradients; empty where no backward pass runs
+        self._missing: list[int] = []  # the number of missing gradients per bucket; empty while no backward pass runs
         self._flights: list[Handle] = []
         self._is_paused = False
         if from_first:
@@ -73,7 +74,7 @@ class DataParallel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to `.grad` and send nothing: the next one outside sends it all."""
+        """Inside, backward passes add to `.grad` and send nothing: the next one outside sends everything."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -112,7 +113,7 @@ class DataParallel:
         self._send_ready()
 
     def _send_ready(self) -> None:
-        """Buckets leave in their order: on a rank whose gradients come in another one, some wait for others."""
+        """Send ready buckets in their order: where gradients come in a different order, some wait for others."""
         while len(self._flights) < len(self.buckets) and self._missing[len(self._flights)] <= 0:
             self._flights.append(send_bucket(self.buckets[len(self._flights)], self._named, self._axis))
 
@@ -122,6 +123,6 @@ class DataParallel:
 
 @torch.no_grad()
 def _copy_from_first(model: Model, axis: Axis) -> None:
-    """Every rank's parameters, frozen ones too, and buffers become those of position 0."""
+    """Set every rank's parameters, including frozen ones, and buffers to those of position 0."""
     for x in state_of(model):
         x.copy_(broadcast(x, axis))

@@ -17,7 +17,7 @@ Named = Sequence[tuple[Key, Tensor]]
 
 
 def trainable(model: Model, but: Collection[Key] = ()) -> Named:
-    """Those that are trained, each once and in the order of the model, without the names of `but`."""
+    """The parameters that are trained, each once and in the order of the model, except the names in `but`."""
     found: dict[Tensor, Key] = {}
     for key, parameter in _named(model):
         if key in but:
@@ -33,19 +33,19 @@ def trainable(model: Model, but: Collection[Key] = ()) -> Named:
 
 
 def state_of(model: Model) -> list[Tensor]:
-    """All parameters, frozen ones too, and buffers, each once."""
+    """All parameters, including frozen ones, and buffers, each once."""
     held: list[Any] = list(model.values()) if isinstance(model, Mapping) else [model]
     buffers = [x for module in held if isinstance(module, nn.Module) for x in module.buffers()]
     return list(dict.fromkeys([*(parameter for _, parameter in _named(model)), *buffers]))
 
 
 def text(key: Key) -> str:
-    """A parameter as errors call it."""
+    """A parameter's name in errors."""
     return f"parameter {key!r}" if isinstance(key, str) else f"parameter {key[1]!r} of stage {key[0]}"
 
 
 def check_dense(key: Key, gradient: Tensor) -> Tensor:
-    """The gradient. Raises TypeError where it is sparse, as ranks would have other rows of it."""
+    """The gradient. Raises TypeError if it is sparse, as ranks would have different rows of it."""
     if gradient.layout is not torch.strided:
         raise TypeError(
             f"{text(key)} has a sparse gradient, which has other rows on every rank; make it with sparse=False"

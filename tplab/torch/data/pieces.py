@@ -1,4 +1,4 @@
-"""Parameters in pieces: from whole tensors to rows that travel, and back. `tplab.data.pieces` says who holds what."""
+"""Parameters in pieces: from whole tensors to rows that travel, and back. `tplab.data.pieces` says what ranks hold."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reduce_rows(message: Tensor, axis: Axis, op: str) -> Handle:
 
 
 def reduced_row(handle: Handle, replicate_axis: Axis | None, op: str) -> Tensor:
-    """The row that a `Reduce` has begun; where other nodes hold copies, combined with theirs."""
+    """The row that a `Reduce` has begun; if other nodes hold copies, combined with theirs."""
     row = handle.wait()
     return row if replicate_axis is None else all_reduce(row, replicate_axis, op)
 
@@ -43,13 +43,13 @@ def pieces_of(parameters: Sequence[Tensor], axis: Axis) -> tuple[Pieces, int]:
 
 
 def held_of(pieces: Pieces, index: int, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """The piece [n] of each whole tensor that the rank at position `index` holds: views, where memory lies in order."""
+    """The piece [n] of each whole tensor that the rank at position `index` holds: views, where memory is contiguous."""
     flats = [whole.detach().reshape(-1) for whole in wholes]
     return [x[held.start : held.stop] for x, held in zip(flats, (ranges[index] for ranges in pieces.ranges))]
 
 
 def row_of(pieces: Pieces, held: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """This rank's row [width]: its pieces one behind another, each padded with zeros."""
+    """This rank's row [width]: its pieces, each padded with zeros, concatenated."""
     row = torch.empty(pieces.width, dtype=dtype, device=held[0].device)
     torch.cat([_padded(piece.detach(), width) for piece, width in zip(held, pieces.widths)], out=row)
     return lend(row)
@@ -61,7 +61,7 @@ def held_in(pieces: Pieces, index: int, row: Tensor) -> list[Tensor]:
 
 
 def message_of(pieces: Pieces, wholes: Sequence[Tensor | None], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """All ranks' rows [R * width] of whole tensors; None is zeros."""
+    """All ranks' rows [R * width] of whole tensors; None counts as zeros."""
     num_ranks = pieces.num_ranks
     message = torch.empty(num_ranks, pieces.width, dtype=dtype, device=like.device)
     rows = [
@@ -84,5 +84,5 @@ def wholes_in(pieces: Pieces, message: Tensor) -> list[Tensor]:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """x [n] with zeros behind it, to this size."""
+    """x [n], padded with zeros to this size."""
     return x if x.numel() == size else torch.cat([x, x.new_zeros(size - x.numel())])

@@ -1,5 +1,5 @@
-"""Block quantisation of torch's tensors. What it computes, and what it says of zeros, inf and NaN, is in
-`tplab.data.quantization`, whose NumPy version gives the same bits."""
+"""Block quantisation of torch's tensors. `tplab.data.quantization` says what it computes, also for zeros, inf and NaN;
+its NumPy version gives the same bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dequantize(quantized: Quantized) -> Tensor:
 
 
 def quantize_rows(x: Tensor, bits: int, block: int | None) -> tuple[Tensor, Tensor]:
-    """Each row apart, so that no block crosses from one to the next.
+    """Quantise each row separately, so that no block crosses from one to the next.
 
     x [r, n]   ->   codes int8 [r, n] or uint8 [r, ceil(n/2)], scales float32 [r, blocks of n]
     """
@@ -58,13 +58,13 @@ def quantize_rows(x: Tensor, bits: int, block: int | None) -> tuple[Tensor, Tens
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, n: int, bits: int, block: int | None) -> Tensor:
-    """The reverse, of rows of n elements   ->   [r, n], float32."""
+    """The reverse, for rows of n elements   ->   [r, n], float32."""
     codes = codes if bits == 8 else _unpacked(codes)[:, :n]
     return codes.float() * scales.repeat_interleave(block_size(n, block), 1)[:, :n]
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Two codes of 4 bits per byte; after an odd number of them, the last half byte is empty."""
+    """Pack two 4-bit codes per byte; for an odd number of them, the last half byte is empty."""
     nibbles = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2)).view(torch.uint8) & 15
     return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
 

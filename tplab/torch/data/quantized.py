@@ -1,8 +1,8 @@
-"""all_gather and reduce_scatter that send codes of 8 or 4 bits in the place of numbers: qwZ and qgZ of ZeRO++.
+"""all_gather and reduce_scatter that send codes of 8 or 4 bits in place of numbers: qwZ and qgZ of ZeRO++.
 
 Codes cannot be added on their way around a ring: each rank's codes have scales of their own, and the sum of two codes
-may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes straight to the rank that adds them up,
-and that one turns them into numbers first. Each number is rounded once on every level.
+may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes directly to the rank that adds them up,
+which turns them into numbers first. Each number is rounded once on every level.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
 section 3.
@@ -28,9 +28,9 @@ from tplab.torch.ranks.rank import this_rank
 def quantized_all_gather(
     x: Tensor, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256, inside: Axis | None = None
 ) -> Tensor:
-    """all_gather of codes and scales: every rank turns what arrives into numbers again.
+    """all_gather of codes and scales: every rank turns what arrives back into numbers.
 
-    x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, and of x's dtype; also a rank's own piece is rounded
+    x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, in x's dtype; a rank's own piece is rounded too
     bits      8 or 4; None sends x as it is
     block     elements that share a scale; None: all of x
     inside    the part of `axis` whose ranks share a node: codes first cross to the other nodes, once to each, and then
@@ -38,8 +38,9 @@ def quantized_all_gather(
     sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank; with `inside`, O nodes of I ranks: O-1 times as
               much across, (I-1) O times inside
     error     half a step of each block: see `quantize`
-    backward  dx = reduce_scatter(dy), in full: as if nothing had been rounded
-    Every rank gives as many elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023, section 3.1.
+    backward  dx = reduce_scatter(dy), in full precision: as if nothing had been rounded
+    Every rank has the same number of elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023,
+    section 3.1.
     """
     return _Gathered.apply(x, axis, dim, bits, block, inside, None)  # type: ignore[return-value]
 
@@ -56,7 +57,7 @@ def quantized_reduce_scatter(
 ) -> Tensor:
     """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
 
-    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, of x's dtype
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, in x's dtype
     op        sum or mean
     bits      4 or 8; None is reduce_scatter
     block     elements that share a scale; it ends where a piece ends. None: one scale for each piece
@@ -64,8 +65,8 @@ def quantized_reduce_scatter(
               added up across. O nodes of I ranks send 1/I of the bytes across that one level would send
     sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank, n being the elements of a piece; with `inside`,
               (I-1) O times as much inside, O-1 times across
-    error     half a step of each rank's block, added up; with `inside`, and of the block of each node's sum
-    backward  dx = all_gather(dy), in full: as if nothing had been rounded
+    error     half a step of each rank's block, added up; with `inside`, plus that of the block of each node's sum
+    backward  dx = all_gather(dy), in full precision: as if nothing had been rounded
     Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
     Wang et al. 2023, section 3.3.
     """
@@ -76,8 +77,8 @@ def quantized_reduce_scatter(
 
 
 class Gathering(Handle):
-    """A quantised all_gather that has been started: across nodes, where there are two levels. Its gradient's
-    reduce_scatter begins and ends where the backward pass comes to `wait`."""
+    """A quantised all_gather that has been started, across nodes if there are two levels. Its gradient's reduce_scatter
+    begins and ends where the backward pass reaches `wait`."""
 
     def __init__(
         self,
@@ -98,18 +99,18 @@ class Gathering(Handle):
         self.pending = [start(all_gather, part, first) for part in _encoded(self.like.reshape(1, -1), bits, block)]
 
     def crossed(self) -> list[Tensor]:
-        """What came across, codes and scales: the shards [O, ..] of the ranks at this rank's place in every node."""
+        """The codes and scales that came across: the shards [O, ..] of the ranks at this rank's place in every node."""
         return [pending.wait() for pending in self.pending]
 
     def wait(self) -> Tensor:
         return _Gathered.apply(self.x, *self.about, self)  # type: ignore[return-value]
 
     def landed(self) -> Tensor:
-        """What has arrived, to which no gradient flows."""
+        """What has arrived, without a gradient."""
         return self.joined(self.crossed())
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """What came across spreads inside the node, and becomes numbers."""
+        """Spread what came across inside the node, and turn it into numbers."""
         if self.levels is not None:
             parts = [_in_order(all_gather(part[None], self.levels.inside), self.levels) for part in parts]
         rows = _decoded(parts, self.like.numel(), self.bits, self.block).to(self.like.dtype)
@@ -117,8 +118,8 @@ class Gathering(Handle):
 
 
 class Reducing(Handle):
-    """A quantised reduce_scatter that has been started: inside the node, where there are two levels. Its gradient's
-    all_gather begins and ends where the backward pass comes to `wait`."""
+    """A quantised reduce_scatter that has been started, inside the node if there are two levels. Its gradient's
+    all_gather begins and ends where the backward pass reaches `wait`."""
 
     def __init__(
         self,
@@ -150,14 +151,14 @@ class Reducing(Handle):
         return _Reduced.apply(self.x, *self.about, self)  # type: ignore[return-value]
 
     def landed(self) -> Tensor:
-        """What has arrived, to which no gradient flows."""
+        """What has arrived, without a gradient."""
         total = self.arriving()
         if self.levels is not None:
             total = self._sent(total, self.levels.across)()
         return (total / self.divisor if self.divisor > 1 else total).reshape(self.shape).to(self.x.dtype)
 
     def _sent(self, rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-        """Rows [R k, n], k for each rank, leave   ->   what waits for the sum [k, n] of those for this rank."""
+        """Send rows [R k, n], k for each rank   ->   what waits for the sum [k, n] of those for this rank."""
         if self.bits is None:
             return start(reduce_scatter, rows, axis).wait
         pending = [start(all_to_all, part, axis) for part in _encoded(rows, self.bits, self.block)]
@@ -179,12 +180,12 @@ def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
 
 
 def _encoded(rows: Tensor, bits: int | None, block: int | None) -> list[Tensor]:
-    """What travels of rows [r, n]: codes and scales, or the rows themselves."""
+    """The form in which rows [r, n] travel: codes and scales, or the rows themselves."""
     return [rows] if bits is None else list(quantize_rows(rows, bits, block))
 
 
 def _decoded(parts: Sequence[Tensor], n: int, bits: int | None, block: int | None) -> Tensor:
-    """The rows [r, n] in what has arrived."""
+    """The rows [r, n], from what has arrived."""
     return parts[0] if bits is None else dequantize_rows(parts[0], parts[1], n, bits, block)
 
 
@@ -200,7 +201,7 @@ def _in_order(spread: Tensor, levels: Levels) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Forward: gathered as codes, now or since `begun`. Backward: reduce_scatter, in full."""
+    """Forward: gathered as codes, now or since `begun`. Backward: reduce_scatter, in full precision."""
 
     @staticmethod
     def forward(
@@ -225,7 +226,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Reduced(torch.autograd.Function):
-    """Forward: reduced through codes, now or since `begun`. Backward: all_gather, in full."""
+    """Forward: reduced through codes, now or since `begun`. Backward: all_gather, in full precision."""
 
     @staticmethod
     def forward(

@@ -33,33 +33,33 @@ def shard_gradients(
     """Divide the states of an optimizer and the gradients over the R ranks of `axis` (ZeRO stage 2).
 
         optimizer = shard_gradients(partial(torch.optim.AdamW, lr=1e-3), model.parameters(), "dp")
-        model.loss(x, y).backward()        # gradients leave as they are ready: p.grad is None afterwards
+        model.loss(x, y).backward()        # gradients leave as soon as they are ready: p.grad is None afterwards
         optimizer.step()
 
-    As `shard_optimizer`, but the backward pass itself combines gradients: as soon as those of a bucket are there, their
-    reduce_scatter begins and they are let go, while the backward pass goes on. So a rank holds its piece of the
-    gradients, and of whole ones no more than two buckets: one that fills, and one on its way.
+    This is like `shard_optimizer`, but the backward pass itself combines gradients: as soon as those of a bucket are
+    ready, their reduce_scatter begins and they are freed, while the backward pass goes on. So a rank holds its piece of
+    the gradients, and at most two buckets of whole gradients: one that is filling, and one on its way.
 
     bucket_bytes    the most that travels in one message; None: each parameter by itself. Buckets leave from the last
                     parameter to the first, the same on every rank; a parameter that got no gradient counts as zeros
 
     states    2 + 14/R bytes per parameter with Adam and master_dtype=float32
-    sent      2(R-1)/R of the parameters by each rank; of k backward passes before a step, each sends its gradients: k+1
-              times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
-    In `train_batch`, whose backward passes are several, buckets leave during the last of them, when a batch's gradients
+    sent      2(R-1)/R of the parameters by each rank; with k backward passes before a step, each sends its gradients:
+              k+1 times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
+    In `train_batch`, which has several backward passes, buckets leave during the last of them, when a batch's gradients
     are complete.
-    Other arguments as in `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
+    The other arguments are those of `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
     about = About(axis, op, replicate_axis, master_dtype, reduce_dtype, bucket_bytes, False, gather, reduce)
     return _Leaving(optimizer, params, about)
 
 
 class _Leaving(ShardedOptimizer):
-    """One whose buckets leave during the backward pass, in their order, one after another."""
+    """A sharded optimizer whose buckets leave during the backward pass, in their order, one after another."""
 
     def __init__(self, make: Callable[[Any], Optimizer], params: Params, about: About):
         super().__init__(make, params, about)
-        self._ready: dict[int, set[Tensor]] = {}  # place of a bucket -> parameters whose gradients are there
+        self._ready: dict[int, set[Tensor]] = {}  # place of a bucket -> parameters whose gradients are ready
         self._next = 0
         self._is_waited_for = False
         for place, bucket in enumerate(self.buckets):
@@ -85,7 +85,7 @@ class _Leaving(ShardedOptimizer):
         self._next += 1
 
     def _finish(self) -> None:
-        """At the end of the pass: what has not left goes, and what is on its way arrives."""
+        """At the end of the pass, send what has not left, and wait for what is on its way."""
         try:
             while self._next < len(self.buckets):
                 self._leave()

@@ -38,20 +38,20 @@ def shard_optimizer(
     steps the pieces; and it gathers them, so that every rank has the whole parameters again.
 
     optimizer       makes the optimizer of a rank's pieces: a class of torch.optim, or a function. What it does to an
-                    element may depend on that element alone, as in SGD, Adam or AdamW: it never sees a whole matrix
-    params          as for the optimizer: model.parameters(), or groups with options. Those that are frozen are left
-                    out; a tied one counts once. One that got no gradient is stepped with zeros
+                    element may depend only on that element, as in SGD, Adam or AdamW: it never sees a whole matrix
+    params          as for the optimizer: model.parameters(), or groups with options. Frozen parameters are left out; a
+                    tied one counts once. A parameter without a gradient is stepped with zeros
     op              how gradients are combined: "mean" or "sum"
-    replicate_axis  across which pieces have copies: gradients are combined along it too
-    master_dtype    of the pieces: float32 keeps an exact copy of parameters that are bfloat16
-    reduce_dtype    in which gradients travel; by default, their own
+    replicate_axis  the axis along which pieces have copies: gradients are combined along it too
+    master_dtype    that of the pieces: float32 keeps an exact copy of parameters that are bfloat16
+    reduce_dtype    the dtype in which gradients travel; by default, their own
     bucket_bytes    the most that travels in one message; None: each parameter by itself
-    is_reduced      the gradients have been combined already (`average_gradients`, `data_parallel`): nothing is sent
-                    for them
+    is_reduced      whether the gradients have already been combined (`average_gradients`, `data_parallel`): then
+                    nothing is sent for them
     gather, reduce  what sends: functions as in `tplab.torch.data.pieces`, or None for all_gather and reduce_scatter
 
     states    4 + 12/R bytes per parameter with Adam and master_dtype=float32, where R copies take 16
-    sent      reduce_scatter and all_gather: 2(R-1)/R of the parameters by each rank, as much as an all_reduce of the
+    sent      reduce_scatter and all_gather: 2(R-1)/R of the parameters by each rank, the same as an all_reduce of the
               gradients. With is_reduced, that all_reduce comes first, and it is 3(R-1)/R in total
     Rajbhandari et al. 2020, section 5.1.
     """

@@ -39,33 +39,33 @@ def shard_parameters(
         model.loss(x, y).backward()                            # each rank's own part of the batch
         optimizer.step()
 
-    Every parameter keeps its name and its place, and is this rank's piece [ceil(n/R)] of it. A unit is a layer whose
+    Every parameter keeps its name and its place, and becomes this rank's piece [ceil(n/R)]. A unit is a layer whose
     parameters travel together:
 
         before its forward pass    all_gather: they are whole
-        after it                   they are let go
+        after it                   they are freed
         before its backward pass   all_gather again
         as its backward pass ends  reduce_scatter: each rank gets its piece of the gradients, in `.grad`
 
     units                  modules that are units, in the order of the forward pass: by default the members of every
-                           nn.Sequential and nn.ModuleList (not of those inside of other members). All other
-                           parameters, and those that several units share, are a unit that is whole from the
-                           beginning of the model's forward pass to its end
+                           nn.Sequential and nn.ModuleList (not of those inside other members). All other parameters,
+                           and those that several units share, are a unit that is whole from the beginning of the
+                           model's forward pass to its end
     op                     how gradients are combined: "mean" or "sum"
     reshard_after_forward  False keeps the whole parameters from the forward to the backward pass. An axis that is a
-                           part of `axis`: a second piece is kept that the ranks of that axis share, and
-                           the second gather stays among them (ZeRO++'s hpZ)
-    prefetch               whether the next unit's parameters travel while one computes, and the gradients of the last
-                           one. One unit more is then whole
-    replicate_axis         across which pieces have copies (hybrid sharding): gradients are all_reduced along it
-    compute_dtype          of whole parameters: bfloat16, where the pieces are float32
-    reduce_dtype           in which gradients travel; by default, in that of the whole parameters
+                           part of `axis`: a second piece is kept, shared by the ranks of that axis, and the second
+                           gather stays among them (ZeRO++'s hpZ)
+    prefetch               whether, while one unit computes, the next one's parameters and the last one's gradients
+                           travel. One more unit is then whole
+    replicate_axis         the axis along which pieces have copies (hybrid sharding): gradients are all_reduced along it
+    compute_dtype          that of whole parameters: bfloat16, where the pieces are float32
+    reduce_dtype           the dtype in which gradients travel; by default, that of the whole parameters
     gather, reduce         what sends: functions as in `tplab.torch.data.pieces`, or None for all_gather, reduce_scatter
 
-    states    16/R bytes per parameter with Adam, beside the units that are whole
+    states    16/R bytes per parameter with Adam, besides the units that are whole
     sent      3(R-1)/R of the parameters by each rank; 2(R-1)/R without reshard_after_forward
-    Frozen parameters are gathered too, and send no gradients. A layer under torch.utils.checkpoint is gathered once
-    more. What autocast makes of whole parameters is kept: give compute_dtype instead. `no_sync` adds up the gradients
+    Frozen parameters are gathered too, but send no gradients. A layer under torch.utils.checkpoint is gathered once
+    more. Whole parameters that autocast converts are kept: use compute_dtype instead. `no_sync` adds up the gradients
     of several microbatches before they are sent.
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
@@ -91,12 +91,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with no_sync(model):
                 loss(model(x), y).backward()
         x, y = microbatches[-1]
-        loss(model(x), y).backward()         # sends the sums, also those of units that it does not come to
+        loss(model(x), y).backward()         # sends the sums, also those of units that it does not reach
 
-    sent      (R-1)/R of the parameters less by each rank, for each backward pass inside. Gathers stay as they are
+    sent      each rank sends (R-1)/R of the parameters less for each backward pass inside. Gathers stay as they are
     memory    from the first of them to the one that sends, every rank keeps the whole gradient, in reduce_dtype or
-              else the dtype of whole parameters: in float32 4 bytes per parameter, in place of 4/R
-    What pieces have in `.grad` stays as it is until then, so clip and step after a backward pass outside.
+              else the dtype of whole parameters: in float32 4 bytes per parameter, instead of 4/R
+    The `.grad` of pieces stays as it is until then, so clip and step after a backward pass outside.
     Raises ValueError for a model that has not been cut.
     """
     unsent = sharded_model(model).about.unsent
@@ -111,7 +111,7 @@ _SHARDED = "_sharded_by_tplab"
 
 
 def sharded_model(model: nn.Module) -> Model:
-    """What `shard_parameters` has made of a model. Raises ValueError for one that it has not cut."""
+    """The sharded form that `shard_parameters` has given a model. Raises ValueError for one that it has not cut."""
     found = getattr(model, _SHARDED, None)
     if found is None:
         raise ValueError(
@@ -121,14 +121,14 @@ def sharded_model(model: nn.Module) -> Model:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The members of every list of layers in a module, but not of the lists inside of members."""
+    """The members of every list of layers in a module, but not of the lists inside members."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
         return [member for member in module if any(True for _ in member.parameters())]
     return [layer for child in module.children() for layer in _layers(child)]
 
 
 def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise ValueError where a unit is no part of the model, or has no forward pass of its own to begin with."""
+    """Raise ValueError if a unit is not part of the model, or has no forward pass of its own."""
     inside = set(model.modules())
     for number, unit in enumerate(units):
         if unit not in inside:
@@ -152,7 +152,7 @@ def _owners(model: nn.Module, units: Sequence[nn.Module]) -> list[tuple[Sites, n
     inside = {unit: set(unit.modules()) for unit in units}
 
     def home(module: nn.Module) -> nn.Module:
-        """The innermost unit around a module, or the model, where units that have it are not inside of one another."""
+        """The innermost unit around a module, or the model if the units that have it are not nested."""
         chain = around.get(module, [])
         is_nested = all(inner in inside[outer] for inner, outer in pairwise(chain))
         return chain[0] if chain and is_nested else model

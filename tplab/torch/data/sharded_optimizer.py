@@ -37,12 +37,12 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 class ShardedOptimizer(Optimizer):
     """One of torch's optimizers, over this rank's pieces of the parameters.
 
-    It is used as any other: `step()`, `zero_grad()`, `param_groups`, `state_dict()`, a scheduler of the learning rate.
-    Its parameters are the pieces [n], in the groups and the order that were given, and so are its states.
+    Use it like any other: `step()`, `zero_grad()`, `param_groups`, `state_dict()`, a learning rate scheduler. Its
+    parameters are the pieces [n], in the given groups and order, and so are its states.
 
     reduce_gradients()   what `step` does first: afterwards each piece's `.grad` is this rank's part of the reduced
-                         gradient, for clipping or for a look, until `step` lets go of it. To be called once before
-                         each step, by all ranks
+                         gradient, so that you can clip or inspect it, until `step` frees it. Call it once before each
+                         step, on all ranks
     num_bytes()          what this rank keeps: (parameters, gradients, optimizer)
     """
 
@@ -64,11 +64,11 @@ class ShardedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """What it is made of is the inner optimizer's own: a scheduler that changes one changes both."""
+        """Share the inner optimizer's own attributes: a scheduler that changes one changes both."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Parameters are cut when the optimizer is made: raises RuntimeError for any that come later."""
+        """Raises RuntimeError for parameters that come later: they are cut when the optimizer is made."""
         if self._has_all:
             raise RuntimeError(
                 f"add_param_group: {len(self.param_groups)} groups were cut over the ranks when this optimizer was "
@@ -78,7 +78,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Give each piece its part of the gradient, combined over the ranks; the whole gradient is let go."""
+        """Give each piece its part of the gradient, combined over the ranks; the whole gradient is freed."""
         for bucket in self.buckets:
             bucket.reduce()
             bucket.hand_over()
@@ -86,7 +86,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Reduce the gradients, step this rank's pieces, and gather the parameters. The gradients are let go."""
+        """Reduce the gradients, step this rank's pieces, and gather the parameters. The gradients are freed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +101,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients of the parameters and of the pieces."""
+        """Free the gradients of the parameters and of the pieces."""
         self.inner.zero_grad(set_to_none)
         self._is_reduced = False
         for bucket in self.buckets:
@@ -109,15 +109,15 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: states have the shapes of its pieces. "master" has the pieces that are copies of the
-        parameters, by their number, as "state" has theirs."""
+        parameters, by the same numbers as "state"."""
         copies = {piece for bucket in self.buckets for piece, _ in bucket.copies()}
         master = {number: piece.detach() for number, piece in enumerate(self._pieces()) if piece in copies}
         return self.inner.state_dict() | ({"master": master} if master else {})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank. Copies that it does not have are made anew of the parameters,
-        so load those first."""
+        """Load what `state_dict` returned on this rank. Copies that it does not have are made from the parameters, so
+        load those first."""
         self.inner.load_state_dict(state_dict)
         self._share()
         numbers = {piece: number for number, piece in enumerate(self._pieces())}
@@ -127,11 +127,11 @@ class ShardedOptimizer(Optimizer):
                 piece.copy_(master.get(numbers[piece], held))
 
     def _pieces(self) -> Iterable[Tensor]:
-        """In the order in which states are numbered."""
+        """The pieces, in the order in which states are numbered."""
         return (piece for group in self.param_groups for piece in group["params"])
 
     def num_bytes(self) -> tuple[int, int, int]:
-        """What this rank keeps, in bytes of real tensors: parameters, gradients, and for the optimizer."""
+        """What this rank keeps, in bytes of real tensors: parameters, gradients, optimizer."""
         parameters = {p for bucket in self.buckets for p in bucket.parameters}
         gradients = [p.grad for p in parameters] + [bucket.row for bucket in self.buckets]
         copies = [piece for bucket in self.buckets for piece, _ in bucket.copies()]
@@ -141,7 +141,7 @@ class ShardedOptimizer(Optimizer):
 
 
 class About:
-    """How pieces are made and what they send, as `shard_optimizer` and `shard_gradients` are told."""
+    """How pieces are made and what they send: the options of `shard_optimizer` and `shard_gradients`."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Bucket:
     """Some parameters of one dtype whose gradients, and later whose values, travel in one message.
 
     shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
-    row      this rank's part of the gradient, reduced, until the optimizer gets it; None: there is none yet
+    row      this rank's part of the reduced gradient, until the optimizer gets it; None: there is none yet
     """
 
     def __init__(self, parameters: Sequence[Tensor], about: About):
@@ -180,7 +180,7 @@ class Bucket:
         self._handle: Handle | None = None
 
     def begin(self) -> None:
-        """Begin to combine the gradients over the ranks, and let go of them."""
+        """Begin to combine the gradients over the ranks, and free them."""
         grads = [p.grad for p in self.parameters]
         about, dtype = self.about, self.about.reduce_dtype or self.dtype
         message = message_of(self.pieces, grads, self.parameters[0], dtype)
@@ -189,7 +189,7 @@ class Bucket:
         self._handle = about.reduce(message, about.axis, about.op)
 
     def end(self) -> None:
-        """Wait for what has begun, and add this rank's part to its row."""
+        """Wait for what was begun, and add this rank's part to its row."""
         if self._handle is not None:
             row = reduced_row(self._handle, self.about.replicate_axis, self.about.op)
             self.row = row if self.row is None else self.row + row
@@ -197,7 +197,7 @@ class Bucket:
             self._handle = None
 
     def reduce(self) -> None:
-        """Combine the gradients; of those that have been, take this rank's part."""
+        """Combine the gradients; if they have already been combined, take this rank's part."""
         if not self.about.is_reduced:
             self.begin()
             self.end()
@@ -216,7 +216,7 @@ class Bucket:
         self.row = None
 
     def gather(self) -> None:
-        """Every rank gets the pieces of all others, in the parameters' own dtype."""
+        """Give every rank the pieces of all others, in the parameters' own dtype."""
         row = row_of(self.pieces, self.shards, self.dtype)
         message = self.about.gather(row, self.about.axis).read()
         wholes = wholes_in(self.pieces, message)
@@ -225,7 +225,7 @@ class Bucket:
             parameter.copy_(whole)
 
     def copies(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """The pieces that are no memory of a parameter, each with what the parameter itself has in its place."""
+        """The pieces that are not memory of a parameter, each with the corresponding part of the parameter."""
         held = held_of(self.pieces, self.index, self.parameters)
         for piece, own, parameter in zip(self.shards, held, self.parameters):
             if storage_id(piece.untyped_storage()) != storage_id(parameter.untyped_storage()):
@@ -252,7 +252,7 @@ def _groups(params: Params) -> list[dict[str, Any]]:
 
 
 def _buckets(parameters: Sequence[Tensor], about: About) -> Iterable[Bucket]:
-    """Buckets from the last parameter to the first, as the backward pass comes to them."""
+    """Buckets from the last parameter to the first, in the order in which the backward pass reaches them."""
     gradients = [Gradient(p.numel(), p.element_size(), (p.dtype, p.device)) for p in parameters]
     for bucket in buckets_of(gradients, about.bucket_bytes):
         yield Bucket([parameters[index] for index in bucket.indices], about)

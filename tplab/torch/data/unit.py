@@ -18,10 +18,10 @@ from tplab.torch.ranks.rank import this_rank
 
 
 class Use:
-    """One forward pass of a group, and its backward pass: when its parameters are whole.
+    """One forward pass of a group, and its backward pass: the times when its parameters are whole.
 
     wholes     the whole parameters, while they are needed
-    before     the use that came before it in the forward pass: the backward pass comes to it next
+    before     the use before it in the forward pass: the backward pass reaches it next
     """
 
     def __init__(self, group: Group, before: Use | None):
@@ -35,7 +35,7 @@ class Use:
         self._token = self._begun()
 
     def _begun(self) -> Tensor | None:
-        """The node that waits for gradients; None where there will be none."""
+        """The node that waits for gradients; None if there will be none."""
         is_wanted = self.group.is_trained and torch.is_grad_enabled()
         return _Begin.apply(self, *self.group.shards) if is_wanted else None  # type: ignore[return-value]
 
@@ -50,7 +50,7 @@ class Use:
         return self.wholes
 
     def again(self) -> list[Tensor]:
-        """The whole parameters, for the backward pass: gathered again by the first that needs them."""
+        """The whole parameters, for the backward pass: gathered again when they are first needed."""
         if self.wholes is None:
             with torch.no_grad():
                 if self._arriving is None:
@@ -65,7 +65,7 @@ class Use:
         return wholes
 
     def begin_again(self) -> None:
-        """Begin to gather what the backward pass will need, unless it is here, on its way, or was needed before."""
+        """Begin to gather what the backward pass will need, unless it is here, on its way, or no longer needed."""
         if self.num_served < self.num_kept and self.wholes is None and self._arriving is None:
             self.begin_gather()
 
@@ -91,20 +91,20 @@ class Use:
 
     def begin_reduce(self, grads: Sequence[Tensor | None]) -> None:
         self._leaving = self.group.begin_reduce(grads)
-        self.wholes = self._secondary = None  # this backward pass needs them no more
+        self.wholes = self._secondary = None  # this backward pass no longer needs them
         self.num_served = 0
 
     def reduced(self) -> Sequence[Tensor | None]:
-        """This rank's piece of each gradient; None where they have not been sent."""
+        """This rank's piece of each gradient; None if they have not been sent."""
         leaving, self._leaving = self._leaving, None
         return [None] * len(self.group.shards) if leaving is None else self.group.reduced(leaving)
 
 
 class _Begin(torch.autograd.Function):
-    """Forward: the gather has begun. Backward: what `_Arrive` began to reduce is waited for.
+    """Forward: the gather has begun. Backward: wait for what `_Arrive` began to reduce.
 
-    Whatever runs between the two nodes overlaps with the message: forward, that is the layer before, and in the
-    backward pass, which meets them in reverse order, that layer's backward pass.
+    Whatever runs between the two nodes overlaps with the message: in the forward pass this is the layer before, and in
+    the backward pass, which reaches the nodes in reverse order, it is that layer's backward pass.
     """
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Arrive(torch.autograd.Function):
 
 
 def _token(like: Tensor) -> Tensor:
-    """What joins the two nodes; no operation of the program's."""
+    """The tensor that joins the two nodes; it is no operation of the program."""
     with no_dispatch():
         return like.new_zeros((), dtype=torch.float32)
 
@@ -143,8 +143,8 @@ def _token(like: Tensor) -> Tensor:
 class Unit:
     """A module whose own parameters, which are in no other unit, are gathered when it runs.
 
-    Parameters of the model's own that it uses are whole while the model's forward pass runs. Where the unit runs by
-    itself, as when a checkpoint runs it again for the backward pass, it gathers those too.
+    Parameters of the model itself that it uses are whole during the model's forward pass. If the unit runs by itself,
+    as when a checkpoint runs it again for the backward pass, it gathers those too.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[Group], model: Model):
@@ -152,7 +152,7 @@ class Unit:
         inside = set(module.modules())
         others = model.units[0].groups if model.units else []
         self._borrowed = [g for g in others if any(home in inside for places in g.sites for home, _ in places)]
-        self._ahead: list[Use] | None = None  # begun before it is its turn
+        self._ahead: list[Use] | None = None  # begun before its turn
         self._open: list[tuple[list[Use], saved_tensors_hooks | None]] = []
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward, always_call=True)
@@ -163,7 +163,7 @@ class Unit:
             self._ahead = self._model.uses(self.groups)
 
     def drop(self) -> None:
-        """What has been begun and never came to its turn would be out of date after the optimizer's step."""
+        """Drop what was begun but never used: it would be out of date after the optimizer's step."""
         self._ahead = None
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -198,12 +198,12 @@ class Unit:
 
 
 class Model:
-    """All units of a model, in the order in which its forward pass comes to them; the model itself comes first."""
+    """All units of a model, in the order in which its forward pass reaches them; the model itself comes first."""
 
     def __init__(self, about: About):
         self.about = about
         self.units: list[Unit] = []
-        self.open: list[Use] = []  # whose forward pass is running
+        self.open: list[Use] = []  # those whose forward pass is running
         self.is_running = False
         self._last: Use | None = None
 
@@ -219,7 +219,7 @@ class Model:
             self._last, self.is_running = None, True
 
     def runs(self, unit: Unit) -> None:
-        """The next unit's parameters travel while this one computes."""
+        """Begin to gather the next unit's parameters, which travel while this one computes."""
         place = self.units.index(unit) + 1
         if self.about.prefetch and self.is_running and place < len(self.units):
             self.units[place].begin()
@@ -231,9 +231,9 @@ class Model:
                 other.drop()
 
     def hooks(self) -> saved_tensors_hooks:
-        """What autograd keeps of whole parameters inside of these is only how they are used.
+        """Inside these, autograd keeps only how whole parameters are used, not the parameters.
 
-        Of hooks only the innermost are called: these hand on to those that were in force.
+        Only the innermost hooks are called: these pass on to those that were in force before.
         """
         outer: tuple[Callable[..., Any], Callable[..., Any]] = saved_hooks(True) or (_same, _same)
         origins = {
@@ -257,7 +257,7 @@ class Model:
 
 
 class _Kept:
-    """A whole parameter, or a view of it, that a backward pass will need: what it takes to make it again."""
+    """A whole parameter, or a view of it, that a backward pass will need: how to make it again."""
 
     __slots__ = ("offset", "place", "shape", "stride", "use")
 
