@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,11 @@ settings.load_profile("tplab")
 # Programs that run once, for microseconds, need no optimizing; it would take most of the tests' time. With 0 instead of
 # 1 they are compiled as everywhere else: CI does so on one Python, and labs and benchmarks always.
 if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
-    # Each loop straight to LLVM, by way of no MLIR, and a program's loops all at once: less than half of the work.
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+    # Each loop straight to LLVM, without MLIR, and a program's loops all at once: less than half of the work. XLA ends
+    # the process if it does not know a flag. It knows these from jaxlib 0.7 to 0.10.
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ.setdefault("XLA_FLAGS", flags)
 
 MOST_MEMORY = 1_200_000_000
 """Bytes of this process beyond which compiled JAX programs go after a test. Each holds up to 0.2 GB until then."""
