@@ -26,12 +26,13 @@ settings.load_profile("tplab")
 
 # Programs that run once, for microseconds, need no optimizing; it would take most of the tests' time. With 0 instead of
 # 1 they are compiled as everywhere else: CI does so on one Python, and labs and benchmarks always.
-if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
-    # Each loop straight to LLVM, without MLIR, and a program's loops all at once: less than half of the work. XLA ends
-    # the process if it does not know a flag. It knows these from jaxlib 0.7 to 0.10.
-    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
-        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-        os.environ.setdefault("XLA_FLAGS", flags)
+IS_QUICK = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
+
+# Each loop straight to LLVM, without MLIR, and a program's loops all at once: less than half of the work. XLA ends the
+# process if it does not know a flag; it knows these from jaxlib 0.7 to 0.10.
+if IS_QUICK and tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", flags)
 
 MOST_MEMORY = 1_200_000_000
 """Bytes of this process beyond which compiled JAX programs go after a test. Each holds up to 0.2 GB until then."""
