@@ -1,12 +1,12 @@
 """Collectives over an axis of the mesh: what ranks send each other.
 
-They are XLA's own, and can be used in any `jax.shard_map`. `start(op, x, ...)` begins one and gives a handle, as in
-torch; here the compiler, not the program, decides what overlaps, and it looks only at which result needs which.
+They are XLA's own, and can be used in any `jax.shard_map`. `start(op, x, ...)` begins one and returns a handle, as in
+torch. Here the compiler, not the program, decides what overlaps, and it only considers which result needs which.
 
 All are differentiable, by JAX's convention for `shard_map`. What `all_reduce` and `broadcast` return is *replicated*:
 every rank holds the same array and, in the backward pass, the same gradient of it. What the others return is *varying*:
-each rank's gradient is what its own use of the array contributed, and contributions are added. JAX keeps account of it
-in its types, and so knows which results `out_specs` may call the same on every rank.
+each rank's gradient is what its own use of the array contributed, and contributions are added. JAX tracks this in its
+types, and so knows which results `out_specs` may call the same on every rank.
 
     op              y on the rank at index i                 backward: dx on the rank at index i
     all_reduce      sum_j x_j                                dy                          (mean: dy / R)
@@ -43,12 +43,12 @@ class Handle(NamedTuple):
     result: Any
 
     def wait(self) -> Any:
-        """What it gives this rank. May be called again, and gives the same."""
+        """This rank's result. A second call returns the same."""
         return self.result
 
 
 class _Place(NamedTuple):
-    """An axis of the mesh that is being traced: its names, and the ranks along it, of those the group of rank 0."""
+    """An axis of the mesh that is being traced: its names, and the ranks along it in the group of rank 0."""
 
     names: tuple[str, ...]
     group: tuple[int, ...]
@@ -68,15 +68,15 @@ def axis_index(axis: Axis) -> Array:
 
 
 def axis_size(axis: Axis) -> int:
-    """How many ranks there are along `axis`."""
+    """The number of ranks along `axis`."""
     return _place(axis).num_ranks
 
 
 def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handle:
     """Begin a collective without waiting for it: `h = start(ring_shift, x, "tp")`, then `y = h.wait()`.
 
-    `op` is any collective of this module. XLA overlaps it with whatever does not need its result, whether that stands
-    between the two lines or not.
+    `op` is any collective of this module. XLA overlaps it with whatever does not need its result, whether or not that
+    is between the two lines.
     """
     if begin := getattr(op, "begin", None):  # of several messages
         return begin(x, *args, **kwargs)
@@ -102,7 +102,7 @@ def all_reduce(x: Any, axis: Axis, op: str = "sum") -> Array:
 
 
 def all_gather(x: Any, axis: Axis, dim: int = 0) -> Array:
-    """Put what every rank of `axis` holds behind one another along `dim`.
+    """Concatenate what every rank of `axis` holds along `dim`.
 
     x [.., n, ..]   ->   y [.., R n, ..], the same values on every rank, though JAX's types do not know it
     ring      each rank sends (R-1) pieces, in R-1 hops
@@ -111,13 +111,13 @@ def all_gather(x: Any, axis: Axis, dim: int = 0) -> Array:
     place, x = _place(axis), _array("all_gather", x)
     dim = dim_of(x.shape, dim, "all_gather")
     x = vary(x, place.names)
-    if x.shape[dim] == 0:  # which XLA refuses
+    if x.shape[dim] == 0:  # XLA refuses this
         return x
     return lax.all_gather(x, place.names, axis=dim, tiled=True)
 
 
 def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum") -> Array:
-    """Combine what every rank of `axis` holds, and keep one piece along `dim` each.
+    """Combine what every rank of `axis` holds; each rank keeps one piece along `dim`.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i
     ring      each rank sends (R-1)/R of x, in R-1 hops
@@ -129,7 +129,7 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum") -> Array:
     op = _reduction("reduce_scatter", x, op)
     _check_divides("reduce_scatter", x, dim, place)
     x = vary(x, place.names)
-    if x.shape[dim] == 0:  # which XLA refuses
+    if x.shape[dim] == 0:  # XLA refuses this
         return x
     if op in ("max", "min"):  # XLA can add while it scatters, but JAX has no name for anything else
         pieces = lax.all_to_all(x, place.names, dim, dim, tiled=True)
@@ -155,10 +155,10 @@ def all_to_all(x: Any, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> A
 
 
 def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
-    """Give every rank of `axis` what the one at index `root` holds; the others' x only says the shape.
+    """Give every rank of `axis` what the one at index `root` holds; the others' x only gives the shape.
 
     x [...]   ->   y [...] = x of the root
-    cost      that of all_reduce: JAX has no broadcast of its own, so zeros are added to what the root holds
+    cost      that of all_reduce: JAX has no broadcast, so zeros are added to what the root holds
     backward  dx = dy on the root, zeros elsewhere
     """
     place, x = _place(axis), _array("broadcast", x)
@@ -173,7 +173,7 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
 
     x [...]   ->   y [...]: what the sender holds
     backward  dx = ppermute(dy), pairs reversed
-    Raises MeshError where a position is not on the axis, sends twice or receives twice.
+    Raises MeshError if a position is not on the axis, sends twice or receives twice.
     """
     place, x = _place(axis), _array("ppermute", x)
     pairs = pairs_of(perm)
@@ -197,10 +197,10 @@ def ring_shift(x: Any, axis: Axis, shift: int = 1) -> Array:
 
 
 def barrier(axis: Axis | None = None) -> None:
-    """Wait until every rank of `axis` (of the whole mesh, if None) is here.
+    """Wait until every rank of `axis` (of the whole mesh, if None) has arrived.
 
-    In a compiled program there is nothing to wait for: an operation runs once what it needs is there, and no rank can
-    tell when another one got somewhere. So nothing is sent; only the axis is checked.
+    In a compiled program there is nothing to wait for: an operation runs once what it needs is ready, and no rank can
+    tell how far another one has got. So nothing is sent; only the axis is checked.
     """
     _place(this_mesh().axis_names if axis is None else axis)
 
@@ -212,7 +212,7 @@ def _extreme(x: Array, names: tuple[str, ...], op: str) -> Array:
 
 @_extreme.defjvp
 def _extreme_jvp(names: tuple[str, ...], op: str, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """JAX has no derivative of pmax: that of the ranks which hold the extreme, in equal shares."""
+    """The derivative of pmax, which JAX lacks: that of the ranks that hold the extreme, in equal shares."""
     (x,), (dx,) = primals, tangents
     y = _extreme(x, names, op)
     holds = (x == y).astype(dx.dtype)
@@ -243,7 +243,7 @@ def _array(op: str, x: Any) -> Array:
 
 
 def _reduction(op: str, x: Array, reduction: str) -> str:
-    """The reduction by which x is combined: of booleans, "any" is their max. Raises ValueError, TypeError."""
+    """The reduction that combines x: for booleans, "any" is their max. Raises ValueError, TypeError."""
     is_fraction, is_complex = (bool(jnp.issubdtype(x.dtype, kind)) for kind in (jnp.floating, jnp.complexfloating))
     check_reduction(op, reduction, x.dtype, is_fraction=is_fraction, is_complex=is_complex)
     return "max" if reduction == "sum" and x.dtype == jnp.bool_ else reduction

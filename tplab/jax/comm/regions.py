@@ -9,11 +9,11 @@ partner:
     scatter_to         y = my piece of x   all_gather(dy)       varying
     gather_from        y = all_gather(x)   my piece of dy       replicated
 
-So JAX's types say on which side of a pair an array is. Where f is left out, JAX puts it in by itself.
+So JAX's types say on which side of a pair an array is. If you leave out f, JAX inserts it by itself.
 
-Sequence parallelism has a third pair, and it is in `comm`: the backward pass of all_gather is reduce_scatter, and the
-reverse. It differs from gather_from in what happens to y: what `gather_from` returns all ranks use in the same way,
-what `all_gather` returns each uses in its own, and the gradients are added.
+Sequence parallelism has a third pair, which is in `comm`: the backward pass of all_gather is reduce_scatter, and vice
+versa. It differs from gather_from in the use of y: all ranks use the result of `gather_from` in the same way, while
+each uses the result of `all_gather` in its own way, and the gradients are added.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Names = tuple[str, ...]
 
 
 def copy_to(x: Any, axis: Axis) -> Array:
-    """Megatron's f: the same x goes into work that the ranks of `axis` divide; its gradient is the sum of theirs.
+    """Megatron's f: the same x enters work that the ranks of `axis` divide; its gradient is the sum of theirs.
 
     x [...], the same on every rank   ->   y = x
     forward   nothing is sent
     backward  dx = all_reduce(dy)    2(R-1)/R of x is sent by each rank
     """
     names = this_mesh().names(axis)
-    already = tuple(name for name in names if name in varying_axes(x))  # the same by value, though not by type
+    already = tuple(name for name in names if name in varying_axes(x))  # equal by value, though not by type
     return vary(_summed_gradient(x, already) if already else x, names)
 
 
 def reduce_from(x: Any, axis: Axis) -> Array:
-    """Megatron's g: what each rank of `axis` has computed is added up, and every rank goes on with the sum.
+    """Megatron's g: the results of the ranks of `axis` are added up, and every rank goes on with the sum.
 
     x [...], each rank's part   ->   y, the same on every rank
     forward   y = all_reduce(x)    2(R-1)/R of x is sent by each rank
@@ -70,7 +70,7 @@ def scatter_to(x: Any, axis: Axis, dim: int = -1) -> Array:
     share(x.shape[dim], mesh.axis_size(names), f"scatter_to: dim {dim} has size", axis=names)
     if len({name in varying_axes(x) for name in names}) == 1:
         return _scattered(x, names, dim)
-    for name in names:  # of several axes, of which the types know only in part that x is the same along them
+    for name in names:  # x is the same along all these axes, but the types may know it only for some
         x = _scattered(x, (name,), dim)
     return x
 
@@ -88,7 +88,7 @@ def gather_from(x: Any, axis: Axis, dim: int = -1) -> Array:
 
 def _gathered(x: Array, names: Names, dim: int) -> Array:
     """All pieces, replicated."""
-    if x.shape[dim] == 0:  # which XLA refuses
+    if x.shape[dim] == 0:  # XLA refuses this
         return lax.psum(x, names)
     if _CAN_GATHER_REPLICATED:
         return lax.all_gather(x, names, axis=dim, tiled=True, to="invarying")

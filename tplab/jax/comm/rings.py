@@ -21,7 +21,7 @@ from tplab.rings import DIRECTIONS, Direction, check_parts, gather_lanes, scatte
 
 
 def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = -1) -> list[Any]:
-    """Every rank's x, in the order in which a ring brings them.
+    """Every rank's x, in the order in which they arrive around a ring.
 
     x          an array, or any pytree of arrays
     "up"       R pieces, place k from index i - k;  R-1 hops
@@ -32,7 +32,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     """
     num_ranks = axis_size(axis)
     x = jax.tree.map(lambda leaf: varying(leaf, axis), x)
-    lanes = gather_lanes(0, num_ranks, 1, direction)  # whose pieces they are is not asked here
+    lanes = gather_lanes(0, num_ranks, 1, direction)  # it does not matter here which rank's pieces they are
     if direction == "split":
         first, second = halved(x, dim)
         up, down = _gathered(first, second, axis, len(lanes.up), len(lanes.down))
@@ -41,7 +41,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
 
 
 def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int) -> tuple[list[Any], list[Any]]:
-    """What arrives in so many hops up and down, both at once."""
+    """What arrives in these numbers of hops up and down, both at once."""
     up, down = [first], [second]
     for hop in range(max(hops_up, hops_down)):
         if hop < hops_up:
@@ -54,7 +54,7 @@ def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int)
 def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction = "up", dim: int = -1) -> Any:
     """Add up one part of every rank's list: each rank ends with one sum.
 
-    parts      R arrays (or pytrees of them), in the order in which ring_all_gather gives them
+    parts      R arrays (or pytrees of them), in the order in which ring_all_gather returns them
     "up"       index i gets sum_j parts_j[(j-1-i) mod R];  R-1 hops to i + 1
     "down"     index i gets sum_j parts_j[(i-j-1) mod R];  R-1 hops to i - 1
     "both"     the sums of "up"; ceil((R-1)/2) hops up while floor((R-1)/2) go down
@@ -112,7 +112,7 @@ def _piece(pieces: Array, index: Array) -> Array:
 
 
 def _collected(rising: Sequence[Any], sinking: Sequence[Any], axis: Axis) -> tuple[Any, Any]:
-    """Two sums on their way at once, each rank adding one part before each hop; as they arrive (None: no parts)."""
+    """Two sums that travel at once, each rank adding one part before each hop; as they arrive (None: no parts)."""
     up = down = None
     for hop in range(max(len(rising), len(sinking))):
         if hop < len(rising):
@@ -132,7 +132,7 @@ def _plus(received: Any, part: Any) -> Any:
 
 
 def halved(x: Any, dim: int) -> tuple[Any, Any]:
-    """Every array of x cut in two along `dim`; of an odd size the first half is the larger one."""
+    """Every array of x cut in two along `dim`; if the size is odd, the first half is larger."""
 
     def cut(leaf: Array) -> list[Array]:
         middle = leaf.shape[dim] - leaf.shape[dim] // 2
@@ -144,5 +144,5 @@ def halved(x: Any, dim: int) -> tuple[Any, Any]:
 
 
 def varying(x: Any, axis: Axis) -> Array:
-    """All pieces of a ring have one type, the rank's own included, which has not travelled."""
+    """x with the type that all pieces of a ring share: the rank's own piece, which has not travelled, needs it too."""
     return vary(jnp.asarray(x), (axis,) if isinstance(axis, str) else tuple(axis))

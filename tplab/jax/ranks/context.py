@@ -1,4 +1,4 @@
-"""Where a rank's program finds itself while JAX traces it: the mesh, and the random key of the run."""
+"""The context of a rank's program while JAX traces it: the mesh, and the random key of the run."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def run_key() -> Any:
 
 
 def rank_key() -> Any:
-    """This rank's own random key, from the seed of the `run` and the rank's number: other ranks have other ones.
+    """This rank's own random key, from the seed of the `run` and the rank's number: it differs from rank to rank.
 
-    Split it for further numbers, as any JAX key: `a, b = jax.random.split(rank_key())`. The same in every call.
+    Split it for further numbers, like any JAX key: `a, b = jax.random.split(rank_key())`. Every call returns the same.
     """
     mesh, key = this_mesh(), _root_key.get()
     if key is None:
@@ -69,13 +69,13 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def vary(x: Any, names: tuple[str, ...]) -> Any:
-    """`x`, said to differ along axes: the values stay, and its gradient becomes the sum over the ranks of each axis."""
+    """`x`, declared to differ along axes: the values stay, and its gradient becomes the sum over each axis' ranks."""
     missing = tuple(name for name in names if name not in varying_axes(x))
     return pvary(x, missing) if missing else x
 
 
 def without_mesh(*arrays: Any) -> AbstractContextManager[Any]:
-    """Inside, there is no mesh of `jax.set_mesh`: a run brings its own. Raises MeshError where JAX cannot do that."""
+    """Inside, there is no mesh of `jax.set_mesh`: a run has its own. Raises MeshError where JAX cannot do that."""
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes:
         raise MeshError(

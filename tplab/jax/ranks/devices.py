@@ -1,9 +1,9 @@
 """The devices that ranks run on: accelerators where the mesh fits on them, otherwise CPU devices that JAX simulates.
 
-Some things have to be settled before JAX is first used, and cannot be changed after, so importing `tplab.jax` settles
-them: how many CPU devices there are, how many threads serve them, and how long ranks may wait for each other. With one
-thread a core, which is XLA's choice, a few programs in flight on a small machine starve each other; and when a rank has
-waited for 40 seconds, XLA ends the process.
+Some things must be fixed before JAX is first used, and cannot be changed after. So importing `tplab.jax` fixes them:
+the number of CPU devices, how many threads serve them, and how long ranks may wait for each other. With one thread per
+core, which is XLA's choice, a few programs in flight on a small machine starve each other; and when a rank has waited
+for 40 seconds, XLA ends the process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tplab.mesh import Mesh
 NUM_CPU_DEVICES = 16
 """CPU devices that JAX gets when nobody asks for more; one that is not used costs nothing."""
 
-_MOST_CPU_DEVICES = 1024  # that tplab asks for; of 2,048 the first message takes 15 seconds
+_MOST_CPU_DEVICES = 1024  # that tplab asks for; with 2,048 the first message takes 15 seconds
 
-# A device may have two programs under way, one of which waits for other devices that are still in the one before; each
-# holds a thread. With 2 threads a device nothing has starved, with 1.5 all of it has; 3 cost a product 5% of its time.
+# A device may run two programs at once, one of which waits for other devices that are still in the one before; each
+# holds a thread. With 2 threads per device nothing has starved, with 1.5 everything has; 3 make a product 5% slower.
 _THREADS_A_DEVICE = 3
 
 _PATIENCE = "xla_cpu_collective_call_terminate_timeout_seconds"
@@ -38,10 +38,10 @@ _threads = [os.cpu_count() or 1]  # XLA's choice, until we have arranged for mor
 
 
 def prepare(num_devices: int = NUM_CPU_DEVICES) -> None:
-    """Let JAX have at least `num_devices` CPU devices. Only needed for a mesh of more than 16 ranks.
+    """Let JAX have at least `num_devices` CPU devices. You only need this for a mesh of more than 16 ranks.
 
-    Must come before JAX is first used (before the first array is made). Raises MeshError where it comes too late and
-    there are fewer, and for more than 1,024.
+    Call it before JAX is first used (before the first array is made). Raises MeshError if it comes too late and there
+    are fewer, and for more than 1,024.
     """
     if num_devices > _MOST_CPU_DEVICES:
         raise MeshError(_too_few(num_devices, "cpu"))
@@ -50,15 +50,15 @@ def prepare(num_devices: int = NUM_CPU_DEVICES) -> None:
 
 
 def _arrange(num_devices: int) -> bool:
-    """Have JAX make that many CPU devices, or as many more as somebody else asked for, and enough threads.
+    """Have JAX make that many CPU devices, or more if other code has asked for more, and enough threads.
 
-    False where JAX has made its devices already.
+    False if JAX has already made its devices.
     """
     flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     asked_for = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     num_devices = max(num_devices, asked_for, int(flag[1]) if flag else 0)
     try:
-        jax.config.update("jax_num_cpu_devices", -1)  # JAX objects to a change only, so that there must be one
+        jax.config.update("jax_num_cpu_devices", -1)  # JAX objects only to a change, so make one
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         return False
@@ -78,7 +78,7 @@ def jax_mesh(mesh: Mesh, on: str = "simulated") -> jax.sharding.Mesh:
     on   "simulated": accelerators if there are enough, otherwise CPU devices. Or a platform: "cpu", "gpu", "tpu"
     """
     devices = _devices(mesh.size, on)
-    # Auto: what lies around shard_map is placed by the compiler. (JAX makes axes Explicit unless told.)
+    # Auto: the compiler places what is around shard_map. (By default JAX makes axes Explicit.)
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types, devices=devices)
 
@@ -90,7 +90,7 @@ def _devices(count: int, on: str) -> Sequence[Any]:
             "jax.distributed.initialize() before anything else, and run uses the devices of all of them"
         )
     if on == "simulated":
-        # In time if this is JAX's first use, and without effect if not.
+        # This is in time if JAX is used for the first time, and has no effect otherwise.
         _arrange(count if NUM_CPU_DEVICES < count <= _MOST_CPU_DEVICES else NUM_CPU_DEVICES)
         default = jax.devices()
         if default[0].platform != "cpu" and len(default) >= count:
@@ -108,7 +108,7 @@ def _devices(count: int, on: str) -> Sequence[Any]:
 
 
 def _of_every_process(devices: Sequence[Any], count: int) -> list[Any]:
-    """The first `count` devices; where there are several processes, as many of each, in their order."""
+    """The first `count` devices; with several processes, the same number of each, in their order."""
     num_processes = jax.process_count()
     share, left = divmod(count, num_processes)
     if left:

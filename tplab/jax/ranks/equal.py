@@ -13,15 +13,15 @@ _RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def equal(one: Any, other: Any, for_gradients: bool = False) -> bool:
-    """Whether two closed jaxprs compute the same: equation by equation, constants and the names of scopes too.
+    """Whether two closed jaxprs compute the same: equation by equation, including constants and the names of scopes.
 
-    for_gradients   also where they are differentiated; functions that give a derivative are equal only to themselves
+    for_gradients   also when they are differentiated; functions that define a derivative only equal themselves
     """
     return _Pairs(for_gradients).closed(one, other)
 
 
 class _Pairs:
-    """Goes through two jaxprs side by side. `other` has for each variable of one the other's."""
+    """Goes through two jaxprs side by side. `other` maps each variable of one to the other's."""
 
     def __init__(self, for_gradients: bool):
         self.for_gradients = for_gradients

@@ -31,7 +31,7 @@ def paths_in(code: CodeType) -> tuple[Path, ...]:
             found[kind, step.argval, tuple(attributes)] = None
     for inner in _defined_in(code):
         found.update(dict.fromkeys(paths_in(inner)))
-    # What is left is not the code's own: a variable of its own may be one of an inner function's cells.
+    # What is left is not the code's own: one of its own variables may be a cell of an inner function.
     return tuple(path for path in found if path[0] != "cell" or path[1] in code.co_freevars)
 
 

@@ -1,8 +1,8 @@
-"""What a program reads from outside itself: globals, closures, attributes. When it is compiled, they are built in.
+"""What a program reads from outside itself: globals, closures, attributes. Compiling a program fixes their values.
 
-`jax.jit` never looks again, and a notebook is made of globals that change. So `run` looks at every call: if everything
+`jax.jit` never looks again, but a notebook is full of globals that change. So `run` checks at every call: if everything
 that the program can read is as it was when the program was traced, the compiled program is called. Otherwise it is
-traced anew.
+traced again.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ _NOT_READ = {
 }  # fmt: skip
 """What a class holds and its methods do not compute with."""
 
-_NO_VALUE = NotImplemented  # of a name: not None, which is a value
+_NO_VALUE = NotImplemented  # for a name without a value: None is a value
 
 
 class Outside:
     """Everything that a call of some functions can read, as it is now.
 
     values      one entry for each thing that can be read: equal if all of it is equal
-    codes       those of the functions among it that are not of a trusted module, by id
+    codes       the codes of those functions that are not in a trusted module, by id
     is_known    False if there is something that cannot be compared, such as a generator of random numbers
 
     Numbers, strings and NumPy arrays are compared by value; JAX's arrays, which never change, by identity; containers
@@ -122,16 +122,16 @@ class Outside:
         self.values = tuple(self._values)
 
     def same_as(self, other: Outside) -> bool:
-        """Whether a program that was traced with `other` would be traced alike now."""
+        """Whether a program that was traced with `other` would be traced the same way now."""
         return self.is_known and other.is_known and self.values == other.values and other.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether everything is still there. An id in `values` means nothing otherwise."""
+        """Whether everything still exists. Otherwise an id in `values` means nothing."""
         return all(reference() is not None for reference in self._references)
 
     def _read(self, roots: Sequence[Any]) -> None:
         seen: dict[int, int] = {}
-        held = []  # objects made on the way, lest their ids be given to others
+        held = []  # objects made on the way, so that their ids are not reused
         pending = list(reversed(roots))
         while pending and self.is_known:
             value = pending.pop()
@@ -148,11 +148,11 @@ class Outside:
                 self.is_known = len(seen) <= _MOST
                 try:
                     pending += reversed(self._parts(value, kind))
-                except Exception:  # an object that does not let itself be looked at, whatever it raises
+                except Exception:  # an object that cannot be inspected, whatever it raises
                     self.is_known = False
 
     def _parts(self, value: Any, kind: type) -> Sequence[Any]:
-        """Note what is to be compared of a value itself. Returns what else can be read through it."""
+        """Note what must be compared of a value itself. Returns what else can be read through it."""
         if kind is FunctionType:
             return self._function(value)
         if kind is BuiltinFunctionType:
@@ -272,7 +272,7 @@ class Outside:
 
 
 def roots_in(structure: Any) -> Iterator[Any]:
-    """What a structure of arguments holds beside its leaves: the classes of its nodes, and what they keep."""
+    """What a structure of arguments holds besides its leaves: the classes of its nodes, and what they keep."""
     if (about := structure.node_data()) is not None:
         kind, kept = about
         if kind not in (tuple, list, dict, type(None)):
@@ -288,7 +288,7 @@ def _is_of(module: str, modules: set[str]) -> bool:
 
 
 def _beyond_modules(value: Any, attributes: Sequence[str]) -> list[Any]:
-    """What is read of the value of a name: all of it, but of a module only the attribute that stands there."""
+    """What is read of the value of a name: all of it, but for a module only the attribute that the code names."""
     for attribute in attributes:
         if not isinstance(value, ModuleType) or _is_of(value.__name__, _STATELESS):
             break
@@ -311,7 +311,7 @@ def _slot(member: Any, value: Any) -> Any:
 
 
 def _is_transparent(cls: type) -> bool:
-    """Whether it is written in Python, or all that its objects hold is read. What C code keeps cannot be seen."""
+    """Whether it is written in Python, or we read everything its objects hold. What C code keeps cannot be seen."""
     if cls in _READ or cls.__module__ == "typing":
         return True
     return not any(
@@ -321,7 +321,7 @@ def _is_transparent(cls: type) -> bool:
 
 
 def _worked_out(kind: type) -> set[str]:
-    """The attributes that a trusted class computes from the others when they are first asked for."""
+    """The attributes that a trusted class computes from others when they are first read."""
     return {
         name
         for base in kind.__mro__

@@ -32,13 +32,13 @@ from tplab.sharding import check_spec
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
 _KEPT = 16  # programs of a function, and compiled forms of a program
 
-_ALONE = "alone"  # what a program is traced under that calls no function beside those it defines itself
+_ALONE = "alone"  # the key for a program that calls no functions besides those it defines itself
 
 
 def program_of(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, on: str) -> Program:
     """`fn` on a mesh with these specs: the program of an earlier call, if there was one.
 
-    It lives as long as `fn`. Another function is another program, also one of the same name and text.
+    It lives as long as `fn`. Another function is another program, even with the same name and text.
     """
     key = (mesh, _hashable(in_specs), _hashable(out_specs), on)
     try:
@@ -51,7 +51,7 @@ def program_of(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 
 
 class Program:
-    """`fn` on a mesh, with specs, and what was compiled of it."""
+    """`fn` on a mesh, with specs, and its compiled forms."""
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, on: str):
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
@@ -64,8 +64,8 @@ class Program:
     def compiled(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Compiled, list[Any]]:
         """What to call for `args`, and the arrays to call it with.
 
-        It is there already if everything that `fn` can read, outside and in the arguments, is as it was. Otherwise
-        `fn` is traced; and if that gives the same program after all, what was compiled for it serves again.
+        It already exists if everything that `fn` can read, outside and in the arguments, is as it was. Otherwise `fn`
+        is traced; and if that gives the same program after all, its compiled form is used again.
         """
         leaves, structure = jax.tree.flatten(args)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
@@ -79,8 +79,8 @@ class Program:
         return known.compiled, arrays
 
     def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...], kind: Any, outside: Outside) -> _Known:
-        # What JAX has traced of a loop's body, or of what jit and checkpoint wrap, it finds again by the function
-        # alone. It may do so as long as nothing has changed: within one token.
+        # JAX caches what it has traced of a loop's body, or of what jit and checkpoint wrap, by the function alone. It
+        # may do so as long as nothing has changed: within one token.
         is_alone = outside.is_known and len(outside.codes) == 1
         tokens = (known.token for known in self._known.values() if outside.same_as(known.outside))
         token = _ALONE if is_alone else next(tokens, object())
@@ -88,14 +88,14 @@ class Program:
             made = Compiled(self, fn, args)
         for_gradients = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         for (other, _), known in self._known.items():
-            # Of equal programs the same lines are shown if they are of the same functions.
+            # Equal programs show the same lines if they are made of the same functions.
             if other == kind and known.outside.codes == outside.codes and known.compiled.equals(made, for_gradients):
                 made = known.compiled
         return _Known(outside, token, made)
 
 
 class _Known(NamedTuple):
-    """What was compiled, for which state of everything outside, and the token under which JAX has traced it."""
+    """A compiled form, the state of everything outside that it is for, and the token under which JAX has traced it."""
 
     outside: Outside
     token: object
@@ -103,7 +103,7 @@ class _Known(NamedTuple):
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """As the latest; the oldest goes if there are too many."""
+    """Keep it as the latest; the oldest is dropped if there are too many."""
     known.pop(key, None)
     known[key] = value
     if len(known) > _KEPT:
@@ -111,7 +111,7 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """For each array among the arguments the name of the parameter that it is; "" where it is only part of one."""
+    """For each array among the arguments, the name of its parameter; "" if it is only part of one."""
     try:
         names = list(inspect.signature(fn).bind(*args).arguments)
     except (TypeError, ValueError):
@@ -166,7 +166,7 @@ class Compiled:
         traced = function.trace(*arguments)
         self.jaxpr, self.structure = traced.jaxpr, jax.tree.structure(traced.out_info)
         self._shapes = jax.tree.map(lambda about: jax.ShapeDtypeStruct(about.shape, about.dtype), traced.out_info)
-        # From here on what was traced is run, and `fn` is not asked again: it may read something else by then.
+        # From here on we run what was traced, and do not call `fn` again: it may read something else by then.
         call = jaxpr_as_fun(jax.make_jaxpr(function)(*arguments))
 
         def called(*arguments: Any) -> Any:
@@ -184,7 +184,7 @@ class Compiled:
         def one_rank(key: Any, *given: Any) -> Any:
             arrays = list(given)
             if any(0 in np.shape(array) for array in arrays):
-                # XLA makes constants of what is empty, and fails where all of a program's arguments were
+                # XLA makes constants of empty arrays, and fails if all of a program's arguments are empty
                 _, *arrays = lax.optimization_barrier((jax.random.key_data(key), *arrays))
             arguments = list(leaves)  # strings, functions: part of the program
             for place, array in zip(places, arrays, strict=True):
@@ -207,12 +207,12 @@ class Compiled:
         )
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays, each where its spec wants it. One that lies there already is taken as it is."""
+        """The arrays, each placed as its spec says. One that is already there is used as it is."""
         return [_placed(array, sharding) for array, sharding in zip(arrays, self._shardings, strict=True)]
 
     def __call__(self, placed: Sequence[Any], seed: int, form: Callable[..., Any] | None = None) -> Any:
-        """Run it, or another form of `jitted`, on arrays that `place` gave. Returns the global arrays without waiting
-        for them; only their shapes, and nothing is run, where there are only shapes of the arguments."""
+        """Run it, or another form of `jitted`, on arrays that `place` returned. Returns the global arrays without
+        waiting for them. If the arguments are only shapes, nothing is run, and it returns shapes."""
         if any(map(is_shape, placed)):
             return self._shapes
         function = form or self.jitted
@@ -227,8 +227,8 @@ class Compiled:
 
 
 def _asks_for_numbers(error: Exception) -> bool:
-    """Whether it says that something must be known while the program is traced. Of shapes and slices JAX says so in
-    errors of Python's own, which show what was given in place of a number."""
+    """Whether it says that something must be known while the program is traced. For shapes and slices JAX says so with
+    Python's own errors, which show what was given in place of a number."""
     return isinstance(error, _UNKNOWN_YET) or (isinstance(error, TypeError | IndexError) and "Tracer" in str(error))
 
 
@@ -255,18 +255,18 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
         array = np.asarray(array)  # device_put does not reach devices of other processes
     if not isinstance(array, np.ndarray):
         return array  # a number: jit knows best
-    # A copy, because JAX may use NumPy's memory as it is, and would see what is written there until it has run.
+    # Make a copy, because JAX may use NumPy's memory as it is, and would see what is written there until it has run.
     own = np.array(array, jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")))
     return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
 
 def _stackable(leaf: Any, axes: tuple[str, ...]) -> Any:
-    """A rank's result as a piece of an array that holds all ranks' results, one behind the other along dim 0."""
+    """A rank's result as a piece of an array that holds all ranks' results, concatenated along dim 0."""
     return vary(leaf if leaf.ndim else leaf.reshape(1), axes)
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether it stands for an array of which there is only the shape."""
+    """Whether it stands for an array that has only a shape."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
@@ -287,7 +287,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a program is compiled for: shape and dtype of an array; the type of a number, or of anything else."""
+    """What a program is compiled for: an array's shape and dtype; the type of a number, or of anything else."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # an array of random keys has none
     if isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct):
@@ -296,7 +296,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _hashable(specs: Any) -> Any:
-    """The specs as a key."""
+    """The specs in a hashable form."""
     if specs is None or is_spec(specs):
         return specs
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: node is None or is_spec(node))

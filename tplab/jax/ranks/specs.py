@@ -14,7 +14,7 @@ from tplab.sharding import P, check_spec
 
 
 def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
-    """One P for each leaf of `args`; None is none.
+    """One P for each leaf of `args`; None is not a leaf.
 
     `specs` is None (every rank gets everything), one P for all, or a sequence with one entry per argument; an entry is
     None, a P for all arrays in that argument, or a structure of them.
@@ -31,7 +31,7 @@ def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
 def spread(spec: Any, tree: Any, name: str) -> list[P]:
     """One P per leaf of `tree`, from a structure of specs of the same shape, in which one may stand for a whole part.
 
-    None in the tree is no leaf, as JAX has it: whatever spec stands there, it has nothing to split.
+    None in the tree is not a leaf, as in JAX: whatever its spec, it has nothing to split.
     """
     specs = jax.tree.map(lambda leaf: P(*(leaf or ())), spec, is_leaf=_is_leaf)
     try:
@@ -44,7 +44,7 @@ def spread(spec: Any, tree: Any, name: str) -> list[P]:
 
 
 def check(specs: Any, name: str, mesh: Mesh) -> None:
-    """Raise SpecError where there is something else than P and None among the specs, or an axis that `mesh` has not."""
+    """Raise SpecError for anything but P and None among the specs, and for an axis that `mesh` does not have."""
     for leaf in jax.tree.leaves(specs, is_leaf=_is_leaf):
         if leaf is not None and not is_spec(leaf):
             raise SpecError(f"{name} has {leaf!r} where a P belongs; P() stands for all of it on every rank")
@@ -66,10 +66,10 @@ def _is_leaf(node: Any) -> bool:
 
 
 def check_results(results: Any, out_specs: Any, mesh: Mesh) -> None:
-    """Raise where what one rank returns cannot be what `out_specs` says.
+    """Raise an error if what one rank returns cannot be what `out_specs` says.
 
-    JAX knows by its types along which axes a value may differ. One that may differ along an axis, and is said to be
-    the same, is refused before anything runs: a ReplicationError.
+    JAX knows by its types along which axes a value may differ. A value that may differ along an axis, but should be the
+    same, is refused before anything runs: a ReplicationError.
     """
     leaves, _ = jax.tree.flatten_with_path(results)
     for (path, leaf), spec in zip(leaves, spread(out_specs, results, "out_specs"), strict=True):

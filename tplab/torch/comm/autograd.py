@@ -22,7 +22,7 @@ class Plan(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a backward pass may need of the forward one: in and out, and what each rank put in along `dim`."""
+    """What a backward pass may need from the forward one: input, output, and each rank's size along `dim`."""
 
     x: Tensor | None
     y: Tensor | None
@@ -37,17 +37,16 @@ def do(call: Call, x: Tensor) -> Tensor:
 
 
 def start_on(call: Call, x: Tensor) -> Pending:
-    """Begin the collective; the handle's `wait` gives the result."""
+    """Begin the collective; the handle's `wait` returns the result."""
     if not _is_followed(x):
         return this_rank().begin(call, x)
-    if transform() is not None:  # whose tensors cannot wait outside of it
+    if transform() is not None:  # its tensors cannot wait outside it
         return _Landed(do(call, x))
     return _Flight(call, x)
 
 
 def varying(x: Tensor, axis: Axis) -> Tensor:
-    """The same x, which is replicated, where each rank goes on with it in its own way: its gradient is the sum of
-    theirs."""
+    """The same replicated x, but each rank then uses it in its own way: its gradient is the sum of theirs."""
     check_no_forward_mode()
     return _Varying.apply(x, axis) if torch.is_grad_enabled() else x.detach()  # type: ignore[return-value]
 
@@ -58,7 +57,7 @@ def _is_followed(x: Tensor) -> bool:
 
 
 def check_no_forward_mode() -> None:
-    """Raise NotImplementedError inside of forward-mode differentiation."""
+    """Raise NotImplementedError inside forward-mode differentiation."""
     if forward_level() >= 0:
         raise NotImplementedError(
             "collectives have no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, linearize, forward_ad): "
@@ -71,9 +70,9 @@ def check_no_forward_mode() -> None:
 
 
 class _Exchange:
-    """One collective on its way, forward and back: what its nodes in the graph tell each other.
+    """One collective on its way, forward and backward: what its nodes in the graph share.
 
-    It holds no tensor of the graph, which would hold itself alive; `sent` is a copy.
+    It holds no tensor of the graph, which would keep itself alive; `sent` is a copy.
     """
 
     __slots__ = ("call", "gradient", "pending", "sent", "sizes")
@@ -87,7 +86,7 @@ class _Exchange:
 
     @property
     def keeps(self) -> bool:
-        """Whether the gradient needs x and y: that of an extreme goes to the ranks that hold it."""
+        """Whether the gradient needs x and y: for max and min it goes to the ranks that hold the extreme."""
         return any(param in ("max", "min") for param in self.call.params)
 
 
@@ -109,7 +108,7 @@ class _Blocking(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, exchange: _Exchange) -> tuple[Tensor, int]:
-        """One collective of the whole batch, its dim first."""
+        """One collective for the whole batch, with the batch dim first."""
         call = exchange.call
         params = _BATCHED.get(call.op, lambda *params: params)(*call.params)
         one = _Exchange(this_rank().call(call.op, call.axis, params, lambda *_: call.peers))  # type: ignore
@@ -128,10 +127,10 @@ class _Blocking(torch.autograd.Function):
 class _Flight(Pending):
     """A differentiable collective between its start and its wait.
 
-    In the graph these are two nodes, joined by a token. The backward pass meets them in reverse order: at `wait` the
+    In the graph these are two nodes, joined by a token. The backward pass reaches them in reverse order: at `wait` the
     gradient arrives and its collective begins, at `start` it is waited for, and whatever the backward pass computes
-    between the two overlaps with it, as the forward pass did. The gradient travels from one node to the other beside
-    the graph, in the exchange; under create_graph it has a graph of its own, with two nodes of the same kind in it.
+    between the two overlaps with it, as in the forward pass. The gradient passes from one node to the other outside the
+    graph, in the exchange; under create_graph it has a graph of its own, with two nodes of the same kind.
     """
 
     def __init__(self, call: Call, x: Tensor):
@@ -198,7 +197,7 @@ class _Landed(Pending):
 
 
 class _Varying(torch.autograd.Function):
-    """Forward: the same. Backward: the sum of what the ranks made of it, which is replicated again."""
+    """Forward: the same x. Backward: the sum of the ranks' gradients, which is replicated again."""
 
     @staticmethod
     def forward(x: Tensor, axis: Axis) -> Tensor:
@@ -252,7 +251,7 @@ def _through_broadcast(call: Call, dy: Tensor, forward: Forward) -> Tensor:
 
 
 def _through_message(call: Call, dy: Tensor, forward: Forward) -> Plan:
-    """Back the way it came."""
+    """The gradient goes back the way the message came."""
     (param,) = call.params
     back = -param if call.op == "ring_shift" else tuple((target, source) for source, target in param)
     peers = call.peers
@@ -279,13 +278,13 @@ _BATCHED: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def _used_by_each(call: Call, dy: Tensor) -> Tensor:
-    """The gradient of what was replicated is so too; from here on it is each rank's own, and counts in a second
-    backward pass for what each rank does with it."""
+    """The gradient of a replicated tensor is replicated too. From here on it is each rank's own, and a second backward
+    pass adds up what each rank does with it."""
     return varying(dy, call.axis) if _is_followed(dy) else dy
 
 
 def _shared(call: Call, dy: Tensor, holds: Tensor) -> Tensor:
-    """dy to the ranks that hold the extreme, in equal shares."""
+    """dy for the ranks that hold the extreme, in equal shares."""
     share = holds.to(dy.dtype)
     return dy * share / _summed(share, call.axis)
 

@@ -1,9 +1,9 @@
-"""Collectives over an axis of the mesh: what ranks say to each other.
+"""Collectives over an axis of the mesh: what ranks send each other.
 
-Every rank of an axis calls the same collective in the same order. `start(op, x, ...)` begins one and gives a handle;
+Every rank of an axis calls the same collectives in the same order. `start(op, x, ...)` begins one and returns a handle;
 what the program does before `handle.wait()` overlaps with it.
 
-All are differentiable, by one convention, which is that of JAX's `shard_map`. What `all_reduce` and `broadcast` return
+All are differentiable, by the same convention as JAX's `shard_map`. What `all_reduce` and `broadcast` return
 is *replicated*: every rank holds the same tensor and, in the backward pass, the same gradient of it. What the others
 return is *varying*: each rank's gradient is what its own use of the tensor contributed, and contributions are added.
 
@@ -43,7 +43,7 @@ def axis_index(axis: Axis) -> int:
 
 
 def axis_size(axis: Axis) -> int:
-    """How many ranks there are along `axis`."""
+    """The number of ranks along `axis`."""
     return len(this_rank().place(axis).group)
 
 
@@ -52,7 +52,7 @@ def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handl
 
     `op` is any collective of this module. What the rank computes between the two overlaps with the communication. In
     the backward pass the roles are exchanged: the gradient's collective begins at `wait` and is waited for at `start`.
-    start(receive, "pp", 0) says which message will be taken.
+    start(receive, "pp", 0) reserves the next message from position 0.
     """
     if op is receive:
         return start_receive(x, *args, **kwargs)
@@ -65,7 +65,7 @@ def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handl
 
 
 def _collective(call_of: Callable[Concatenate[Tensor, Params], Call]) -> Callable[Concatenate[Tensor, Params], Tensor]:
-    """What says which call is meant -> the collective, which makes the call and waits. `start` reads `.call_of`."""
+    """From a function that describes the call, the collective, which makes it and waits. `start` reads `.call_of`."""
 
     @wraps(call_of)
     def collective(x: Tensor, *args: Params.args, **kwargs: Params.kwargs) -> Tensor:
@@ -91,7 +91,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Call:
 
 @_collective
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Call:
-    """Put what every rank of `axis` holds behind one another along `dim`; sizes along it may differ.
+    """Concatenate what every rank of `axis` holds along `dim`; sizes along it may differ.
 
     x [.., n, ..]   ->   y [.., R n, ..], the same on every rank
     ring      each rank sends (R-1) pieces, in R-1 hops
@@ -102,7 +102,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Call:
 
 @_collective
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: str = "sum") -> Call:
-    """Combine what every rank of `axis` holds, and keep one piece along `dim` each.
+    """Combine what every rank of `axis` holds; each rank keeps one piece along `dim`.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i
     ring      each rank sends (R-1)/R of x, in R-1 hops
@@ -134,7 +134,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -
 
 @_collective
 def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Call:
-    """Give every rank of `axis` what the one at index `root` holds; the others' x only says the shape.
+    """Give every rank of `axis` what the one at index `root` holds; the others' x only gives the shape.
 
     x [...]   ->   y [...] = x of the root
     backward  dx = dy on the root, zeros elsewhere
@@ -148,9 +148,9 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Call:
 def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Call:
     """Send x along pairs (from index, to index) of `axis`; a rank that is sent nothing gets zeros.
 
-    x [...]   ->   y [...]: what the sender holds, of its shape
+    x [...]   ->   y [...]: what the sender holds, in its shape
     backward  dx = ppermute(dy), pairs reversed
-    Raises MeshError where a position is not on the axis, sends twice or receives twice.
+    Raises MeshError if a position is not on the axis, sends twice or receives twice.
     """
     check_tensor("ppermute", x)
     return this_rank().call("ppermute", axis, (pairs_of(perm),), _peers_in)
@@ -171,7 +171,7 @@ def ring_shift(x: Tensor, axis: Axis, shift: int = 1) -> Call:
 
 
 def barrier(axis: Axis | None = None) -> None:
-    """Wait until every rank of `axis` (of the whole mesh, if None) is here."""
+    """Wait until every rank of `axis` (of the whole mesh, if None) has arrived."""
     rank = this_rank()
     rank.do(rank.call("barrier", rank.mesh.axis_names if axis is None else axis), _NOTHING)
 

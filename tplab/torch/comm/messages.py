@@ -19,9 +19,9 @@ Payload = Tensor | tuple[Tensor, ...]
 def send(x: Payload, axis: Axis, target: int) -> None:
     """Send x, a tensor or a tuple of them, to the rank at position `target` of `axis`, and go on at once.
 
-    What this rank writes to x later does not travel. The k-th send to a rank meets the k-th `receive` there, whatever
-    the shapes are; other ranks take no part. Each tensor is a message of its own.
-    No graph travels along: the gradient is a message the other way, which the program sends itself.
+    What this rank writes to x later is not sent. The k-th send to a rank matches the k-th `receive` there, whatever the
+    shapes are; other ranks take no part. Each tensor is a message of its own.
+    No graph is sent: the gradient is a message in the other direction, which the program sends itself.
     Raises ValueError for a tensor that requires grad, MeshError for a position that the axis does not have.
     """
     parts = x if isinstance(x, tuple) else (x,)
@@ -43,13 +43,13 @@ def send(x: Payload, axis: Axis, target: int) -> None:
 def receive(axis: Axis, source: int) -> Payload:
     """Wait for what the rank at position `source` of `axis` sends here: a tensor, or a tuple as it was sent.
 
-    `start(receive, axis, source)` only says that it will be taken, and gives a handle whose `wait` gives it.
+    `start(receive, axis, source)` only reserves it, and returns a handle whose `wait` returns it.
     """
     return start_receive(axis, source).wait()
 
 
 def start_receive(axis: Axis, source: int) -> Receipt:
-    """What `start(receive, axis, source)` gives."""
+    """What `start(receive, axis, source)` returns."""
     rank, source = this_rank(), _other("receive", axis, source)
     call = rank.message("receive", axis, source)
     made = rank.receipts[call] = Receipt(call, rank.receipts.get(call))
@@ -57,8 +57,8 @@ def start_receive(axis: Axis, source: int) -> Receipt:
 
 
 class Receipt(Pending):
-    """A message that this rank will take. It may be several, a tuple: so the next of the same sender's begins when the
-    one before it is whole."""
+    """A message that this rank will take. It may be several, a tuple, so the same sender's next one begins when the one
+    before it is complete."""
 
     __slots__ = ("_before", "_call", "_first", "_next", "_result")
 
@@ -74,7 +74,7 @@ class Receipt(Pending):
             self._before._next = self
 
     def wait(self) -> Any:
-        """What has come, once it is there."""
+        """The message, once it has arrived."""
         if self._result is None:
             if self._before is not None:
                 self._before.wait()
@@ -96,7 +96,7 @@ class Receipt(Pending):
 
 
 def _other(op: str, axis: Axis, position: int) -> int:
-    """The position of another rank of `axis`. Raises MeshError where it is none."""
+    """The position of another rank of `axis`. Raises MeshError if it is not one."""
     place = this_rank().place(axis)
     try:
         position = operator.index(position)

@@ -9,9 +9,9 @@ partner:
     scatter_to         y = my piece of x   all_gather(dy)
     gather_from        y = all_gather(x)   my piece of dy
 
-Sequence parallelism has a third pair, and it is in `comm`: the backward pass of all_gather is reduce_scatter, and the
-reverse. It differs from gather_from in what happens to y: what `gather_from` returns all ranks use in the same way,
-what `all_gather` returns each uses in its own, and the gradients are added.
+Sequence parallelism has a third pair, which is in `comm`: the backward pass of all_gather is reduce_scatter, and vice
+versa. It differs from gather_from in the use of y: all ranks use the result of `gather_from` in the same way, while
+each uses the result of `all_gather` in its own way, and the gradients are added.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Megatron's f: the same x goes into work that the ranks of `axis` divide; its gradient is the sum of theirs.
+    """Megatron's f: the same x enters work that the ranks of `axis` divide; its gradient is the sum of theirs.
 
     x [...], the same on every rank   ->   y = x
     forward   nothing is sent
@@ -41,7 +41,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Megatron's g: what each rank of `axis` has computed is added up, and every rank goes on with the sum.
+    """Megatron's g: the results of the ranks of `axis` are added up, and every rank goes on with the sum.
 
     x [...], each rank's part   ->   y, the same on every rank
     forward   y = all_reduce(x)    2(R-1)/R of x is sent by each rank
@@ -80,7 +80,7 @@ def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """Forward: the piece of this rank, of pieces of these sizes. Backward: all of them."""
+    """Forward: this rank's piece, where pieces have these sizes. Backward: all pieces."""
 
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -102,13 +102,13 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Sizes:
-    """What each rank has put in along the dim; no list, of which torch.func would make another."""
+    """Each rank's size along the dim. This is no list, as torch.func would copy it."""
 
     all: tuple[int, ...]
 
 
 class _Gather(torch.autograd.Function):
-    """Forward: all pieces, whose sizes are noted. Backward: the piece of this rank."""
+    """Forward: all pieces, whose sizes are noted. Backward: this rank's piece."""
 
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int, sizes: _Sizes) -> Tensor:

@@ -22,7 +22,7 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = -1) -> list[Any]:
-    """Every rank's x, in the order in which a ring brings them.
+    """Every rank's x, in the order in which they arrive around a ring.
 
     x          a tensor, or any structure of tensors
     "up"       R pieces, place k from index i - k;  R-1 hops
@@ -32,7 +32,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     cost       (R-1) x is sent by each rank
     """
     num_ranks = axis_size(axis)
-    lanes = gather_lanes(0, num_ranks, 1, direction)  # whose pieces they are is not asked here
+    lanes = gather_lanes(0, num_ranks, 1, direction)  # it does not matter here which rank's pieces they are
     if direction == "split":
         first, second = _halves(x, dim)
         up, down = _gathered(first, second, axis, len(lanes.up), len(lanes.down))
@@ -41,7 +41,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
 
 
 def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int) -> tuple[list[Any], list[Any]]:
-    """What arrives in so many hops up and down, both at once."""
+    """What arrives in these numbers of hops up and down, both at once."""
     up, down = [first], [second]
     for hop in range(max(hops_up, hops_down)):
         rising = _hop(up[-1], axis, 1) if hop < hops_up else None
@@ -56,7 +56,7 @@ def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int)
 def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction = "up", dim: int = -1) -> Any:
     """Add up one part of every rank's list: each rank ends with one sum.
 
-    parts      R tensors (or structures of them), in the order in which ring_all_gather gives them
+    parts      R tensors (or structures of them), in the order in which ring_all_gather returns them
     "up"       index i gets sum_j parts_j[(j-1-i) mod R];  R-1 hops to i + 1
     "down"     index i gets sum_j parts_j[(i-j-1) mod R];  R-1 hops to i - 1
     "both"     the sums of "up"; ceil((R-1)/2) hops up while floor((R-1)/2) go down
@@ -80,7 +80,7 @@ def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tenso
     """Add up every rank's x: a ring reduce-scatter of its pieces, then a ring all-gather of the sums.
 
     x [...]   ->   y [...] = sum_j x_j, the same bits on every rank
-    cost      2(R-1)/R of x is sent by each rank, in 2(R-1) hops; no algorithm sends less (Patarasu & Yuan 2009).
+    cost      2(R-1)/R of x is sent by each rank, in 2(R-1) hops; no algorithm sends less (Patarasuk & Yuan 2009).
               x is padded to R equal pieces ("split": 2R)
     """
     num_ranks, index = axis_size(axis), axis_index(axis)
@@ -107,7 +107,7 @@ def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tenso
 
 
 def _collected(rising: list[Any], sinking: list[Any], axis: Axis) -> tuple[Any, Any]:
-    """Two sums on their way at once, each rank adding one part before each hop; as they arrive (None: no parts)."""
+    """Two sums that travel at once, each rank adding one part before each hop; as they arrive (None: no parts)."""
     pytree.tree_map(this_rank().starts_with, [parts[:1] for parts in (rising, sinking)])
     up = down = None
     for hop in range(max(len(rising), len(sinking))):
@@ -128,14 +128,14 @@ def _landed(flights: Any) -> Any:
 
 
 def _plus(received: Any, part: Any) -> Any:
-    """received + part, and the sum is known to hold the data of both."""
+    """received + part, with a note in the trace that the sum holds the data of both."""
     if received is None:
         return part
     return pytree.tree_map(lambda a, b: mark_sum(a + b, a, b), received, part)
 
 
 def _halves(x: Any, dim: int) -> tuple[Any, Any]:
-    """Every tensor of x cut in two along `dim`; of an odd size the first half is the larger one."""
+    """Every tensor of x cut in two along `dim`; if the size is odd, the first half is larger."""
     leaves, structure = pytree.tree_flatten(x)
     cut = [leaf.split([leaf.shape[dim] - leaf.shape[dim] // 2, leaf.shape[dim] // 2], dim) for leaf in leaves]
     return tuple(pytree.tree_unflatten([pair[side] for pair in cut], structure) for side in (0, 1))  # type: ignore
