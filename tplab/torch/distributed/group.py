@@ -189,6 +189,6 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces behind one another; no operation of the program's."""
+    """The pieces, concatenated; this is no operation of the program."""
     with no_dispatch():
         return torch.cat([flat(piece) for piece in pieces]) if len(pieces) > 1 else own(flat(pieces[0]))

@@ -106,7 +106,7 @@ class Processes:
         return None if self._cuda is None else self._cuda.sentence()
 
     def advice(self, error: BaseException) -> str | None:
-        """What helps a program in which a rank has raised `error`."""
+        """Advice for a program in which a rank has raised `error`."""
         return advice(error, is_mapped=self._cuda is not None)
 
     def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:

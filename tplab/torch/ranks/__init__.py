@@ -1,1 +1,1 @@
-"""Simulated ranks: one thread each, of which one runs at a time; what they keep, send and note."""
+"""Simulated ranks: one thread each, running one at a time; what they keep, send and note."""

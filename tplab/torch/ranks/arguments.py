@@ -21,22 +21,22 @@ from tplab.torch.ranks.pages import SHARED_FROM, Pages
 
 
 def arguments_of(rank: int, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None) -> list[Any]:
-    """The arguments of one rank that is alone in its process: see `Arguments`."""
+    """The arguments of a rank that has its own process: see `Arguments`."""
     return Arguments(args, in_specs, mesh, device, num_here=1).of(rank)
 
 
 class Arguments:
-    """The arguments of a program, of which each rank gets what is its own: of each tensor the piece that its spec gives
-    it, in memory that nobody else writes to.
+    """The arguments of a program. Each rank gets its own: of each tensor the piece that its spec gives it, in memory
+    that nothing else writes to.
 
-    in_specs   None (everything whole), one P for all, or a sequence with an entry an argument; an entry is None, a P
+    in_specs   None (everything whole), one P for all, or a sequence with one entry per argument; an entry is None, a P
                for every tensor in that argument, or a structure of them
 
     num_here   how many of the ranks are in this process
 
-    Everything is copied. Of a large tensor that several ranks get whole there is one copy, until one of them writes to
-    it. Inside one rank things stay together as they were: a module and its optimizer, a tensor that is given twice.
-    Like what is sent to another process, a tensor leaves its `.grad` behind.
+    Everything is copied. A large tensor that several ranks get whole has only one copy, until one of them writes to it.
+    Within one rank things stay connected as they were: a module and its optimizer, or a tensor that is passed twice.
+    A tensor's `.grad` is not copied, just as when it is sent to another process.
     """
 
     def __init__(self, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None, num_here: int):
@@ -57,7 +57,7 @@ class Arguments:
     @torch.no_grad()
     def of(self, rank: int) -> list[Any]:
         """The arguments of one rank."""
-        found: dict[tuple[int, P], Tensor] = {}  # what this rank has got already, so that it gets it once
+        found: dict[tuple[int, P], Tensor] = {}  # what this rank already has, so that it gets it only once
         memo: dict[int, Any] = {}  # the same for `copy.deepcopy`, which sees no specs
         args = []
         for place, (structure, leaves, specs) in enumerate(self._trees):
@@ -89,7 +89,7 @@ class Arguments:
         return piece.requires_grad_(isinstance(leaf, Tensor) and leaf.requires_grad)
 
     def _whole(self, x: Tensor, key: int) -> Tensor:
-        """A copy of all of x, in the order in which x lies in memory, as torch's clone has it."""
+        """A copy of all of x, with the memory layout of x, as in torch's clone."""
         if x.dtype in WITHOUT_KERNELS:
             return own(x)
         is_plain = x.is_cpu and x.layout is torch.strided
@@ -128,7 +128,7 @@ def entries_of(specs: Any, count: int, name: str, what: str) -> list[Any]:
 
 
 def spread(spec: Any, tree: Any, name: str) -> list[P]:
-    """One P a leaf of `tree`, from a spec that is a structure of the same shape, or stands for a whole part of it."""
+    """One P per leaf of `tree`, from a spec that is a structure of the same shape, or stands for a whole part of it."""
     if spec is None:
         spec = P()
     if isinstance(spec, P):
@@ -144,14 +144,14 @@ def spread(spec: Any, tree: Any, name: str) -> list[P]:
 
 
 def _check_whose(spec: Any, name: str) -> None:
-    """Raise SpecError for a PartitionSpec of JAX's own: it looks the same as a P."""
+    """Raise SpecError for JAX's own PartitionSpec: it looks the same as a P."""
     if type(spec).__module__.partition(".")[0] == "jax":
         entries = ", ".join(map(repr, spec))
         raise SpecError(f"{name} has JAX's own PartitionSpec; write `from tplab import P`, and here P({entries})")
 
 
 def _tensor_of(array: np.ndarray) -> Tensor:
-    """The array as a tensor; it need not be the array's memory."""
+    """The array as a tensor; it need not share the array's memory."""
     if not array.dtype.isnative or min(array.strides, default=0) < 0 or not array.flags.writeable:
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(array)

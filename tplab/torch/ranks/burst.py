@@ -1,4 +1,4 @@
-"""A burst: what a simulated rank computes, without a break, for one thing that it does."""
+"""A burst: what a simulated rank computes, without a break, as part of one action."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tplab.trace.recorder import Recorder
 
 
 class Burst:
-    """What rank `rank` computes for `about`, as one event from `start` on; as several where it waited in between."""
+    """What rank `rank` computes for `about`, as one event from `start` on, or several if it waited in between."""
 
     def __init__(self, recorder: Recorder, rank: int, about: Doing, start: float):
         self.recorder, self.rank, self.about = recorder, rank, about
@@ -26,7 +26,7 @@ class Burst:
         self.end, self.flops, self.num_bytes = end, self.flops + flops, self.num_bytes + num_bytes
 
     def note(self, held: int = -1) -> None:
-        """Take the event down. `held`: what the rank keeps for backward passes at its end."""
+        """Record the event. `held`: the bytes that the rank keeps for backward passes at its end."""
         op, where, label, _ = self.about
         self.recorder.add(
             self.rank,

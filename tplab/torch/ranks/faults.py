@@ -1,4 +1,4 @@
-"""What went wrong among simulated ranks: it is seen from where they stand."""
+"""What went wrong among simulated ranks, worked out from where each of them is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tplab.torch.ranks.simulated import SimulatedRank
 def named(
     rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines, advice: str | None = None
 ) -> BaseException:
-    """What a rank raised, saying which rank it was, and `advice`. The error of this run, `failure`, names its ranks
-    already."""
+    """What a rank raised, with the rank's number and `advice`. The error of this run, `failure`, already names its
+    ranks."""
     if error is failure:
         return error
     said = "; ".join(filter(None, (str(error), advice)))
@@ -24,7 +24,7 @@ def named(
 
 
 def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
-    """The error for a collective to which some of its group have not come, though all ranks have returned."""
+    """The error for a collective that some of its group have not reached, though all ranks have returned."""
     for group in groups:
         for meeting in group.open.values():
             if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
@@ -35,7 +35,7 @@ def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
 
 
 def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = ()) -> DeadlockError:
-    """The error that says of every rank what it waits for, and of the `others`: threads that ranks have started."""
+    """The error that says what every rank waits for, and what the `others` do: threads that ranks have started."""
     members = [*ranks, *others]
     doing = {rank.rank: _doing(rank) for rank in members if rank.home is rank}
     for rank in members:

@@ -1,4 +1,4 @@
-"""The floor: of all runs of this process, the one whose ranks may take turns now."""
+"""The floor: of all runs in this process, only the one that has the floor may let its ranks take turns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import suppress
 from threading import Lock
 
 _POLL = 0.1  # s; Ctrl-C reaches a thread only between two waits
-_SLICE = 5e-3  # s; so long a run keeps the floor before it lets another one have it
+_SLICE = 5e-3  # s; how long a run keeps the floor before it lets another one have it
 
 
 class Place:
-    """A run's place in the queue for the floor. The first of the queue has the floor: nothing else says who does, so no
-    interrupt can come between.
+    """A run's place in the queue for the floor. The first in the queue has the floor. Nothing else records this, so no
+    interrupt can leave it inconsistent.
 
-    A run that is made inside a rank needs none: it takes its turns within that rank's turn.
+    A run inside a rank needs no place: it takes its turns within that rank's turn.
     """
 
     _queue: deque[Place] = deque()
@@ -33,7 +33,7 @@ class Place:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this run has had the floor for some time, and another one waits for it."""
+        """Whether this run has had the floor for some time, and another one is waiting for it."""
         return len(self._queue) > 1 and time.perf_counter() - self._since > _SLICE
 
     def enter(self) -> None:
@@ -42,13 +42,13 @@ class Place:
         self._wait()
 
     def pause(self) -> None:
-        """Let all others that wait go first."""
+        """Let all other waiting runs go first."""
         self._queue.rotate(-1)
         self._call_first()
         self._wait()
 
     def leave(self) -> None:
-        with suppress(ValueError):  # it has never come so far as to be in the queue
+        with suppress(ValueError):  # it never got into the queue
             self._queue.remove(self)
         self._call_first()
 
@@ -58,7 +58,7 @@ class Place:
         self._since = time.perf_counter()
 
     def _call_first(self) -> None:
-        with suppress(IndexError, RuntimeError):  # there is none; it has been called already
+        with suppress(IndexError, RuntimeError):  # there is none, or it has already been woken
             self._queue[0]._called.release()
 
 

@@ -7,15 +7,15 @@ from threading import Lock, get_ident
 
 
 class _Last(BaseException):
-    """Takes the place of an exception that has not come yet, and ends where the gate is closed."""
+    """Replaces an exception that has not arrived yet, and ends where the gate is closed."""
 
 
 class Gate:
-    """Is open while a thread is in the program, and closed while it is in what runs the program: there an exception
-    could come between two lines that belong together.
+    """Open while a thread is in the program, and closed while it is in the code that runs the program, where an
+    exception could come between two lines that belong together.
 
-    `open` and `close` are called by the thread itself. Once `close` has returned, nothing is raised any more; while it
-    runs, what was raised before may still come.
+    The thread itself calls `open` and `close`. Once `close` has returned, nothing more is raised; while it runs, an
+    exception raised before may still arrive.
     """
 
     def __init__(self) -> None:
@@ -29,17 +29,17 @@ class Gate:
 
     def close(self) -> None:
         self._is_open = False
-        with self._lock:  # who has seen it open has raised by now
+        with self._lock:  # a thread that has seen it open has raised by now
             if self._was_used:
                 try:
                     _raise(self._thread, _Last)
                     while True:
-                        pass  # until it comes
+                        pass  # until it arrives
                 except _Last:
                     self._was_used = False
 
     def raise_through(self, kind: type[BaseException]) -> None:
-        """Raise an exception in the thread, at the next line of Python that it comes to; not where it is closed."""
+        """Raise an exception in the thread, at the next line of Python that it reaches, unless the gate is closed."""
         with self._lock:
             if self._is_open:
                 self._was_used = True
@@ -47,9 +47,9 @@ class Gate:
 
 
 def _raise(thread: int, kind: type[BaseException]) -> None:
-    """Give a thread an exception to raise, instead of one that it has not come to yet.
+    """Give a thread an exception to raise, in place of one that it has not reached yet.
 
-    It is never taken back: Python would go on looking for it between any two instructions, in all threads and for good,
-    and Python 3.11 never gets past the first of them in a thread that is profiled.
+    It is never taken back: Python would then look for it between any two instructions, in all threads and forever, and
+    Python 3.11 never gets past the first of them in a thread that is profiled.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

@@ -1,4 +1,4 @@
-"""Random numbers: torch has one default generator a device for the whole process; ranks take turns with it too."""
+"""Random numbers: torch has one default generator per device in a process, and ranks take turns with it too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Generator(NamedTuple):
     fresh: Callable[[int], Tensor]
 
     def state(self, seed: int, rank: int) -> Tensor:
-        """The state a rank starts with: from (seed, rank) alone, and unlike that of any other rank or seed."""
+        """The state a rank starts with: it depends only on (seed, rank), and differs for every other rank or seed."""
         return self.fresh(int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0]))
 
 

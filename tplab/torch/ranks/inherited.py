@@ -1,4 +1,4 @@
-"""What a thread does not inherit by itself: torch's settings of the one that made it."""
+"""What a thread does not inherit by itself: torch's settings in the thread that made it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def inherited_state(device: torch.device | None = None) -> Callable[[], Abstract
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     num_threads, default_device = torch.get_num_threads(), torch.get_default_device()
     kinds = {"cpu", "cuda"} | ({device.type} if device is not None else set())
-    kinds = {kind for kind in kinds if torch.amp.is_autocast_available(kind)}  # for meta tensors there is none
+    kinds = {kind for kind in kinds if torch.amp.is_autocast_available(kind)}  # meta tensors have none
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
     cache = torch.is_autocast_cache_enabled()
     stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Labels: whose data a tensor holds, as far as one rank knows."""
+"""Labels: which ranks' data a tensor holds, as far as one rank knows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.trace.label import Label
 
 
 class Labels:
-    """Tensor -> label. Nothing is written to the tensors, which others may hold too, and none is kept alive."""
+    """Tensor -> label. Nothing is written to the tensors, which other ranks may also hold, and none is kept alive."""
 
     __slots__ = ("_entries", "_purge_at")
 
@@ -34,7 +34,7 @@ class Labels:
 
     def joined(self, operands: Iterable[Tensor], rank: int) -> Label | None:
         """The label of what `rank` computes from these: the first one's chunk, the contributors of all, and this rank
-        too where data of its own takes part. None where no operand has one."""
+        too if any operand is its own data. None if no operand has a label."""
         first, contributors, takes_part = None, set(), False
         for x in operands:
             label = self.get(x)

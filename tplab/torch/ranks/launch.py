@@ -37,8 +37,8 @@ def run_on_simulated_ranks(
     title: str,
     more: More | None = None,
 ) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run `fn` on every rank of `mesh`, each a thread that takes its turn: what each returned, and what makes the
-    trace. `more` is what ranks have for themselves where the program uses torch.distributed."""
+    """Run `fn` on every rank of `mesh`, each a thread that takes turns. Returns each rank's result and what makes the
+    trace. `more` is what each rank has of its own where the program uses torch.distributed."""
     world = World(
         mesh,
         title=title,
@@ -91,11 +91,11 @@ def run_on_simulated_ranks(
         if more is not None and (found := more.named_mesh()) is not None:
             world.recorder.rename(*found)
         show_sheets(sheets)
-        ranks.clear()  # what they hold should not wait for the garbage collector
+        ranks.clear()  # so that what they hold does not wait for the garbage collector
     return per_rank, make_trace
 
 
 def _runs(rank: SimulatedRank) -> bool:
-    """Whether the thread that asks runs the program of this rank."""
+    """Whether the calling thread runs the program of this rank."""
     current = current_rank_or_none()
     return isinstance(current, SimulatedRank) and current.home is rank

@@ -19,16 +19,16 @@ from tplab.trace.recorder import Recorder
 
 
 class Group:
-    """The ranks of one group, and the collectives to which some of them, but not all, have come.
+    """The ranks of one group, and the collectives that some of them, but not all, have reached.
 
-    Each member's k-th call over the group belongs to the k-th meeting, so members leave a meeting behind in order.
+    Each member's k-th call over the group belongs to the k-th meeting, so members pass through meetings in order.
     """
 
     __slots__ = ("num_calls", "open", "ranks", "signatures", "size")
 
     def __init__(self, ranks: tuple[int, ...]):
         self.ranks, self.size = ranks, len(ranks)
-        self.num_calls = [0] * len(ranks)  # of the member at each position
+        self.num_calls = [0] * len(ranks)  # for the member at each position
         self.open: dict[int, Meeting] = {}  # by number
         self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so they compare by identity
 
@@ -37,9 +37,9 @@ class Site:
     """A collective as one rank calls it from one line of its program, in one phase, with tensors of one shape and
     dtype: what all those calls have in common.
 
-    signature   what every member of the group must bring to the meeting
-    target      of a collective between pairs: to which rank, None if to none; `source`: from which
-    num_sent    of the others: the bytes that the ring algorithm sends from here, where that is the same in each meeting
+    signature   what must be the same for every member of the group
+    target      for a collective between pairs: the rank to send to, None if none; `source`: the rank to receive from
+    num_sent    for the others: the bytes that the ring algorithm sends from here, if they are the same in each meeting
     """
 
     __slots__ = (
@@ -97,12 +97,12 @@ class Meeting:
     """One collective over one group.
 
     number       how many the group had before it
-    sites        position in the group -> from where that member came; the first of them says what it is
+    sites        position in the group -> that member's call; the first one says which collective it is
     waiting      the seats of those that wait in it
-    messages     of a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label, its
+    messages     for a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label, its
                  number in the trace, and from where it was sent
-    inputs       of the others: what each position has put in; `ready`, `hops`: when the last of them came
-    outputs      what each position gets, once all are there, until it takes it; `end`, `hops_end`: when
+    inputs       for the others: the input from each position; `ready`, `hops`: when the last of them came
+    outputs      each position's result, once all have come, until it is taken; `end`, `hops_end`: when
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Meeting:
 
     @property
     def first(self) -> tuple[int, Site]:
-        """The rank that came first, and from where."""
+        """The rank that came first, and its call."""
         index, site = next(iter(self.sites.items()))
         return site.group.ranks[index], site
 
@@ -142,7 +142,7 @@ class Meeting:
 
 
 def unfit(meeting: Meeting) -> str | None:
-    """What is wrong where a member has room for pieces of other sizes than it gets; None where all is right."""
+    """What is wrong if a member has room for pieces of other sizes than it gets; None if everything fits."""
     sites = meeting.sites
     for index, site in sites.items():
         takes = site.call.takes
@@ -168,7 +168,7 @@ def unfit(meeting: Meeting) -> str | None:
 def bytes_sent(call: Call, shape: Sequence[int], itemsize: int, numels: Sequence[int], index: int) -> int:
     """What the rank at `index` sends under the ring algorithm, to the byte.
 
-    shape    of what this rank puts in; numels: how many elements each rank of the group puts in
+    shape    that of this rank's input; numels: the number of elements in each rank's input
     """
     num_ranks, numel = len(numels), numels[index]
     if call.op == "all_gather":

@@ -30,13 +30,13 @@ from tplab.trace.memory import KINDS, Ledger, RankMemory
 
 
 def count_as(kind: str, tensors: Any) -> None:
-    """Say what these tensors are, where a run counts memory by kind; elsewhere this does nothing.
+    """Say what kind of memory these tensors are, in a run that counts memory by kind; elsewhere this does nothing.
 
         w = torch.zeros(D, F, requires_grad=True)
-        count_as("parameters", w)                  # they are no nn.Parameter
+        count_as("parameters", w)                  # it is not an nn.Parameter
 
     kind      one of "parameters", "optimizer", "gradients", "gathered", "activations", "other"
-    tensors   one, or a structure of them. It holds for their memory, so also for their views, until they are gone
+    tensors   one, or a structure of them. It applies to their memory, so also to their views, until they are gone
     """
     if kind not in KINDS:
         raise ValueError(f"there is no kind {kind!r} of memory; kinds are {', '.join(KINDS)}")
@@ -48,19 +48,19 @@ def count_as(kind: str, tensors: Any) -> None:
 
 
 def hold(x: Tensor) -> object:
-    """A token: as long as it is kept, `x` counts as saved for a backward pass. For what saves tensors by itself."""
+    """A token: as long as it is kept, `x` counts as saved for a backward pass. For code that saves tensors itself."""
     follower = _follower()
     return None if follower is None else follower.hold(x)
 
 
 def begun() -> int:
-    """Where a collective begins that is waited for later: for `count`."""
+    """The beginning of a collective that is waited for later, to pass to `count`."""
     follower = _follower()
     return -1 if follower is None else follower.num_rows
 
 
 def count(result: Tensor, op: str, since: int = -1) -> None:
-    """Let all that counts memory on this rank count what the collective `op` has brought, which began at `since`."""
+    """Let everything that counts memory on this rank count the result of the collective `op`, begun at `since`."""
     for mode in dispatch_modes():
         if isinstance(mode, LiveBytes):
             mode.made(result)
@@ -69,9 +69,9 @@ def count(result: Tensor, op: str, since: int = -1) -> None:
 
 
 class Counted:
-    """A rank's program, followed: it returns (what the program returns, the rank's `RankMemory`).
+    """A rank's program whose memory is followed: it returns (what the program returns, the rank's `RankMemory`).
 
-    is_meta   whether tensors on the device "meta" count, as if they were real, in the place of all others
+    is_meta   whether tensors on the device "meta" count, as if they were real, instead of all others
     """
 
     def __init__(self, fn: Callable[..., Any], is_meta: bool = False):
@@ -85,21 +85,21 @@ class Counted:
 
 
 class KindsOfMemory(DispatchMode):
-    """Follows the memory of this rank's tensors, from what its program is given to the end: `memory` is what it held.
+    """Follows the memory of this rank's tensors, from the program's arguments to its end: `memory` is what it held.
 
     Each piece of memory counts once, however many tensors are views of it, from the operation that makes it until the
-    first operation after it is gone. What a collective brings counts from when it is started, as a message needs room
-    to arrive; on processes, from its first use. What the program finds outside counts from its first use too, but an
+    first operation after it is gone. The result of a collective counts from its start, as a message needs room to
+    arrive; on processes, from its first use. What the program finds outside also counts from its first use, but an
     nn.Parameter from the start.
 
     optimizer     tensors in the state of an optimizer of torch.optim after its step
     parameters    memory of an nn.Parameter
     gradients     memory of the `.grad` of one
-                  (these three from their beginning, as something becomes known only later)
-    activations   what autograd has saved until it lets go of it: what is part of the graph from its beginning, all else
-                  from then on. And what is computed in a backward pass with grad mode on, which is a recomputation
-    other         all else, and what the program was given
-    What `count_as` says goes before all that.
+                  (these three count as such from their beginning, though their kind becomes known only later)
+    activations   what autograd has saved until it frees it: parts of the graph from their beginning, everything else
+                  from the time it is saved. Also what a backward pass computes with grad mode on: a recomputation
+    other         everything else, and the program's arguments
+    What `count_as` says takes precedence over all this.
     """
 
     memory: RankMemory
@@ -108,7 +108,7 @@ class KindsOfMemory(DispatchMode):
         super().__init__()
         self._rank, self._given, self._is_meta = rank, given, is_meta
         self._ledger = Ledger()
-        self._held: dict[int, _Held] = {}  # place of a storage -> what is known of it
+        self._held: dict[int, _Held] = {}  # place of a storage -> what is known about it
         self._parameters: dict[int, weakref.ref[Tensor]] = {}  # the same place -> the parameter, for its gradient
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
 
@@ -141,7 +141,7 @@ class KindsOfMemory(DispatchMode):
             for x in pytree.tree_leaves((args, kwargs)):
                 if isinstance(x, nn.Parameter):
                     self._meet(x)
-            return NotImplemented  # a DTensor, say: what it does to the tensors that it is made of comes here again
+            return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
         time = self._rank.now()
         result = func(*args, **(kwargs or {}))
         self._look()
@@ -156,7 +156,7 @@ class KindsOfMemory(DispatchMode):
         return len(self._ledger)
 
     def brought(self, result: Tensor, op: str, since: int) -> None:
-        """Count what the collective `op` has brought, which is no operation of torch's, from row `since` on."""
+        """Count the result of the collective `op`, which is no operation of torch, from row `since` on."""
         self._look()
         self._open_row(op)
         held = self._meet(result)
@@ -164,7 +164,7 @@ class KindsOfMemory(DispatchMode):
             held.born, held.kinds = since, [(since, held.kinds[0][1])]
 
     def mark(self, x: Tensor, kind: str) -> None:
-        """From its beginning on, this is of this kind, whatever else is found."""
+        """Count this as this kind from its beginning on, whatever else is found."""
         held = self._meet(x)
         if held is not None:
             held.kinds, held.is_marked = [(held.born, kind)], True
@@ -191,7 +191,7 @@ class KindsOfMemory(DispatchMode):
             self._meet(x, "activations" if is_again else "other")
 
     def _look(self) -> None:
-        """Book what is gone, and find what has become a gradient."""
+        """Record what is gone, and find what has become a gradient."""
         for place in [place for place, held in self._held.items() if held.storage.expired()]:
             self._book(self._held.pop(place))
             self._parameters.pop(place, None)
@@ -204,7 +204,7 @@ class KindsOfMemory(DispatchMode):
                     held.was("gradients")
 
     def _resize(self, held: _Held) -> None:
-        """FSDP2 lets go of whole parameters, and makes them again, by the size of their memory."""
+        """Follow FSDP2, which frees whole parameters, and makes them again, by resizing their memory."""
         storage = storage_of(held.storage)
         if storage is not None and storage.nbytes() != held.num_bytes:
             self._book(held)
@@ -212,7 +212,7 @@ class KindsOfMemory(DispatchMode):
             held.kinds = [(held.born, held.kinds[-1][1])]
 
     def _meet(self, x: Any, kind: str = "other") -> _Held | None:
-        """What is known of the memory of `x`; None where it has none that counts."""
+        """What is known about the memory of `x`; None if it has none that counts."""
         if not isinstance(x, Tensor):
             return None
         local = local_of(x)
@@ -234,7 +234,7 @@ class KindsOfMemory(DispatchMode):
         self._ledger.book(held.num_bytes, held.kinds, len(self._ledger))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _follower() is not self:  # it is of another rank
+        if _follower() is not self:  # it belongs to another rank
             return
         for state in optimizer.state.values():
             for x in pytree.tree_leaves(state):
@@ -265,11 +265,11 @@ _GOES_BEFORE = ("other", "activations", "gradients", "parameters", "optimizer")
 class _Held:
     """A piece of memory.
 
-    born       the row of the ledger from which on it is there
-    came       the same, but for what was on its way first: the row from which on there is something in it
-    kinds      (row, kind): from when on it was of which kind
-    is_marked  `count_as` has said so
-    is_given   it came with the arguments of the program
+    born       the row of the ledger from which on it exists
+    came       the same, except for what was first on its way: the row from which on it has contents
+    kinds      (row, kind): from which row on it was of which kind
+    is_marked  whether `count_as` has set its kind
+    is_given   whether it came with the arguments of the program
     """
 
     __slots__ = ("born", "came", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "storage")
@@ -285,12 +285,12 @@ class _Held:
         return not self.is_marked and _GOES_BEFORE.index(self.kinds[-1][1]) <= _GOES_BEFORE.index(kind)
 
     def was(self, kind: str) -> None:
-        """It has been of this kind from its beginning."""
+        """Note that it has been of this kind from its beginning."""
         if self.kinds[-1][1] != kind and self.can_be(kind):
             self.kinds = [(self.born, kind)]
 
     def becomes(self, kind: str, row: int) -> None:
-        """From this row on it is of this kind."""
+        """Note that it is of this kind from this row on."""
         if row <= self.born:
             self.kinds = [(self.born, kind)]
         elif self.kinds[-1][1] != kind:
@@ -298,7 +298,7 @@ class _Held:
 
 
 class _Token:
-    """One that has saved a piece of memory. When the last of them is gone, it is saved no more."""
+    """A sign that a piece of memory is saved. When its last token is gone, it is no longer saved."""
 
     __slots__ = ("held", "ledger")
 
@@ -314,7 +314,7 @@ class _Token:
 
 
 def _name(func: Any, args: Any) -> str:
-    """What an operation is called. Those that only tell torch's profiler where it is have the name of the place."""
+    """The name of an operation. Those that only tell torch's profiler where it is have the name of the place."""
     name = func.overloadpacket.__name__
     if not name.startswith("_record_function"):
         return name

@@ -1,4 +1,4 @@
-"""Watching a rank's tensor operations: what each one costs, and whose data is in its result."""
+"""Watching a rank's tensor operations: what each one costs, and which ranks' data is in its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def mark_sum(total: Tensor, *operands: Tensor) -> Tensor:
-    """Label `total`, which this rank has computed from `operands`, as a meter would; returns it."""
+    """Label `total`, which this rank has computed from `operands`, as a meter would. Returns it."""
     rank = this_rank()
     label = rank.labels.joined(operands, rank.rank)
     if label is not None and rank.labels.get(total) != label:
@@ -40,10 +40,10 @@ class Cost(NamedTuple):
 class Meter(DispatchMode):
     """Follows the operations of the rank numbered `rank` while it is open.
 
-    `on_cost` is called with the cost of each operation that moves data (views and allocations are free). Labels go from
-    operands to results: a result of received data keeps the first received operand's chunk, and its contributors are
-    those of all operands, and this rank too where data of its own takes part. What is written over, and what only lends
-    its shape, is no operand.
+    `on_cost` is called with the cost of each operation that moves data (views and allocations are free). Labels pass
+    from operands to results: a result of received data keeps the first received operand's chunk. Its contributors are
+    those of all operands, and this rank too if any operand is its own data. A tensor that is overwritten, or only
+    provides a shape, is not an operand.
     """
 
     def __init__(self, rank: int, on_cost: Callable[[Cost], None] | None):
@@ -52,10 +52,10 @@ class Meter(DispatchMode):
         self.is_open = False
 
     def open(self) -> None:
-        """Follow this thread's operations, below whatever modes the program has entered and may leave before us.
+        """Follow this thread's operations, below any modes that the program has entered and may leave before us.
 
-        Not by `with`, which also keeps account in a variable of the whole process, and that goes wrong where threads
-        leave in another order than they came.
+        This does not use `with`, which also counts in a variable of the whole process. That goes wrong if threads leave
+        in a different order than they entered.
         """
         self.is_open = True
         _at_the_bottom(lambda: push_mode(self))
@@ -66,11 +66,11 @@ class Meter(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor, say: what it does to the tensors that it is made of comes here again
+            return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
         kwargs = kwargs or {}
-        if types and any(kind.__name__ == "FakeTensor" for kind in types):  # without data, to find out shapes
+        if types and any(kind.__name__ == "FakeTensor" for kind in types):  # without data, to work out shapes
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # where compound operations, as linear, come whole
+        if torch.is_inference_mode_enabled():  # where compound operations, such as linear, come whole
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -90,7 +90,7 @@ class Meter(DispatchMode):
                     rank.added_to(func.overloadpacket.__name__, output, label)
             elif traits.writes:
                 rank.labels.drop(output)
-            if traits.writes and (whole := base_of(output)) is not None:  # a part of it has been written to
+            if traits.writes and (whole := base_of(output)) is not None:  # part of it has been written to
                 joined = rank.labels.joined((whole, output), self.rank)
                 if joined is not None:
                     rank.labels.set(whole, joined)
@@ -121,13 +121,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _Traits(NamedTuple):
-    """What can be told of an operation from its name and schema.
+    """What the name and schema of an operation say about it.
 
-    is_free       moves no data: it returns a view of its operand, or memory nobody has written to
-    is_copy       it computes nothing
-    picks         it reads no more of its first operand than it returns
-    writes        it writes to an argument
-    unread        arguments that are not read, but written over, or lend their shape: by place and by name
+    is_free       whether it moves no data: it returns a view of its operand, or memory that nothing was written to
+    is_copy       whether it computes nothing
+    picks         whether it reads no more of its first operand than it returns
+    writes        whether it writes to an argument
+    unread        arguments that are not read, but overwritten, or only provide a shape: by place and by name
     """
 
     is_free: bool

@@ -20,9 +20,9 @@ _PLAIN = (Tensor, Parameter)
 def name_in_program(x: Tensor) -> str:
     """ "Z" where x is the program's variable Z; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
 
-    Pieces come first: of a piece that also has a variable of its own, what it is a piece of says more. Variables are
-    looked for from the program's outermost function inwards, in each in the order in which it makes them, its arguments
-    first. "" where none is found.
+    Pieces come first: if a piece also has a variable of its own, the name of the whole says more. The search goes from
+    the program's outermost function inwards, and in each function follows the order in which variables are made,
+    arguments first. "" if none is found.
     """
     memory = _memory(x)
     if memory is None:
@@ -41,7 +41,7 @@ def name_in_program(x: Tensor) -> str:
 
 
 def _memory(x: Tensor) -> tuple[int, Any] | None:
-    """Where a tensor's numbers are, and of which dtype they are; None where it has none, as on torch's meta device."""
+    """Where a tensor's numbers are, and their dtype; None if it has none, as on torch's meta device."""
     if type(x) not in _PLAIN or x.device.type == "meta" or not x.numel():
         return None
     try:
@@ -68,7 +68,7 @@ def _tensors(frame: FrameType) -> list[tuple[str, Tensor]]:
 
 
 def _piece(whole: Tensor, x: Tensor) -> int | None:
-    """Which piece of `whole` x is: of equal pieces along one dim, or of the elements in their order."""
+    """Which piece of `whole` x is: the pieces are equal parts along one dim, or of the elements in their order."""
     if not 0 < x.numel() < whole.numel():
         return None
     offset = int(x.storage_offset() - whole.storage_offset())

@@ -1,4 +1,4 @@
-"""One core for all ranks, while their turns are short: what one rank leaves in a core's cache, the next one finds."""
+"""One core for all ranks, while their turns are short: the next rank finds what one leaves in the core's cache."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ SHORT_SECONDS = 1e-3
 class OneCore:
     """Keeps the threads of ranks that take turns on one core of this machine, as long as their turns are short.
 
-    Only one rank runs at a time, so other cores are of use to it only where torch computes on several of them. A turn
-    that goes to another core has to wake that core up, and finds nothing in its cache: 50 to 300 us, where a turn that
-    stays costs 5 to 20. So when turns have been short for two rounds, all ranks move to the core where the last of
-    them was. After the first long turn, or when one is long under way, they may run everywhere again, and with them the
-    threads that were born in the meantime, which have inherited the one core, as those that torch computes with. (So
-    would a process have that a rank starts then; it keeps it.)
+    Only one rank runs at a time, so other cores are useful only if torch computes on several of them. A turn that moves
+    to another core has to wake that core up, and finds nothing in its cache: this takes 50 to 300 us, while a turn that
+    stays takes 5 to 20. So when turns have been short for two rounds, all ranks move to the core where the last of them
+    was. After the first long turn, or when one has been running for long, they may run everywhere again. So may the
+    threads that were started in the meantime and have inherited the one core, such as those that torch computes with.
+    (A process that a rank starts at that time inherits it too, and keeps it.)
 
-    It asks for one thing more: a rank that gets its turn should not push the one aside that gives it away and is about
-    to wait, only to wait for it (SCHED_BATCH).
+    It also asks for SCHED_BATCH: a rank that gets its turn should not preempt the rank that has just given it away and
+    is about to wait, only to wait for that rank.
 
-    All this is Linux's; elsewhere, and where a process has one core or may not choose, nothing is done.
+    All this is for Linux; elsewhere, and if a process has one core or may not choose, nothing is done.
     """
 
     def __init__(self, threads: Sequence[int]):
         """`threads` are the native ids of the ranks' threads, which have the cores of the thread that made them."""
         self._threads = threads
         self._cores: set[int] = set()  # those to choose from
-        self._core: set[int] = set()  # the one where all are
-        self._moved: list[int] = []  # who was moved there
-        self._older: set[int] = set()  # the threads that there were then
+        self._core: set[int] = set()  # the one where all of them are
+        self._moved: list[int] = []  # the threads that were moved there
+        self._older: set[int] = set()  # the threads that existed then
         self._moving = Lock()
         self._num_short = 0
         self._since = 0.0
@@ -60,7 +60,7 @@ class OneCore:
                 self._gather()
 
     def look(self) -> None:
-        """Called from outside now and then: is a turn long under way?"""
+        """Called from outside now and then, to see whether a turn has been running for long."""
         if self._core and time.perf_counter() - self._since > SHORT_SECONDS:
             self.leave()
 
@@ -81,8 +81,8 @@ class OneCore:
 
 
 def _move(threads: Iterable[int], source: set[int], target: set[int]) -> list[int]:
-    """Give the cores `target` to those of the threads that have the cores `source`, not others by their own wish.
-    Returns whom."""
+    """Give the cores `target` to those of the threads that have the cores `source`, and have not chosen others.
+    Returns these threads."""
     moved = []
     for thread in threads:
         with suppress(ProcessLookupError):  # it has ended

@@ -1,4 +1,4 @@
-"""What each collective returns, as a function of what all ranks put in. No communication happens here."""
+"""What each collective returns, as a function of all ranks' inputs. No communication happens here."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tplab.torch.ranks.rank import MESSAGES, UNWAITED, Call, Pending, Place
 
 
 def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]] = ()) -> list[Tensor]:
-    """What each rank of the group gets: a tensor of its own for every position.
+    """What each rank of the group gets: a separate tensor for every position.
 
-    `splits` are, for each position, the sizes of its pieces along dim 0, where ranks cut what they put in themselves.
+    `splits` are, for each position, the sizes of its pieces along dim 0, if ranks cut their inputs themselves.
 
     all_reduce      sum_j x_j (or mean, max, min), the same on all; added up in the order of positions
-    all_gather      x_0, x_1, ... behind one another along `dim`
-    reduce_scatter  position i: piece i along `dim` of what all_reduce would give
-    all_to_all      position i: piece i of x_0, x_1, ... behind one another
+    all_gather      x_0, x_1, ... concatenated along `dim`
+    reduce_scatter  position i: piece i along `dim` of what all_reduce would return
+    all_to_all      position i: piece i of x_0, x_1, ... concatenated
     broadcast       x_root
-    reduce          the root: what all_reduce would give; the others: nothing
-    gather          the root: what all_gather would give along dim 0; the others: nothing
+    reduce          the root: what all_reduce would return; the others: nothing
+    gather          the root: what all_gather would return along dim 0; the others: nothing
     scatter         position i: piece i of x_root
     """
     if call.op == "all_reduce":
@@ -54,13 +54,13 @@ def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]
     if call.op in ("reduce", "gather"):
         root = call.params[0]
         nothing[root] = joined(inputs, 0) if call.op == "gather" else reduced(inputs, call.params[1])
-    return nothing  # of a barrier there is nothing but the meeting
+    return nothing  # a barrier is nothing but the meeting
 
 
 def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
     """The inputs combined elementwise, in the order given: the same bits whichever rank computes it; memory of its own.
 
-    Types of 16 bits and fewer are added up in float32 and rounded once at the end.
+    Types of 16 bits or fewer are added up in float32 and rounded once at the end.
     """
     dtype = inputs[0].dtype
     wide = _WIDE.get(dtype, dtype)
@@ -109,13 +109,13 @@ def own(x: Tensor) -> Tensor:
     """A contiguous tensor with the values of `x`, in memory of its own."""
     try:
         return x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    except NotImplementedError:  # of bits
+    except NotImplementedError:  # for types of bits
         return x.contiguous().view(BITS[x.itemsize]).clone().view(x.dtype)
 
 
 def lend(x: Tensor) -> Tensor:
-    """The same x. From here on copies of it may share its memory until somebody writes to one of them, so nothing but
-    torch may know that memory yet. It cannot be resized."""
+    """The same x. From here on copies may share its memory until one of them is written to, so only torch may know that
+    memory so far. It cannot be resized."""
     if _may_share(x):
         with no_dispatch():
             lazy_copy(x)
@@ -123,13 +123,13 @@ def lend(x: Tensor) -> Tensor:
 
 
 def kept(x: Tensor) -> Tensor:
-    """As `own`; it costs nothing where x is lent."""
+    """The same as `own`, but it costs nothing if x is lent."""
     is_lent = is_lazy(x) and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
     return lazy_copy(x) if is_lent else own(x)
 
 
 def settled(x: Tensor) -> Tensor:
-    """The same x, whose memory is its own from here on."""
+    """The same x, which has its own memory from here on."""
     if is_lazy(x):
         x.data_ptr()
     return x
@@ -150,7 +150,7 @@ def check_tensor(op: str, x: Any) -> Tensor:
 
 @cache
 def check_reduction(op: str, reduction: str, dtype: torch.dtype) -> None:
-    """Raise ValueError for a reduction that there is not, TypeError for one that `dtype` does not have."""
+    """Raise ValueError for an unknown reduction, TypeError for one that `dtype` does not have."""
     if dtype in WITHOUT_KERNELS and reduction in comm.REDUCTIONS:
         raise TypeError(f"{op}: there is no {reduction} of {dtype}; x.view(torch.uint8) makes numbers of it")
     comm.check_reduction(op, reduction, dtype, is_fraction=dtype.is_floating_point, is_complex=dtype.is_complex)
@@ -167,7 +167,7 @@ def dim_of(x: Tensor, dim: int, op: str) -> int:
 
 
 def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """The pieces behind one another along `dim`."""
+    """The pieces, concatenated along `dim`."""
     dtype = pieces[0].dtype
     if dtype not in WITHOUT_KERNELS:
         return torch.cat(list(pieces), dim)
@@ -175,17 +175,17 @@ def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _copies(x: Tensor, count: int) -> list[Tensor]:
-    """x itself, which no other rank has, and copies of it. Large ones share their memory until they are `settled`."""
+    """x itself, which no other rank has, and copies of it. Large copies share their memory until they are `settled`."""
     copy = lazy_copy if _may_share(x) else own
     return [x, *(copy(x) for _ in range(count - 1))]
 
 
 def _flipped(x: Tensor) -> Tensor:
-    """uint64 numbers as int64 ones of the same order, and back."""
+    """uint64 numbers as int64 numbers in the same order, and back."""
     return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
 
 
-# The type to add up in, where it is another one. torch has no arithmetic on large unsigned numbers; their sums wrap
+# The type to add up in, if it is a different one. torch has no arithmetic on large unsigned numbers; their sums wrap
 # around in int64 as they would in their own type.
 _WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16), torch.float32),

@@ -1,4 +1,4 @@
-"""What ranks print comes out in the order of ranks, each line saying whose it is."""
+"""What ranks print appears in the order of ranks, and each line says which rank it is from."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, TextIO
 
 
 class Sheet:
-    """Stands in for sys.stdout while a rank has its turn: what the rank writes is kept for later, what others write
-    goes through to `stream`.
+    """Replaces sys.stdout while a rank has its turn: what the rank writes is kept for later, what others write goes
+    through to `stream`.
 
-    is_writer   whether the thread that asks is the rank's
+    is_writer   whether the calling thread is the rank's
     """
 
     def __init__(self, stream: TextIO, is_writer: Callable[[], bool]):
@@ -29,19 +29,19 @@ class Sheet:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:  # all else is that of the stream
+    def __getattr__(self, name: str) -> Any:  # everything else is the stream's
         return getattr(self.stream, name)
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """The stream under sheets of runs that are over, which another thread has put back."""
+    """The stream under sheets of finished runs, which another thread has put back."""
     while isinstance(stream, Sheet) and stream.is_shown:
         stream = stream.stream
     return stream
 
 
 def show_sheets(sheets: Sequence[Sheet]) -> None:
-    """Print the sheets of all ranks where the run has found sys.stdout."""
+    """Print the sheets of all ranks to the sys.stdout that the run has found."""
     for sheet in sheets:
         sheet.is_shown = True
     if sheets:

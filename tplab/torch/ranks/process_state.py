@@ -1,4 +1,4 @@
-"""What torch and Python have one of in a process, and every rank needs for itself: it changes hands with the turn."""
+"""What torch and Python have once per process, but every rank needs for itself: it is swapped with every turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN_ID = "tplab, simulated"
 
 
 class More(Protocol):
-    """What the ranks of a distributed program have for themselves beside: what they would find in a process."""
+    """What else the ranks of a distributed program have for themselves: what they would find in a process."""
 
     @property
     def ranks(self) -> Sequence[Any]:
@@ -40,7 +40,7 @@ class More(Protocol):
         ...
 
     def map_cuda(self) -> None:
-        """Let what the program says of cuda mean the CPU."""
+        """Make every mention of cuda in the program mean the CPU."""
         ...
 
     @property
@@ -49,11 +49,11 @@ class More(Protocol):
         ...
 
     def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The mesh that the program has made, and what each group's label is on it."""
+        """The mesh that the program has made, and each group's label on it."""
         ...
 
     def advice(self, error: BaseException) -> str | None:
-        """What helps a program in which a rank has raised `error`."""
+        """Advice for a program in which a rank has raised `error`."""
         ...
 
 
@@ -67,7 +67,7 @@ class ProcessState:
         self._sets = [generator.set for generator in self._generators]
 
     def take(self) -> Own:
-        """As it is now."""
+        """The state as it is now."""
         more = None if self._more is None else self._more.take()
         return [get() for get in self._gets], torch.get_default_dtype(), sys.stdout, more
 
@@ -81,6 +81,6 @@ class ProcessState:
             torch.set_default_dtype(dtype)
 
     def of_rank(self, seed: int, rank: int, kernels: Own, stdout: TextIO) -> Own:
-        """What a rank begins with: random numbers of its own, all else as the kernel has it."""
+        """What a rank begins with: random numbers of its own, everything else as in the kernel."""
         more = None if self._more is None else self._more.ranks[rank]
         return [generator.state(seed, rank) for generator in self._generators], kernels[1], stdout, more

@@ -1,4 +1,4 @@
-"""Provenance: what a rank notes of whose data it sends, receives and computes with."""
+"""Provenance: what a rank notes about which ranks' data it sends, receives and computes with."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LABELS_UP_TO = 1024  # elements; a larger received tensor alone does not make us
 
 
 class Provenance:
-    """What rank `rank` knows of whose data its tensors hold.
+    """What rank `rank` knows about which ranks' data its tensors hold.
 
-    The first thing that it sends is a new chunk of its own, as is whatever else it sends that does not descend from
-    something received. Received tensors have labels, and `meter` hands them on to what is computed from them. Where
-    that would cost more than it shows, the rank loses track: of what it computes from a large tensor, which nobody
-    watches element by element; where operations are timed; and when contents have been kept of as many messages as
-    was asked for. From there on it only knows the labels of what it passes on as it came.
+    The first thing that it sends is a new chunk of its own, as is everything else it sends that was not computed from
+    something received. Received tensors have labels, and `meter` passes them on to what is computed from them. Where
+    that would cost more than it shows, the rank loses track: of what it computes from a large tensor, which is not
+    shown element by element; where operations are timed; and once contents have been kept for the requested number of
+    messages. From then on it only knows the labels of what it passes on unchanged.
 
-    number_of   (tensor, how many chunks came before) -> the number of a new chunk
-    keep        of how much that it computes from received data the contents are kept
-    is_timed    whether operations are timed, so that following them would be seen
+    number_of   (tensor, the number of chunks before it) -> the number of a new chunk
+    keep        for how many results computed from received data the contents are kept
+    is_timed    whether operations are timed, so that following them would change the times
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Provenance:
         self.has_lost_track = False
 
     def of(self, x: Tensor) -> Label:
-        """What is known of a tensor that is about to be sent."""
+        """What is known about a tensor that is about to be sent."""
         label = self.labels.get(x) or self._sent.get(x)
         if label is None:
             label = UNKNOWN if self.has_lost_track else self._new_chunk(x)
         return label
 
     def starts_with(self, x: Tensor) -> None:
-        """Take `x` for new data of this rank's own, if nothing else is known of it."""
+        """Treat `x` as new data of this rank's own, if nothing else is known about it."""
         if self.labels.get(x) is None:
             self._new_chunk(x)
 
@@ -68,7 +68,7 @@ class Provenance:
         return label
 
     def received(self, x: Tensor, label: Label | None) -> None:
-        """Note what came, and follow its data from here on."""
+        """Note what arrived, and follow its data from here on."""
         if label is not None and label != UNKNOWN:
             self.labels.set(x, label)
         if self.has_lost_track or self._meter.is_open:
@@ -80,13 +80,13 @@ class Provenance:
             self.has_lost_track = True
 
     def stop(self) -> None:
-        """No more contents are kept."""
+        """Stop keeping contents."""
         self.has_lost_track = True
         if self._meter.is_open and self._meter.on_cost is None and graph_task() == -1:
             self._meter.close()
 
     def values(self, x: Tensor) -> np.ndarray | None:
-        """The contents of a tensor that was computed from received data, where they are kept."""
+        """The contents of a tensor that was computed from received data, if they are kept."""
         if self._num_values_left <= 0 or x.numel() > VALUES_UP_TO:
             return None
         self._num_values_left -= 1

@@ -1,4 +1,4 @@
-"""The rank that is running: what a collective asks for its place on the mesh, and hands its tensor to."""
+"""The rank that is running: a collective asks it for its place on the mesh, and passes its tensor to it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PeersOf = Callable[..., Peers]
 
 
 class Apart(tuple[int, ...]):
-    """A group's ranks, whose collectives are counted apart from those of other groups that have the same ranks:
-    torch.distributed can have several such groups, which have different names."""
+    """A group's ranks, with collectives that are counted apart from those of other groups with the same ranks:
+    torch.distributed can have several such groups, under different names."""
 
     name: str
 
@@ -54,8 +54,8 @@ class Apart(tuple[int, ...]):
 
 
 class Pair(Apart):
-    """Two ranks, (source, target), of which the first sends to the second: their messages are counted by themselves,
-    apart from those of the way back and from the collectives of a group that has the same two ranks."""
+    """Two ranks, (source, target), of which the first sends to the second: their messages are counted separately, apart
+    from those in the other direction and from the collectives of a group with the same two ranks."""
 
     def __new__(cls, ranks: Iterable[int]) -> Pair:
         return super().__new__(cls, ranks, "pair")  # type: ignore[return-value]
@@ -73,10 +73,10 @@ class Call:
     """A collective as one rank calls it: its name, the rank's place, and the collective's own parameters.
 
     `peers` is for the operations between pairs (ppermute, ring_shift, send, receive): the rank to send to and the one
-    to receive from, None where there is none. `key` is what must be the same on every rank. `splits` are the sizes of
-    this rank's pieces, one for each position, where ranks may cut what they put in differently. Calls are made once
-    and compared by identity. `takes` are the sizes that this rank has room for from each position: empty where it takes
-    nothing, None where ranks do not say.
+    to receive from, None if there is none. `key` is what must be the same on every rank. `splits` are the sizes of this
+    rank's pieces, one for each position, where ranks may cut their inputs differently. Calls are made once and compared
+    by identity. `takes` are the sizes that this rank has room for from each position: empty if it takes nothing, None
+    if ranks do not say.
     """
 
     __slots__ = ("axis", "key", "op", "params", "peers", "place", "splits", "takes")
@@ -97,7 +97,7 @@ class Call:
 
     @property
     def reduction(self) -> str:
-        """How it combines what the ranks put in: "sum", "max", ...; "" where it combines nothing."""
+        """How it combines the ranks' inputs: "sum", "max", ...; "" if it combines nothing."""
         index = _REDUCTION.get(self.op)
         return "" if index is None else str(self.params[index])
 
@@ -107,7 +107,7 @@ class Call:
 
 def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
     """A call as the program wrote it."""
-    params = params[: _GIVEN.get(op)]  # what follows is not the caller's
+    params = params[: _GIVEN.get(op)]  # the rest is not from the caller
     return f"{op}({', '.join([*(['x'] if op not in ('receive', 'barrier') else []), repr(label), *map(repr, params)])})"
 
 
@@ -133,20 +133,20 @@ class Pending(ABC):
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Of an all_gather that is done: the size along `dim` of what each rank put in."""
+        """For an all_gather that is done: the size along `dim` of each rank's input."""
         return None
 
     @property
     def sent_with(self) -> tuple[Any, ...]:
-        """Of a receive that is done: the parameters of the send that it met."""
+        """For a receive that is done: the parameters of the matching send."""
         return ()
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """What this rank gets from it, once it is there."""
+        """This rank's result, once it is ready."""
 
     def read(self) -> Tensor:
-        """The same, to be read only: other ranks may have it in the same memory."""
+        """The same, but read-only: other ranks may have it in the same memory."""
         return self.wait()
 
     def __init_subclass__(cls) -> None:
@@ -171,19 +171,19 @@ for _name in ("neg", "getitem", "float", "lt", "gt"):
 class Rank(ABC):
     """One rank of a running program, wherever it runs: simulated in this process, or a process of its own."""
 
-    seed: int = 0  # of the run: with it ranks can draw the same numbers, each for itself
+    seed: int = 0  # of the run: with it each rank can draw the same numbers by itself
     lines: Lines
 
     def __init__(self, rank: int, mesh: Mesh):
         self.rank, self.mesh = rank, mesh
-        self.draws: dict[Any, int] = {}  # how many it has made as other ranks do, by axis
-        self.drawn: Any = None  # what they were, for a backward pass that makes them again
-        self.labels = Labels()  # of what it has received, and computed from that
+        self.draws: dict[Any, int] = {}  # how many draws it has made in common with other ranks, by axis
+        self.drawn: Any = None  # those draws, for a backward pass that repeats them
+        self.labels = Labels()  # for what it has received, and computed from that
         self._places: dict[Axis, Place] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self.receipts: dict[Call, Any] = {}  # of each sender, what was last said to be taken
-        self.held = -1  # bytes that it keeps for backward passes, where the program says so
-        self.after_batch: list[Callable[[], None]] | None = None  # what to call when the batch that runs is over
+        self.receipts: dict[Call, Any] = {}  # for each sender, the last receipt that was reserved
+        self.held = -1  # bytes that it keeps for backward passes, if the program says so
+        self.after_batch: list[Callable[[], None]] | None = None  # what to call when the current batch is over
 
     def place(self, axis: Axis) -> Place:
         """This rank's place along `axis`. Raises MeshError for an axis that the mesh does not have."""
@@ -197,7 +197,7 @@ class Rank(ABC):
         return found
 
     def call(self, op: str, axis: Axis, params: tuple[Any, ...] = (), peers: PeersOf | None = None) -> Call:
-        """The collective `op` along `axis` as this rank calls it; made once, as programs call it again and again."""
+        """The collective `op` along `axis` as this rank calls it. Made once, as programs call it again and again."""
         if axis.__class__ is list:
             axis = tuple(axis)
         key = (op, axis, params)
@@ -209,7 +209,7 @@ class Rank(ABC):
 
     def message(self, op: str, axis: Axis, other: int, params: tuple[Any, ...] = ()) -> Call:
         """The send to, or the receive from, the rank at position `other` of `axis`. Between two ranks the k-th send
-        meets the k-th receive."""
+        matches the k-th receive."""
         if axis.__class__ is list:
             axis = tuple(axis)
         key = (op, axis, (other, *params))
@@ -224,18 +224,18 @@ class Rank(ABC):
 
     @abstractmethod
     def begin(self, call: Call, x: Tensor) -> Pending:
-        """Start a collective on `x`, outside of any graph; what the rank writes to `x` later does not travel."""
+        """Start a collective on `x`, outside any graph; what the rank writes to `x` later is not sent."""
 
     def do(self, call: Call, x: Tensor) -> Tensor:
         """Run a collective on `x` to its end."""
         return self.begin(call, x).wait()
 
     def now(self) -> float:
-        """The time on this rank's clock, in seconds or hops, from any beginning."""
+        """The time on this rank's clock, in seconds or hops, from an arbitrary beginning."""
         return time.perf_counter()
 
     def doing(self, about: Doing) -> AbstractContextManager[Any]:
-        """What the rank computes inside of this is one thing, and stands in the trace under its name."""
+        """What the rank computes inside this is one action, and has its name in the trace."""
         return nullcontext()
 
     def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
@@ -243,7 +243,7 @@ class Rank(ABC):
         return Label(origin_rank + piece * self.mesh.size, contributors)
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:  # noqa: B027  # not every rank notes it
-        """Say that with `x`, made by `op`, data of this rank's own has joined what it received."""
+        """Say that `x`, made by `op`, combines this rank's own data with what it received."""
 
     def starts_with(self, x: Tensor) -> None:  # noqa: B027
         """Say that `x`, which has not been sent yet, is a new chunk, whatever it was computed from."""
@@ -253,7 +253,7 @@ _thread = threading.local()
 
 
 def this_rank() -> Rank:
-    """The rank whose program this thread runs. Raises OutsideRunError where there is none."""
+    """The rank whose program this thread runs. Raises OutsideRunError if there is none."""
     try:
         return _thread.rank
     except AttributeError:
@@ -298,7 +298,7 @@ class _IsProgram(dict[str, bool]):
 class Lines:
     """The line of the user's program that is being run, as text: "cell 3, line 4" or "file.py:12".
 
-    One run's: in a notebook the same line has another number when its cell is run again.
+    An object belongs to one run: in a notebook a line's cell has another number when it is run again.
     """
 
     def __init__(self) -> None:
@@ -306,9 +306,9 @@ class Lines:
         self._texts: dict[tuple[str, int], str] = {}
 
     def frame(self, above: int = 0) -> FrameType:
-        """The innermost frame of the program; of a program that is an installed package, the one that calls tplab.
+        """The innermost frame of the program; if the program is an installed package, the frame that calls tplab.
 
-        above   how many frames above the caller's cannot be the program's: looking at each frame takes time
+        above   how many frames above the caller's cannot be the program's: checking each frame takes time
         """
         is_program = self._is_program
         frame: FrameType | None = sys._getframe(1 + above)
@@ -322,7 +322,7 @@ class Lines:
         return frame
 
     def here(self) -> str:
-        """The line of the innermost frame that is the program's."""
+        """The line of the program's innermost frame."""
         return self.text(self.frame())
 
     def text(self, frame: FrameType) -> str:
@@ -330,7 +330,7 @@ class Lines:
         return self._text(frame.f_code.co_filename, frame.f_lineno)
 
     def of(self, error: BaseException) -> str | None:
-        """The innermost line of the program through which `error` came; None where it came through none."""
+        """The innermost line of the program that `error` came through; None if it came through none."""
         found, step = None, error.__traceback__
         while step is not None:
             filename = step.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""What comes out of a program: the whole of every result, and whether ranks hold the copies they were said to hold."""
+"""The results of a program: the whole of every result, and whether ranks hold the copies that they should hold."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tplab.units import ranks_text
 
 
 def without_graph(result: Any) -> Any:
-    """A rank's result, its tensors cut off from the graph of the run that is over."""
+    """A rank's result, with its tensors detached from the graph of the finished run."""
     return pytree.tree_map_only(Tensor, torch.Tensor.detach, result)
 
 
 def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:
-    """Put the ranks' results together as `out_specs` says. Raises ReplicationError where copies differ.
+    """Put the ranks' results together as `out_specs` says. Raises ReplicationError if copies differ.
 
-    None among the results of every rank stays None. A program that returns nothing else has forgotten its result.
+    None among the results of every rank stays None. A program that returns only None has forgotten its result.
     """
     paths, structure = pytree.tree_flatten_with_path(per_rank[0])
     specs = spread(out_specs, per_rank[0], "out_specs")
@@ -81,9 +81,9 @@ def _joined(shards: list[Tensor], spec: P, mesh: Mesh, which: str) -> Tensor:
 
 
 def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: Mesh, which: str) -> None:
-    """Ranks that are said to hold copies hold the same tensor, up to rounding: sums may be in another order.
+    """Check that ranks that should hold copies hold the same tensor, up to rounding: sums may be in another order.
 
-    which   of several results: "result['loss']", else "tensor"
+    which   which of several results: "result['loss']", otherwise "tensor"
     """
     first = shards[ranks[0]]
     for rank in ranks[1:]:
@@ -111,7 +111,7 @@ def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: M
 
 
 def _gap(a: Tensor, b: Tensor) -> float | None:
-    """How far two copies are apart, where that is more than rounding; infinite where only one is finite."""
+    """How far two copies are apart, if that is more than rounding; infinite if only one is finite."""
     if _have_same_bits(a, b):
         return None
     exact_a, exact_b = _exact(a), _exact(b)
@@ -137,7 +137,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """x in a type that can be subtracted, and holds more than that of x."""
+    """x in a type that can be subtracted, and holds more than the type of x."""
     if x.dtype in WITHOUT_KERNELS:
         x = _bits(x)
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
@@ -150,6 +150,6 @@ def _largest(x: Tensor) -> float:
 
 def _rounding(x: Tensor) -> float:
     """How far two copies of `x` may be apart because their sums were in another order: a few roundings of the largest.
-    In types of 16 bits and fewer, in which no program adds up long sums, very few."""
+    In types of 16 bits or fewer, in which no program adds up long sums, very few."""
     kind = torch.finfo(x.dtype)
     return {8: 1, 16: 4}.get(kind.bits, 64) * kind.eps * _largest(_exact(x))

@@ -142,7 +142,7 @@ class Turns:
         if self.failure is not None:
             raise self.failure
         results = [seat.result for seat in self.seats]
-        for seat in self.seats:  # what they hold should not wait for the garbage collector
+        for seat in self.seats:  # so that what they hold does not wait for the garbage collector
             seat.result = seat.own = None
         self.others.clear()
         return results

@@ -1,4 +1,4 @@
-"""What a trace keeps of a tensor: the name of its type, and its values where it is small."""
+"""What a trace keeps of a tensor: the name of its type, and its values if it is small."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
 
 
 def values_of(x: Tensor) -> np.ndarray | None:
-    """The values of a small tensor, for the trace: what NumPy has no type for as one that holds it. Meta tensors have
-    none."""
+    """The values of a small tensor, for the trace. If NumPy lacks their type, they get one that holds them. Meta
+    tensors have none."""
     if x.is_meta:
         return None
     x = x.detach().cpu()

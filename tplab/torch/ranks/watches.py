@@ -1,4 +1,4 @@
-"""Watches: what threads that take turns wait for where it is no collective, and how long it is worth waiting."""
+"""Watches: what threads that take turns wait for besides collectives, and how long it is worth waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ turns can go on: ranks cannot; a thread from outside of the run might; files and
 
 
 class Watch(NamedTuple):
-    """is_there   whether what is waited for has come
+    """is_there   whether what is waited for has arrived
     until      when the thread goes on without it
     patience   OF_RANKS, OF_THREADS or OF_OTHERS"""
 
@@ -26,7 +26,7 @@ class Watch(NamedTuple):
 
 
 class Waiting(Protocol):
-    """A seat, as far as watches know it."""
+    """What watches need to know about a seat."""
 
     @property
     def home(self) -> Any: ...
@@ -39,7 +39,7 @@ Seat = TypeVar("Seat", bound=Waiting)
 
 
 class Watches(Generic[Seat]):
-    """What each seat waits for. A seat that finds it is no longer here; `causes` says during whose turn it came.
+    """What each seat waits for. A seat that finds it is removed; `causes` says during which seat's turn it arrived.
 
     by_seat     what they wait for
     outsiders   threads that ranks have started and that take no turns: they may help for as long as they live
@@ -83,8 +83,8 @@ class Watches(Generic[Seat]):
         self._stuck_since, self._num_late = math.inf, 0
 
     def may_be_met(self, is_at_end: bool) -> bool:
-        """Whether one of them may still be, though all that take turns wait. A moment passes. At the end of the
-        programs, only time and others than threads count, and what a daemon waits for does not."""
+        """Whether one of them may still be met, though all that take turns are waiting. A moment passes. At the end of
+        the programs, only time and helpers other than threads count, and what a daemon waits for does not."""
         now = time.perf_counter()
         self._stuck_since = min(self._stuck_since, now)
         watches = [watch for seat, watch in self.by_seat.items() if not (is_at_end and seat.is_daemon)]

@@ -17,10 +17,10 @@ from tplab.trace.recorder import Recorder
 
 
 class World:
-    """The mesh, the links between its ranks, the groups that meet on it, and who takes down what happens.
+    """The mesh, the links between its ranks, the groups that meet on it, and the recorder of what happens.
 
     is_timed           whether the ranks' own computing is timed
-    num_left_to_keep   of how many messages values are still kept
+    num_left_to_keep   the number of messages whose values will still be kept
     inherited          makes the context that a rank's thread needs
     """
 
