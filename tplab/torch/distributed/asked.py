@@ -18,13 +18,13 @@ Put = Tensor | Sequence[Tensor]
 
 
 class Asked:
-    """The methods that torch.distributed calls by name, in the words of tplab's own collectives.
+    """The methods that torch.distributed calls by name, in terms of tplab's own collectives.
 
-    Each of them checks what it is given and calls `_run` with the collective as a `Call`, what this rank puts in, and a
+    Each of them checks its arguments and calls `_run` with the collective as a `Call`, this rank's input, and a
     function that writes the result where the program wants it. A class that inherits from this one has a `_run`.
 
     rank    this rank's number in the world
-    ranks   the group's members; name: what torch calls the group; label: what a trace calls it
+    ranks   the group's members; name: torch's name of the group; label: its name in a trace
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str, label: str):
@@ -34,8 +34,8 @@ class Asked:
         self._messages: dict[tuple[Any, ...], Call] = {}
 
     def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> Any:
-        """What to do with a collective; where `opts.asyncOp` is true, the program waits for it itself."""
-        raise NotImplementedError  # and no ABC: torch's own class of process groups has another metaclass
+        """Run a collective; if `opts.asyncOp` is true, the program waits for it itself."""
+        raise NotImplementedError  # this is no ABC, as torch's own class of process groups has another metaclass
 
     def _together(self, works: Sequence[Any], opts: Any) -> Any:
         """Several collectives as one."""
@@ -76,7 +76,7 @@ class Asked:
         return self._run(self._call("all_gather", (0,)), _rows(x), opts, lambda y: _write(output, y))
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """output_lists[rank][i] gets what that rank has as inputs[i]."""
+        """output_lists[rank][i] gets that rank's inputs[i]."""
         self._check_count("all_gather_coalesced", output_lists)
         pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
         return self._together([self.allgather([outputs], [x], _Started(opts)) for outputs, x in pairs], opts)
@@ -170,7 +170,7 @@ class Asked:
         return self._run(self._call("barrier", ()), torch.empty(0, device="cpu"), opts, lambda y: None)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A rank that never comes is named by the error for a deadlock."""
+        """The error for a deadlock names a rank that never arrives."""
         self.barrier(_Finished)
 
     # --- how -----------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Asked:
         return call
 
     def _deal(self, places: Sequence[Tensor], y: Tensor) -> None:
-        """Write what came from all ranks into one tensor for each."""
+        """Write what came from all ranks into one tensor per rank."""
         for place, piece in zip(places, y.split(list(_sizes(places))), strict=True):
             _write(place, piece)
 
@@ -208,7 +208,7 @@ class Asked:
         _write(output, y)
 
     def _root(self, opts: Any, given: dict[str, Any]) -> int:
-        """The position of the rank from which, or to which, all goes."""
+        """The position of the rank that everything comes from, or goes to."""
         root = int(given["root"] if opts is None else opts.rootRank)
         if not 0 <= root < len(self.place.group):
             raise ValueError(f"rank {root} of {self.label!r}, which has {len(self.place.group)} ranks, does not exist")
@@ -229,7 +229,7 @@ class Asked:
             )
 
 
-# The names that torch has or had for the same methods.
+# Other names that torch has or had for the same methods.
 Asked._allgather_base = Asked.all_gather_single  # type: ignore[attr-defined]
 Asked.allgather_into_tensor_coalesced = Asked.all_gather_single_coalesced  # type: ignore[attr-defined]
 Asked._reduce_scatter_base = Asked.reduce_scatter_single  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ Asked.alltoall_base = Asked.all_to_all_single  # type: ignore[attr-defined]
 
 
 class _Started:
-    """The options of a collective that is only started: those of the whole of which it is a part."""
+    """The options of a collective that is only started: those of the whole that it is part of."""
 
     asyncOp = True
 
@@ -257,9 +257,9 @@ _REDUCTIONS = {
 
 
 def _reduction(opts: Any, x: Tensor, given: dict[str, Any]) -> tuple[str]:
-    """What to reduce with, by tplab's name for it."""
+    """tplab's name for the reduction."""
     op = given.get("op", ReduceOp.SUM) if opts is None else getattr(opts, "reduceOp", opts)
-    kind = getattr(op, "op", op).name  # torch hands on an object with the kind, or the kind
+    kind = getattr(op, "op", op).name  # torch passes an object with the kind, or the kind
     name = _REDUCTIONS[kind]
     if name in ("and", "or", "xor") and (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"a bitwise {name} needs whole numbers or booleans, not {x.dtype}")
@@ -269,13 +269,13 @@ def _reduction(opts: Any, x: Tensor, given: dict[str, Any]) -> tuple[str]:
 
 
 def factor_of(opts: Any) -> Any:
-    """What `ReduceOp.PREMUL_SUM` multiplies by before it adds up; None for other reductions."""
+    """The factor that `ReduceOp.PREMUL_SUM` applies before it adds up; None for other reductions."""
     op = getattr(opts, "reduceOp", None)
     return premul_factor(op) if getattr(op, "op", None) == ReduceOp.PREMUL_SUM else None
 
 
 def several(tensors: Any) -> Sequence[Tensor]:
-    """Tensors, where torch gives a list of them or just one."""
+    """The tensors, where torch passes a list of them or just one."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 

@@ -1,8 +1,8 @@
-"""What a thread waits in for another one: while it does, it gives its turn away.
+"""How a thread waits for another one: while it waits, it gives its turn away.
 
-Only one thread of a run has the turn, and one that waits for a lock would keep the turn for ever. So for the time of a
-run, Python's own ways to wait are these. They do as Python's do, and all else is built of them: events, conditions,
-queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as always.
+Only one thread of a run has the turn, and a thread that waits for a lock would keep the turn forever. So during a run,
+these replace Python's own ways to wait. They behave as Python's do, and everything else is built on them: events,
+conditions, queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _allocate_lock, _sleep, _join = threading.Lock, time.sleep, threading.Thread.joi
 
 
 def taking_turns() -> SimulatedRank | None:
-    """The rank whose thread asks, if it is one that takes turns."""
+    """The rank of the calling thread, if it takes turns."""
     rank = current_rank_or_none()
     return rank if isinstance(rank, SimulatedRank) and rank.seat.turns.process == os.getpid() else None
 
@@ -41,7 +41,7 @@ def of_several() -> SimulatedRank | None:
 
 
 class Lock:
-    """`threading.Lock`. A `threading.RLock` is Python's own, made of this one."""
+    """`threading.Lock`. A `threading.RLock` is Python's own, built on this one."""
 
     def __init__(self) -> None:
         self._lock: Any = _allocate_lock()
@@ -160,7 +160,7 @@ BLOCKING: list[tuple[Any, str, Any]] = [
 
 
 def _asked() -> str:
-    """What the program has called that waits here, as "Future.result"."""
+    """The call of the program that waits here, such as "Future.result"."""
     frame, asked = sys._getframe(1), "threading"
     while frame is not None and not is_program(frame.f_code.co_filename):
         asked = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)

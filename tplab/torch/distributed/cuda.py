@@ -1,8 +1,8 @@
 """Programs that say `cuda`, on the CPU: while their ranks run, every mention of it means the CPU.
 
-Tensors, modules and devices are mapped by a mode, which sees every call of torch that a rank makes. What is no such
-call is another attribute for as long as ranks run. Copies from one device to the other stay copies, so that a program
-that keeps its best weights by `.cpu()` keeps them.
+A mode maps tensors, modules and devices: it sees every call of torch that a rank makes. What is no such call is
+replaced by another attribute while ranks run. Copies from one device to the other stay copies, so that a program that
+keeps its best weights with `.cpu()` still does.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class CudaOnCpu:
     """The CPU in place of GPUs, for the time of a run.
 
     per_node   how many ranks share a node, and so how many GPUs programs find
-    lines      the lines of the program that said cuda, in the order in which they were met
+    lines      the lines of the program that said cuda, in the order in which they ran
     """
 
     def __init__(self, per_node: int):
         self.lines: dict[str, None] = {}
         self._devices = Devices(per_node, CPU)
-        self._mine: list[tuple[Any, str, Any]] = []  # module or class, name, what is there while ranks run
-        self._torchs: list[Any] = []  # what is there otherwise
+        self._mine: list[tuple[Any, str, Any]] = []  # module or class, name, its value while ranks run
+        self._torchs: list[Any] = []  # the values otherwise
         self._add([*self._answers(), *self._changed()])
         self._not_imported = {_FSDP: self._change_fsdp, CONTEXT_PARALLEL: self._change_attention}
         self._change_imported()
@@ -60,7 +60,7 @@ class CudaOnCpu:
         self._put_attributes()
 
     def take_back(self) -> None:
-        """It may be called again, where Ctrl-C has ended it."""
+        """Restore torch. It may be called again if Ctrl-C has ended it."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self._take_attributes_back()
@@ -69,17 +69,17 @@ class CudaOnCpu:
                 setattr(home, name, value)
 
     def mode(self) -> TorchFunctionMode:
-        """What one rank's thread is to be in."""
+        """The mode that one rank's thread must be in."""
         return CudaCalls(self.note)
 
     def note(self) -> None:
-        """The program has said cuda here."""
+        """Note that the program has said cuda here."""
         rank = this_rank()
         assert isinstance(rank, SimulatedRank)
         self.lines[rank.world.lines.here()] = None
 
     def sentence(self) -> str | None:
-        """What was mapped, for people; None where the program did not say cuda."""
+        """What was mapped, in a readable sentence; None if the program did not say cuda."""
         if not self.lines:
             return None
         first, more = list(self.lines)[:_MOST_LINES], len(self.lines) - _MOST_LINES
@@ -90,7 +90,7 @@ class CudaOnCpu:
     # --- modules of torch that the program is the first to import ------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Called by `import`. torch's modules are read as they always are: what they keep, the notebook has later."""
+        """Called by `import`. torch's modules are loaded as usual, as the notebook will have what they keep."""
         spec = PathFinder.find_spec(name, path) if name.startswith("torch.") else None
         if spec is None or spec.loader is None:
             return None
@@ -105,7 +105,7 @@ class CudaOnCpu:
 
     @contextmanager
     def _as_always(self) -> Iterator[None]:
-        """torch as it is without us; nothing is done inside of another import, or after the run."""
+        """torch as it is without us; nothing is done inside another import, or after the run."""
         if not self._is_there:
             yield
             return
@@ -137,7 +137,7 @@ class CudaOnCpu:
         self._torchs += [vars(home).get(name, _INHERITED) for home, name, _ in values]
 
     def _change_imported(self) -> None:
-        """Change what takes seconds to import, where a program has imported it."""
+        """Change modules that take seconds to import, if a program has imported them."""
         for name in [name for name in self._not_imported if name in sys.modules]:
             self._not_imported.pop(name)(sys.modules[name])
 
@@ -150,7 +150,7 @@ class CudaOnCpu:
             self._add([(module, "custom_ops", {**module.custom_ops, **cpu_kernels(module)})])
 
     def _answers(self) -> list[tuple[Any, str, Any]]:
-        """What torch.cuda and torch.accelerator say."""
+        """What torch.cuda and torch.accelerator return."""
         return [
             (home, name, value if isinstance(value, type) else self._answer(value, _TO_TORCH.get(name)))
             for home, values in self._devices.answers()
@@ -159,7 +159,7 @@ class CudaOnCpu:
         ]
 
     def _answer(self, function: Callable[..., Any], to_torch: Any) -> Callable[..., Any]:
-        """torch itself learns that there is no GPU, so that it does on the CPU what it does there."""
+        """The function for programs; torch itself still sees that there is no GPU, and does what it does on the CPU."""
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             if is_torchs(sys._getframe(1)):
@@ -170,7 +170,7 @@ class CudaOnCpu:
         return answer
 
     def _changed(self) -> list[tuple[Any, str, Any]]:
-        """What takes a device and is no call that a mode sees."""
+        """The functions that take a device and that a mode does not see."""
         changes: list[tuple[Any, str, Callable[[dict[str, Any]], bool]]] = [
             (torch.autocast, "__init__", _autocast_on_cpu),
             (torch.amp.GradScaler, "__init__", partial(_named, name="device", default="cuda")),
@@ -197,7 +197,7 @@ class CudaOnCpu:
         ]
 
     def _with(self, function: Callable[..., Any], change: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
-        """`function`, whose arguments are changed first; `change` says whether they were about cuda."""
+        """`function`, with its arguments changed first; `change` says whether they were about cuda."""
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -236,12 +236,12 @@ def _named(given: dict[str, Any], name: str, default: Any = None) -> bool:
 
 
 def _left_out(given: dict[str, Any], names: tuple[str, ...]) -> bool:
-    """What is for GPUs only."""
+    """Remove arguments that are for GPUs only."""
     return bool([name for name in names if given.pop(name, None)])
 
 
 def _autocast_on_cpu(given: dict[str, Any]) -> bool:
-    """On GPUs the type is float16 where none is given, and it stays so."""
+    """On GPUs the type is float16 if none is given, and it stays so."""
     is_mapped = _named(given, "device_type")
     if is_mapped and given.get("dtype") is None:
         given["dtype"] = torch.float16
@@ -249,13 +249,13 @@ def _autocast_on_cpu(given: dict[str, Any]) -> bool:
 
 
 def _sharded_on_cpu(given: dict[str, Any]) -> bool:
-    """FullyShardedDataParallel looks for a GPU where none is given."""
+    """FullyShardedDataParallel looks for a GPU if none is given."""
     given["device_id"] = CPU
     return True
 
 
 def _loaded_to_cpu(given: dict[str, Any]) -> bool:
-    """Also what was saved on a GPU. Only a program that wants no data at all, "meta", gets none."""
+    """Load to the CPU, even what was saved on a GPU. Only a program that asks for "meta" gets no data."""
     place = given.get("map_location")
     if str(place) != "meta":
         given["map_location"] = "cpu"
@@ -263,7 +263,7 @@ def _loaded_to_cpu(given: dict[str, Any]) -> bool:
 
 
 def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a kind of device, of the CPU where it would be of GPUs. Without a kind, that was GPUs."""
+    """A function of a kind of device, with the CPU in place of GPUs. Without a kind, GPUs were meant."""
 
     @wraps(function)
     def of_cpu(device_type: Any = "cuda", *args: Any) -> Any:
@@ -296,7 +296,7 @@ class _Generator(metaclass=_IsGenerator):
 
 
 def advice(error: BaseException, is_mapped: bool) -> str | None:
-    """What helps a program that has failed because there is no GPU; None for others."""
+    """Advice for a program that has failed because there is no GPU; None for others."""
     if torch.cuda.is_available() or not _is_for_want_of_a_gpu(error):
         return None
     if is_mapped:
@@ -311,9 +311,9 @@ _ASKS = re.compile(r"\b(is_available|is_nccl_available|device_count)\(")
 
 
 def _is_for_want_of_a_gpu(error: BaseException) -> bool:
-    """Whether the error speaks of GPUs, comes from torch.cuda, or from a line that asks which GPUs there are.
+    """Whether the error mentions GPUs, comes from torch.cuda, or from a line that asks which GPUs there are.
 
-    That a line with another mistake mentions cuda says nothing.
+    A line with another mistake may also mention cuda; that alone says nothing.
     """
     if any(word in f"{type(error).__name__} {error}".lower() for word in ("cuda", "nvidia", "gpu", "accelerator")):
         return True

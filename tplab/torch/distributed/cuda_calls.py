@@ -1,4 +1,4 @@
-"""Calls of torch that name a GPU, as a rank makes them whose GPU is the CPU."""
+"""Calls of torch that name a GPU, for a rank whose GPU is the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_torchs(frame: FrameType) -> bool:
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether a program means a GPU: "cuda", "cuda:1", torch.device("cuda"), or what it has from that, or 1."""
+    """Whether a program means a GPU: "cuda", "cuda:1", torch.device("cuda") or what it was mapped to, or 1."""
     if isinstance(device, str):
         return device == "cuda" or device.startswith("cuda:")
     if isinstance(device, torch.device):
@@ -54,7 +54,7 @@ class CudaCalls(TorchFunctionMode):
 
 
 def _note_unless_known(note: Callable[[], None], device: Any) -> None:
-    """What the program has from torch.device("cuda") was noted there."""
+    """Note it, unless it comes from torch.device("cuda"), which was noted there."""
     if device is not CPU:
         note()
 
@@ -69,7 +69,7 @@ def _device(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> torc
 
 
 def _parse(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
-    """What Module.to makes of its arguments, before it moves one tensor after another."""
+    """How Module.to reads its arguments, before it moves one tensor after another."""
     device = args[0] if args else kwargs.get("device")
     if not is_cuda(device):
         return func(*args, **kwargs)
@@ -108,12 +108,12 @@ def _cpu(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _is_moved(x: Tensor, to_cuda: bool) -> bool:
-    """Whether `x` would come to another device, and so into other memory.
+    """Whether `x` would move to another device, and so to other memory.
 
-    It may be where it is to go: then a copy costs memory, and all else is as it was. A parameter, which must stay what
-    it is, is not copied to where it most likely is. torch itself is careful with which memory is whose.
+    It may already be where it should go: then a copy costs memory, and changes nothing else. A parameter must keep its
+    identity, so it is not copied to where it most likely is. torch's own code is careful about sharing memory.
     """
-    frame = sys._getframe(3)  # the program called a method of a tensor, and torch the mode, and that one of us
+    frame = sys._getframe(3)  # the program called a tensor's method, torch called the mode, and the mode called us
     is_parameter = to_cuda and x.is_leaf and x.requires_grad
     return not is_parameter and not is_torchs(frame)
 

@@ -1,4 +1,4 @@
-"""What torch.cuda and torch.accelerator say to ranks whose GPU is the CPU."""
+"""What torch.cuda and torch.accelerator return to ranks whose GPU is the CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tplab.torch.ranks.simulated import SimulatedRank
 
 
 class Devices:
-    """As many GPUs on a node as it has ranks, each of which is the CPU.
+    """One GPU per rank on a node, each of which is the CPU.
 
-    was_asked_for_memory   whether a program has asked how much memory it uses, while nobody counted it
+    was_asked_for_memory   whether a program has asked how much memory it uses while memory was not counted
     """
 
     def __init__(self, per_node: int, cpu: torch.device):
@@ -30,7 +30,7 @@ class Devices:
         self._current: dict[int, int] = {}  # rank -> its current device
 
     def answers(self) -> list[tuple[Any, Mapping[str, Any]]]:
-        """(module, name -> the function or class that is to be there)"""
+        """(module, name -> the function or class to put there)"""
         nothing = dict.fromkeys(_NOTHING, _nothing)
         memory = {
             **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), lambda *_: self._bytes().now()),
@@ -71,7 +71,7 @@ class Devices:
         ]
 
     def _set(self, device: Any) -> None:
-        """torch.cuda.set_device: a number, or a device; those were mapped, and stand for that of the rank."""
+        """torch.cuda.set_device: a number, or a device; devices were mapped, and stand for the rank's own."""
         rank = this_rank().rank
         index = device if isinstance(device, int) else rank % self.per_node
         if index >= self.per_node:
@@ -85,7 +85,7 @@ class Devices:
         return self._current.get(this_rank().rank, 0)
 
     def _bytes(self) -> LiveBytes:
-        """What counts the bytes of this rank's tensors; where nothing does, one that has seen none."""
+        """What counts the bytes of this rank's tensors; if nothing does, a counter that has seen none."""
         live = next((mode for mode in dispatch_modes() if isinstance(mode, LiveBytes)), None)
         self.was_asked_for_memory |= live is None
         return live or LiveBytes()
@@ -95,7 +95,7 @@ class Devices:
         live.lap = live.now()
 
     def _memory(self) -> int:
-        """Bytes of a GPU of the cluster, or of an H100."""
+        """The bytes of a GPU of the cluster, or of an H100."""
         cluster = _simulated().world.cluster
         return int(cluster.chip.memory if cluster is not None else 80e9)
 
@@ -140,7 +140,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Context(ContextDecorator, nullcontext[None]):
-    """A stream or a device that is current inside of a `with`, or of a function that is decorated with it."""
+    """A stream or a device that is current inside a `with`, or in a function that is decorated with it."""
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
@@ -158,7 +158,7 @@ def _simulated() -> SimulatedRank:
 
 
 class Stream:
-    """A queue of operations. On the CPU they all run in order, so nothing is ever waited for."""
+    """A queue of operations. On the CPU they all run in order, so there is never anything to wait for."""
 
     device_type, stream_id, cuda_stream = 1, 0, 0
 
@@ -183,7 +183,7 @@ class Stream:
 
 
 class Event:
-    """A moment: on the modelled clock of the rank, if the run has a cluster, or else on that of this machine."""
+    """A moment: on the rank's modelled clock if the run has a cluster, otherwise on this machine's clock."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any):
         self._milliseconds = 0.0

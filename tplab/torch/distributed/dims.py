@@ -1,4 +1,4 @@
-"""What a trace calls the groups of a program that has a DeviceMesh of its own."""
+"""The names of groups in a trace, for a program with a DeviceMesh of its own."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from tplab.mesh import APART, DIM, Mesh, label_of, mesh_of_dims
 
 
 class Dims:
-    """The groups that the ranks of one run have made, and what the program calls them.
+    """The groups that the ranks of one run have made, and their names in the program.
 
-    A group that is an axis of the run's mesh has the axis's name. Any other one has the name of its dim, if it is that
-    of a DeviceMesh, or else its ranks.
+    A group that is an axis of the run's mesh has the axis's name. Any other group is named after its dim if it belongs
+    to a DeviceMesh, otherwise after its ranks.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._groups: dict[tuple[str, tuple[int, ...]], str] = {}  # what it is called, its ranks -> its label
+        self._groups: dict[tuple[str, tuple[int, ...]], str] = {}  # its name, its ranks -> its label
 
     def label(self, about: str, ranks: Sequence[int]) -> str:
-        """What the trace calls a group; `about` is what the program calls it."""
+        """A group's name in the trace; `about` is its name in the program."""
         key = about, tuple(ranks)
         if key not in self._groups:
             label = label_of(ranks, self._mesh)
@@ -28,7 +28,7 @@ class Dims:
         return self._groups[key]
 
     def named(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The program's own mesh, and what each label is on it; None where it has none, or the run's mesh has names."""
+        """The program's own mesh, and each label's meaning on it; None if it has none, or the run's mesh has names."""
         own = mesh_of_dims(self._groups, self._mesh.size) if self._mesh.axis_names == ("world",) else None
         if own is None:
             return None

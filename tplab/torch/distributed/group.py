@@ -1,7 +1,7 @@
 """A process group of torch.distributed whose members are simulated ranks.
 
-torch.distributed calls the methods of `Asked` by name. Each one comes here with its tensors, which go to the rank that
-runs, as those of tplab's own collectives do; what comes back is written into the tensors that the program gave.
+torch.distributed calls the methods of `Asked` by name. Each one arrives here with its tensors, which go to the running
+rank, as with tplab's own collectives; the result is written into the tensors that the program gave.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tplab.torch.ranks.simulated import SimulatedRank
 class Group(Asked, dist.ProcessGroup):
     """Some ranks of a run, as a process group. A rank's number in it is its position in `ranks`.
 
-    unfinished   what was started and not yet waited for, the oldest first
+    unfinished   what was started but not yet waited for, the oldest first
     """
 
     def __init__(self, member: SimulatedRank, ranks: Sequence[int], name: str, label: str, backend: str, store: Any):
@@ -57,7 +57,7 @@ class Group(Asked, dist.ProcessGroup):
         return _Backend(self.backend)
 
     def getBackendName(self) -> str:
-        """For torch's C++ code, which under the names of its own backends looks for their connections."""
+        """For torch's C++ code, which would look for connections under the names of its own backends."""
         return "simulated"
 
     def _get_backend_name(self) -> str:
@@ -78,13 +78,13 @@ class Group(Asked, dist.ProcessGroup):
     abort = shutdown
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """A deadlock is seen at once, so no time is waited."""
+        """A deadlock is detected at once, so there is no timeout."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Calls are counted anyway."""
+        """Nothing to do: calls are counted anyway."""
 
     def _start_coalescing(self, device: Any) -> None:
-        """What is started between this and `_end_coalescing` is waited for as one."""
+        """Everything started between this and `_end_coalescing` is waited for as one."""
         self._num_before = len(self.unfinished)
 
     def _end_coalescing(self, device: Any) -> Work:
@@ -120,7 +120,7 @@ class Group(Asked, dist.ProcessGroup):
     # --- how ----------------------------------------------------------------------------------------------------
 
     def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> Work:
-        """Run the collective; or start it, where the program will wait for it itself. `take` gets the result."""
+        """Run the collective, or start it if the program will wait for it itself. `take` gets the result."""
         x = _dense(put) if isinstance(put, Tensor) else _joined(put)
         if call.reduction == "sum" and (factor := factor_of(opts)) is not None:
             with no_dispatch():
@@ -128,7 +128,7 @@ class Group(Asked, dist.ProcessGroup):
         if opts is None or opts.asyncOp:
             return Started(self.member, self.member.here().begin(call, x), x, take, queue=self.unfinished)
         result = self.member.here().do(call, x, is_lent=True)
-        while self.unfinished:  # whatever was started before this is done too
+        while self.unfinished:  # everything started before this is done too
             self.unfinished[0].wait()
         take(result)
         return Taken()
@@ -172,7 +172,7 @@ class AnyMessage(Work):
 
 
 class _Backend:
-    """What torch reads of a backend that it does not know."""
+    """What torch reads from a backend that it does not know."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
     options = None

@@ -1,4 +1,4 @@
-"""What torch.distributed knows of one rank's process groups, and how it makes them."""
+"""What torch.distributed knows about one rank's process groups, and how it makes them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SPLIT = inspect.signature(dist.split_group)
 
 
 class Groups:
-    """The process groups of one rank: what torch.distributed otherwise keeps once for a process, by the same names.
+    """The process groups of one rank: what torch.distributed otherwise keeps once per process, by the same names.
 
-    Groups are made as torch makes them, up to the point where connections would be. is_joined: whether the program
-    finds torch.distributed initialised before it calls init_process_group. dims: learns of every group.
+    Groups are made as torch makes them, up to the point where it would open connections. is_joined: whether the program
+    finds torch.distributed initialised before it calls init_process_group. dims: is told about every group.
     """
 
     def __init__(self, member: SimulatedRank, shared: Shared, is_joined: bool, dims: Dims):
@@ -86,7 +86,7 @@ class Groups:
             self._join(backend)
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """`torch.distributed.split_group`: the part of a group that this rank is in; no rank talks for it."""
+        """`torch.distributed.split_group`: the part of a group that this rank is in; no communication is needed."""
         given = _SPLIT.bind(*args, **kwargs).arguments
         parent = given.get("parent_pg") or self.default_pg
         if parent is None or not given.get("split_ranks"):
@@ -117,7 +117,7 @@ class Groups:
         group_desc: Any = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        """In place of torch's `_new_process_group_helper`: the group, and its store."""
+        """Replaces torch's `_new_process_group_helper`: the group, and its store."""
         if pg_tag not in (None, ""):
             existing = c10d._find_pg_by_ranks_and_tag(pg_tag, list(global_ranks_in_group))
             if existing:
@@ -149,8 +149,8 @@ class Groups:
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
-# Programs have `init_process_group` by many names, imported before a run begins. So the functions stay the same
-# objects, and for the time of a run their code is this, in which `_world` is torch's own name for what Groups replaces.
+# Programs have `init_process_group` under many names, imported before a run begins. So the functions stay the same
+# objects, and during a run their code is this, in which `_world` is torch's own name for what Groups replaces.
 
 
 def _init(*args, **kwargs):  # type: ignore
@@ -166,7 +166,7 @@ def _new(*args, **kwargs):  # type: ignore
 
 
 def _resolve(name: str) -> Any:
-    """The group of this name; also for a thread that a rank has started, which torch's own table does not know."""
+    """The group of this name, also in a thread that a rank has started, which torch's own table does not know."""
     for group, its_name in c10d._world.pg_names.items():
         if its_name == name:
             return group
@@ -218,7 +218,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 
 
 class _Spawned:
-    """What `spawn(..., join=False)` returns: here, all is done."""
+    """What `spawn(..., join=False)` returns: here, everything is already done."""
 
     processes: Sequence[Any] = ()
 

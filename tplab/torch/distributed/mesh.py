@@ -1,4 +1,4 @@
-"""The mesh of a run, as torch.distributed has it."""
+"""The mesh of a run, in the form of torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def device_mesh(device_type: str = "cpu") -> DeviceMesh:
     """The mesh of this run as a `DeviceMesh` whose dims have the names of the axes, for FSDP2, DTensor and the like.
 
-    Every rank must call it, as DeviceMesh makes the process groups of all dims. Called again, it is the same mesh.
-    Raises OutsideRunError outside of `run(..., distributed=True)`.
+    Every rank must call it, as DeviceMesh makes the process groups of all dims. Another call returns the same mesh.
+    Raises OutsideRunError outside `run(..., distributed=True)`.
     """
     from torch.distributed import device_mesh as home
     from torch.distributed import distributed_c10d as c10d

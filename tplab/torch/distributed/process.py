@@ -1,4 +1,4 @@
-"""What Python and torch.distributed have one of in a process, and each rank of a distributed program has for itself."""
+"""What Python and torch.distributed have once per process, but each rank of a distributed program has for itself."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from tplab.torch.ranks.simulated import SimulatedRank
 
 
 class Process:
-    """What one rank, or the notebook, has of a process while it does not have the turn.
+    """What one rank, or the notebook, keeps of its process while it does not have the turn.
 
     world     torch.distributed's process groups
     environ   environment variables, in the form in which os.environ holds them
     argv      sys.argv
     modules   the user's modules that it has imported
     numpys    NumPy's default generator; `pythons`: the state of Python's
-    locks     of the modules that it is just importing
+    locks     those of the modules that it is importing now
     tracker   DTensor's generator; `handlers`: how it handles operations, which loss_parallel changes for a while
-    states    what the classes of Hugging Face's accelerate know of a process
-    attention what torch's context_parallel has put in place of it
+    states    what the classes of Hugging Face's accelerate know about a process
+    attention what torch's context_parallel has replaced it with
     """
 
     def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
@@ -66,8 +66,8 @@ class Processes:
 
     mesh          the ranks
     is_joined     whether programs find torch.distributed initialised
-    argv          what programs find in sys.argv; None: what the notebook has
-    is_fresh      whether each rank imports the user's modules anew, also those that the notebook has imported
+    argv          what programs find in sys.argv; None: the notebook's
+    is_fresh      whether each rank imports the user's modules again, even those that the notebook has imported
     per_node      how many ranks share a node, for LOCAL_RANK
     """
 
@@ -97,12 +97,12 @@ class Processes:
     # --- cuda ----------------------------------------------------------------------------------------------------
 
     def map_cuda(self) -> None:
-        """From the beginning of the run, what the program says of cuda means the CPU."""
+        """From the beginning of the run, every mention of cuda in the program means the CPU."""
         self._cuda = CudaOnCpu(self.per_node)
 
     @property
     def mapped(self) -> str | None:
-        """What was mapped, in a sentence; None where nothing was."""
+        """What was mapped, in a sentence; None if nothing was."""
         return None if self._cuda is None else self._cuda.sentence()
 
     def advice(self, error: BaseException) -> str | None:
@@ -110,17 +110,17 @@ class Processes:
         return advice(error, is_mapped=self._cuda is not None)
 
     def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The mesh that the program has made, where the run's has no names, and what it makes of groups' labels."""
+        """The mesh that the program has made, if the run's has no names, and what groups' labels mean on it."""
         return self._dims.named()
 
-    # --- changing hands ------------------------------------------------------------------------------------------
+    # --- swapping ------------------------------------------------------------------------------------------------
 
     def take(self) -> Process:
-        """What the process is now, to be put back later."""
+        """The process's current state, to restore later."""
         active = self.active
         if active is None:
             active = self._kernel = self._notebook()
-            if not self.ranks:  # it comes here again where the run lets another one go on for a while
+            if not self.ranks:  # we come here again if the run lets another one go on for a while
                 self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
             return active
         active.argv, active.pythons = sys.argv, python_random.get()
@@ -178,10 +178,10 @@ class Processes:
             self._cuda.take_back()
         self._threads.take_back()
         self._hooks.take_back()
-        if self._finder in sys.meta_path:  # Ctrl-C may have come here before
+        if self._finder in sys.meta_path:  # Ctrl-C may have interrupted this before
             sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ
-        for process in self.ranks:  # Python tells C of each change, and C forgets whose it was
+        for process in self.ranks:  # Python tells C about each change, and C forgets whose it was
             for key in process.environ.keys() | notebooks.keys():
                 if process.environ.get(key) != notebooks.get(key):
                     os.putenv(key, notebooks[key]) if key in notebooks else os.unsetenv(key)
@@ -232,14 +232,14 @@ class Processes:
     def inside(self, member: SimulatedRank) -> Iterator[None]:
         """Around the program of one rank, in its thread."""
         process = self.ranks[member.rank]
-        vars(current_thread())["_daemonic"] = False  # what its program starts is no daemon either, unless it says so
+        vars(current_thread())["_daemonic"] = False  # the threads it starts are no daemons either, unless it says so
         c10d._world = process.world = Groups(member, self._shared, self.is_joined, self._dims)
         try:
             with nullcontext() if self._cuda is None else self._cuda.mode():
                 yield
             member.await_threads()
             for group in list(process.world.pg_map):
-                while group.unfinished:  # started and never waited for: it ends all the same
+                while group.unfinished:  # started but never waited for: it must still end
                     group.unfinished[0].wait()
         finally:
             c10d_C._unregister_all_process_groups()
@@ -268,8 +268,8 @@ _READS_THE_WORLD = {
 
 
 class _Worldless(SourceFileLoader):
-    """Loads such a module as if before init_process_group. It is there once for all ranks and all runs, so the group
-    of the rank that happens to import it must not stay in it; no group means the default one of whoever calls."""
+    """Loads such a module as if before init_process_group. It exists once for all ranks and all runs, so it must not
+    keep the group of the rank that happens to import it; no group means the caller's default group."""
 
     def exec_module(self, module: ModuleType) -> None:
         world, c10d._world = c10d._world, c10d._World()
@@ -280,7 +280,7 @@ class _Worldless(SourceFileLoader):
 
 
 class _Finder:
-    """Notes which modules of the user's a rank imports. They are found as always."""
+    """Notes which of the user's modules a rank imports. They are found as usual."""
 
     def __init__(self, processes: Processes):
         self._processes = processes
@@ -294,7 +294,7 @@ class _Finder:
             return None
         active = self._processes.active
         if active is not None:
-            active.modules.setdefault(name, None)  # type: ignore[arg-type]  # it is there once it was executed
+            active.modules.setdefault(name, None)  # type: ignore[arg-type]  # it exists once it was executed
         return spec
 
 

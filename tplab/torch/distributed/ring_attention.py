@@ -1,8 +1,8 @@
 """torch's context parallelism on the CPU: its ring attention, over the CPU's own flash attention.
 
 `torch.distributed.tensor.experimental.context_parallel` knows three kernels, all of them for GPUs. DTensor has no rule
-for `aten._scaled_dot_product_flash_attention_for_cpu`, to which the same call leads on the CPU. Its two operations
-take and return what those of GPUs do, so that torch's rings run over them as they are (torch 2.11, 2.13).
+for `aten._scaled_dot_product_flash_attention_for_cpu`, which the same call uses on the CPU. Its two operations take and
+return the same as those for GPUs, so torch's rings run over them as they are (torch 2.11, 2.13).
 """
 
 from __future__ import annotations

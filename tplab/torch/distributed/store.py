@@ -1,4 +1,4 @@
-"""The stores of torch.distributed, in which ranks leave values for one another."""
+"""The stores of torch.distributed, in which ranks leave values for each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tplab.torch.ranks.simulated import SimulatedRank
 
 
 class Shared:
-    """What all ranks of a run share in one store; and in those that the program makes, by their address."""
+    """What all ranks of a run share in one store, and in those that the program makes, by their address."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -23,7 +23,7 @@ class Shared:
 
 
 class Store(dist.Store):
-    """One rank's way to the values that all ranks of a run share. A rank that waits for a key lets the others go on."""
+    """One rank's access to the values that all ranks of a run share. While a rank waits for a key, others go on."""
 
     def __init__(self, shared: Shared, member: SimulatedRank):
         super().__init__()
@@ -96,14 +96,14 @@ class Store(dist.Store):
         self._member.here().wait_until(lambda: self.check(keys), f"the store, for {names},")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """A deadlock is seen at once, so no time is waited."""
+        """A deadlock is detected at once, so there is no timeout."""
 
     def clone(self) -> Store:
         return self
 
 
 class PrefixStore(dist.PrefixStore):
-    """A part of a store, with what torch's own asks only of stores in C++."""
+    """A part of a store, including what torch's own only asks of stores in C++."""
 
     def __init__(self, prefix: str, store: Any):
         super().__init__(prefix, store)
@@ -123,7 +123,7 @@ class PrefixStore(dist.PrefixStore):
 
 
 class TCPStore(Store):
-    """A store of the program's own: for all ranks that give the same address, the same. There are no connections."""
+    """A store that the program makes: the same for all ranks that give the same address. There are no connections."""
 
     def __init__(
         self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *_: Any, **__: Any
@@ -134,7 +134,7 @@ class TCPStore(Store):
 
 
 class FileStore(Store):
-    """The same by the name of a file, which is not written."""
+    """The same, by the name of a file, which is not written."""
 
     def __init__(self, file_name: str, world_size: int = -1):
         member, others = _of_this_rank()

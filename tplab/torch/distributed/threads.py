@@ -1,8 +1,8 @@
 """Threads that a rank's program starts belong to the rank: they take turns with it and with all other ranks.
 
-So a checkpoint that is written in the background, or batches that a thread fetches, may communicate over groups of
-their own. As with ranks, the order in which threads run is the same each time. Threads of libraries that wait for files
-or processes, such as those of a DataLoader, take no turns; they run as always, and cannot communicate.
+So a thread that writes a checkpoint in the background, or fetches batches, may communicate over groups of its own. As
+with ranks, the order in which threads run is the same each time. Threads of libraries that wait for files or processes,
+such as those of a DataLoader, take no turns; they run as usual, and cannot communicate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Threads:
         program = thread.run
         thread._seat = seat
         thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, modes))
-        rank.waits_as_always = True  # until the other one runs; it does that before its turn
+        rank.waits_as_always = True  # until the other one runs, which is before its turn
         try:
             _start(thread)
         except BaseException:
@@ -89,7 +89,7 @@ class Threads:
                         pop_mode(None)
         except Released:
             raise
-        except BaseException as error:  # as in any thread, it ends the thread alone
+        except BaseException as error:  # as in any thread, it ends only the thread
             if rank.seat.turns.failure is None:
                 at = rank.world.lines.of(error)
                 text = f"{type(error).__name__}{f' at {at}' if at else ''}: {error}"
@@ -100,7 +100,7 @@ class Threads:
 
 
 def _belongs_to_program(thread: Any) -> bool:
-    """Whether what a thread runs is the program's own, or what an executor or torch.distributed runs for it."""
+    """Whether a thread runs the program's own code, or code that an executor or torch.distributed runs for it."""
     function: Any = type(thread).run
     if function is threading.Thread.run and thread._target is not None:
         function = thread._target
@@ -109,7 +109,7 @@ def _belongs_to_program(thread: Any) -> bool:
     while isinstance(function, partial):
         function = function.func
     module = getattr(function, "__module__", None) or type(function).__module__
-    if module == "concurrent.futures.thread":  # its queue is none of ours where it was made outside of the run
+    if module == "concurrent.futures.thread":  # its queue is not ours if it was made outside the run
         return any(isinstance(given, SimpleQueue) for given in thread._args)
     if module.split(".")[:2] == ["torch", "distributed"]:
         return True
@@ -118,5 +118,5 @@ def _belongs_to_program(thread: Any) -> bool:
 
 
 def _is_no_release(record: logging.LogRecord) -> bool:
-    """An executor logs what ends its threads; that they are let go is nothing to be told."""
+    """An executor logs what ends its threads; that they are released need not be logged."""
     return not (record.exc_info and record.exc_info[0] is not None and issubclass(record.exc_info[0], Released))

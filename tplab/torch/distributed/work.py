@@ -1,4 +1,4 @@
-"""What a started collective of torch.distributed gives: the program waits on it."""
+"""What torch.distributed returns for a started collective: the program waits on it."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Work(c10d_C.Work):
 
 
 class Taken(Work):
-    """It is done, and its result was written."""
+    """Work that is done, and whose result was written."""
 
 
 class Started(Work):
     """A collective or a message on its way.
 
     take    writes the result where the program wants it; None for a message sent
-    queue   what its group has started and not yet waited for, the oldest first
+    queue   what its group has started but not yet waited for, the oldest first
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Started(Work):
         self._num_asked = 0
 
     def wait(self, timeout: Any = None) -> bool:
-        """What the group had started before this is done first: its results are there in the same order."""
+        """Finish first what the group had started before this, so that results come in the same order."""
         queue = self._queue
         while queue and not self._is_done:
             queue.popleft()._finish()
@@ -90,7 +90,7 @@ class Started(Work):
         return True
 
     def _finish(self) -> None:
-        """Wait until it is there, on the rank's clock too."""
+        """Wait until it has arrived, on the rank's clock too."""
         if self._is_done:
             return
         self._is_done = True
@@ -106,8 +106,8 @@ class Started(Work):
             self._take(y)
 
     def is_completed(self) -> bool:
-        """Asked again and again, it lets other ranks go on in between, and in the end waits: a loop that asks for ever
-        would hide a deadlock."""
+        """Whether it is done. Repeated calls let other ranks go on in between, and finally wait: a loop that asks
+        forever would hide a deadlock."""
         self._num_asked += 1
         if not self._is_done and (self._num_asked > _PATIENCE or self._member.here().has_come(self._pending)):
             self.wait()
@@ -121,8 +121,8 @@ class Started(Work):
         return [self._x]
 
     def get_future(self) -> Future[Any]:
-        """Done, with the result. torch's C++ code waits for futures where no other rank could have its turn, so the
-        data is fetched now. In a backward pass the rank's clock goes on: it waits at the end of the pass, which is
+        """A completed future with the result. torch's C++ code waits for futures where no other rank could take its
+        turn, so the data is fetched now. In a backward pass the rank's clock goes on: it waits at the end of the pass,
         where DistributedDataParallel waits for its buckets."""
         if self._is_done or graph_task() == -1 or self._take is None:
             self.wait()
@@ -133,7 +133,7 @@ class Started(Work):
 
 
 class Several(Work):
-    """Several collectives of one group as one. To wait for the last is to wait for all before it."""
+    """Several collectives of one group as one. Waiting for the last is waiting for all before it."""
 
     def __init__(self, works: Sequence[Work]):
         super().__init__()

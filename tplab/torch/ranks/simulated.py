@@ -1,4 +1,4 @@
-"""Simulated ranks: how one of them does its collectives, and what its clock and its trace make of them."""
+"""Simulated ranks: how one of them does its collectives, and how its clock and its trace record them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from tplab.trace.label import UNKNOWN, Label
 
 
 class SimulatedRank(Rank):
-    """A rank that is a thread of this process and takes its turn, which `seat` is for.
+    """A rank that is a thread of this process and takes turns, with the seat `seat`.
 
-    `clock` is its own time: seconds of the modelled cluster, or hops without one. `hops` counts the rounds of
-    communication that lie behind it, and is the clock where there is no cluster.
+    `clock` is its own time: seconds of the modelled cluster, or hops without one. `hops` counts its rounds of
+    communication so far, and is the clock if there is no cluster.
 
     A thread that its program starts has another object for the same rank (`beside`), with a clock of its own. `home` is
-    that of the first thread. The threads of a rank compute one at a time, also on the clock, and wait each for itself.
+    the object of the first thread. The threads of a rank compute one at a time, also on the clock, and each waits for
+    itself.
     """
 
     def __init__(self, rank: int, world: World, seat: Seat, home: SimulatedRank | None = None):
@@ -49,10 +50,10 @@ class SimulatedRank(Rank):
         self.waits_in: tuple[Site, Meeting] | str | None = None
         self.clock = 0.0
         self.hops = 0.0
-        self.busy_until = 0.0  # of all threads of the rank, at `home`
-        self.raised: list[str] = []  # what ended others of them, at `home`
-        self.waits_as_always = False  # also where other threads of the rank could have the turn
-        self.began_at = ""  # of another thread: the line that has started it
+        self.busy_until = 0.0  # for all threads of the rank, at `home`
+        self.raised: list[str] = []  # what ended other threads, at `home`
+        self.waits_as_always = False  # even if other threads of the rank could have the turn
+        self.began_at = ""  # for another thread: the line that has started it
         self._is_timed = world.is_timed
         self._seen_at = 0.0
         self._doing: Burst | None = None
@@ -102,7 +103,7 @@ class SimulatedRank(Rank):
         )
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
-        """Where computing takes no time of its own, an addition to what was received is an event of no length."""
+        """Where computing takes no time, an addition to what was received is an event of no length."""
         if self._meter.on_cost is None and self._doing is None:
             self.world.recorder.add(
                 self.rank,
@@ -120,31 +121,31 @@ class SimulatedRank(Rank):
         return self.clock + (self._now() - self._seen_at if self._is_timed else 0.0)
 
     def _contents(self, x: Tensor, label: Label | None) -> dict[str, Any]:
-        """What an event says of a tensor that was computed, where it holds received data."""
+        """What an event says about a computed tensor, if it holds received data."""
         if label is None or label is UNKNOWN:
             return {}
         return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values(x)}
 
     def _number_of(self, x: Tensor, piece: int) -> int:
-        """The number of a new chunk of this rank's, which the program may have a name for."""
+        """The number of a new chunk of this rank. The program may have a name for it."""
         name = name_in_program(x) if piece < NAMES_UP_TO else ""
         return self.world.recorder.chunk(self.rank, piece, name)
 
     def _now(self) -> float:
-        """Seconds of this machine. A GPU runs behind the program: what is on its way there counts as done by now."""
+        """The seconds of this machine. A GPU runs behind the program: work that is queued there counts as done now."""
         if self._is_timed and self.world.device is not None and self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
     def _spend(self, seconds: float) -> float:
-        """Advance the clock by so long a computation. Returns its start: when no other thread of the rank computes."""
+        """Advance the clock by a computation. Returns its start, which waits for the rank's other threads."""
         home = self.home
         start = max(self.clock, home.busy_until)
         self.clock = home.busy_until = start + seconds
         return start
 
     def _catch_up(self) -> None:
-        """Advance the measured clock by what this rank did since it was last seen."""
+        """Advance the measured clock by what this rank has done since the last time."""
         start = self._spend(self._now() - self._seen_at)
         if self._doing is not None:
             self._doing.add(start, self.clock)
@@ -185,7 +186,7 @@ class SimulatedRank(Rank):
         return self._begun(call, x)
 
     def do(self, call: Call, x: Tensor, is_lent: bool = False) -> Tensor:
-        """Run it to its end. What `is_lent` is to be read only."""
+        """Run it to its end. With `is_lent` the result is read-only."""
         if num_modes():
             with no_dispatch():
                 result = self._done(call, x, is_lent)
@@ -194,7 +195,7 @@ class SimulatedRank(Rank):
         return self._done(call, x, is_lent)
 
     def finish(self, site: Site, meeting: Meeting, x: Tensor, since: int, is_lent: bool) -> Tensor:
-        """Wait for what this rank gets from what it has begun, and take it. What `is_lent` is to be read only."""
+        """Wait for the result of what this rank has begun, and take it. With `is_lent` it is read-only."""
         if self._is_timed:
             self._catch_up()
         with no_dispatch():
@@ -222,7 +223,7 @@ class SimulatedRank(Rank):
         return _Pending(self, site, meeting, x, since)
 
     def _done(self, call: Call, x: Tensor, is_lent: bool) -> Tensor:
-        """As begun, then waited for; what is put in a meeting needs no copy, as the program cannot write meanwhile."""
+        """Begin it and wait for it. The input of a meeting needs no copy, as the program cannot write meanwhile."""
         if self._is_timed:
             self._catch_up()
         site = self._site(call, x)
@@ -253,7 +254,7 @@ class SimulatedRank(Rank):
         return site
 
     def _arrive(self, site: Site) -> Meeting:
-        """The meeting of the group to which this call belongs; this rank has come to it."""
+        """The meeting of the group that this call belongs to, with this rank's arrival noted."""
         if self.seat.turns.failure is not None:
             raise Released
         if self.seat.turns.others:
@@ -275,7 +276,7 @@ class SimulatedRank(Rank):
         return meeting
 
     def _send(self, site: Site, x: Tensor, meeting: Meeting) -> tuple[float, float]:
-        """Put this rank's message where its receiver finds it, and say when it arrives: on the clock, and in hops."""
+        """Put this rank's message where its receiver finds it. Returns when it arrives: on the clock, and in hops."""
         world, rank, payload, num_bytes = self.world, self.rank, own(x), site.num_bytes
         target: int = site.target  # type: ignore
         if target == rank:
@@ -305,13 +306,13 @@ class SimulatedRank(Rank):
         return end, hop_end
 
     def _end_of_round(self, site: Site, end: float, hops: float) -> None:
-        """After a `ppermute` in which this rank only sent. A sender never waits on a cluster's clock; but when hops are
-        counted, a round is over when its messages are: else a tree's root would send to all at once.
+        """After a `ppermute` in which this rank only sent. A sender never waits on a cluster's clock. But when hops are
+        counted, a round ends with its messages: otherwise a tree's root would send to all at once.
         """
         self._stand_still(site, end if self.world.cluster is None else self.clock, hops)
 
     def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
-        """Give this rank's tensor to the meeting; the last one to arrive works out what every rank gets."""
+        """Give this rank's tensor to the meeting; the last rank to arrive works out every rank's result."""
         meeting.inputs[site.index] = x.detach() if x.requires_grad else x
         meeting.ready = max(meeting.ready, self.clock)
         meeting.hops = max(meeting.hops, self.hops)
@@ -320,7 +321,7 @@ class SimulatedRank(Rank):
             return
         if call.takes is not None and (text := unfit(meeting)) is not None:
             error = CollectiveMismatchError(text)
-            self.seat.turns.fail(error)  # the run ends with it, also where the program goes on
+            self.seat.turns.fail(error)  # the run ends with it, even if the program goes on
             raise error
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
         splits = [meeting.sites[index].call.splits or () for index in range(len(ranks))] if call.splits else ()
@@ -339,7 +340,7 @@ class SimulatedRank(Rank):
             if num_sent is None:
                 x = inputs[index]
                 num_sent = bytes_sent(other.call, x.shape, x.element_size(), [y.numel() for y in inputs], index)
-                if call.op != "all_gather":  # what others put in may have another size each time
+                if call.op != "all_gather":  # the others' inputs may have another size each time
                     other.num_sent = num_sent
             values = world.values(meeting.outputs[index])
             world.recorder.note(other.form, *span, num_sent, number, int(hop.start), -1, ranks, values)
@@ -347,7 +348,7 @@ class SimulatedRank(Rank):
         meeting.waiting.clear()
 
     def _outcome(self, site: Site, meeting: Meeting, is_lent: bool) -> Tensor:
-        """What this rank gets from a meeting of all, once it is there."""
+        """This rank's result from a meeting of all, once it is ready."""
         if meeting.outputs is None:
             self._wait(site, meeting)
         self._stand_still(site, meeting.end, meeting.hops_end)
@@ -355,7 +356,7 @@ class SimulatedRank(Rank):
         return result if is_lent else settled(result)
 
     def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
-        """The message to this rank, once it is there; zeros like `x` where no rank sends one."""
+        """The message to this rank, once it has arrived; zeros like `x` if no rank sends one."""
         if site.source is None:
             return _zeros_like(x)
         message = meeting.messages.pop(self.rank, None)
@@ -371,7 +372,7 @@ class SimulatedRank(Rank):
         return result
 
     def _stand_still(self, site: Site, end: float, hops: float) -> None:
-        """What came is there at `end`, `hops` rounds from the start."""
+        """Wait on the clock: the result arrives at `end`, `hops` rounds from the start."""
         if end > self.clock:
             if self.home is self:  # while another thread waits, the rank does not
                 self.world.recorder.note_wait(site.wait_form, self.clock, end)
@@ -385,10 +386,10 @@ class SimulatedRank(Rank):
         self.seat.turns.pass_on(self.seat)
         self.waits_in = None
 
-    # --- what torch.distributed asks beside collectives ------------------------------------------------------------
+    # --- what torch.distributed asks besides collectives -----------------------------------------------------------
 
     def await_receiver(self, sent: _Pending) -> None:
-        """Wait until the rank to which this was sent has come to take it, as large messages of real networks do."""
+        """Wait until the receiving rank is ready to take this, as large messages in real networks do."""
         site, meeting = sent.site, sent.meeting
         if site.target == self.rank:
             return
@@ -400,7 +401,7 @@ class SimulatedRank(Rank):
             self._seen_at = self._now()
 
     def fetch(self, pending: _Pending) -> Tensor:
-        """What this rank gets from a meeting of all. Its clock goes on: it waits when the program does."""
+        """This rank's result from a meeting of all. Its clock goes on: it waits when the program does."""
         meeting = pending.meeting
         if self._is_timed:
             self._catch_up()
@@ -412,7 +413,7 @@ class SimulatedRank(Rank):
         return meeting.outputs[pending.site.index]  # type: ignore
 
     def has_come(self, pending: _Pending) -> bool:
-        """Whether waiting would be over at once. If not, the others have a turn."""
+        """Whether a wait would end at once. If not, the others have a turn."""
         site, meeting = pending.site, pending.meeting
         if site.call.peers is None:
             here = meeting.outputs is not None
@@ -424,7 +425,7 @@ class SimulatedRank(Rank):
         return here
 
     def first_to_send(self, calls: Sequence[Call]) -> int:
-        """Of several receives, the source of one whose message is there; waits until there is one."""
+        """Of several receives, the source of one whose message has arrived; waits until there is one."""
 
         def here() -> Iterator[int]:
             for call in calls:
@@ -439,11 +440,11 @@ class SimulatedRank(Rank):
     def wait_until(
         self, is_there: Callable[[], bool], what: str, seconds: float | None = None, patience: float = OF_RANKS
     ) -> bool:
-        """Let the others go on until `is_there`, or for so many seconds; returns whether it is. What another thread of
-        this rank has brought about is there at that one's time.
+        """Let the others go on until `is_there`, or for this many seconds. Returns whether it is. If another thread of
+        this rank caused it, it happens at that thread's time.
 
         what       says in an error what this rank waits in
-        patience   who can bring it about, as `watches` says it
+        patience   which threads can cause it, as in `watches`
         """
         if is_there():
             return True
@@ -462,14 +463,14 @@ class SimulatedRank(Rank):
         return seconds is None or is_there()
 
     def look(self) -> None:
-        """Let ranks go on for which something that this rank has done is what they wait for."""
+        """Let ranks go on that wait for something that this rank has done."""
         turns = self.seat.turns
         turns.ready.extend(turns.watches.met(self.seat))
 
     # --- threads that its program starts ---------------------------------------------------------------------------
 
     def here(self) -> SimulatedRank:
-        """This rank, as the thread that runs has it. Raises OutsideRunError in a thread that does not belong to it."""
+        """This rank, as the running thread has it. Raises OutsideRunError in a thread that does not belong to it."""
         current = current_rank_or_none()
         if current is self:
             return self
@@ -499,14 +500,14 @@ class SimulatedRank(Rank):
         seat.is_at_end = False
 
     def _line(self, frame: FrameType) -> str:
-        """The program's line; of a thread that runs an installed package, the line that has started it."""
+        """The program's line; for a thread that runs an installed package, the line that has started it."""
         if self.began_at and not is_program(frame.f_code.co_filename):
             return self.began_at
         return self.world.lines.text(frame)
 
     def _mismatch(self, meeting: Meeting, site: Site) -> CollectiveMismatchError:
-        """The error for a call that is not the collective the others of its group are in. The run ends with it, also
-        where the program goes on."""
+        """The error for a call that is not the collective that the others of its group are in. The run ends with it,
+        even if the program goes on."""
         sides = [(rank, str(side)) for rank, side in (meeting.first, (self.rank, site))]
         error = mismatch(meeting.number, site.call.place.label, site.group.ranks, sides)
         self.seat.turns.fail(error)
@@ -518,7 +519,7 @@ class _Pending(Pending):
 
     def __init__(self, rank: SimulatedRank, site: Site, meeting: Meeting, x: Tensor, since: int):
         self.rank, self.site, self.meeting, self.since = rank, site, meeting, since
-        self.x: Tensor | None = x  # says what zeros look like where nobody sends
+        self.x: Tensor | None = x  # gives the shape of zeros if no rank sends
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:

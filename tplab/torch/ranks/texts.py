@@ -19,19 +19,19 @@ _OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
 
 
 def side_text(key: CallKey, dtype: str, shape: Iterable[int], where: str) -> str:
-    """How one rank calls a collective, with what, and where."""
+    """How one rank calls a collective: with what, and where."""
     what = "" if key[0] == "barrier" else f" of {dtype} {list(shape)}"
     return f"{call_text(*key)}{what} at {where}"
 
 
 def waits_text(key: CallKey, where: str, missing: Sequence[int], is_message: bool) -> str:
-    """What a rank does that stands still: it waits for the ranks that are `missing`, or for a message from one."""
+    """What a stuck rank does: it waits for the ranks that are `missing`, or for a message from one."""
     return f"waits in {call_text(*key)} at {where} for {'a message from ' * is_message}{ranks_text(missing)}"
 
 
 def raised(rank: int, error: BaseException, kind: str, text: str, line: str | None, mesh: Mesh) -> TplabError:
-    """What a rank raised, saying which rank it was. tplab's own errors stay what they are; but not those of another
-    run, which the rank has made inside its program.
+    """What a rank raised, with the rank's number. tplab's own errors stay as they are, except those of another run that
+    the rank has made inside its program.
 
     kind, text   of the error; `line` of the program, from which it came
     """
@@ -47,7 +47,7 @@ def raised(rank: int, error: BaseException, kind: str, text: str, line: str | No
 def mismatch(
     number: int, label: str, group: Sequence[int], sides: Iterable[tuple[int, str]]
 ) -> CollectiveMismatchError:
-    """The error for ranks whose collective number `number` is not the same one.
+    """The error for ranks whose collectives number `number` differ.
 
     sides   the ranks that differ, each with its `side_text`
     """
@@ -63,7 +63,7 @@ def unmet(
 ) -> CollectiveMismatchError:
     """The error where `rank` has called a collective that others of its group, the `absent` ones, never call.
 
-    key      the collective, and `where` it was called; None where that is not known any more
+    key      the collective, and `where` it was called; None if that is no longer known
     number   how many its group had before
     """
     called = f"rank {rank} called" + (f" at {where}" if where else "")
@@ -81,7 +81,7 @@ def unmet(
 
 
 def deadlock(doing: Mapping[int, str], ops: Sequence[str]) -> DeadlockError:
-    """The error that says of every rank what it does, where none can go on.
+    """The error that says what every rank does, when none can go on.
 
     doing   rank -> its `waits_text`, or that it has returned
     ops     the operations that ranks wait in

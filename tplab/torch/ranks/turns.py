@@ -20,19 +20,19 @@ from tplab.units import ranks_text
 
 
 class Released(BaseException):
-    """Raised in a rank that waits, so that it ends: another one has failed. Programs should let it pass."""
+    """Raised in a waiting rank to end it, because another one has failed. Programs should let it pass."""
 
 
 class Seat:
     """The place of a thread among those that take turns.
 
-    number     of the rank whose program it runs
-    home       the seat of the rank's first thread; another one is that of a thread that its program has started
+    number     the number of the rank whose program it runs
+    home       the seat of the rank's first thread; other seats are for threads that its program has started
     turn       held by others until it is this thread's turn
-    own        at `home`: what the rank has of the process's state when its turn comes
+    own        at `home`: the rank's own part of the process's state when its turn comes
     gate       where Ctrl-C may end it
     begins     what this thread has to do when its turn begins, if anything
-    is_at_end  whether its program has returned, and only threads that this has started are waited for
+    is_at_end  whether its program has returned, and only waits for threads that it has started
     member     the rank, as this thread has it
     """
 
@@ -62,18 +62,18 @@ class Seat:
 class Turns:
     """Whose turn it is among the ranks of one run.
 
-    `ready` holds the seats that can go on, in the order in which they came to: first those of all ranks, then each one
-    when what it waits for has arrived. The thread that has to wait, or returns, gives its turn to the first of them. If
-    there is none, no rank can ever go on: a deadlock.
+    `ready` holds the seats that can go on, in the order in which they became ready: first those of all ranks, then each
+    one when what it waits for has arrived. A thread that has to wait, or returns, gives its turn to the first of them.
+    If there is none, no rank can ever go on: a deadlock.
 
     Threads that a rank's program starts take turns too, each on a seat of its own beside the rank's (`beside`). When
-    all ranks have come to the end of their programs, those that still wait are let go.
+    all ranks have reached the end of their programs, those that still wait are released.
 
     Of several runs in several threads, one has the floor, and its ranks take turns; they let the others have it now and
     then. `around` is the seat of the rank that makes this run inside its program, during its turn.
 
     num_ranks   how many take turns
-    state       what of the process's state changes hands with the turn
+    state       the part of the process's state that is swapped with the turn
     stuck       makes the error for a deadlock
     named       makes the error for what a rank has raised
     """
@@ -87,7 +87,7 @@ class Turns:
         around: Seat | None,
     ):
         self.seats = [Seat(number, self) for number in range(num_ranks)]
-        self.others: list[Seat] = []  # of threads that programs have started
+        self.others: list[Seat] = []  # those of threads that programs have started
         self.ready: deque[Seat] = deque(self.seats)
         self.watches = Watches[Seat]()
         self.failure: BaseException | None = None
@@ -96,7 +96,7 @@ class Turns:
         self._place: Place = Place() if around is None else around.turns._place
         self._core = OneCore([])
         self._running = set(self.seats)
-        self.process = os.getpid()  # what it forks has a copy, in which nobody takes turns
+        self.process = os.getpid()  # a forked process has a copy, in which no thread takes turns
         self._is_paused = self.is_over = False
         self._ending = Lock()
         self._called = Lock()  # held until the thread that called `run` has something to do
@@ -105,9 +105,9 @@ class Turns:
     # --- in the thread that calls run ----------------------------------------------------------------------------
 
     def run(self, programs: Sequence[Callable[[], Any]], owns: Callable[[Own], Sequence[Own]]) -> list[Any]:
-        """Run one program per rank, to the end of all. Returns what each returned; raises what went wrong first.
+        """Run one program per rank until all have ended. Returns what each returned; raises the first error.
 
-        owns   of what the kernel has of the process's state -> what each rank begins with
+        owns   from the kernel's part of the process's state -> what each rank begins with
         """
         try:
             try:
@@ -126,7 +126,7 @@ class Turns:
                 for seat in [*self.seats, *self.others]:
                     assert seat.thread is not None
                     seat.thread.join()
-            except BaseException as error:  # Ctrl-C; or that of the run around this one; or no more threads
+            except BaseException as error:  # Ctrl-C, or an error of the run around this one, or no more threads
                 interrupt = _pressed(error)
                 self._stop(interrupt)
                 if interrupt is not error:
@@ -153,7 +153,7 @@ class Turns:
         else:
             self._around.gate.close()
             self._check_around()
-            self._around.turns._core.leave()  # our threads inherit where it may run
+            self._around.turns._core.leave()  # our threads inherit its cores
         self._kernels = self._state.take()
 
     def _leave(self) -> None:
@@ -185,7 +185,7 @@ class Turns:
         self._core = OneCore([seat.thread.native_id for seat in self.seats if seat.thread and seat.thread.native_id])
 
     def _check_around(self) -> None:
-        """End this run, if that around it has failed."""
+        """End this run if the run around it has failed."""
         if self._around is not None and self._around.turns.failure is not None:
             raise Released
 
@@ -205,8 +205,8 @@ class Turns:
         self._give_turn()
 
     def _stop(self, interrupt: BaseException) -> None:
-        """End all ranks, at the next line of Python that each comes to. Those that are inside a call which cannot be
-        interrupted are left behind, and end after that."""
+        """End all ranks, at the next line of Python that each reaches. Those inside a call that cannot be interrupted
+        are left behind, and end after it."""
         self.fail(interrupt)
         deadline = time.monotonic() + _PATIENCE
         while self._running and time.monotonic() < deadline:
@@ -218,7 +218,7 @@ class Turns:
                         seat.turn.release()  # if it waits for its turn, it ends now
                     seat.gate.raise_through(Released)
                 self._called.acquire(timeout=_POLL)
-            except BaseException:  # pressed again, or released again
+            except BaseException:  # Ctrl-C again, or released again
                 continue
         behind = sorted({seat.number for seat in self._running})
         if behind:
@@ -229,7 +229,7 @@ class Turns:
     # --- in a rank's thread --------------------------------------------------------------------------------------
 
     def beside(self, home: Seat, thread: Thread) -> Seat:
-        """A seat for `thread`, which the running rank is about to start. It is to run `live`."""
+        """A seat for `thread`, which the running rank is about to start. The thread must run `live`."""
         self.others = [
             seat for seat in self.others if seat in self._running or (seat.thread and seat.thread.is_alive())
         ]
@@ -244,7 +244,7 @@ class Turns:
         return seat in self._running
 
     def others_of(self, home: Seat) -> list[Seat]:
-        """The threads that this rank has started and that still run."""
+        """The threads that this rank has started and that are still running."""
         return [seat for seat in self.others if seat.home is home and seat in self._running]
 
     def leave(self, seat: Seat) -> None:
@@ -266,12 +266,12 @@ class Turns:
                 if not isinstance(error, Released):
                     self.fail(self._named(seat.number, error))
             _close(seat.gate)
-        except Released:  # `_stop` may raise it at any line until the gate is closed, also at these
+        except Released:  # `_stop` may raise it at any line until the gate is closed, including these
             _close(seat.gate)
         self._end_turn(seat)
 
     def pass_on(self, seat: Seat) -> None:
-        """Give the turn away until this thread, which waits, is ready again."""
+        """Give the turn away until this waiting thread is ready again."""
         if self.is_let_go(seat):
             raise Released
         if not self._can_go_on(seat):
@@ -301,12 +301,12 @@ class Turns:
         return bool(self.ready)
 
     def is_let_go(self, seat: Seat) -> bool:
-        """Whether this thread is to end where it is: the run has failed, or its rank is at its end."""
+        """Whether this thread must end where it is: the run has failed, or its rank has reached its end."""
         is_left = seat is not seat.home and (self.is_over or seat.home not in self._running)
         return is_left or self.failure is not None
 
     def _give_turn(self) -> None:
-        """Let the first that is ready go on; or the other runs, if they wait for it."""
+        """Let the first ready seat go on, or other runs if they are waiting."""
         if self._place.is_wanted:
             self._is_paused = True
             self._called.release()
@@ -317,7 +317,7 @@ class Turns:
         seat.turn.release()
 
     def _end_turn(self, seat: Seat) -> None:
-        """The running thread has returned or failed: whoever is next goes on, or all is done."""
+        """The running thread has returned or failed: the next one goes on, or everything is done."""
         with self._ending:
             self._running.discard(seat)
             is_letting_go = False
@@ -332,7 +332,7 @@ class Turns:
                     is_letting_go = True
                 else:
                     self.fail(self._stuck())
-            if self.failure is not None or is_letting_go:  # one after another, each waiting thread is let go and ends
+            if self.failure is not None or is_letting_go:  # one after another, each waiting thread is released and ends
                 for other in [*self.seats, *self.others]:
                     if other in self._running and other.turn.locked():
                         other.turn.release()
@@ -346,12 +346,12 @@ class Turns:
             self.failure = error
 
 
-_POLL = 0.1  # s; an exception that another thread has set reaches a thread only between two waits
+_POLL = 0.1  # s; an exception set by another thread reaches a thread only between two waits
 _PATIENCE = 2.0  # s; how long Ctrl-C waits for a rank
 
 
 def _close(gate: Gate) -> None:
-    """Close it, also where what was raised before comes on the way. That is twice at most: `_stop` takes its time."""
+    """Close it, even if an exception raised before arrives meanwhile. This happens at most twice: `_stop` is slow."""
     try:
         gate.close()
     except Released:
@@ -359,8 +359,8 @@ def _close(gate: Gate) -> None:
 
 
 def _pressed(error: BaseException) -> BaseException:
-    """The Ctrl-C that an error stands for: pressed while `threading` holds a lock of its own, it can come out as the
-    error of giving back a lock that was not taken again yet."""
+    """The Ctrl-C behind an error: pressed while `threading` holds a lock of its own, it can appear as the error of
+    releasing a lock that has not been taken again yet."""
     pressed = error.__context__
     is_of_lock = isinstance(error, RuntimeError) and "lock" in str(error)
     return pressed if is_of_lock and isinstance(pressed, KeyboardInterrupt) else error
