@@ -96,7 +96,7 @@ def run_cell(code: CodeType, variables: Mapping[str, Any], mesh: Mesh, *, seed: 
 class _Program:
     """Code that each rank runs as its `__main__`.
 
-    names   what the module has before the code runs, made anew for each rank
+    names   what the module has before the code runs, made separately for each rank
     peaks   the most bytes of tensors that each rank held, where they are counted
     """
 

@@ -238,7 +238,7 @@ def share(size: int, axis: Axis, what: str) -> int:
 
 
 def check_share(size: int, axis: Axis, what: str) -> None:
-    """As `share`, where there are ranks; outside of `run` any size will do."""
+    """The same check as `share`, if there are ranks; outside `run` any size will do."""
     if jax.sharding.get_abstract_mesh().manual_axes:
         share(size, axis, what)
 
@@ -253,5 +253,5 @@ def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) 
 
 
 def with_bias(weight: Array, num_biases: int, spec: P) -> Params:
-    """A layer's first parameters. The zeros too are this rank's piece, also by their type, which their gradient has."""
+    """A layer's first parameters. The zeros, too, have the type of a rank's piece, so that their gradient has it."""
     return {"weight": weight} | ({"bias": here(jnp.zeros(num_biases, weight.dtype), spec)} if num_biases else {})

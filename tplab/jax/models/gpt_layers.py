@@ -77,7 +77,7 @@ class GPTHead(Parts):
 
 
 def _begin(layer: Parts, names: Any, key: Any) -> Params:
-    """The parameters of these names, with the initial numbers of a GPT's."""
+    """The parameters with these names, with the initial numbers of a GPT."""
     about, found = gpt_parameters(layer.config, layer.axis), {}
     for number, name in enumerate(names):
         shape, spec, mean, deviation = about[name]

@@ -52,7 +52,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stage:
-    """Some layers.
+    """Consecutive layers of a model, run on one microbatch at a time.
 
     number             for messages
     checkpoint_every   only what enters each group of this many layers is kept; the rest is recomputed

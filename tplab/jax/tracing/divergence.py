@@ -1,4 +1,4 @@
-"""Collectives that only some of the ranks would reach. They hang for good, so they are refused before anything runs.
+"""Collectives that only some of the ranks would reach. They hang forever, so they are refused before anything runs.
 
 All ranks go the same way through a program, except at a `cond` or `while` whose condition differs from rank to rank.
 JAX's types say along which axes it may differ. A collective inside is fine if it joins ranks along other axes only,

@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
         return groups
 
     def apply(self, params: dict[str, Any], groups: Groups, values: PerRank) -> PerRank:
-        """What every rank gets."""
+        """Every rank's result."""
         results: PerRank = [None] * len(values)
         for group in groups:
             outputs = self.results(params, [np.asarray(values[rank]) for rank in group])

@@ -19,7 +19,7 @@ from tplab.jax.tracing.sending import Sent, keeps_share, merged, narrow_dtype, s
 from tplab.jax.tracing.work import is_product
 from tplab.mesh import Mesh
 
-_WIDTH = 80  # columns: JupyterLab breaks longer lines inside of words
+_WIDTH = 80  # columns: JupyterLab breaks longer lines inside words
 _MARGIN = " " * 4
 
 

@@ -50,7 +50,7 @@ class Ring(NamedTuple):
         return weight.narrow(dim, piece.owner * self.size + piece.begin, piece.size)
 
     def unstacked(self, weight: Tensor) -> Tensor:
-        """The weight as a blocking layer has it, put together from its pieces."""
+        """The weight in the form of a blocking layer, put together from its pieces."""
         if not self.is_stacked:
             return weight
         lanes = gather_lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)

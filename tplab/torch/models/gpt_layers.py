@@ -52,7 +52,7 @@ class GPTEmbedding(nn.Module):
 
 
 class GPTBlock(Block):
-    """A block, with the initial weights of a GPT's."""
+    """A block, with the initial weights of a block in a GPT."""
 
     def __init__(self, config: GPTConfig, axis: Axis, sequence_dim: int | None, varies_along: Axis | None):
         super().__init__(config, axis, sequence_dim, varies_along)
