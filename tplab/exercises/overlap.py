@@ -123,7 +123,7 @@ def _graded(fn: Callable[..., Any], exercise: Exercise) -> Verdict:
     hidden = overlap(trace).share_of_possible
     if hidden < ENOUGH:
         text = (
-            f"{name}: the numbers are right, but {hidden:.0%} of the communication that could be hidden is hidden.\n"
+            f"{name} is right, but hides {hidden:.0%} of the communication that it could hide.\n"
             f"Below is your layer with {TOKENS:,} tokens on a modelled H100 node. What is there to compute between\n"
             "`start` and `wait`?"
         )

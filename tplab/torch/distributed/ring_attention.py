@@ -29,10 +29,13 @@ def cpu_kernels(home: Any) -> dict[Any, Callable[..., Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         query: Any = given["query"]
         if given.pop("attn_mask", None) is not None:
-            raise NotImplementedError("context_parallel knows is_causal=True, and no attn_mask, also on GPUs")
+            raise NotImplementedError(
+                "context_parallel takes no attn_mask, on GPUs or here; use is_causal=True, or attention without a mask"
+            )
         if query.placements != (Shard(_SEQUENCE),):
             raise NotImplementedError(
-                f"context_parallel shards the sequence alone, and the query is {query.placements}"
+                f"context_parallel shards only the sequence, dim {_SEQUENCE} of the query, over one mesh dim; here the "
+                f"query is {query.placements}"
             )
         local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in given.items()}
         ring, about = home._templated_ring_attention, {}
