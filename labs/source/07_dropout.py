@@ -151,11 +151,11 @@ def num_kept(axis, ranks=4):
     return tt.run(program, Mesh(tp=ranks), out_specs=P()).value
 
 coins = {"own masks": num_kept("tp"), "one mask": num_kept(None)}
-print("features kept " + "".join(f"{k:>7}" for k in range(9)) + "    mean  variance")
+print("kept     " + "".join(f"{k:>6}" for k in range(9)) + "   mean  variance")
 for name, counts in coins.items():
-    shares = "".join(f"{n / 4096:>7.1%}" for n in torch.bincount(counts, minlength=9))
+    shares = "".join(f"{n / 4096:>6.1%}" for n in torch.bincount(counts, minlength=9))
     mean, variance = counts.float().mean(), counts.float().var()
-    print(f"{name:<14}{shares}{mean:>8.2f}{variance:>10.2f}")
+    print(f"{name:<9}{shares}{mean:>7.2f}{variance:>10.2f}")
 
 # %% [markdown]
 # The noise of independent features partly cancels in a sum. If features are dropped together, it adds up.
@@ -169,8 +169,8 @@ def bars(ranks):
     return Bars(rows, f"With one mask, the variance is {one / own:.1f} times as large.")
 
 options = {ranks: bars(ranks) for ranks in (1, 2, 4, 8)}
-about = "of eight features, with p = 1/2, for 4,096 tokens"
-knob("How many a token keeps", "ranks", options, start=4, about=about, unit="")
+about = "variance over 4,096 tokens, eight features, p = 1/2"
+knob("Features that a token keeps", "ranks", options, start=4, about=about, unit="")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
