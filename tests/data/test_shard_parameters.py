@@ -1,6 +1,6 @@
 """ZeRO stage 3 beside one device: parameters, what is sent, the bytes of real buffers, and torch's own FSDP2."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -404,6 +404,87 @@ def test_gradients_of_microbatches_are_sent_once(mesh):
     traffic = Traffic.of_trace(out.trace)
     assert traffic["reduce_scatter"].bytes == 3 * (num_ranks - 1) * width
     assert "all_reduce" not in traffic or traffic["all_reduce"].bytes == 3 * width  # of 2 nodes: 2 (2-1)/2
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+def test_after_a_backward_pass_that_failed_the_next_one_sends_everything():
+    def program(x, y, fails):
+        net = lab.shard_parameters(Skipping(*map(Layer, start())))
+        if fails:
+            with lab.no_sync(net):
+                ((net(x) - y) ** 2).mean().backward()
+            y_late = Fails.apply(net[0](x))
+            for layer in list(net)[1:]:
+                y_late = layer(y_late)
+            loss = y_late.sum()
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            net.zero_grad()
+            with pytest.raises(KeyError), lab.no_sync(net):
+                raise KeyError
+        in_two_parts(net, x, y, lab.no_sync(net))
+        return gradients(net)
+
+    clean, failed = (
+        lab.run(program, Mesh(dp=3), X, Y, fails, in_specs=(P("dp"), P("dp"), None)) for fails in (False, True)
+    )
+    for want, found in zip(clean.per_rank, failed.per_rank, strict=True):
+        assert all(map(torch.equal, want, found))
+
+
+def test_what_an_exception_interrupts_is_not_added_to_the_next_batch():
+    def program(x, y, fails):
+        net = lab.shard_parameters(Skipping(*map(Layer, start())))
+        if fails:
+            with suppress(KeyError), lab.no_sync(net):
+                ((net(x) - y) ** 2).mean().backward()
+                raise KeyError
+        ((net(x) - y) ** 2).mean().backward()
+        return gradients(net)
+
+    clean, failed = (
+        lab.run(program, Mesh(dp=3), X, Y, fails, in_specs=(P("dp"), P("dp"), None)) for fails in (False, True)
+    )
+    for want, found in zip(clean.per_rank, failed.per_rank, strict=True):
+        assert all(map(torch.equal, want, found))
+
+
+def test_no_sync_may_be_nested_and_adds_to_gradients_that_were_there():
+    def program(x, y, is_nested):
+        net = lab.shard_parameters(Skipping(*map(Layer, start())))
+        with lab.no_sync(net):
+            with lab.no_sync(net) if is_nested else nullcontext():
+                pass
+            ((net(x) - y) ** 2).mean().backward()
+        assert gradients(net) == [None] * len(SIZES)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        net.without = (2,)
+        ((net(x) - y) ** 2).mean().backward()
+        return gradients(net)
+
+    nested, plain = (
+        lab.run(program, Mesh(dp=3), X, Y, way, in_specs=(P("dp"), P("dp"), None)) for way in (True, False)
+    )
+    alone = Skipping(*map(Layer, start()))
+    for without in ((), (2,)):
+        alone.without = without
+        ((alone(torch.tensor(X)) - torch.tensor(Y)) ** 2).mean().backward()
+    for rank in range(3):
+        assert all(map(torch.equal, nested.per_rank[rank], plain.per_rank[rank]))
+    for place, want in enumerate(alone.parameters()):
+        assert want.grad is not None
+        found = torch.cat([rank[place] for rank in nested.per_rank])[: want.numel()]
+        close(found.view(want.shape).numpy(), 1 + want.grad.numpy())
 
 
 def test_in_jax_gradients_of_whole_parameters_are_sent_once():

@@ -125,6 +125,18 @@ def test_a_pause_between_the_rounds_is_too_slow():
     assert verdict.passed is False and "exchange messages 12 times, where 11 would do" in verdict.text, verdict
 
 
+def test_all_microbatches_in_one_message_are_no_pipeline():
+    def my_loop(w, xs):
+        r, p = tj.axis_index("pp"), tj.axis_size("pp")
+        for t in range(2 * p):
+            xs = jnp.where(r == t % p, jnp.tanh(xs @ w[0, t // p]), xs)
+            xs = tj.ppermute(xs, "pp", [(i, (i + 1) % p) for i in range(p)])
+        return tj.all_reduce(jnp.where(r == 0, xs, 0), "pp")
+
+    verdict = check_loop(my_loop)
+    assert verdict.passed is False and "Send one microbatch at a time" in verdict.text, verdict
+
+
 @pytest.mark.parametrize(
     "mistake, said",
     [

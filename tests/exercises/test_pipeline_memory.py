@@ -103,6 +103,8 @@ def most_bytes(mistake: str = ""):
         kept = most = 0
         own = [stage_bytes[action.stage] for action in row]
         for action, size in zip(row, own):
+            if mistake == "first backward" and action.kind != "F":
+                return kept
             size = {"largest": max(own), "first": own[0], "microbatches": 1}.get(mistake, size)
             frees = mistake != "never frees"
             kept += size if action.kind == "F" else -size * frees
@@ -126,6 +128,7 @@ def test_bytes_along_a_row():
         ("microbatches", "How many bytes does each of them take?"),
         ("never frees", "A backward lets go of what its forward has kept."),
         ("end", "This is what is left at the end of the row."),
+        ("first backward", "most_bytes"),
     ],
 )
 def test_wrong_bytes(mistake: str, said: str):

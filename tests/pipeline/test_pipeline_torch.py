@@ -30,7 +30,7 @@ from tplab.schedules import (
     zb_v,
 )
 from tplab.schedules.measured import compare, measured_costs, measured_strip
-from tplab.torch import axis_index, run, split_batch, stages_of, train_batch
+from tplab.torch import axis_index, evaluate_batch, run, split_batch, stages_of, train_batch
 from tplab.torch import dropout as shared_dropout
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
@@ -180,6 +180,42 @@ def test_dropout_is_the_same_in_every_schedule(options):
     for schedule in OF_FOUR_STAGES:
         same(trained(schedule, gpt(**options), batches=2, bounds=bounds), want)
     same(trained(zb_h1(4, 4), gpt(**options), batches=2, bounds=bounds, checkpoint_every=1), want)
+
+
+def test_an_evaluation_draws_what_the_next_batch_will_and_leaves_the_generator_alone():
+    """Modules in training mode drop; an evaluation does not count as a batch."""
+
+    def program():
+        stages = stages_of(gpt(p=0.3), schedule, bounds=[0, 2, 4, 6, 8])
+        batch, found = split_batch(IDS, TARGETS, 4), []
+        for _ in range(2):
+            before = torch.get_rng_state()
+            found.append(evaluate_batch(schedule, stages, batch, cross_entropy))
+            assert torch.equal(before, torch.get_rng_state())
+            assert torch.is_grad_enabled()
+            found.append(train_batch(schedule, stages, batch, cross_entropy))
+        return found
+
+    schedule = v_min(2, 4)
+    for first, same_as_first, second, same_as_second in run(program, Mesh(pp=2)).per_rank:
+        assert first == same_as_first != second == same_as_second
+
+
+def test_an_evaluation_is_the_mean_over_the_data_axis_and_refuses_a_wrong_schedule():
+    def program(schedule):
+        stages = stages_of(gpt(), schedule)
+        mine = slice(4 * axis_index("dp"), 4 * axis_index("dp") + 4)
+        batch = split_batch(IDS[mine], TARGETS[mine], 4)
+        return [evaluate_batch(schedule, stages, batch, cross_entropy, data_axis=axis) for axis in (None, "dp")]
+
+    mesh = Mesh(dp=2, pp=2)
+    found = run(program, mesh, one_f_one_b(2, 4)).per_rank
+    assert found[0][0] != found[2][0]
+    for alone, together in found:
+        assert together == pytest.approx((found[0][0] + found[2][0]) / 2)
+        assert alone in (found[0][0], found[2][0])
+    with pytest.raises(ScheduleError, match="deadlock"):
+        run(program, mesh, one_f_one_b(2, 4).moved(1, 1, 7))
 
 
 # ---------------------------------------------------------------------------- several tensors, changing shapes

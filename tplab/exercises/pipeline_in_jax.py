@@ -201,6 +201,12 @@ def check_loop(fn: Callable[..., Any]) -> Verdict:
         return verdict
     trace = next(trace for trace in traces if trace.mesh == Mesh(pp=4))  # the first one is that of the forward pass
     took, enough = len({event.step for event in trace.events if event.kind == "send"}), ROUNDS * 4 + 4 - 1
+    if took < enough - 1:
+        text = (
+            f"{LOOP.name}: the numbers are right, but on {trace.mesh} the ranks exchange messages only {took} times. A "
+            f"pipeline needs at least {enough - 1}.\nSend one microbatch at a time, from each rank to the next."
+        )
+        return Verdict(False, text)
     if took > enough:
         text = (
             f"{LOOP.name}: the numbers are right, but on {trace.mesh} the ranks exchange messages {took} times, where "

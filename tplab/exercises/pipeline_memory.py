@@ -215,7 +215,8 @@ def _held(schedule: Schedule) -> tuple[list[int], np.ndarray]:
 
     from tplab.torch import run, split_batch, stages_of, train_batch
 
-    layers = [nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH)) for hidden in range(2, 8)]
+    hidden = range(7, 1, -1)  # so that the first stage of a rank keeps the most
+    layers = [nn.Sequential(nn.Linear(WIDTH, n), nn.Tanh(), nn.Linear(n, WIDTH)) for n in hidden]
 
     def program() -> None:
         stages, x = stages_of(layers, schedule, "uniform"), torch.ones(schedule.num_microbatches, WIDTH)

@@ -23,16 +23,20 @@ def require_ranks(schedule: Schedule, num_ranks: int, label: str) -> None:
         )
 
 
-def program(schedule: Schedule) -> list[tuple[Action, ...]]:
-    """What each rank executes: its row with sends and receives written out. Raises ScheduleError, as `check` does, if
-    the schedule is not right."""
+def program(schedule: Schedule, is_forward_only: bool = False) -> list[tuple[Action, ...]]:
+    """What each rank executes: its row with sends and receives written out, or only the forward passes of it. Raises
+    ScheduleError, as `check` does, if the schedule is not right."""
     ticks = None if schedule.given_ticks is None else schedule.given_ticks.tobytes()
-    return _program(schedule, schedule.placement, ticks)
+    return _program(schedule, schedule.placement, ticks, is_forward_only)
 
 
 @lru_cache(maxsize=16)
-def _program(schedule: Schedule, placement: Placement, ticks: bytes | None) -> list[tuple[Action, ...]]:
+def _program(
+    schedule: Schedule, placement: Placement, ticks: bytes | None, is_forward_only: bool
+) -> list[tuple[Action, ...]]:
     """Cached, so it is worked out once for all ranks. Schedules compare equal even if their placements and ticks
     differ, so these are part of the cache's key: `check` looks at them."""
     check(schedule)
+    if is_forward_only:
+        schedule = schedule.forward_only()
     return (schedule if schedule.has_communication else with_communication(schedule)).by_rank()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.torch.distributed.test_collectives import each_size, group_of, on, put_in, same, sent
 from tplab import Mesh
@@ -202,6 +202,17 @@ def test_a_device_mesh_of_some_ranks_or_of_another_order_names_its_groups():
     out = on(6, program)
     assert out.trace.mesh == Mesh(a=2, b=3)
     assert [event.axis for event in out.trace.events if event.rank == 0 and event.kind == "collective"] == ["b", "a"]
+
+
+def test_two_device_meshes_with_the_same_names_keep_their_groups_apart():
+    def program() -> None:
+        for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+            for name in ("dp", "tp"):
+                reduced(mesh[name].get_group())
+
+    events = on(4, program).trace.events
+    assert [event.axis for event in events if event.rank == 0 and event.kind == "collective"] == ["dp", "tp"] * 2
 
 
 def test_groups_may_be_destroyed_and_made_again():

@@ -456,3 +456,89 @@ def test_an_executor_of_the_notebook_works_as_before():
     with ThreadPoolExecutor(1) as pool:
         assert run(lambda: pool.submit(lambda: 7).result(), Mesh(dp=2), distributed=True).per_rank == [7, 7]
         assert pool.submit(lambda: 8).result() == 8
+
+
+# --- what a review found ---------------------------------------------------------------------------------------------
+
+
+def test_two_threads_may_wait_for_the_same_work():
+    """The second one too waits until the data is there. A thread's function may be a method of what torch returned."""
+
+    def program() -> float:
+        x = torch.ones(3)
+        if dist.get_rank():
+            dist.all_reduce(x)
+            return x[0].item()
+        work: Any = dist.all_reduce(x, async_op=True)
+        thread = Thread(target=work.wait)
+        thread.start()
+        time.sleep(0.001)  # the thread begins to wait
+        work.wait()
+        assert work.is_completed()
+        found = x[0].item()
+        thread.join()
+        return found
+
+    assert on(2, program).per_rank == [2.0, 2.0]
+
+
+def test_a_run_inside_of_a_rank_leaves_the_one_around_it_as_it_was():
+    def program() -> list[float]:
+        inner = run(dist.get_world_size, Mesh(tp=1), distributed=True).per_rank
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(summed, world()).result()
+        return [*inner, found]
+
+    assert on(2, program).per_rank == [[1, 3.0]] * 2
+
+
+def test_locks_and_queues_are_used_as_pythons_are():
+    def program() -> list[Any]:
+        lock: Any = threading.Lock()
+        found = [lock.acquire_lock(), lock.locked_lock(), lock.acquire(False)]
+        lock.release()
+        for given in ((False, 1), (True, -2)):
+            with pytest.raises(ValueError, match="timeout"):
+                lock.acquire(*given)
+
+        class Counted(queue.SimpleQueue[int]):
+            num_put = 0
+
+            def put(self, *given: Any) -> None:
+                self.num_put += 1
+                super().put(*given)
+
+        queued = Counted()
+        queued.put(3)
+        queued.put_nowait(4)
+        return [*found, queued.get(), queued.get_nowait(), queued.qsize(), queued.empty(), queued.num_put]
+
+    assert on(1, program).per_rank == [[True, True, False, 3, 4, 0, True, 1]]
+
+
+def test_threads_of_a_rank_compute_one_after_another_on_the_clock():
+    x = torch.ones(512, 512)
+
+    def alone() -> None:
+        for _ in range(2):
+            torch.mm(x, x)
+
+    def both() -> None:
+        thread = Thread(target=lambda: torch.mm(x, x))
+        thread.start()
+        torch.mm(x, x)
+        thread.join()
+
+    took = [run(program, Mesh(tp=1), distributed=True, cluster="h100").trace for program in (alone, both)]
+    products = [trace.select(kind="compute").events for trace in took]
+    assert sum(event.op == "mm" for event in products[1]) == 2
+    assert took[1].makespan == pytest.approx(took[0].makespan)
+
+
+def test_a_future_of_torch_is_waited_for():
+    def program() -> float:
+        future, group = torch.futures.Future[float](), world()
+        Thread(target=lambda: future.set_result(summed(group))).start()
+        return future.wait()
+
+    assert on(2, program).per_rank == [3.0] * 2

@@ -170,7 +170,7 @@ def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:
     if isinstance(stages, tuple) and len(stages) == 2 and callable(stages[0]):
         return stages
     raise TypeError(
-        f"train_batch takes stages_of(layers, schedule), or a pair (function, params), not an object of type "
+        f"a pipeline takes stages_of(layers, schedule), or a pair (function, params), not an object of type "
         f"{type(stages).__name__}"
     )
 

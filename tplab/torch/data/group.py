@@ -23,6 +23,7 @@ from tplab.torch.data.pieces import (
     row_of,
 )
 from tplab.torch.pipeline.copies import at_end_of_pass
+from tplab.torch.private import graph_task
 from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
 
@@ -35,16 +36,15 @@ class Unsent:
 
     messages     by their group, in the order in which they came
     is_paused    whether they are being kept
-    is_awaited   whether the end of the current backward pass sends what is left
+    awaited_by   the backward pass whose end sends what is left. One that fails has no end, and the next one is another
     """
 
     def __init__(self) -> None:
         self.messages: dict[Group, Tensor] = {}
-        self.is_paused = self.is_awaited = False
+        self.is_paused, self.awaited_by = False, -1
 
     def send(self) -> None:
         """Send those of groups that the backward pass has not reached."""
-        self.is_awaited = False
         messages, self.messages = self.messages, {}
         with torch.no_grad():
             for group, message in messages.items():
@@ -113,8 +113,8 @@ class Group:
         if unsent.is_paused:
             unsent.messages[self] = message
             return None
-        if unsent.messages and not unsent.is_awaited:
-            unsent.is_awaited = True
+        if unsent.messages and unsent.awaited_by != graph_task():
+            unsent.awaited_by = graph_task()
             at_end_of_pass(unsent.send)
         return self.send(message)
 

@@ -96,13 +96,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     sent      each rank sends (R-1)/R of the parameters less for each backward pass inside. Gathers stay as they are
     memory    from the first of them to the one that sends, every rank keeps the whole gradient, in reduce_dtype or
               else the dtype of whole parameters: in float32 4 bytes per parameter, instead of 4/R
-    The `.grad` of pieces stays as it is until then, so clip and step after a backward pass outside.
+    The `.grad` of pieces stays as it is until then, so clip and step after a backward pass outside. Until then
+    `zero_grad` does not drop what is kept, as in FSDP; an exception inside the block does.
     Raises ValueError for a model that has not been cut.
     """
     unsent = sharded_model(model).about.unsent
     before, unsent.is_paused = unsent.is_paused, True
     try:
         yield
+    except BaseException:
+        unsent.messages.clear()
+        raise
     finally:
         unsent.is_paused = before
 

@@ -14,6 +14,7 @@ import selectors
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -45,15 +46,18 @@ class Lock:
 
     def __init__(self) -> None:
         self._lock: Any = _allocate_lock()
-        self.release, self.locked = self._lock.release, self._lock.locked
+        self.release = self.release_lock = self._lock.release
+        self.locked = self.locked_lock = self._lock.locked
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         lock = self._lock
+        if not blocking or (timeout < 0 and timeout != -1):
+            return lock.acquire(blocking, timeout)
         if lock.acquire(False):
             return True
         rank = of_several()
-        if not blocking or rank is None:
-            return lock.acquire(blocking, timeout)
+        if rank is None:
+            return lock.acquire(True, timeout)
         until = time.perf_counter() + timeout
         while not lock.acquire(False):
             left = None if timeout < 0 else until - time.perf_counter()
@@ -61,6 +65,8 @@ class Lock:
                 return False
             rank.wait_until(lambda: not lock.locked(), _asked(), left, OF_THREADS)
         return True
+
+    acquire_lock = acquire
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -75,14 +81,29 @@ class Lock:
 class SimpleQueue:
     """`queue.SimpleQueue`."""
 
+    __class_getitem__ = classmethod(types.GenericAlias)
+
     def __init__(self) -> None:
         self._queue: Any = _queue.SimpleQueue()
-        self.put, self.put_nowait = self._queue.put, self._queue.put_nowait
-        self.get_nowait, self.empty, self.qsize = self._queue.get_nowait, self._queue.empty, self._queue.qsize
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._queue.put(item)
+
+    def put_nowait(self, item: Any) -> None:
+        self._queue.put(item)
+
+    def get_nowait(self) -> Any:
+        return self._queue.get_nowait()
+
+    def empty(self) -> bool:
+        return self._queue.empty()
+
+    def qsize(self) -> int:
+        return self._queue.qsize()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         rank = of_several()
-        if not block or rank is None:
+        if not block or rank is None or (timeout is not None and timeout < 0):
             return self._queue.get(block, timeout)
         until = time.perf_counter() + (timeout or 0)
         while True:

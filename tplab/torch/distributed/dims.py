@@ -32,5 +32,8 @@ class Dims:
         own = mesh_of_dims(self._groups, self._mesh.size) if self._mesh.axis_names == ("world",) else None
         if own is None:
             return None
-        labels = {label: label_of(ranks, own) for (_, ranks), label in self._groups.items()}
-        return own, {label: name for label, name in labels.items() if not name.startswith(APART)}
+        labels: dict[str, set[str]] = {}
+        for (_, ranks), label in self._groups.items():
+            labels.setdefault(label, set()).add(label_of(ranks, own))
+        names = {label: found.pop() for label, found in labels.items() if len(found) == 1}
+        return own, {label: name for label, name in names.items() if not name.startswith(APART)}

@@ -192,10 +192,12 @@ class Hooks:
             (torch.multiprocessing, "start_processes", _spawned),
         ]
         self._own_attributes: list[Any] = []
+        self._is_inside = False  # another run
 
     def put(self) -> None:
         self._own_codes = [function.__code__ for function, _ in self._codes]
         self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
+        self._is_inside = isinstance(c10d._world, Groups)
         c10d_C._set_thread_isolation_mode(True)
         for function, code in self._codes:
             function.__code__ = code
@@ -207,7 +209,7 @@ class Hooks:
             function.__code__ = code
         for (module, name, _), value in zip(self._attributes, self._own_attributes, strict=True):
             setattr(module, name, value)
-        c10d_C._set_thread_isolation_mode(False)
+        c10d_C._set_thread_isolation_mode(self._is_inside)
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {

@@ -37,17 +37,21 @@ class Threads:
         self._beside = beside
         self._attributes = [*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))]
         self._own: list[Any] = []
+        self._had_filter = False
 
     def put(self) -> None:
         self._own = [getattr(home, name) for home, name, _ in self._attributes]
-        logging.getLogger("concurrent.futures").addFilter(_is_no_release)
+        logger = logging.getLogger("concurrent.futures")
+        self._had_filter = _is_no_release in logger.filters  # of the run around this one
+        logger.addFilter(_is_no_release)
         for home, name, value in self._attributes:
             setattr(home, name, value)
 
     def take_back(self) -> None:
         for (home, name, _), value in zip(self._attributes, self._own, strict=True):
             setattr(home, name, value)
-        logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
+        if not self._had_filter:
+            logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
 
     def _started(self, thread: Any) -> None:
         """`threading.Thread.start`."""
@@ -111,7 +115,7 @@ def _belongs_to_program(thread: Any) -> bool:
     module = getattr(function, "__module__", None) or type(function).__module__
     if module == "concurrent.futures.thread":  # its queue is not ours if it was made outside the run
         return any(isinstance(given, SimpleQueue) for given in thread._args)
-    if module.split(".")[:2] == ["torch", "distributed"]:
+    if module.split(".")[:2] == ["torch", "distributed"] or module.startswith("tplab.torch."):
         return True
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is not None and is_program(code.co_filename)

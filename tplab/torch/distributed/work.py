@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tplab.torch.private import at_end_of_backward, c10d_C, graph_task
 from tplab.torch.ranks.simulated import SimulatedRank
+from tplab.torch.ranks.watches import OF_THREADS
 
 Future = torch.futures.Future
 _PATIENCE = 100  # questions
@@ -77,7 +78,7 @@ class Started(Work):
         if queue is not None:
             queue.append(self)
         self._pending, self._x, self._take, self._source = pending, x, take, source
-        self._is_done = False
+        self._is_done = self._is_finishing = False
         self._has_data = False
         self._num_asked = 0
 
@@ -93,11 +94,15 @@ class Started(Work):
         """Wait until it has arrived, on the rank's clock too."""
         if self._is_done:
             return
-        self._is_done = True
+        if self._is_finishing:  # another thread of the rank waits for it
+            self._member.here().wait_until(lambda: self._is_done, "wait", None, OF_THREADS)
+            return
+        self._is_finishing = True
         if self._take is None:  # a message sent: the receiver must be ready to take it
             self._member.here().await_receiver(self._pending)
-            return
-        self._write(self._pending.read())
+        else:
+            self._write(self._pending.read())
+        self._is_done = True
 
     def _write(self, y: Tensor) -> None:
         if not self._has_data:

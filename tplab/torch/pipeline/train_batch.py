@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tplab.mesh import Axis
 from tplab.pipeline.tied import Tied
 from tplab.schedules import Costs, Schedule
-from tplab.schedules.communication import with_communication
 from tplab.schedules.execute import program
 from tplab.torch.pipeline.copies import GradientSync
 from tplab.torch.pipeline.worker import Evaluation, Loss, Worker
@@ -120,8 +119,8 @@ def evaluate_batch(
     input has arrived. Nothing is kept, and only what passes from stage to stage is sent. It does not count as a batch:
     dropout, where modules are not in `.eval()`, draws what the next batch will.
     """
-    program(schedule)  # raises where the schedule is not right
+    rows = program(schedule, is_forward_only=True)
     worker = Evaluation(schedule, stages, microbatches, loss, axis, None, costs)
-    for action in with_communication(schedule.forward_only()).by_rank()[worker.place.index]:
+    for action in rows[worker.place.index]:
         worker.run(action)
     return worker.mean_loss(data_axis)

@@ -229,7 +229,7 @@ def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, lab
         stages = [stages]
     if not isinstance(stages, Mapping | Sequence):
         raise TypeError(
-            f"train_batch takes an nn.Module for each stage, not {stages!r}; stages_of(layers, schedule) makes them, "
+            f"a pipeline takes an nn.Module for each stage, not {stages!r}; stages_of(layers, schedule) makes them, "
             "also of functions"
         )
     if not isinstance(stages, Mapping):

@@ -223,7 +223,7 @@ class SimulatedRank(Rank):
         return _Pending(self, site, meeting, x, since)
 
     def _done(self, call: Call, x: Tensor, is_lent: bool) -> Tensor:
-        """Begin it and wait for it. The input of a meeting needs no copy, as the program cannot write meanwhile."""
+        """Begin it and wait for it. The input of a meeting needs no copy: this thread cannot write to it meanwhile."""
         if self._is_timed:
             self._catch_up()
         site = self._site(call, x)

@@ -42,7 +42,7 @@ class Watches(Generic[Seat]):
     """What each seat waits for. A seat that finds it is removed; `causes` says during which seat's turn it arrived.
 
     by_seat     what they wait for
-    outsiders   threads that ranks have started and that take no turns: they may help for as long as they live
+    outsiders   threads that ranks have started and that take no turns: they may help while they live
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Watches(Generic[Seat]):
         patience = max((watch.patience for watch in watches), default=OF_RANKS)
         if patience == OF_THREADS:
             are_others = any(thread.is_alive() for thread in self.outsiders)
-            patience = OF_RANKS if is_at_end else OF_OTHERS if are_others else OF_THREADS
+            patience = OF_RANKS if is_at_end else _OUTSIDE if are_others else OF_THREADS
         if any(watch.until < math.inf for watch in watches):
             patience = max(patience, _SLEEPING if self._num_late >= _MOST_LATE else OF_OTHERS)
         if now - self._stuck_since >= patience:
@@ -101,5 +101,7 @@ class Watches(Generic[Seat]):
 
 
 _MOMENT = 5e-4  # s
+_OUTSIDE = 300.0
+"""Seconds in which a library's thread may help. Some of these threads never end, such as a progress bar's."""
 _MOST_LATE, _SLEEPING = 3, 30.0
 """A thread that sleeps and looks again, for ever, does not hide a deadlock: so many times, and for so many seconds."""
