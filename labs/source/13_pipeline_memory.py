@@ -249,7 +249,7 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 #
 # $N$ is the number of parameters, $A$ the bytes that the whole model keeps for one microbatch, and $m \ge p$. A
 # parameter takes 16 bytes with its gradient and Adam's averages, in float32. In bfloat16 with master weights in float32
-# it is 16 bytes as well ([lab 18](18_zero.ipynb)).
+# it is 16 bytes as well ([lab 17](17_zero.ipynb)).
 #
 # | | parameters and Adam | activations of rank $r$ |
 # |---|---|---|

@@ -344,7 +344,7 @@ check_recomputed(my_forget, my_again)
 # [Reducing activation recomputation](https://arxiv.org/abs/2205.05198), for selective recomputation. torch's
 # [checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html).
 #
-# Next: [16 Your own program](16_your_own_program.ipynb), for the scripts that you already have.
+# Next: [16 Data parallel](16_data_parallel.ipynb), where every rank has the whole model and a part of the batch.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -1,4 +1,4 @@
-"""Lab 17's exercises: right ones pass, and the wrong ones that people write get their hints."""
+"""Lab 16's exercises: right ones pass, and the wrong ones that people write get their hints."""
 
 from __future__ import annotations
 

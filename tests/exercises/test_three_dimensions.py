@@ -1,4 +1,4 @@
-"""Lab 20: solutions, and the wrong answers people give."""
+"""Lab 24: solutions, and the wrong answers people give."""
 
 import pytest
 import torch

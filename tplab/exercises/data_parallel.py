@@ -1,4 +1,4 @@
-"""The exercises of lab 17: a loss that weights all tokens equally, and gradients sent during the backward pass."""
+"""The exercises of lab 16: a loss that weights all tokens equally, and gradients sent during the backward pass."""
 
 from __future__ import annotations
 

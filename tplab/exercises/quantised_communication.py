@@ -1,4 +1,4 @@
-"""The exercises of lab 19: add up codes of different scales, and reduce in two levels with few bytes across nodes."""
+"""The exercises of lab 18: add up codes of different scales, and reduce in two levels with few bytes across nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 18: repair a step that leaves ranks with different weights, and gather two matrices at once."""
+"""The exercises of lab 17: repair a step that leaves ranks with different weights, and gather two matrices at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-// What scrolls sideways can be reached by keyboard.
+// What scrolls, in either direction, can be reached by keyboard.
 function reach() {
   for (const box of document.querySelectorAll(".highlight pre, .table-wrapper, div.math")) {
-    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    const scrolls = box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight;
+    if (scrolls) box.tabIndex = 0;
     else box.removeAttribute("tabindex");
   }
 }

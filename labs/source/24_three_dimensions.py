@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 20 Three dimensions
+# # 24 Three dimensions
 #
 # **Which axis of the mesh belongs inside a node?**
 #
-# Prerequisites: [lab 11](11_run_a_pipeline.ipynb) for pipelines, [lab 17](17_data_parallel.ipynb) for data parallelism, and
-# [lab 18](18_zero.ipynb) for ZeRO. Time: 50 minutes.
+# Prerequisites: [lab 11](11_run_a_pipeline.ipynb) for pipelines, [lab 16](16_data_parallel.ipynb) for data parallelism, and
+# [lab 17](17_zero.ipynb) for ZeRO. Time: 50 minutes.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/20_three_dimensions.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/20_three_dimensions.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/24_three_dimensions.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/24_three_dimensions.ipynb)
 #
-# ![A training step on two nodes of four GPUs. With the pipeline or data parallelism across the nodes it takes nearly the same time, and with tensor parallelism across them it is slowest.](images/20_three_dimensions.png)
+# ![A training step on two nodes of four GPUs. With the pipeline or data parallelism across the nodes it takes nearly the same time, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
 #
 # *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2. Only
 # the order of its axes differs, and with it the axis whose messages cross from node to node. Waiting includes the time
@@ -272,7 +272,7 @@ print(done.stderr if done.returncode else done.stdout)
 # With the pipeline or data parallelism across the nodes, a step takes nearly five times as long, and with tensor
 # parallelism more than ten times. Traffic over a slow link decides how long the step takes. The modelled clock has no
 # contention between groups that share a network card. And nothing here overlaps the averaging of the gradients with the
-# backward pass, as [lab 17](17_data_parallel.ipynb) does. With overlap, data parallelism across the nodes would cost less.
+# backward pass, as [lab 16](16_data_parallel.ipynb) does. With overlap, data parallelism across the nodes would cost less.
 #
 # </details>
 #

@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 17 Data parallel
+# # 16 Data parallel
 #
 # **How can eight ranks learn from eight batches and hardly wait for one another?**
 #
 # Time: 50 minutes. Prerequisites: `all_reduce` and its ring ([lab 02](02_collectives.ipynb)), and what overlap is
 # ([lab 08](08_overlap.ipynb)).
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/17_data_parallel.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/17_data_parallel.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/16_data_parallel.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/16_data_parallel.ipynb)
 #
-# ![A timeline of eight ranks. During the backward pass, an all_reduce runs beside every second product.](images/17_data_parallel.png)
+# ![A timeline of eight ranks. During the backward pass, an all_reduce runs beside every second product.](images/16_data_parallel.png)
 #
 # *One training step on a modelled node of eight H100s. Every rank holds the whole model and has its own batch. The gradient
 # of each layer is averaged over the ranks while the layers before it are still computing theirs.*
@@ -389,7 +389,7 @@ check_replicas(my_replicas)
 # 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
 # 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens.
 #
-# Next: [18 ZeRO](18_zero.ipynb). Eight replicas keep eight copies of the same numbers. Do they have to?
+# Next: [17 ZeRO](17_zero.ipynb). Eight replicas keep eight copies of the same numbers. Do they have to?
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

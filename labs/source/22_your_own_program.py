@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 16 Your own program
+# # 22 Your own program
 #
 # **What does my training script really send, and why does it hang?**
 #
 # Time: 50 minutes. Prerequisites: [lab 02](02_collectives.ipynb) for the collectives, and some experience with PyTorch. If
 # you have a script that runs under `torchrun`, keep it at hand for the end.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/16_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/16_your_own_program.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/22_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/22_your_own_program.ipynb)
 #
-# ![A timeline of four ranks. In the second backward pass, gradients are summed while the ranks still compute.](images/16_your_own_program.png)
+# ![A timeline of four ranks. In the second backward pass, gradients are summed while the ranks still compute.](images/22_your_own_program.png)
 #
 # *Two training steps with PyTorch's DistributedDataParallel (DDP) on four simulated H100s. The program uses nothing from
 # tplab. In the second step, the gradients travel while the backward pass is still running.*
@@ -320,7 +320,7 @@ check_accumulate(accumulate)
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
 # 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 #
-# Next: [17 Data parallel](17_data_parallel.ipynb), on what DDP does between your backward pass and your optimizer.
+# Next: [24 Three dimensions](24_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

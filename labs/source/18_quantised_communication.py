@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 19 Quantised communication
+# # 18 Quantised communication
 #
 # **How can a training step send a quarter of the bytes between nodes, and still learn as well?**
 #
-# Prerequisites: ZeRO's stage 3 ([lab 18](18_zero.ipynb)), and the two levels of [lab 03](03_hierarchies.ipynb).
+# Prerequisites: ZeRO's stage 3 ([lab 17](17_zero.ipynb)), and the two levels of [lab 03](03_hierarchies.ipynb).
 # Time: 50 minutes.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/19_quantised_communication.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/19_quantised_communication.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/18_quantised_communication.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/18_quantised_communication.ipynb)
 #
-# ![Five bars of bytes. ZeRO-3 sends the most. Each of three savings removes a part, and all three together leave a quarter.](images/19_quantised_communication.png)
+# ![Five bars of bytes. ZeRO-3 sends the most. Each of three savings removes a part, and all three together leave a quarter.](images/18_quantised_communication.png)
 #
 # *Four transformer blocks train on two nodes of four GPUs. The bars are the bytes that one GPU sends to the other node in
 # a step, counted in the trace.*
@@ -451,7 +451,7 @@ check_reduce_twice(reduce_twice)
 # [a GPT on DeepSpeed and ZeRO](https://brunomaga.github.io/GPT-lite-DeepSpeed). PyTorch's
 # [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 #
-# Next: [20 Three dimensions](20_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
+# Next: [22 Your own program](22_your_own_program.ipynb), for the scripts that you already have.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

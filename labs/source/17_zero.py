@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 18 ZeRO
+# # 17 ZeRO
 #
 # **Training takes sixteen bytes per parameter. Which of them does every rank need?**
 #
 # Prerequisites: the collectives of [lab 02](02_collectives.ipynb) and the replicas of
-# [lab 17](17_data_parallel.ipynb). Time: 50 minutes.
+# [lab 16](16_data_parallel.ipynb). Time: 50 minutes.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/18_zero.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/18_zero.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/17_zero.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/17_zero.ipynb)
 #
-# ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3. Each has a part for parameters, one for gradients and one for the optimizer.](images/18_zero.png)
+# ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3. Each has a part for parameters, one for gradients and one for the optimizer.](images/17_zero.png)
 #
 # *Four ranks train one model with Adam, each on its part of the batch. The bars are the bytes that a rank keeps from
 # step to step, per parameter of the model, counted in real tensors. Each stage of ZeRO divides one more kind of number
@@ -342,7 +342,7 @@ knob("States of 30 billion parameters", "ranks",
 # | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ | in every layer, forward and backward |
 #
 # **Decide.** When does a gather cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its gather
-# moves 2 bytes per parameter. The backward pass doubles both. Take a GPU that reaches 400 TFLOP/s (lab 17 took an H100's
+# moves 2 bytes per parameter. The backward pass doubles both. Take a GPU that reaches 400 TFLOP/s (lab 16 took an H100's
 # peak, 989), and links of 450 GB/s inside a node and 50 GB/s between nodes:
 
 # %%
@@ -354,7 +354,7 @@ for where, bandwidth in links:
 # %% [markdown]
 # So inside a node, stage 3 is nearly free. Between nodes, a small batch waits for its parameters. There are three ways out:
 # use stage 1, divide parameters only inside each node (`replicate_axis`), or send fewer bits per number
-# ([ZeRO++, lab 19](19_quantised_communication.ipynb)).
+# ([ZeRO++, lab 18](18_quantised_communication.ipynb)).
 #
 # ## A bug to repair
 #
@@ -421,7 +421,7 @@ check_layer(my_layer)
 # [ZeroRedundancyOptimizer](https://docs.pytorch.org/docs/stable/distributed.optim.html). DeepSpeed's
 # [ZeRO tutorial](https://www.deepspeed.ai/tutorials/zero/).
 #
-# Next: [19 Quantised communication](19_quantised_communication.ipynb).
+# Next: [18 Quantised communication](18_quantised_communication.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
