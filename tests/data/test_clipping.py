@@ -1,6 +1,7 @@
 """The global norm and clipping by it, against one device: over dp x tp x pp, copies, ties; both frameworks."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,21 @@ from tplab import Mesh, P
 from tplab.errors import MeshError, RankError, SpecError
 from tplab.pipeline import LayerSpec, TiedSpec
 from tplab.schedules import chimera, interleaved_1f1b, one_f_one_b, zb_v
-from tplab.torch import GPT, GPTConfig, average_gradients, clip_gradients, gpt_specs, gradient_norm, run, split_state
+from tplab.torch import (
+    GPT,
+    GPTConfig,
+    all_gather,
+    average_gradients,
+    axis_index,
+    clip_gradients,
+    gpt_specs,
+    gradient_norm,
+    run,
+    shard_gradients,
+    shard_optimizer,
+    shard_parameters,
+    split_state,
+)
 
 SHAPES = {"columns": (4, 6), "rows": (12, 5), "both": (12, 4), "copied": (7,), "one": ()}
 SPECS = {"columns": P(None, "tp"), "rows": P(("tp", "cp")), "both": P("tp", "cp"), "copied": P(), "one": P()}
@@ -235,6 +250,156 @@ def test_sixteen_bits_are_added_up_in_thirty_two():
     norm = run(program, Mesh(dp=2), torch.full((70_000,), 0.01, dtype=torch.bfloat16)).per_rank[0]
     assert norm.dtype == torch.float32
     assert float(norm) == pytest.approx(float(torch.tensor(0.01, dtype=torch.bfloat16)) * 70_000**0.5, rel=1e-5)
+
+
+# --- parameters that ZeRO has cut, which know it themselves -----------------------------------------------------------
+
+
+def small_model(tied: bool, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7, bias=False))
+    for place, p in enumerate(net.parameters()):
+        p.data = torch.tensor(np.random.default_rng(place).normal(size=p.shape))
+    if tied:
+        net[4].weight = net[0].weight
+    return net.to(dtype)
+
+
+def losses(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (net(x) ** 2).sum(1).mean()
+
+
+def one_device_clips(tied: bool, norm_type: float) -> tuple[float, list[np.ndarray]]:
+    net = small_model(tied)
+    losses(net, BATCH).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5, norm_type)
+    return float(norm), [p.grad.numpy() for p in net.parameters() if p.grad is not None]
+
+
+BATCH = torch.tensor(np.random.default_rng(8).normal(size=(12, 5)))
+
+
+def stage_1(net, **options):
+    return shard_optimizer(partial(torch.optim.SGD, lr=1.0), net.parameters(), "dp", bucket_bytes=200, **options)
+
+
+def stage_2(net, **options):
+    return shard_gradients(partial(torch.optim.SGD, lr=1.0), net.parameters(), "dp", bucket_bytes=200, **options)
+
+
+def stage_3(net, **options):
+    shard_parameters(net, "dp", **options)
+    return torch.optim.SGD(net.parameters(), lr=1.0)
+
+
+AS_GIVEN = {
+    "the model": lambda net: net,
+    "a list": lambda net: list(net.parameters()),
+    "by name": lambda net: dict(net.named_parameters()),
+}
+
+
+@pytest.mark.parametrize("make", [stage_1, stage_2, stage_3])
+@pytest.mark.parametrize(
+    "mesh, tied, norm_type, given",
+    [
+        (Mesh(dp=2), False, 2, "the model"),
+        (Mesh(dp=3), True, 2, "a list"),
+        (Mesh(dp=4), True, 1, "by name"),
+        (Mesh(dp=40), False, math.inf, "the model"),  # more ranks than elements: pieces of nothing
+        (Mesh(node=2, dp=2), False, 3, "the model"),
+        (Mesh(dp=1), True, 2, "the model"),
+    ],
+    ids=str,
+)
+def test_pieces_of_zero_are_counted_without_specs(make, mesh, tied, norm_type, given):
+    """Every rank clips by the norm of one device's gradients, whatever it holds of them."""
+    options = {"replicate_axis": "node"} if "node" in mesh.shape else {}
+    batch = BATCH if mesh.size <= 12 else BATCH.repeat(10, 1)
+
+    def program(x):
+        net = small_model(tied)
+        before = [p.detach().clone() for p in small_model(tied).parameters()]
+        optimizer = make(net, **options)
+        losses(net, x).backward()
+        if make is not stage_3:
+            optimizer.reduce_gradients()
+        norm = clip_gradients(AS_GIVEN[given](net), 0.5, norm_type=norm_type)
+        optimizer.step()  # a rate of 1: what it changes is the clipped gradient
+        after = [p.detach() for p in net.parameters()]
+        if make is stage_3:
+            after = [all_gather(pad(p, before[i], mesh), "dp")[: before[i].numel()] for i, p in enumerate(after)]
+        return norm, [b.reshape(-1) - a.reshape(-1) for a, b in zip(after, before)]
+
+    want_norm, want = one_device_clips(tied, norm_type)
+    spec = P(mesh.axis_names)
+    for norm, got in run(program, mesh, batch, in_specs=spec).per_rank:
+        assert float(norm) == pytest.approx(want_norm, rel=1e-12)
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g.numpy(), w.reshape(-1), rtol=1e-9, atol=1e-13)  # a difference of parameters
+
+
+def pad(piece, whole, mesh):
+    width = -(-whole.numel() // mesh.axis_size("dp"))
+    return torch.cat([piece, piece.new_zeros(width - piece.numel())])
+
+
+def test_pieces_of_zero_are_counted_where_specs_speak_of_another_axis():
+    """A column-parallel weight whose pieces are cut once more: specs need not name "dp", and may."""
+    g = torch.arange(1.0, 13)
+
+    for spec in (P("tp"), P(("tp", "dp"))):
+
+        def program(g, spec=spec):
+            net = nn.Linear(1, 6, bias=False)
+            shard_parameters(net, "dp")
+            net.weight.grad = g
+            return gradient_norm(net, {"weight": spec})
+
+        norms = run(program, Mesh(tp=2, dp=2), g, in_specs=P(("tp", "dp"))).per_rank
+        assert [float(norm) for norm in norms] == pytest.approx([math.sqrt(650)] * 4)
+
+
+@pytest.mark.parametrize("make", [stage_1, stage_2])
+def test_gradients_that_the_optimizer_has_not_reduced_are_refused(make):
+    """Each rank would clip by the norm of its own gradients, or by none."""
+
+    def program(x):
+        net = small_model(False)
+        optimizer = make(net)
+        losses(net, x).backward()
+        clip_gradients(net, 0.5)
+        optimizer.step()
+
+    with pytest.raises(RankError, match=r"parameter '.*' .*call optimizer.reduce_gradients\(\) first"):
+        run(program, Mesh(dp=2), BATCH, in_specs=P("dp"))
+
+
+def test_averaged_gradients_are_clipped_before_the_optimizer_cuts_them():
+    def program(x):
+        net = small_model(False)
+        optimizer = stage_1(net, is_reduced=True)
+        losses(net, x).backward()
+        average_gradients(net, "dp")
+        norms = [clip_gradients(net, 0.5)]
+        optimizer.reduce_gradients()
+        norms.append(gradient_norm(net))
+        optimizer.zero_grad()
+        return [*norms, gradient_norm(net)]
+
+    want, _ = one_device_clips(False, 2)
+    for norms in run(program, Mesh(dp=2), BATCH, in_specs=P("dp")).per_rank:
+        assert [float(norm) for norm in norms] == pytest.approx([want, 0.5, 0], rel=1e-5)
+
+
+def test_a_nan_in_one_rank_s_piece_reaches_every_rank():
+    def program():
+        net = nn.Linear(4, 1, bias=False)
+        shard_parameters(net, "dp")
+        net.weight.grad = torch.tensor([math.nan if axis_index("dp") else 1.0, 1.0])
+        return [gradient_norm(net, norm_type=p) for p in (1, 2, math.inf)], clip_gradients(net, 1.0)
+
+    for norms, norm in run(program, Mesh(dp=2)).per_rank:
+        assert norm.isnan() and all(n.isnan() for n in norms)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_along, root, spec_of, specs_in
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce
+from tplab.torch.data.cuts import where_gradients_are
 from tplab.torch.data.parameters import Key, Model, Named, check_dense, text, trainable
 from tplab.torch.pipeline.stages import Stages
 from tplab.torch.ranks.rank import this_rank
@@ -25,13 +26,15 @@ def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: f
 
     parameters   a module, `Stages`, or parameters by name; a parameter without a gradient counts as zeros
     specs        how they lie on the mesh: {name: P}, as `gpt_specs` gives it; for Stages {stage: {name: P}}, with all
-                 stages. None: every rank holds its parameters whole
+                 stages. None: every rank holds its parameters whole. What ZeRO has cut (`shard_parameters`, or a
+                 sharded optimizer after its `reduce_gradients`) is known, and need not be named
     norm_type    p, above 0, or inf for the largest element
 
     norm = (sum |g|^p)^(1/p) over every element of the model, each once. Of the ranks that hold copies of a piece, the
     one at position 0 counts it; tied parameters, and stages that several ranks hold, are counted at their first place.
     Gradients of copies must already be equal: average them first.
-    cost   an all_reduce of 1 number over the axes that specs (and Stages) name; none where these name no axis
+    cost   an all_reduce of 1 number over the axes that specs (and Stages) name, and those of ZeRO; none where there is
+           no such axis
     """
     p = check_norm_type(norm_type)
     return _norm(_counted(parameters, specs), p)
@@ -53,11 +56,11 @@ def clip_gradients(
     With error_if_nonfinite, all ranks raise RuntimeError for an infinite or NaN norm.
     """
     most, p = check_max_norm(max_norm), check_norm_type(norm_type)
-    named = trainable(parameters)
     norm = _norm(_counted(parameters, specs), p)
+    named = [(key, held) for key, held, _ in where_gradients_are(trainable(parameters))]
     if error_if_nonfinite and not norm.is_meta and not bool(norm.isfinite()):
         raise RuntimeError(_not_finite(norm, named))
-    scale_to((parameter for _, parameter in named), norm, most)
+    scale_to((held for _, held in named), norm, most)
     return norm
 
 
@@ -71,7 +74,7 @@ def scale_to(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> Non
 
 def _norm(counted: tuple[list[Tensor], tuple[str, ...], Tensor], p: float) -> Tensor:
     gradients, axes, like = counted
-    norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)).double() for g in gradients]
+    norms = [torch.linalg.vector_norm(g, p, dtype=_wide(g)).double() for g in gradients if g.numel()]
     each = torch.stack(norms) if norms else like.new_zeros(1, dtype=torch.float64)
     total = each.amax() if math.isinf(p) else each.pow(p).sum()
     if axes:
@@ -93,19 +96,20 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
         )
     else:
         all_specs = specs_in(specs)
-    axes = cut_along(all_specs, mesh, more)
     named = trainable(model)
+    cut_by_zero = {name for _, _, axes in where_gradients_are(named) for name in axes}
+    axes = cut_along(all_specs, mesh, (*more, *cut_by_zero))
     counted = []
-    for key, parameter in trainable(model, elsewhere):
-        if parameter.grad is None:
+    for key, held, own_axes in where_gradients_are(trainable(model, elsewhere)):
+        if held.grad is None:
             continue
         if isinstance(key, str):
             spec = spec_of(key, specs, text(key))
         else:
             spec = spec_of(key[1], specs and specs.get(key[0], {}), text(key))
-        copies = tuple(name for name in axes if name not in (*spec.axis_names, *more))
+        copies = tuple(name for name in axes if name not in (*spec.axis_names, *own_axes, *more))
         if not copies or mesh.index(rank, copies) == 0:
-            counted.append(check_dense(key, parameter.grad))
+            counted.append(check_dense(key, held.grad))
     like = max((p for _, p in named), key=lambda p: p.element_size(), default=torch.empty(0))
     return counted, axes, like.detach()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tplab.data.axes import data_axes
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
+from tplab.torch.data.cuts import note_cut
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,
@@ -95,6 +96,7 @@ class Group:
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
         for places, shard in zip(self.sites, self.shards):
+            note_cut(shard, about.axis)
             for module, name in places:
                 module._parameters[name] = shard
 

@@ -13,6 +13,7 @@ from tplab.data.axes import data_axes
 from tplab.data.buckets import Gradient, buckets_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
+from tplab.torch.data.cuts import note_cut, note_owner
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,
@@ -175,9 +176,22 @@ class Bucket:
         master = about.master_dtype or self.dtype
         held = held_of(self.pieces, self.index, self.parameters)
         self.shards = [nn.Parameter(piece if piece.dtype == master else piece.to(master)) for piece in held]
+        for parameter, shard in zip(self.parameters, self.shards):
+            note_cut(shard, about.axis)
+            note_owner(parameter, shard, self)
         count_as("optimizer", [piece for piece, _ in self.copies()])
         self.row: Tensor | None = None
         self._handle: Handle | None = None
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether it has gradients that the pieces have not got yet."""
+        return self.row is not None or self._handle is not None
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether the parameters' gradients have already been combined over the ranks."""
+        return self.about.is_reduced
 
     def begin(self) -> None:
         """Begin to combine the gradients over the ranks, and free them."""
