@@ -155,6 +155,33 @@ def test_on_meta_it_counts_what_real_tensors_would_take():
     assert max(shapes.of("activations")) == max(real.of("activations")) > 0
 
 
+def own_model():
+    return nn.Linear(100, 100)(torch.ones(1, 100)).sum().backward()
+
+
+def own_model_on_meta():
+    with torch.device("meta"):
+        own_model()
+
+
+def trained():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(lab.all_gather(torch.ones(4, 8), "tp")).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("program", [own_model, own_model_on_meta, trained])
+def test_on_meta_what_the_program_makes_itself_counts_too(program: Any):
+    """Wherever the program makes it: device="meta" only says where its arguments are."""
+    real = own_model if program is own_model_on_meta else program
+    want = lab.run(real, Mesh(tp=2), count_memory=True)
+    got = lab.run(program, Mesh(tp=2), count_memory=True, device="meta")
+    assert got.peaks == want.peaks and min(want.peaks) > 0
+    assert [held.at(-1) for held in got.memory] == [held.at(-1) for held in want.memory]
+
+
 # ------------------------------------------------------------------------------------------------- beside other counts
 
 

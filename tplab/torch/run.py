@@ -115,8 +115,9 @@ def run(
                 and Python's and NumPy's random numbers are each rank's own, and so are modules that it imports first
     count_memory  whether to follow each rank's tensors, for `Result.memory`: the bytes of parameters, gradients,
                 optimizer states and activations after every operation. This slows the run down, and measured times with
-                it. With device="meta" it counts what real tensors of these shapes would take. Not for programs with
-                torch.func.grad or vjp, which torch refuses while what autograd saves is being watched
+                it. With device="meta" it counts what real tensors of these shapes would take, beside those that the
+                program makes on another device. Not for programs with torch.func.grad or vjp, which torch refuses
+                while what autograd saves is being watched
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
     All ranks share tensors that `fn` reads from its surroundings and not from its arguments. torch's default dtype and

@@ -71,7 +71,7 @@ def count(result: Tensor, op: str, since: int = -1) -> None:
 class Counted:
     """A rank's program whose memory is followed: it returns (what the program returns, the rank's `RankMemory`).
 
-    is_meta   whether tensors on the device "meta" count, as if they were real, instead of all others
+    is_meta   whether tensors on the device "meta" count too, as if they were real
     """
 
     def __init__(self, fn: Callable[..., Any], is_meta: bool = False):
@@ -216,7 +216,7 @@ class KindsOfMemory(DispatchMode):
         if not isinstance(x, Tensor):
             return None
         local = local_of(x)
-        if local.layout is not torch.strided or (local.device.type == "meta") != self._is_meta:
+        if local.layout is not torch.strided or (local.device.type == "meta" and not self._is_meta):
             return None
         storage = local.untyped_storage()
         place = storage_id(storage)
