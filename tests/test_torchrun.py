@@ -136,3 +136,16 @@ def test_as_a_command_in_another_folder(script: Path):
     done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "[rank 2] sum 3.0 []" in done.stdout and "all_reduce" in done.stdout
+
+
+def test_after_a_deadlock_it_says_what_was_never_received(tmp_path: Path, capsys):
+    path = tmp_path / "stuck.py"
+    path.write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0:\n    dist.send(torch.ones(8), 1)\ndist.all_reduce(torch.ones(1))\n"
+    )
+    page = tmp_path / "run.html"
+    assert torchrun.main(["--nproc-per-node", "2", "--html", str(page), str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "never received:\n  send from rank 0 to rank 1, 32 B at stuck.py:4\n" in shown.out
+    assert "DeadlockError" in shown.err and page.exists()

@@ -51,7 +51,7 @@ def write_files(trace: Trace, given: argparse.Namespace) -> None:
     if given.html:
         from tplab.widgets import to_html
 
-        to_html(trace, given.html)
+        to_html(trace, given.html, timeline_first=True)
         print(f"\nopen {given.html} in a browser to play the run")
 
 

@@ -187,6 +187,13 @@ def label_of(ranks: Sequence[int], mesh: Mesh) -> str:
     return APART + ",".join(map(str, ranks))
 
 
+def ranks_of(label: str) -> tuple[int, ...]:
+    """The ranks of a group that is not an axis, from its name in a trace; () for any other name."""
+    numbers = label.removeprefix(APART).split(",")
+    is_apart = label.startswith(APART) and all(map(str.isdecimal, numbers))
+    return tuple(map(int, numbers)) if is_apart else ()
+
+
 APART = "ranks "
 """In a trace, the name of a group that is not an axis begins with this, followed by its ranks."""
 

@@ -193,3 +193,10 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path):
     with pytest.raises(TypeError, match=r"not a Result; give its trace$"):
         to_html(Result(), tmp_path / "a.html")  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "a.html").exists()
+
+
+def test_the_timeline_of_a_whole_program_may_come_first(tmp_path: Path):
+    trace = ring_all_reduce(Mesh(tp=3), "tp")
+    first, second = Page(to_html(trace, tmp_path / "run.html", timeline_first=True)).cards
+    assert base64.b64decode(first["bytes"]["score"]) == timeline(trace).score
+    assert base64.b64decode(second["bytes"]["score"]) == animate(trace).score

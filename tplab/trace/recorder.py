@@ -39,6 +39,7 @@ class Recorder:
         self._contributors = Codes()
         self._values: dict[int, np.ndarray] = {}  # by note
         self._takings: dict[int, tuple[str, str]] = {}  # message -> where and in which phase it was received
+        self._lost: set[int] = set()  # messages that were never received
         self._chunks: dict[int, int] = {}
         self._chunk_names: dict[int, str] = {}
         self._num_packed = 0
@@ -167,6 +168,10 @@ class Recorder:
         """Record the line and the phase in which a message was received, if they are not the sender's."""
         self._takings[message] = where, phase
 
+    def lost(self, message: int) -> None:
+        """Record that a message was never received."""
+        self._lost.add(message)
+
     # --- one by one ----------------------------------------------------------------------------------------------
 
     def add(
@@ -232,7 +237,8 @@ class Recorder:
         noted = {name: np.concatenate([block[name] for block in blocks]) for name in _NOTED}
         form = noted.pop("form")
         is_message = form < 0
-        note_of = np.repeat(np.arange(len(form)), is_message + 1)  # of each event; a message has two
+        is_pair = is_message & ~np.isin(noted["message"], list(self._lost))  # it was sent and received
+        note_of = np.repeat(np.arange(len(form)), is_pair + 1)  # of each event
         is_receive = np.zeros(len(note_of), bool)
         is_receive[1:] = note_of[1:] == note_of[:-1]
         form = np.where(is_message, ~form, form)[note_of] + is_receive
@@ -252,7 +258,7 @@ class Recorder:
         first = np.flatnonzero(~is_receive)  # the first event of each note
         values = {}
         for note, kept in self._values.items():
-            values.update(dict.fromkeys(range(first[note], first[note] + 1 + is_message[note]), kept))
+            values.update(dict.fromkeys(range(first[note], first[note] + 1 + is_pair[note]), kept))
         about = {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
         chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
         names = [self._chunk_names.get(number, "") for number in range(len(chunks))]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from tplab.trace.event import Event
+from tplab.trace.groups import kinds
 from tplab.trace.trace import Trace
 from tplab.units import bytes_text, plain, time_text
 
@@ -29,24 +32,41 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
 
 
 def _sent(trace: Trace) -> str:
-    """One line per group and operation."""
-    rows: dict[tuple[str, str], list[int]] = {}
-    members: dict[tuple[str, str], set[int]] = {}
+    """One line per group and operation; groups of one kind share a line."""
+    names = kinds(trace)
+    calls: dict[tuple[str, str], Counter[int]] = {}  # how many each rank of these groups made
+    sizes: dict[tuple[str, str], int] = {}
     for event in (*trace.select(kind="collective").events, *trace.select(kind="send").events):
-        name = event.axis or "", event.op
-        row = rows.setdefault(name, [0, 0])
-        row[0] += 1
-        row[1] += event.bytes
-        members.setdefault(name, set()).update(event.group or trace.mesh.ranks)
-    if not rows:
+        row = names.get(event.axis or "", ""), event.op
+        sizes[row] = sizes.get(row, 0) + event.bytes
+        made = calls.setdefault(row, Counter())
+        made.update(dict.fromkeys(event.group or trace.mesh.ranks, 0))
+        made[event.rank] += 1
+    if not sizes:
         return "nothing was sent: there is only 1 rank" if trace.mesh.size == 1 else "nothing was sent"
     lines = [["group", "operation", "calls per rank", "sent by all ranks"]]
-    for (axis, op), (count, num_bytes) in sorted(rows.items(), key=lambda row: -row[1][1]):
-        lines.append([axis, op, f"{count / len(members[axis, op]):.4g}", bytes_text(num_bytes)])
+    for row, num_bytes in sorted(sizes.items(), key=lambda row: -row[1]):
+        least, most = min(calls[row].values()), max(calls[row].values())
+        lines.append([*row, f"{least}" if least == most else f"{least} to {most}", bytes_text(num_bytes)])
     widths = [max(len(line[place]) for line in lines) for place in range(4)]
-    names = [[cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)] for line in lines]
+    left = [[cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)] for line in lines]
     figures = [[cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)] for line in lines]
-    return "\n".join("  ".join(left + right) for left, right in zip(names, figures, strict=True))
+    table = "\n".join("  ".join(texts + numbers) for texts, numbers in zip(left, figures, strict=True))
+    return "\n".join([table, *_never_received(trace)])
+
+
+def _never_received(trace: Trace, most: int = 3) -> list[str]:
+    """The messages that were sent but not received, because the run failed before: a line for each of the first."""
+    received = set(trace.select(kind="receive").column("message").tolist())
+    lost = [event for event in trace.select(kind="send").events if event.message not in received]
+    lines = [
+        f"  {event.op} from rank {event.rank} to rank {event.peer}, {bytes_text(event.bytes)}"
+        f"{f' at {event.where}' if event.where else ''}"
+        for event in lost[:most]
+    ]
+    if len(lost) > most:
+        lines.append(f"  and {len(lost) - most} more")
+    return ["", "never received:", *lines] if lost else []
 
 
 def _shares(trace: Trace) -> str:
@@ -62,9 +82,10 @@ def _shares(trace: Trace) -> str:
 
 def _longest_waits(trace: Trace, count: int) -> str:
     """The longest waits; each line of the program appears once."""
-    longest: dict[tuple[str, str | None, str], list[Event]] = {}
+    names = kinds(trace)
+    longest: dict[tuple[str, str, str], list[Event]] = {}
     for wait in trace.select(kind="wait").events:
-        longest.setdefault((wait.op, wait.axis, wait.where), []).append(wait)
+        longest.setdefault((wait.op, names.get(wait.axis or "", ""), wait.where), []).append(wait)
     worst = sorted(((max(waits, key=_length), waits) for waits in longest.values()), key=lambda pair: -_length(pair[0]))
     worst = [(wait, waits) for wait, waits in worst if _length(wait) > 0]
     lines = []

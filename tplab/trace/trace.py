@@ -154,8 +154,10 @@ class Trace:
         if op is not None:
             rows &= self._words["op"].where(op)
         if axis is not None:  # also in the form an event has: "dp,tp"
-            names = self.mesh.names(tuple(axis.split(",")) if isinstance(axis, str) else axis)
-            rows &= self._words["axis"].where(",".join(names))
+            label = axis
+            if not isinstance(axis, str) or axis not in self._words["axis"].table:  # it may be no axis: "ranks 0,2"
+                label = ",".join(self.mesh.names(tuple(axis.split(",")) if isinstance(axis, str) else axis))
+            rows &= self._words["axis"].where(label)
         return rows
 
     def about(self) -> dict[str, Any]:

@@ -64,10 +64,13 @@ Run = Schedule | Simulation
 """What `gantt` draws: a schedule with F = I = W = 1, or a simulation with its own costs."""
 
 
-def to_html(thing: Trace | Run | Sequence[Run] | Mapping[str, Run] | Card, path: str | Path) -> Path:
+def to_html(
+    thing: Trace | Run | Sequence[Run] | Mapping[str, Run] | Card, path: str | Path, *, timeline_first: bool = False
+) -> Path:
     """Write a page that shows `thing` and plays it wherever it is opened. Returns the path.
 
-    thing   a Trace: its animation, with its timeline below it and one playhead for both;
+    thing   a Trace: its animation, with its timeline below it and one playhead for both; with `timeline_first`, which
+            suits whole programs, the timeline is above;
             a Schedule or a Simulation: its `gantt`;
             several schedules or simulations, in a list or in a dict with your own names: all on one time axis, for
             comparison;
@@ -76,6 +79,8 @@ def to_html(thing: Trace | Run | Sequence[Run] | Mapping[str, Run] | Card, path:
     Raises TypeError if `thing` is something else, and ValueError if simulations in seconds and in steps are mixed.
     """
     title, sentence, cards = _shown(thing)
+    if timeline_first and isinstance(thing, Trace):
+        cards.reverse()
     where = Path(path)
     where.write_text(_page(title, sentence, cards), encoding="utf8")
     return where

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tplab.errors import CollectiveMismatchError, DeadlockError
 from tplab.mesh import Mesh
@@ -32,6 +32,14 @@ def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
             rank, site = meeting.first
             return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
     return None
+
+
+def not_received(groups: Iterable[Group]) -> Iterator[int]:
+    """The messages of a failed run whose receivers have not come, by their numbers in the trace."""
+    for group in groups:
+        for meeting in group.open.values():
+            for *_, number, _ in meeting.messages.values():
+                yield number
 
 
 def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = ()) -> DeadlockError:

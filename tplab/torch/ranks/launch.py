@@ -85,6 +85,8 @@ def run_on_simulated_ranks(
         if (error := faults.unmet(world.groups.values())) is not None:
             raise error
     except TplabError as error:
+        for message in faults.not_received(world.groups.values()):
+            world.recorder.lost(message)
         error.make_trace = make_trace
         raise
     finally:

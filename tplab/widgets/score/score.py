@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from tplab.trace.groups import kinds_apart
 from tplab.trace.trace import Trace
 from tplab.units import letter
 from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
@@ -251,14 +252,16 @@ def _items(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, li
     ]
     taken = {name for name, *_ in items}
     free = (text for text in map(letter, range(len(items), 10**6)) if text not in taken)
-    ops, axes = trace.codes("op")[0], trace.column("axis")
+    ops, (axes, axis_codes) = trace.codes("op")[0], trace.codes("axis")
+    kind_of_axis = kinds_apart(trace)
+    names_of = [kind_of_axis.get(axis or "", axis) for axis in axes]
     counts: dict[tuple, int] = {}
     found: dict[tuple, int] = {}
     for row in np.flatnonzero(columns["kind"] == COLLECTIVE).tolist():
         if ops[columns["op"][row]] == "barrier":
             continue
-        # The k-th all_reduce over tp is one item, no matter on how many groups it runs.
-        rank_key = (int(columns["rank"][row]), int(columns["op"][row]), axes[row])
+        # The k-th all_reduce over tp is one item, no matter on how many groups it runs, or on groups alike.
+        rank_key = (int(columns["rank"][row]), int(columns["op"][row]), names_of[axis_codes[row]])
         counts[rank_key] = counts.get(rank_key, -1) + 1
         key = (*rank_key[1:], counts[rank_key])
         if key not in found:

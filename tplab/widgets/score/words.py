@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
+from tplab.mesh import ranks_of
+from tplab.trace.groups import kinds
 from tplab.trace.trace import Trace
 from tplab.units import bytes_text, range_text
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
@@ -29,9 +32,10 @@ def about(score: Score) -> str:
     parts = [f"{mesh.size} rank{'s' * (mesh.size > 1)}"]
     if len(mesh.axis_names) > 1:
         parts.append(" × ".join(f"{name} {size}" for name, size in mesh.shape.items()))
-    axes = [axis for axis in score.trace.codes("axis")[0] if axis]
-    if axes:
-        parts.append(("axis " if len(mesh.axis_names) == 1 else "over ") + ", ".join(axes))
+    names = kinds(score.trace)
+    if names:
+        is_axis = len(mesh.axis_names) == 1 and names.keys() <= set(mesh.axis_names)
+        parts.append(("axis " if is_axis else "over ") + _few(list(dict.fromkeys(names.values()))))
     sizes = bars["bytes"][bars["kind"] == SEND]
     if score.is_pipeline:
         parts.append(_microbatches(score))
@@ -137,6 +141,7 @@ class _News:
         self.received: dict[int, dict[int, frozenset[int]]] = {}  # rank -> item -> contributors
         who, codes = score.trace.codes("contributors")
         self.members = [frozenset(who[code]) for code in codes[score.bars["row"]]]
+        self.kinds = kinds(score.trace)
         self.full = [max(map(len, item.pools), default=0) for item in score.items]
 
     def sentence(self, rows: np.ndarray) -> str:
@@ -204,26 +209,30 @@ class _News:
         return f"the finished {result}" if number == self.full[item] else f"the {result} of {number} ranks' parts"
 
     def _direction(self, rows: list[int]) -> str:
-        """Where the messages of a round go, as shifts along their axis."""
+        """Where the messages of a round go, as shifts along their axis, or among the ranks of their group."""
         bars, mesh = self.score.bars, self.score.trace.mesh
         names_of, codes = self.score.trace.codes("axis")
-        shifts, pairs = set(), set()
+        shifts, pairs, sizes = set(), set(), set()
         for row in rows:
-            pairs.add((int(bars["rank"][row]), int(bars["peer"][row])))
-            axis = names_of[codes[bars["row"][row]]]
-            if not axis:
+            rank, peer = int(bars["rank"][row]), int(bars["peer"][row])
+            pairs.add((rank, peer))
+            label = names_of[codes[bars["row"][row]]]
+            members = self._members(label, rank)
+            if rank not in members or peer not in members:
                 return "others"
-            names = tuple(axis.split(","))
-            size = mesh.axis_size(names)
-            shift = (mesh.index(int(bars["peer"][row]), names) - mesh.index(int(bars["rank"][row]), names)) % size
-            shifts.add((axis, shift - size if shift > size // 2 and size > 2 else shift))
+            size = len(members)
+            shift = (members.index(peer) - members.index(rank)) % size
+            shifts.add((label, shift - size if shift > size // 2 and size > 2 else shift))
+            sizes.add(size)
         if len(pairs) > 1 == len({peer for _, peer in pairs}):
             return f"rank {next(iter(pairs))[1]}"
         over = {axis for axis, _ in shifts}
-        along = f" along {over.pop()}" if len(mesh.axis_names) > 1 and len(over) == 1 else ""
+        along = f" along {next(iter(over))}" if len(mesh.axis_names) > 1 and len(over) == 1 else ""
+        if all(map(ranks_of, over)):
+            along = " in the group"
         hops = {shift for _, shift in shifts}
         known = {(1,): "the next rank", (-1,): "the rank before", (-1, 1): "both neighbours"}
-        if hops == {1} and all(mesh.axis_size(tuple(axis.split(","))) == 2 for axis, _ in shifts):
+        if hops == {1} and sizes == {2}:
             return "the other rank" + along
         # Each rank sends once, to the rank that it receives from.
         in_pairs = len({rank for rank, _ in pairs}) == len(rows) and {(peer, rank) for rank, peer in pairs} == pairs
@@ -233,18 +242,29 @@ class _News:
         found = known.get(tuple(sorted(hops)))
         return (found or (f"the rank {hops.pop()} further" if len(hops) == 1 else "others")) + along
 
+    def _members(self, label: str | None, rank: int) -> Sequence[int]:
+        """The ranks of the group of this label that `rank` is in; () if the label does not say."""
+        mesh, names = self.score.trace.mesh, tuple((label or "").split(","))
+        if label and set(names) <= set(mesh.axis_names):
+            return mesh.group(rank, names)
+        return ranks_of(label or "")
+
     def _together(self, op: str, rows: np.ndarray) -> str:
         mesh, groups = self.score.trace.mesh, self.score.groups
         distinct = {groups[code] for code in self.score.bars["group"][rows].tolist()}
         size = max(map(len, distinct), default=0)
-        axis = self.score.trace.column("axis")[self.score.bars["row"][rows[0]]]
+        labels, places = self.score.trace.codes("axis")
+        met = [labels[place] for place in dict.fromkeys(places[self.score.bars["row"][rows]].tolist())]
+        over = met[0] if len(met) == 1 else _few(list(dict.fromkeys(self.kinds[label] for label in met if label)))
         one = len(distinct) == 1
         group = f"a group of {size}" if not one else f"the {size}" if size == mesh.size else f"one group of {size}"
+        if len(set(map(len, distinct))) > 1:
+            group = "each group"
         reductions, codes = self.score.trace.codes("reduction")
         hows = {reductions[code] for code in codes[self.score.bars["row"][rows]].tolist()}
         result = _RESULTS.get(hows.pop() if len(hows) == 1 else "", "combination")
         text = _TOGETHER.get(op, "the ranks of {group} work together").format(group=group, result=result)
-        return f"{op}{f' over {axis}' if axis else ''}: {text}"
+        return f"{op}{f' over {over}' if over else ''}: {text}"
 
 
 def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:

@@ -1,0 +1,49 @@
+"""The groups of a trace as people read them: many groups of one kind are one name, "8 groups of 2 (0,4 ...)"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from tplab.mesh import ranks_of
+from tplab.trace.trace import Trace
+
+
+def kinds(trace: Trace) -> dict[str, str]:
+    """The label of each group in `trace` -> what to call it, where groups that are no axis are alike.
+
+    Groups are of one kind if their ranks are equally far apart: 0,4 and 1,5 and 2,6. Those that have no other of their
+    kind are of one kind if they have as many ranks. An axis keeps its name, and so does a group that remains alone.
+    """
+    labels, found = _labels(trace), {}
+    for shape in (_distances, len):
+        alike: dict[object, list[str]] = {}
+        for label in labels:
+            if (ranks := ranks_of(label)) and label not in found:
+                alike.setdefault(shape(ranks), []).append(label)
+        for members in alike.values():
+            if len(members) > 1:
+                first = min(map(ranks_of, members))
+                name = f"{len(members)} groups of {len(first)} ({','.join(map(str, first))} ...)"
+                found.update(dict.fromkeys(members, name))
+    return {label: found.get(label, label) for label in labels}
+
+
+def kinds_apart(trace: Trace) -> dict[str, str]:
+    """The same, but groups of one kind that share a rank keep their own names."""
+    found = kinds(trace)
+    members: dict[str, list[int]] = {}
+    for label, kind in found.items():
+        members.setdefault(kind, []).extend(ranks_of(label))
+    return {label: kind if len(set(members[kind])) == len(members[kind]) else label for label, kind in found.items()}
+
+
+def _labels(trace: Trace) -> list[str]:
+    table, codes = trace.codes("axis")
+    return [table[code] for code in np.unique(codes) if table[code]]
+
+
+def _distances(ranks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(later - earlier for earlier, later in pairwise(ranks))
