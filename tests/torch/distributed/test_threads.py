@@ -329,7 +329,7 @@ def test_a_lock_that_nobody_gives_back():
 
 
 def test_a_thread_that_sleeps_and_looks_again_hides_no_deadlock(monkeypatch):
-    monkeypatch.setattr(watches, "_SLEEPING", 0.3)
+    monkeypatch.setattr(watches, "_LOOKING", 0.3)
 
     def program() -> None:
         def look() -> None:

@@ -2,27 +2,37 @@
 
 Only one thread of a run has the turn, and a thread that waits for a lock would keep the turn forever. So during a run,
 these replace Python's own ways to wait. They behave as Python's do, and everything else is built on them: events,
-conditions, queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as usual.
+conditions, queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as usual;
+but a rank that sleeps, or waits to lock a file, may wait for another rank, and always gives its turn away.
 """
 
 from __future__ import annotations
 
 import _queue
+import multiprocessing.process
 import os
 import queue
 import selectors
+import subprocess
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from tplab.torch.ranks.rank import current_rank_or_none, is_program
 from tplab.torch.ranks.simulated import SimulatedRank
-from tplab.torch.ranks.watches import OF_OTHERS, OF_THREADS
+from tplab.torch.ranks.texts import AGAIN
+from tplab.torch.ranks.watches import OF_FILES, OF_OTHERS, OF_THREADS
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
 
 _allocate_lock, _sleep, _join = threading.Lock, time.sleep, threading.Thread.join
 
@@ -117,12 +127,12 @@ class SimpleQueue:
 
 
 def sleep(seconds: float) -> None:
-    """`time.sleep`."""
-    rank = of_several()
-    if rank is None or seconds < 0:
+    """`time.sleep`. A rank with one thread gives its turn away too: it may wait for a file that another rank writes."""
+    rank = taking_turns()
+    if rank is None or rank.waits_as_always or seconds < 0:
         _sleep(seconds)
     else:
-        rank.wait_until(lambda: False, _asked(), seconds)
+        rank.sleep(seconds, _asked() + AGAIN)
 
 
 def join(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -156,6 +166,39 @@ def _selects(kind: Any) -> tuple[type, str, Callable[..., Any]]:
     return kind, "select", selected
 
 
+def _flock(file: Any, command: int) -> None:
+    """`fcntl.flock`, where another rank may hold the lock, or another process."""
+    rank = taking_turns()
+    if rank is None or command & (fcntl.LOCK_NB | fcntl.LOCK_UN):
+        _lock_file(file, command)
+        return
+
+    def is_there() -> bool:
+        with suppress(BlockingIOError):
+            _lock_file(file, command | fcntl.LOCK_NB)
+            return True
+        return False
+
+    rank.wait_until(is_there, "fcntl.flock", None, OF_FILES)
+
+
+def _begun(process: Any, *args: Any, **kwargs: Any) -> None:
+    """`subprocess.Popen(...)`: while it runs, a rank that sleeps and looks again may wait for it."""
+    _popen(process, *args, **kwargs)
+    if (rank := taking_turns()) is not None:
+        rank.seat.turns.watches.outsiders.add(process)
+
+
+def _process_started(process: Any) -> None:
+    """`multiprocessing.Process.start`, likewise."""
+    _start_process(process)
+    if (rank := taking_turns()) is not None:
+        rank.seat.turns.watches.outsiders.add(process)
+
+
+_popen, _start_process = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start
+
+
 def _future_wait(future: Any) -> Any:
     """`torch.futures.Future.wait`."""
     if (rank := of_several()) is not None:
@@ -174,10 +217,15 @@ BLOCKING: list[tuple[Any, str, Any]] = [
     (threading.Thread, "join", join),
     (queue, "SimpleQueue", SimpleQueue),
     (time, "sleep", sleep),
+    (subprocess.Popen, "__init__", _begun),
+    (multiprocessing.process.BaseProcess, "start", _process_started),
     *map(_selects, {next(home for home in kind.__mro__ if "select" in vars(home)) for kind in _SELECTORS}),
     (torch.futures.Future, "wait", _future_wait),
 ]
 """Module or class, name, and what is there for the time of a run."""
+if fcntl is not None:
+    _lock_file: Any = fcntl.flock
+    BLOCKING.append((fcntl, "flock", _flock))
 
 
 def _asked() -> str:

@@ -25,7 +25,7 @@ from tplab.torch.ranks.rank import Call, Pending, Rank, current_rank_or_none, is
 from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released, Seat
 from tplab.torch.ranks.values import dtype_name, values_of
-from tplab.torch.ranks.watches import OF_RANKS
+from tplab.torch.ranks.watches import OF_RANKS, at
 from tplab.torch.ranks.world import World
 from tplab.trace.journal import Doing
 from tplab.trace.label import UNKNOWN, Label
@@ -257,8 +257,8 @@ class SimulatedRank(Rank):
         """The meeting of the group that this call belongs to, with this rank's arrival noted."""
         if self.seat.turns.failure is not None:
             raise Released
-        if self.seat.turns.others:
-            self.seat.turns.watches.goes_on()
+        if (watches := self.seat.turns.watches).naps:
+            watches.goes_on()
         group, index = site.group, site.index
         number = group.num_calls[index]
         group.num_calls[index] = number + 1
@@ -452,7 +452,7 @@ class SimulatedRank(Rank):
         if self._is_timed:
             self._catch_up()
         self.waits_in = f"{what} at {self._line(self.world.lines.frame())}" if what else None
-        turns.watches.add(self.seat, is_there, seconds, patience)
+        turns.watches.add(self.seat, is_there, seconds, patience, None if seconds is None else at())
         turns.pass_on(self.seat)
         self.waits_in = None
         by = turns.watches.causes.pop(self.seat, None)
@@ -461,6 +461,12 @@ class SimulatedRank(Rank):
         if self._is_timed:
             self._seen_at = self._now()
         return seconds is None or is_there()
+
+    def sleep(self, seconds: float, what: str) -> None:
+        """Let the others go on for these seconds. On the measured clock, they are the rank's own time."""
+        self.wait_until(lambda: False, what, seconds)
+        if self._is_timed:
+            self._seen_at -= seconds
 
     def look(self) -> None:
         """Let ranks go on that wait for something that this rank has done."""

@@ -14,6 +14,8 @@ CallKey = tuple[str, str, tuple[Any, ...]]
 """A collective, as `Call.key`."""
 
 HAS_RETURNED = "has returned"
+AGAIN = ", again and again,"
+"""Said of a rank that sleeps and looks again."""
 _THE_SAME = "every rank of a group must call the same collectives in the same order"
 _OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
 
@@ -86,7 +88,9 @@ def deadlock(doing: Mapping[int, str], ops: Sequence[str]) -> DeadlockError:
     doing   rank -> its `waits_text`, or that it has returned
     ops     the operations that ranks wait in
     """
-    if ops and set(ops) <= set(MESSAGES):
+    if any(AGAIN in text for text in doing.values()):
+        rule = "a rank that sleeps and looks again waits for something that no other rank will do"
+    elif ops and set(ops) <= set(MESSAGES):
         rule = "a send waits for its receive, and a receive for its send: the order must be the same on both ranks"
     else:
         rule = f"{_THE_SAME}, and none may return before the others"

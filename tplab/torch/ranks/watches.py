@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
-from threading import Thread
 from time import sleep  # a program's own may give its turn away
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
-OF_RANKS, OF_THREADS, OF_OTHERS = 0.0, 0.5, math.inf
+from tplab.torch.ranks.rank import is_program
+
+OF_RANKS, OF_THREADS, OF_FILES, OF_OTHERS = 0.0, 0.5, 60.0, math.inf
 """Who can bring about what a thread waits for, as seconds for which that may still happen where no thread that takes
-turns can go on: ranks cannot; a thread from outside of the run might; files and other processes take their time."""
+turns can go on: ranks cannot; a thread from outside of the run might; a lock on a file may be held by another program;
+pipes and other processes take their time."""
 
 
 class Watch(NamedTuple):
@@ -23,6 +26,19 @@ class Watch(NamedTuple):
     is_there: Callable[[], bool]
     until: float
     patience: float
+
+
+class Nap(NamedTuple):
+    """What is known about a thread that waits for some time, goes on without what it waits for, and waits again.
+
+    at        where its program is, and with which values: if they stay the same, it does nothing but look
+    num       how many such waits there were before this one, since something has happened in the run
+    num_same  how many of those were at the same place with the same values, the first of them at `since`"""
+
+    at: Any
+    num: int
+    num_same: int
+    since: float
 
 
 class Waiting(Protocol):
@@ -42,18 +58,30 @@ class Watches(Generic[Seat]):
     """What each seat waits for. A seat that finds it is removed; `causes` says during which seat's turn it arrived.
 
     by_seat     what they wait for
-    outsiders   threads that ranks have started and that take no turns: they may help while they live
+    naps        those that have waited for some time since something has happened
+    outsiders   threads and processes that ranks have started and that take no turns: they may help while they live
     """
 
     def __init__(self) -> None:
         self.causes: dict[Seat, Seat | None] = {}
-        self.outsiders: WeakSet[Thread] = WeakSet()
+        self.outsiders: WeakSet[Any] = WeakSet()
         self.by_seat: dict[Seat, Watch] = {}
+        self.naps: dict[Seat, Nap] = {}
         self._stuck_since = math.inf
-        self._num_late = 0  # waits that ended without what they waited for, since something else has happened
 
-    def add(self, seat: Seat, is_there: Callable[[], bool], seconds: float | None, patience: float) -> None:
-        until = math.inf if seconds is None else time.perf_counter() + seconds
+    def add(
+        self, seat: Seat, is_there: Callable[[], bool], seconds: float | None, patience: float, at: Any = None
+    ) -> None:
+        """Watch for `seat`, and no longer than these seconds. `at` is where its program is, as in `Nap`."""
+        now, until = time.perf_counter(), math.inf
+        if seconds is not None:
+            until, nap = now + seconds, self.naps.get(seat)
+            if nap is None:
+                self.naps[seat] = Nap(at, 0, 0, now)
+            elif nap.at == at:
+                self.naps[seat] = Nap(at, nap.num + 1, nap.num_same + 1, nap.since)
+            else:
+                self.naps[seat] = Nap(at, nap.num + 1, 0, now)
         self.by_seat[seat] = Watch(is_there, until, patience)
 
     def met(self, by: Seat | None) -> list[Seat]:
@@ -67,8 +95,6 @@ class Watches(Generic[Seat]):
                 found.append(seat)
                 if is_there:
                     self.goes_on()
-                else:
-                    self._num_late += 1
         return found
 
     def let_go(self, home: Seat) -> list[Seat]:
@@ -80,28 +106,66 @@ class Watches(Generic[Seat]):
 
     def goes_on(self) -> None:
         """Something has happened that may help others."""
-        self._stuck_since, self._num_late = math.inf, 0
+        self._stuck_since = math.inf
+        self.naps.clear()
 
     def may_be_met(self, is_at_end: bool) -> bool:
         """Whether one of them may still be met, though all that take turns are waiting. A moment passes. At the end of
         the programs, only time and helpers other than threads count, and what a daemon waits for does not."""
+        for outsider in [*self.outsiders]:
+            if not _is_alive(outsider):
+                self.outsiders.discard(outsider)
+                self.goes_on()
         now = time.perf_counter()
         self._stuck_since = min(self._stuck_since, now)
-        watches = [watch for seat, watch in self.by_seat.items() if not (is_at_end and seat.is_daemon)]
-        patience = max((watch.patience for watch in watches), default=OF_RANKS)
-        if patience == OF_THREADS:
-            are_others = any(thread.is_alive() for thread in self.outsiders)
-            patience = OF_RANKS if is_at_end else _OUTSIDE if are_others else OF_THREADS
-        if any(watch.until < math.inf for watch in watches):
-            patience = max(patience, _SLEEPING if self._num_late >= _MOST_LATE else OF_OTHERS)
+        watches = {seat: watch for seat, watch in self.by_seat.items() if not (is_at_end and seat.is_daemon)}
+        naps = [self.naps.get(seat) for seat, watch in watches.items() if watch.until < math.inf]
+        patience = max((watch.patience for watch in watches.values()), default=OF_RANKS)
+        if naps or patience == OF_THREADS:
+            are_others = bool(self.outsiders)
+            if patience == OF_THREADS:
+                patience = OF_RANKS if is_at_end else _OUTSIDE if are_others else OF_THREADS
+            if any(nap is None or nap.num < _MOST_LATE for nap in naps):
+                patience = OF_OTHERS
+            elif any(nap is not None and nap.num_same < _MOST_LATE for nap in naps):
+                patience = max(patience, _COUNTING, _OUTSIDE * are_others)
+            elif naps:
+                latest = max(nap.since for nap in naps if nap is not None) - self._stuck_since
+                patience = max(patience, latest + _LOOKING, _OUTSIDE * are_others)
         if now - self._stuck_since >= patience:
             return False
         sleep(_MOMENT)
         return True
 
 
+def at() -> tuple[Any, ...]:
+    """Where the running thread is, and with which values: a program that only looks whether something is there comes
+    back to the same place with the same values, except for the time."""
+    frame, found = sys._getframe(1), list[Any]()
+    while frame is not None:
+        values = frame.f_locals.values() if is_program(frame.f_code.co_filename) else ()
+        found.append((frame.f_code, frame.f_lasti, *map(_gist, list(values))))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _gist(value: Any) -> Any:
+    """As much of a value as is quickly compared."""
+    kind = type(value)
+    if kind in (int, bool, str, bytes):
+        return value
+    return len(value) if kind in (list, dict, set, tuple) else kind
+
+
+def _is_alive(outsider: Any) -> bool:
+    """Whether a thread or a process still runs."""
+    return outsider.is_alive() if hasattr(outsider, "is_alive") else outsider.poll() is None
+
+
 _MOMENT = 5e-4  # s
 _OUTSIDE = 300.0
-"""Seconds in which a library's thread may help. Some of these threads never end, such as a progress bar's."""
-_MOST_LATE, _SLEEPING = 3, 30.0
-"""A thread that sleeps and looks again, for ever, does not hide a deadlock: so many times, and for so many seconds."""
+"""Seconds in which a library's thread or a process may help. Some never end, such as a progress bar's thread."""
+_MOST_LATE, _LOOKING, _COUNTING = 3, 10.0, 120.0
+"""A thread that sleeps and looks again, for ever, does not hide a deadlock: so many times, and for so many seconds if
+it does nothing but look, or if something in its program changes each time, such as a counter. One long sleep is none
+of these."""
