@@ -1,6 +1,8 @@
 """What things cost: clusters and links, collectives by algorithm, matrix products, overlap, and saved activations."""
 
 from tplab.cost.activations import SavedTensor, SavedTensors, activation_bytes, activation_tensors
+from tplab.cost.algorithms import OPS, Cost, algorithms
+from tplab.cost.chip import Chip
 from tplab.cost.cluster import (
     A100,
     A100_NODE,
@@ -21,23 +23,18 @@ from tplab.cost.cluster import (
     THIS_LAPTOP,
     TPU_V5E,
     TPU_V5E_RING,
-    Chip,
     Cluster,
-    Link,
     find,
 )
 from tplab.cost.collectives import (
-    OPS,
-    Cost,
-    algorithms,
     best,
     bytes_sent,
     collective,
     crossover_bytes,
     lower_bound,
-    matmul_bytes,
-    matmul_flops,
 )
+from tplab.cost.link import Link
+from tplab.cost.matmul import matmul_bytes, matmul_flops
 from tplab.cost.overlap import gather_seconds, pays_from, scatter_seconds
 
 __all__ = [

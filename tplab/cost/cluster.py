@@ -15,95 +15,21 @@ You can define your own cluster like those below, or change one figure of a know
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from numbers import Real
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
+from tplab.cost.algorithms import GATHERS, Cost, over_link
+from tplab.cost.chip import Chip
+from tplab.cost.figures import check, si
+from tplab.cost.link import NO_LINK, ONE_HOP, Link
+from tplab.cost.nodes import Levels, Node, algorithms_over_nodes, over_nodes
 from tplab.errors import ClusterError
 
-
-def _check(what: str, name: str, value: object, *, zero: bool = False, infinite: bool = False) -> None:
-    """Raise ClusterError if a figure is not a number, or not a possible one."""
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    enough = number >= 0 if zero else number > 0  # False for nan
-    if not enough or (number == math.inf and not infinite):
-        least = "0 or more" if zero else "more than 0"
-        units = "plain units: s, B, B/s, FLOP/s"
-        raise ClusterError(f"{what}: {name} is {value!r}; it must be a number, {least}, in {units}")
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What one rank computes on.
-
-    flops              FLOP/s by dtype name: {"bfloat16": 989e12, ...}. Dense peaks, without structured sparsity
-    memory_bandwidth   B/s between the chip and its main memory
-    memory             B of main memory
-    launch             s of overhead before every operation starts, however small it is
-    source             where the figures come from
-    """
-
-    name: str
-    flops: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still compares it
-    memory_bandwidth: float
-    memory: float
-    launch: float = 0.0
-    source: str = ""
-
-    def __post_init__(self):
-        what = f"chip {self.name!r}"
-        if not isinstance(self.flops, Mapping) or not self.flops:
-            raise ClusterError(f"{what}: flops is {self.flops!r}; give one dtype at least, as {{'float32': 1e12}}")
-        for dtype, rate in self.flops.items():
-            _check(what, f"flops[{dtype!r}]", rate)
-        _check(what, "memory_bandwidth", self.memory_bandwidth)
-        _check(what, "memory", self.memory)
-        _check(what, "launch", self.launch, zero=True)
-        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
-
-    def __reduce__(self):  # a mapping proxy cannot be pickled, and chips travel to other processes
-        values = [getattr(self, f.name) for f in fields(self)]
-        return Chip, tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s for `dtype`. A dtype without a figure of its own runs at the slowest rate listed."""
-        rate = self.flops.get(dtype)
-        return min(self.flops.values()) if rate is None else rate
-
-    def seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
-        """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth)."""
-        return self.launch + max(flops / self.peak(dtype), bytes / self.memory_bandwidth)
-
-    def ridge(self, dtype: str) -> float:
-        """The FLOPs per byte from which an operation is limited by arithmetic rather than by memory."""
-        return self.peak(dtype) / self.memory_bandwidth
-
-
-@dataclass(frozen=True)
-class Link:
-    """What carries messages between two ranks; both directions work at once.
-
-    latency     s until the first byte arrives
-    bandwidth   B/s in one direction
-    source      where the figures come from
-    """
-
-    name: str
-    latency: float
-    bandwidth: float
-    source: str = ""
-
-    def __post_init__(self):
-        what = f"link {self.name!r}"
-        _check(what, "latency", self.latency, zero=True)
-        _check(what, "bandwidth", self.bandwidth, infinite=True)
-
-    def seconds(self, bytes: float) -> float:
-        """One message: latency + bytes / bandwidth."""
-        return self.latency + bytes / self.bandwidth
+__all__ = ["NO_LINK", "ONE_HOP", "Chip", "Cluster", "Link", "find"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +38,11 @@ class Cluster:
 
     inner_link   between two ranks of one node
     node_size    how many consecutive ranks make a node (8: ranks 0..7, 8..15, ...); None: all ranks are one node
-    outer_link   between ranks of different nodes
+    outer_link   between ranks of different nodes: from one network card to another
+    cards        network cards of a node: one per rank if not given. If there are fewer, neighbours share one; if there
+                 are more, each rank has several and sends through all of them
+    oversubscription    by how much the network between nodes is too small for all cards at once: with 2, every card
+                 gets half of its bandwidth
 
     wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages share
                  (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and down
@@ -125,6 +55,8 @@ class Cluster:
     node_size: int | None = None
     outer_link: Link | None = None
     wiring: Literal["switch", "torus"] = "switch"
+    cards: int | None = None
+    oversubscription: float = 1.0
 
     def __post_init__(self):
         what = f"cluster {self.name!r}"
@@ -139,12 +71,27 @@ class Cluster:
                 f"{what}: node_size is {self.node_size!r} and outer_link is {self.outer_link!r}; "
                 "give both (nodes of so many ranks, and what joins them) or neither (one node holds every rank)"
             )
-        if self.outer_link is None:
+        check(what, "oversubscription", self.oversubscription)
+        if self.oversubscription < 1:
+            raise ClusterError(f"{what}: oversubscription is {self.oversubscription!r}; it must be 1 or more")
+        if self.outer_link is None or self.node_size is None:
+            if self.cards is not None or self.oversubscription != 1:
+                raise ClusterError(f"{what}: one node holds every rank; cards and oversubscription need an outer_link")
             return
         if not isinstance(self.outer_link, Link):
             raise ClusterError(f"{what}: outer_link is {self.outer_link!r}; give a tplab.cost.Link")
         if isinstance(self.node_size, bool) or not isinstance(self.node_size, int) or self.node_size < 1:
             raise ClusterError(f"{what}: node_size is {self.node_size!r}; it must be a whole number, 1 or more")
+        cards = self.cards
+        if cards is None:
+            return
+        if isinstance(cards, bool) or not isinstance(cards, int) or cards < 1:
+            raise ClusterError(f"{what}: cards is {cards!r}; it must be a whole number, 1 or more")
+        if cards % self.node_size and self.node_size % cards:
+            raise ClusterError(
+                f"{what}: the {self.node_size} ranks of a node cannot share {cards} cards equally; one number must "
+                "divide the other"
+            )
 
     def link(self, a: int, b: int) -> Link:
         """The link that carries a message from rank `a` to rank `b`. A message to itself takes no time."""
@@ -154,10 +101,40 @@ class Cluster:
             return NO_LINK
         if self.node_size is None or self.outer_link is None or a // self.node_size == b // self.node_size:
             return self.inner_link
-        return self.outer_link
+        return self._between
+
+    @cached_property
+    def _between(self) -> Link:
+        """The link from a rank to one of another node: the part of the network that is its own."""
+        assert self.outer_link is not None
+        per_rank = self._between_cards.bandwidth * max(1, self.num_cards // (self.node_size or 1))
+        if per_rank == self.outer_link.bandwidth:
+            return self.outer_link
+        return replace(self.outer_link, bandwidth=per_rank)
+
+    @cached_property
+    def _between_cards(self) -> Link:
+        assert self.outer_link is not None
+        if self.oversubscription == 1:
+            return self.outer_link
+        return replace(self.outer_link, bandwidth=self.outer_link.bandwidth / self.oversubscription)
+
+    @property
+    def num_cards(self) -> int:
+        """The network cards of each node; 0 if there is only one node."""
+        return 0 if self.node_size is None else self.node_size if self.cards is None else self.cards
+
+    def port(self, rank: int) -> int:
+        """The rank whose way out of the node `rank` uses: its own, or the first of those that share a card."""
+        if self.node_size is None or self.num_cards >= self.node_size:
+            return rank
+        return rank - rank % (self.node_size // self.num_cards)
 
     def group_link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link on the ring over `ranks`: every round of a ring lasts as long as its slowest hop.
+        """The slowest link on a ring of messages over `ranks`: each of its rounds lasts as long as its slowest hop.
+
+        This is for rings that a program builds of messages. A collective over several nodes runs many rings at once:
+        `collective_seconds`.
 
         Slowest means the least bandwidth and, if that is equal, the most latency. One rank alone needs no link.
         """
@@ -165,6 +142,52 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r}: a group of no ranks has no links; give one rank at least")
         hops = zip(ranks, [*ranks[1:], ranks[0]])
         return min((self.link(a, b) for a, b in hops), key=lambda link: (link.bandwidth, -link.latency))
+
+    def collective_seconds(self, op: str, nbytes: float, ranks: int | Sequence[int]) -> float:
+        """How long one collective takes.
+
+        op       one of tplab.cost.OPS
+        nbytes   size of the whole tensor: what all_gather and gather put together, and what every rank has before an
+                 all_reduce, a reduce_scatter, an all_to_all (each rank its own) or a broadcast
+        ranks    a number of ranks, from rank 0 on, or their numbers
+        """
+        group = self._group(ranks)
+        return self.collective_cost(op, nbytes / len(group) if op in GATHERS else nbytes, group).seconds
+
+    def collective_cost(self, op: str, nbytes: float, ranks: int | Sequence[int], algorithm: str | None = None) -> Cost:
+        """Seconds, hops and bytes of a collective whose ranks have an input of `nbytes` each: tplab.cost.collective."""
+        group = self._group(ranks)
+        levels = self._levels(group)
+        if levels is None:
+            return over_link(op, nbytes, len(group), self.inner_link, algorithm or "ring")
+        costs = [
+            over_nodes(op, nbytes, levels, name) for name in ([algorithm] if algorithm else algorithms_over_nodes(op))
+        ]
+        return min(costs, key=lambda cost: cost.seconds)
+
+    def _group(self, ranks: int | Sequence[int]) -> Sequence[int]:
+        if isinstance(ranks, int):
+            group: Sequence[int] = range(0 if isinstance(ranks, bool) else ranks)
+        else:
+            group = ranks if isinstance(ranks, Sequence) else ()
+        if not group or len(set(group)) < len(group) or min(group) < 0:
+            raise ClusterError(
+                f"cluster {self.name!r}: ranks is {ranks!r}; give the number of ranks, 1 or more, or their numbers, "
+                "each once"
+            )
+        return group
+
+    def _levels(self, group: Sequence[int]) -> Levels | None:
+        """The nodes that the ranks are in; None if it is only one."""
+        if self.node_size is None:
+            return None
+        sizes = Counter(rank // self.node_size for rank in group)
+        if len(sizes) == 1:
+            return None
+        per_rank = max(1, self.num_cards // self.node_size)
+        ports = Counter(port // self.node_size for port in {self.port(rank) for rank in group})
+        nodes = [Node(sizes[node], ports[node] * per_rank) for node in sorted(sizes)]
+        return Levels(nodes, self.inner_link, self._between_cards)
 
     def compute_seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
         """The roofline of this cluster's chip: launch + max(flops / peak(dtype), bytes / memory bandwidth)."""
@@ -174,30 +197,22 @@ class Cluster:
         """Every figure with its source, as text to print."""
         chip, lines = self.chip, [f"cluster {self.name}"]
         lines.append(f"  chip  {chip.name}")
-        lines += [f"        {dtype:<15}{_si(rate, 'FLOP/s')}" for dtype, rate in chip.flops.items()]
-        lines.append(f"        {'memory':<15}{_si(chip.memory, 'B')} at {_si(chip.memory_bandwidth, 'B/s')}")
-        lines.append(f"        {'launch':<15}{_si(chip.launch, 's')}")
+        lines += [f"        {dtype:<15}{si(rate, 'FLOP/s')}" for dtype, rate in chip.flops.items()]
+        lines.append(f"        {'memory':<15}{si(chip.memory, 'B')} at {si(chip.memory_bandwidth, 'B/s')}")
+        lines.append(f"        {'launch':<15}{si(chip.launch, 's')}")
         lines.append(f"        {chip.source or 'no source given'}")
         links = [(f"{self.inner_link.name}, within a node of {self.node_size or 'all'} ranks", self.inner_link)]
         if self.outer_link is not None:
-            links.append((f"{self.outer_link.name}, between nodes", self.outer_link))
+            cards = f"{self.num_cards} cards per node"
+            if self.oversubscription != 1:
+                cards += f", oversubscribed {self.oversubscription:g} times"
+            links.append((f"{self.outer_link.name}, between nodes, {cards}", self.outer_link))
         for title, link in links:
             lines.append(f"  link  {title}")
-            lines.append(f"        {_si(link.latency, 's')} + bytes / ({_si(link.bandwidth, 'B/s')})")
+            lines.append(f"        {si(link.latency, 's')} + bytes / ({si(link.bandwidth, 'B/s')})")
             lines.append(f"        {link.source or 'no source given'}")
         return "\n".join(lines)
 
-
-def _si(value: float, unit: str) -> str:
-    """3.35e12, 'B/s' -> '3.35 TB/s'."""
-    for exponent, prefix in zip(range(15, -12, -3), ("P", "T", "G", "M", "k", "", "m", "u", "n")):
-        if value >= 10.0**exponent:
-            return f"{value / 10.0**exponent:.4g} {prefix}{unit}"
-    return f"{value:.4g} {unit}"
-
-
-NO_LINK = Link("the rank itself", latency=0.0, bandwidth=math.inf, source="nothing is sent")
-ONE_HOP = Link("one hop", latency=1.0, bandwidth=math.inf, source="unit times: a message takes 1, whatever its size")
 
 # ---------------------------------------------------------------------------------------------------------- figures
 

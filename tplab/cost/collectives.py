@@ -48,121 +48,53 @@ Patarasuk & Yuan 2009 and Chan et al. 2007 (lower bounds: see `lower_bound`); He
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from tplab.cost.cluster import Link
+from tplab.cost.algorithms import (
+    ALL_BUT_OWN,
+    PIPELINED,
+    Cost,
+    algorithms,
+    carried_by,
+    check,
+    check_op,
+    over_link,
+    whole,
+)
+from tplab.cost.cluster import Cluster, Link, find
 from tplab.errors import ClusterError
 from tplab.sharding import cut
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a collective costs: seconds from start to end, hops one after another, bytes the busiest rank sends."""
-
-    seconds: float
-    hops: int
-    bytes: float
-    algorithm: str = "ring"
-
-
-_Terms = tuple[int, float, float]
-"""(hops, bytes the busiest rank sends, bytes that pass one link one after another)."""
-
-# n: bytes of a rank's input, R: ranks (2 or more), L: ceil(log2 R)
-_ALGORITHMS: dict[str, dict[str, Callable[[float, int, int], _Terms]]] = {
-    "all_reduce": {
-        "ring": lambda n, R, L: (2 * (R - 1), 2 * (R - 1) * n / R, 2 * (R - 1) * n / R),
-        "halving_doubling": lambda n, R, L: (2 * L, 2 * (R - 1) * n / R, 2 * (R - 1) * n / R),
-        "recursive_doubling": lambda n, R, L: _recursive_doubling(n, R),
-        "bidirectional": lambda n, R, L: (2 * (R // 2), 2 * (R - 1) * n / R, 2 * (R // 2) * n / R),
-        "split": lambda n, R, L: (2 * (R - 1), 2 * (R - 1) * n / R, (R - 1) * n / R),
-    },
-    "all_gather": {
-        "ring": lambda n, R, L: (R - 1, (R - 1) * n, (R - 1) * n),
-        "halving_doubling": lambda n, R, L: (L, (R - 1) * n, (R - 1) * n),
-        "bidirectional": lambda n, R, L: (R // 2, (R - 1) * n, R // 2 * n),
-        "split": lambda n, R, L: (R - 1, (R - 1) * n, (R - 1) * n / 2),
-    },
-    "reduce_scatter": {
-        "ring": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R),
-        "halving_doubling": lambda n, R, L: (L, (R - 1) * n / R, (R - 1) * n / R),
-        "bidirectional": lambda n, R, L: (R // 2, (R - 1) * n / R, R // 2 * n / R),
-        "split": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R / 2),
-    },
-    "all_to_all": {
-        "ring": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R),
-        # the piece for the rank j ahead travels by the powers of two in j: once for each 1 bit of j
-        "bruck": lambda n, R, L: (L, _bits(R) * n / R, _bits(R) * n / R),
-        # the piece for the rank j ahead passes j links
-        "neighbor": lambda n, R, L: (R - 1, (R - 1) * n / 2, (R - 1) * n / 2),
-        "bidirectional": lambda n, R, L: (
-            R // 2,
-            (_triangle(R // 2) + _triangle((R - 1) // 2)) * n / R,
-            _triangle(R // 2) * n / R,
-        ),
-    },
-    "broadcast": {
-        "tree": lambda n, R, L: (L, L * n, L * n),
-        "scatter_all_gather": lambda n, R, L: (L + R - 1, 2 * (R - 1) * n / R, 2 * (R - 1) * n / R),
-    },
-    "ppermute": {"ring": lambda n, R, L: (1, n, n)},
-    "ring_shift": {"ring": lambda n, R, L: (1, n, n)},
-    "reduce": {"tree": lambda n, R, L: (L, n, L * n)},
-    "gather": {
-        "ring": lambda n, R, L: (R - 1, n, (R - 1) * n),
-        # a rank that has gathered half of the others passes on everything it has
-        "tree": lambda n, R, L: (L, max(R - (1 << L >> 1), 1 << L >> 2) * n, (R - 1) * n),
-    },
-    "scatter": {
-        "ring": lambda n, R, L: (R - 1, (R - 1) * n / R, (R - 1) * n / R),
-        "tree": lambda n, R, L: (L, (R - 1) * n / R, (R - 1) * n / R),
-    },
-    "barrier": {"ring": lambda n, R, L: (R - 1, 0, 0), "dissemination": lambda n, R, L: (L, 0, 0)},
-}
-_TWO_LINKS = ("bidirectional", "split")
-_PIPELINED = (("broadcast", "ring"), ("reduce", "ring"))
-
-_ALL_BUT_OWN = ("reduce_scatter", "all_to_all", "scatter")
-"""In these, a rank does not send its own piece."""
-
-OPS = tuple(_ALGORITHMS)
-"""The collectives that have a cost."""
-
-
-def algorithms(op: str, links_per_rank: int = 1) -> tuple[str, ...]:
-    """The algorithms known for `op`, the default first. Those that use two links per rank are listed only if there are
-    two."""
-    _check_op(op)
-    names = dict.fromkeys(["ring", *_ALGORITHMS[op]])  # the ring of a broadcast is pipelined: see _pipelined_broadcast
-    return tuple(name for name in names if links_per_rank > 1 or name not in _TWO_LINKS)
-
-
-def collective(op: str, nbytes: float, num_ranks: int, link: Link, algorithm: str = "ring") -> Cost:
+def collective(
+    op: str, nbytes: float, num_ranks: int | Sequence[int], link: Link | Cluster | str, algorithm: str | None = None
+) -> Cost:
     """Seconds, hops and bytes of one collective over `num_ranks` ranks.
 
     op          one of OPS
     nbytes      size of this rank's input: the shard for all_gather, the whole tensor for the others
-    link        the slowest link on the way: tplab.cost.Cluster.group_link(ranks)
-    algorithm   a name from the table at the top of this file
+    num_ranks   how many ranks; on a cluster, these are the first ones, or give a sequence of their numbers
+    link        what joins every two of them; or the cluster, or its name. A run on that cluster takes just as long
+    algorithm   a name from the table at the top of this file. If it is not given, it is the ring over a link, and
+                on a cluster what is fastest: between nodes, a tree if there are few bytes (tplab.cost.nodes)
 
     seconds = hops * latency + (bytes that pass one link one after another) / bandwidth. One rank alone sends nothing.
     """
-    known = algorithms(op, links_per_rank=2)
-    if algorithm not in known:
-        raise ClusterError(f"no algorithm is named {algorithm!r} for {op}; there are {', '.join(known)}")
-    _check(nbytes, num_ranks)
-    if num_ranks == 1:
-        return Cost(0.0, 0, 0, algorithm)
-    if (op, algorithm) in _PIPELINED:
-        hops, sent, carried = _pipelined_broadcast(nbytes, num_ranks, link)
-    else:
-        hops, sent, carried = _ALGORITHMS[op][algorithm](nbytes, num_ranks, (num_ranks - 1).bit_length())
-    return Cost(hops * link.latency + carried / link.bandwidth, hops, _whole(sent), algorithm)
+    if isinstance(link, Link):
+        over = len(num_ranks) if isinstance(num_ranks, Sequence) else num_ranks
+        return over_link(op, nbytes, over, link, algorithm or "ring")
+    return find(link).collective_cost(op, nbytes, num_ranks, algorithm)
 
 
-def best(op: str, nbytes: float, num_ranks: int, link: Link, links_per_rank: int = 1) -> Cost:
-    """The fastest of the known algorithms for these figures; `.algorithm` says which one it is."""
+def best(
+    op: str, nbytes: float, num_ranks: int | Sequence[int], link: Link | Cluster | str, links_per_rank: int = 1
+) -> Cost:
+    """The fastest of the known algorithms for these figures; `.algorithm` says which one it is.
+
+    On a cluster, these are the algorithms that its collectives use, and so this is what a run takes.
+    """
+    if not isinstance(link, Link):
+        return collective(op, nbytes, num_ranks, link)
     costs = [collective(op, nbytes, num_ranks, link, name) for name in algorithms(op, links_per_rank)]
     return min(costs, key=lambda cost: cost.seconds)
 
@@ -186,20 +118,20 @@ def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_ra
     bandwidth)).
     Chan, Heimlich, Purkayastha & van de Geijn 2007, section 3.
     """
-    _check_op(op)
-    _check(nbytes, num_ranks)
+    check_op(op)
+    check(nbytes, num_ranks)
     R = num_ranks
     if R == 1:
         return Cost(0.0, 0, 0, "lower bound")
     hops, reached = 0, 1
     while reached < R:
         hops, reached = hops + 1, reached * (links_per_rank + 1)
-    factor = {"all_reduce": 2 * (R - 1), "all_gather": (R - 1) * R, **dict.fromkeys(_ALL_BUT_OWN, R - 1)}
+    factor = {"all_reduce": 2 * (R - 1), "all_gather": (R - 1) * R, **dict.fromkeys(ALL_BUT_OWN, R - 1)}
     sent = 0 if op == "barrier" else factor.get(op, R) * nbytes / R
     if op in ("ppermute", "ring_shift"):
         hops = 1
     seconds = max(hops * link.latency, link.latency + sent / links_per_rank / link.bandwidth)
-    return Cost(seconds, hops, _whole(sent), "lower bound")
+    return Cost(seconds, hops, whole(sent), "lower bound")
 
 
 def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
@@ -210,7 +142,7 @@ def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring"
     """
     hops = collective(op, 0, num_ranks, link, algorithm).hops  # a broadcast of nothing has one piece
     # bytes are proportional to n in every algorithm; for the pipelined broadcast, n bytes pass a link as n grows
-    _, carried = (0, 1) if (op, algorithm) in _PIPELINED else _carried(op, num_ranks, algorithm)
+    _, carried = (0, 1) if (op, algorithm) in PIPELINED else carried_by(op, num_ranks, algorithm)
     return hops * link.latency * link.bandwidth / carried if hops and carried else math.inf
 
 
@@ -228,7 +160,7 @@ def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ra
     its successor's input back to it. An all_reduce is the one, then the other: 2n - piece_i - piece_(i+1). Summed over
     all ranks, that is 2(R-1) n, however uneven the pieces are.
     """
-    _check_op(op)
+    check_op(op)
     alike = isinstance(num_elements, int)
     elements = num_elements if alike else num_elements[index] if -1 < index < len(num_elements) else -1
     if not 0 <= index < num_ranks or elements < 0 or itemsize < 0 or not (alike or len(num_elements) == num_ranks):
@@ -248,86 +180,10 @@ def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ra
         sent = elements if index else 0
     elif op == "scatter" and index:
         sent = 0
-    elif op in _ALL_BUT_OWN:
+    elif op in ALL_BUT_OWN:
         sent = elements - len(pieces[index])
     elif op == "broadcast":
         sent = elements if index < num_ranks - 1 else 0
     else:  # ppermute, ring_shift: one message
         sent = elements
     return sent * itemsize
-
-
-# ---------------------------------------------------------------------------------------------------------- compute
-
-
-def matmul_flops(m: int, k: int, n: int, batch: int = 1) -> int:
-    """[m, k] @ [k, n] takes 2 m k n: a multiplication and an addition for each of m k n terms; times `batch`."""
-    return 2 * batch * m * k * n
-
-
-def matmul_bytes(m: int, k: int, n: int, itemsize: int, batch: int = 1) -> int:
-    """What [m, k] @ [k, n] reads and writes if each number moves once: (m k + k n + m n) * itemsize."""
-    return batch * (m * k + k * n + m * n) * itemsize
-
-
-# ---------------------------------------------------------------------------------------------------------- details
-
-
-def _carried(op: str, num_ranks: int, algorithm: str) -> tuple[int, float]:
-    """(hops, bytes that pass one link for each byte of input)."""
-    if num_ranks == 1:
-        return 0, 0
-    hops, _, carried = _ALGORITHMS[op][algorithm](1, num_ranks, (num_ranks - 1).bit_length())
-    return hops, carried
-
-
-def _recursive_doubling(n: float, R: int) -> _Terms:
-    """Pairs at distance 1, 2, 4, ... exchange and add all of n. Thakur et al. 2005, 4.5.
-
-    If R is not a power of 2, the ranks beyond the largest power of 2 below R first send their input to a partner, sit
-    out, and get the result at the end: two more hops, and one more message from that partner.
-    """
-    rounds = R.bit_length() - 1
-    rest = 0 if R.bit_count() == 1 else 1
-    return rounds + 2 * rest, (rounds + rest) * n, (rounds + 2 * rest) * n
-
-
-def _pipelined_broadcast(n: float, R: int, link: Link) -> _Terms:
-    """Down the chain root, root + 1, ... in m pieces: the last piece leaves after m - 1 others and passes R - 1 links.
-
-    T(m) = (R - 2 + m) (latency + n / m / bandwidth), least at m = sqrt((R - 2) n / (latency bandwidth)).
-    """
-    most = max(1, int(n))  # a piece holds at least one byte
-    if R == 2 or math.isinf(link.bandwidth):
-        ideal = 1.0
-    else:
-        in_latency = link.latency * link.bandwidth  # bytes; a tiny latency may underflow to 0
-        ideal = math.sqrt((R - 2) * n / in_latency) if in_latency else math.inf
-    around = {1 if ideal < 1 else min(most, m) for m in ([most] if ideal >= most else [int(ideal), int(ideal) + 1])}
-    m = min(around, key=lambda m: ((R - 2 + m) * link.seconds(n / m), m))
-    return R - 2 + m, n, (R - 2 + m) * n / m
-
-
-def _bits(R: int) -> int:
-    return sum(j.bit_count() for j in range(R))
-
-
-def _triangle(k: int) -> int:
-    return k * (k + 1) // 2
-
-
-def _whole(value: float) -> float:
-    """12.0 -> 12: bytes are ints if they are whole numbers."""
-    return int(value) if value == int(value) else value
-
-
-def _check_op(op: str) -> None:
-    if op not in _ALGORITHMS:
-        raise ClusterError(f"no collective is named {op!r}; there are {', '.join(OPS)}")
-
-
-def _check(nbytes: float, num_ranks: int) -> None:
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ClusterError(f"num_ranks is {num_ranks!r}; it must be a whole number of ranks, 1 or more")
-    if not (0 <= nbytes < math.inf):
-        raise ClusterError(f"nbytes is {nbytes!r}; it must be the size of a rank's input in bytes, 0 or more")

@@ -68,4 +68,4 @@ class Links:
     def _collective_seconds(self, op: str, num_bytes: int, group: tuple[int, ...]) -> float:
         if self._cluster is None:
             return 1.0
-        return cost.collective(op, num_bytes, len(group), self._cluster.group_link(group)).seconds
+        return cost.collective(op, num_bytes, group, self._cluster).seconds

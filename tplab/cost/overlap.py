@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tplab.cost import collectives as cost
 from tplab.cost.cluster import Cluster, find
+from tplab.cost.matmul import matmul_bytes, matmul_flops
 from tplab.sharding import share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,7 +34,7 @@ def gather_seconds(
     """
     layer = _Layer(tokens, in_features, out_features, num_ranks, find(cluster), dtype)
     x_bytes = tokens * layer.inputs * layer.itemsize
-    gathered = cost.collective("all_gather", x_bytes, num_ranks, layer.link).seconds
+    gathered = cost.collective("all_gather", x_bytes, num_ranks, layer.cluster).seconds
     blocking = gathered + layer.product(in_features, layer.outputs)
     first, product = layer.product(layer.inputs, layer.outputs), layer.product(layer.inputs, layer.outputs, adds=True)
     if num_ranks == 1:
@@ -52,7 +53,7 @@ def scatter_seconds(
     """
     layer = _Layer(tokens, in_features, out_features, num_ranks, find(cluster), dtype)
     y_bytes = tokens * layer.outputs * layer.itemsize
-    scattered = cost.collective("reduce_scatter", num_ranks * y_bytes, num_ranks, layer.link).seconds
+    scattered = cost.collective("reduce_scatter", num_ranks * y_bytes, num_ranks, layer.cluster).seconds
     product, hop = layer.product(layer.inputs, layer.outputs), layer.link.seconds(y_bytes)
     total = layer.cluster.compute_seconds(tokens * layer.outputs, 3 * y_bytes, dtype)
     overlapped = product + (num_ranks - 1) * (max(product, hop) + total)
@@ -102,6 +103,6 @@ class _Layer:
 
     def product(self, inputs: int, outputs: int, adds: bool = False) -> float:
         """x [tokens, inputs] @ w.T; with `adds`, it is added to y, which is then read as well."""
-        num_bytes = cost.matmul_bytes(self.tokens, inputs, outputs, self.itemsize)
+        num_bytes = matmul_bytes(self.tokens, inputs, outputs, self.itemsize)
         num_bytes += self.tokens * outputs * self.itemsize * adds
-        return self.cluster.compute_seconds(cost.matmul_flops(self.tokens, inputs, outputs), num_bytes, self.dtype)
+        return self.cluster.compute_seconds(matmul_flops(self.tokens, inputs, outputs), num_bytes, self.dtype)

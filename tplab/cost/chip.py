@@ -1,0 +1,63 @@
+"""A chip: what one rank computes on, and how long its operations take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+from tplab.cost.figures import check
+from tplab.cost.matmul import itemsize, matmul_bytes, matmul_flops
+from tplab.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one rank computes on.
+
+    flops              FLOP/s by dtype name: {"bfloat16": 989e12, ...}. Dense peaks, without structured sparsity
+    memory_bandwidth   B/s between the chip and its main memory
+    memory             B of main memory
+    launch             s of overhead before every operation starts, however small it is
+    source             where the figures come from
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still compares it
+    memory_bandwidth: float
+    memory: float
+    launch: float = 0.0
+    source: str = ""
+
+    def __post_init__(self):
+        what = f"chip {self.name!r}"
+        if not isinstance(self.flops, Mapping) or not self.flops:
+            raise ClusterError(f"{what}: flops is {self.flops!r}; give one dtype at least, as {{'float32': 1e12}}")
+        for dtype, rate in self.flops.items():
+            check(what, f"flops[{dtype!r}]", rate)
+        check(what, "memory_bandwidth", self.memory_bandwidth)
+        check(what, "memory", self.memory)
+        check(what, "launch", self.launch, zero=True)
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+
+    def __reduce__(self):  # a mapping proxy cannot be pickled, and chips travel to other processes
+        values = [getattr(self, f.name) for f in fields(self)]
+        return Chip, tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s for `dtype`. A dtype without a figure of its own runs at the slowest rate listed."""
+        rate = self.flops.get(dtype)
+        return min(self.flops.values()) if rate is None else rate
+
+    def seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
+        """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth)."""
+        return self.launch + max(flops / self.peak(dtype), bytes / self.memory_bandwidth)
+
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1) -> float:
+        """[m, k] @ [k, n], `batch` times in one operation: 2 m n k FLOPs, and each number read or written once."""
+        num_bytes = matmul_bytes(m, k, n, 1, batch) * itemsize(dtype)
+        return self.seconds(matmul_flops(m, k, n, batch), num_bytes, dtype)
+
+    def ridge(self, dtype: str) -> float:
+        """The FLOPs per byte from which an operation is limited by arithmetic rather than by memory."""
+        return self.peak(dtype) / self.memory_bandwidth
