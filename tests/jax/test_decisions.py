@@ -1,7 +1,10 @@
 """Branches and loops in JAX: the trace has what every rank did there, and what would hang is refused."""
 
+import gc
+import itertools
 import subprocess
 import sys
+import weakref
 from collections import Counter
 
 import jax
@@ -17,6 +20,8 @@ from tplab import Mesh, P
 from tplab.cost.cluster import Chip, Cluster, Link
 from tplab.errors import DeadlockError, TraceError
 from tplab.jax import all_reduce, axis_index, ring_shift, run
+from tplab.jax.private import in_float64
+from tplab.jax.ranks.program import Compiled
 from tplab.jax.tracing import decisions
 
 TP2, TP4, GRID = Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=2)
@@ -151,6 +156,105 @@ def test_more_decisions_than_a_run_reports(monkeypatch):
 
     with pytest.raises(TraceError, match=r"which branch the cond at .* is not known: the run decided 4 .*, of which 3"):
         _ = run(program, TP2, np.ones(2)).trace
+
+
+# ----------------------------------------------------------------------------------------- when the ranks are asked
+
+
+def forms_run(monkeypatch):
+    """The forms of programs that are called from now on: "plain", and "reporting" which is slower."""
+    forms, call = [], Compiled.__call__
+
+    def spied(self, placed, seed, form=None):
+        forms.append("plain" if form is None else "reporting")
+        return call(self, placed, seed, form)
+
+    monkeypatch.setattr(Compiled, "__call__", spied)
+    return forms
+
+
+def test_the_ranks_report_only_when_the_trace_is_read(monkeypatch):
+    forms = forms_run(monkeypatch)
+    out = run(CONTROLS["while_loop"][0], TP2, np.ones(5000, np.float32))
+    _ = out.per_rank
+    assert forms == ["plain"]
+    assert ops(out.trace) == ops(out.trace) == {"all_reduce": 6}
+    assert forms == ["plain", "reporting"]
+
+
+def pipeline(x):
+    """As a pipeline's schedule does it: a constant table says what each rank does at each tick."""
+    table = jnp.asarray(np.array([[1, 0], [1, 1], [0, 1]]))[:, axis_index("tp")]
+
+    def tick(x, does):
+        once = lambda state: (state[0] & False, jnp.tanh(state[1]))  # noqa: E731
+        x = lax.while_loop(lambda state: state[0], once, (does == 1, x))[1]
+        x = lax.switch(does, [jnp.sin, jnp.cos], x)
+        return ring_shift(x, "tp"), None
+
+    return lax.scan(tick, lab.copy_to(x, "tp"), table)[0]
+
+
+def test_what_a_table_and_the_rank_decide_needs_no_report(monkeypatch):
+    forms = forms_run(monkeypatch)
+    trace = run(pipeline, TP2, np.ones(5000, np.float32), cluster=TOY).trace
+    done = [Counter(e.op for e in trace.events if e.rank == rank and e.kind == "compute") for rank in TP2.ranks]
+    assert [(d["tanh"], d["sin"], d["cos"]) for d in done] == [(2, 1, 2), (2, 1, 2)]
+    assert forms == ["plain"]
+
+
+def test_what_has_an_effect_is_not_done_again(monkeypatch):
+    seen = []
+
+    def program(x):
+        jax.debug.callback(lambda x: seen.append(float(x)), x[0])
+        return lax.cond(all_reduce(x.sum(), "tp") > 0, lambda a: a * 2, lambda a: a, x)
+
+    out = run(program, TP2, np.ones(5000, np.float32))
+    assert ops(out.trace) == {"all_reduce": 1}
+    jax.effects_barrier()
+    assert seen == [1.0] * 2
+
+
+def test_a_trace_read_under_other_settings_of_jax():
+    """In float64, under a mesh, or inside of jit, where the ranks cannot be asked, but later they can."""
+    with in_float64():
+        out = run(CONTROLS["while_loop"][0], TP2, np.ones(5000))
+    assert ops(out.trace) == {"all_reduce": 6}
+    assert out.trace.bytes_sent() == 6 * 2 * 8
+    out = run(CONTROLS["while_loop"][0], TP2, np.ones(5000, np.float32))
+    with pytest.raises(TraceError, match="not inside jit"):
+        jax.jit(lambda x: (out.trace, x)[1])(1.0)
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])):
+        assert ops(out.trace) == {"all_reduce": 6}
+
+
+def test_a_trace_whose_arguments_were_given_away():
+    """As a jitted update with donate_argnums does it."""
+    for program, x in itertools.product((CONTROLS["while_loop"][0], pipeline), ("early", "late")):
+        placed = run(lambda x: x, TP2, np.ones(5000, np.float32), out_specs=P()).value
+        out = run(program, TP2, placed)
+        known = ops(out.trace) if x == "late" else None
+        placed.delete()
+        if program is pipeline:
+            assert ops(out.trace) == {"ring_shift": 3}
+        elif x == "late":
+            assert ops(out.trace) == known == {"all_reduce": 6}
+        else:
+            with pytest.raises(TraceError, match=r"arguments that have been given away since \(donate_argnums\)"):
+                _ = out.trace
+
+
+def test_arguments_are_kept_only_until_the_trace_has_been_read():
+    placed = run(lambda x: x, TP2, np.ones(5000, np.float32), out_specs=P()).value
+    alive = weakref.ref(placed)
+    out = run(CONTROLS["while_loop"][0], TP2, placed)
+    del placed
+    gc.collect()
+    assert alive() is not None
+    assert ops(out.trace) == {"all_reduce": 6}
+    gc.collect()
+    assert alive() is None
 
 
 # ------------------------------------------------------------------------------------------------- random programs

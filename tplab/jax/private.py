@@ -33,6 +33,11 @@ def in_float64(wide: bool = True) -> AbstractContextManager[None]:
     return home.enable_x64(wide)  # type: ignore[attr-defined]
 
 
+def is_float64() -> bool:
+    """Whether JAX computes in float64 what it is given in float64."""
+    return bool(config.enable_x64.value)
+
+
 def varying_axes_of(kind: Any) -> frozenset[str]:
     """The axes along which arrays of a type may differ. Before 0.9 the type held them itself."""
     manual = getattr(kind, "manual_axis_type", None)

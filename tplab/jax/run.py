@@ -16,6 +16,7 @@ from tplab.errors import SpecError
 from tplab.jax.ranks.context import without_mesh
 from tplab.jax.ranks.devices import rank_of_device
 from tplab.jax.ranks.program import Compiled, is_shape, program_of
+from tplab.jax.tracing.decisions import Asked
 from tplab.jax.tracing.trace import decisions_of, trace_of
 from tplab.mesh import Mesh
 from tplab.options import check_run
@@ -31,20 +32,22 @@ class Result:
     value      the results put together as out_specs said: global arrays, each rank's piece on its own device
     trace      everything that was sent: from which rank, to which rank, how large, when
 
-    `per_rank` and `trace` are worked out when they are first asked for.
+    `per_rank` and `trace` are worked out when they are first asked for. If branches or loops depend on data, the trace
+    runs the program a second time to see what each rank decides; until then the arguments are kept.
     """
 
     def __init__(
         self,
         compiled: Compiled,
         outputs: Any,
-        reports: jax.Array | None,
+        asked: Asked,
         arrays: Sequence[Any],
         seed: int,
         cluster: Cluster | None,
         keep_values: int,
     ):
-        self._compiled, self._outputs, self._reports = compiled, outputs, reports
+        self._compiled, self._outputs = compiled, outputs
+        self._asked: Asked | None = asked
         self._seed, self._cluster, self._keep_values = seed, cluster, keep_values
         # The trace shows only small values, so large ones need not be kept alive for it.
         self._small = [None if is_shape(a) or np.size(a) > _KEPT_FOR_TRACE else a for a in arrays]
@@ -71,7 +74,10 @@ class Result:
         # An argument may have been donated since, to a jitted update with donate_argnums: its values are gone.
         small = [None if _is_gone(a) else a for a in self._small]
         arguments = [self._compiled.key(self._seed), *small]
-        return trace_of(self._compiled, arguments, self._reports, self._cluster, self._keep_values)
+        reports = self._asked() if self._asked is not None else None
+        trace = trace_of(self._compiled, arguments, reports, self._cluster, self._keep_values)
+        self._asked = None  # it keeps the arguments alive
+        return trace
 
     def __repr__(self) -> str:
         program = self._compiled.program
@@ -130,8 +136,8 @@ def run(
     with without_mesh(*jax.tree.leaves(args)):
         compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on or "simulated").compiled(fn, args)
         placed = compiled.place(arrays)
-        outputs, reports = decisions_of(compiled).run(compiled, placed, int(seed))
-    return Result(compiled, outputs, reports, placed, int(seed), known, int(keep_values))
+        outputs, asked = decisions_of(compiled).run(compiled, placed, int(seed))
+    return Result(compiled, outputs, asked, placed, int(seed), known, int(keep_values))
 
 
 def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:

@@ -1,9 +1,13 @@
 """Decisions: which branch each rank took and how often it went around each loop, as the program itself reports them.
 
 A jaxpr says what a branch or a loop does. Which branch, and how often, may depend on numbers that exist only while the
-program runs. Such a program is compiled with one more result: a list that each rank fills in the program's order.
-Its first element counts the entries. An entry is the index of the branch that a `cond` took, or the number of
-iterations of a `while`, which comes before the entries of the iterations themselves.
+program runs. To find out, such a program has a second form with one more result: a list that each rank fills in the
+program's order. Its first element counts the entries. An entry is the index of the branch that a `cond` took, or the
+number of iterations of a `while`, which comes before the entries of the iterations themselves.
+
+This form is slower, since one list goes through every branch and loop and holds XLA to the program's order. So it runs
+only when somebody reads the trace. What follows from the program's constants and the rank's index, as in a pipeline's
+schedule, is worked out without it.
 """
 
 from __future__ import annotations
@@ -20,13 +24,18 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from tplab.errors import TraceError
-from tplab.jax.ranks.context import vary, varying_axes
+from tplab.jax.private import in_float64, is_float64
+from tplab.jax.ranks.context import vary, varying_axes, without_mesh
 from tplab.jax.ranks.program import Compiled, is_shape
 from tplab.jax.tracing.held import is_small
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, opened
 
 MOST_ENTRIES = 16_384
 """That a program reports. What comes after is not known."""
+
+Asked = Callable[[], Array | None]
+"""What each rank reports, concatenated, once it is asked for. None where there is nothing to report, where nothing was
+run, or where another transformation of JAX is still tracing it."""
 
 
 class Decisions:
@@ -43,16 +52,36 @@ class Decisions:
         if any(eqn.primitive.name in ("cond", "while") for eqn, _ in equations_of(self.jaxpr)):
             # XLA leaves out what no result needs, so that must not report either.
             self.jaxpr, _ = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars), instantiate=True)
-            self.reported = frozenset(_undecided(self.jaxpr))
+            self.reported = frozenset(_undecided(self.jaxpr, list(map(self._is_given, self._eqn.invars))))
         self._form = jax.jit(self._reporting) if self.reported else None
+        self._has_effects = bool(closed.effects)
 
-    def run(self, compiled: Compiled, placed: Sequence[Any], seed: int) -> tuple[Any, Array | None]:
-        """What `compiled` returns for these arguments, and what each rank reports, concatenated. None where there is
-        nothing to report, or nothing is run."""
+    def run(self, compiled: Compiled, placed: Sequence[Any], seed: int) -> tuple[Any, Asked]:
+        """What `compiled` returns for these arguments, and what asks each rank for its report."""
         if self._form is None or any(map(is_shape, placed)):
-            return compiled(placed, seed), None
-        *outputs, reports = compiled(placed, seed, self._form)
-        return compiled.structure.unflatten(outputs), reports
+            return compiled(placed, seed), _nothing
+        # What has an effect must not be done twice, and of several processes perhaps only one reads the trace.
+        if self._has_effects or compiled.program.jax_mesh.is_multi_process:
+            *outputs, reports = compiled(placed, seed, self._form)
+            return compiled.structure.unflatten(outputs), lambda: reports
+        form, wide = self._form, is_float64()
+
+        def ask() -> Array | None:
+            if any(isinstance(array, Tracer) for array in placed):
+                return None
+            if any(isinstance(array, jax.Array) and array.is_deleted() for array in placed):
+                raise TraceError(
+                    "which branches and loops the ranks ran depends on arguments that have been given away since "
+                    "(donate_argnums); read .trace before that"
+                )
+            with without_mesh(), in_float64(wide):
+                return compiled(placed, seed, form)[-1]
+
+        return compiled(placed, seed), ask
+
+    def _is_given(self, atom: Any) -> bool:
+        """Whether an input of the ranks' program is an argument, or is computed from one, and so no constant."""
+        return not hasattr(atom, "val") and atom not in self._closed.jaxpr.constvars
 
     def given(self, arguments: Sequence[Any]) -> list[tuple[Any, Any]]:
         """The whole array that each input of the ranks' program is a piece of, with its spec, for these arguments."""
@@ -128,8 +157,15 @@ def unknown(eqn: Any, where: str, why: str) -> TraceError:
     return TraceError(f"how often the while_loop at {where} runs is not known: {why}")
 
 
-def _undecided(jaxpr: Any) -> set[int]:
-    """The ids of the equations whose decision depends on the arguments, or on more numbers than we work out."""
+def _nothing() -> None:
+    """There is nothing to report."""
+
+
+def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
+    """The ids of the equations whose decision depends on the arguments, or on more numbers than we work out.
+
+    given   for each input of the jaxpr, whether it comes from an argument
+    """
     found: set[int] = set()
 
     def follow(inner: Any, inputs: Sequence[bool]) -> list[bool]:
@@ -175,7 +211,7 @@ def _undecided(jaxpr: Any) -> set[int]:
             return _settled(inputs[second:], once)[0]
         return [any(inputs) or "callback" in name] * len(eqn.outvars)
 
-    follow(jaxpr, [True] * len(jaxpr.invars))
+    follow(jaxpr, [value or not is_small(v.aval) for v, value in zip(jaxpr.invars, given, strict=True)])
     return found
 
 
