@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=given.seed,
             device=given.device,
             count_memory=True,
+            print_live=True,
         )
     except KeyboardInterrupt:
         print("tplab.torchrun: interrupted", file=sys.stderr)

@@ -36,6 +36,7 @@ def launch(
     keep_values: int = 1000,
     device: str | torch.device | None = None,
     count_memory: bool = False,
+    print_live: bool = False,
 ) -> Result:
     """Run a script on simulated ranks as torchrun would on processes: `launch("train.py", ["--lr", "0.1"], ranks=8)`.
 
@@ -46,6 +47,8 @@ def launch(
     module       whether `script` is the name of a module, as in `python -m`
     num_nodes    the number of nodes; it decides LOCAL_RANK
     count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; this slows the run down
+    print_live   whether each line that a rank prints appears at once, also those to stderr. Otherwise what ranks print
+                 appears at the end, rank by rank
     cluster, clock, seed, keep_values, device: as of `tplab.torch.run`
 
     Returns a `Result`: `.trace`, and in `.per_rank` the top-level variables of each rank's script.
@@ -66,6 +69,7 @@ def launch(
             argv=[str(path) if module else str(script), *args],
             is_fresh=True,
             per_node=local,
+            prints_live=print_live,
         )
         names = {"__file__": str(path), "__spec__": spec, "__package__": spec.parent if spec else None}
         program = _Program(path.stem, code, processes, lambda: names, count_memory)

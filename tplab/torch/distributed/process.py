@@ -69,6 +69,7 @@ class Processes:
     argv          what programs find in sys.argv; None: the notebook's
     is_fresh      whether each rank imports the user's modules again, even those that the notebook has imported
     per_node      how many ranks share a node, for LOCAL_RANK
+    prints_live   whether what ranks print appears at once, and not rank by rank at the end
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Processes:
         argv: Sequence[str] | None = None,
         is_fresh: bool = False,
         per_node: int | None = None,
+        prints_live: bool = False,
     ):
+        self.prints_live = prints_live
         self.mesh, self.seed, self.is_joined, self.is_fresh = mesh, seed, is_joined, is_fresh
         self.per_node = per_node or mesh.size
         self._argv = argv

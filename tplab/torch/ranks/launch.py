@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TextIO, cast
 
@@ -14,6 +14,7 @@ from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.ranks import faults, results
 from tplab.torch.ranks.arguments import Arguments
+from tplab.torch.ranks.live_output import live_output
 from tplab.torch.ranks.printing import Sheet, beneath, show_sheets
 from tplab.torch.ranks.process_state import More, Own, ProcessState
 from tplab.torch.ranks.rank import current_rank_or_none, enter
@@ -60,9 +61,13 @@ def run_on_simulated_ranks(
     )
     ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
     sheets: list[Sheet] = []
+    ending = ExitStack()
 
     def owns(kernels: Own) -> list[Own]:
         stream = beneath(kernels[2])
+        if more is not None and more.prints_live:
+            live = ending.enter_context(live_output(stream, lambda: _writer(ranks)))
+            return [state.of_rank(seed, rank, kernels, live) for rank in mesh.ranks]
         sheets.extend(Sheet(stream, partial(_runs, rank)) for rank in ranks)
         return [state.of_rank(seed, rank, kernels, cast(TextIO, sheets[rank])) for rank in mesh.ranks]
 
@@ -81,7 +86,8 @@ def run_on_simulated_ranks(
     unit, name = ("steps", None) if cluster is None else ("s", cluster.name)
     make_trace = partial(world.recorder.trace, clock=clock, unit=unit, cluster=name)
     try:
-        per_rank = [results.without_graph(result) for result in turns.run(programs, owns)]
+        with ending:
+            per_rank = [results.without_graph(result) for result in turns.run(programs, owns)]
         if (error := faults.unmet(world.groups.values())) is not None:
             raise error
     except TplabError as error:
@@ -95,6 +101,13 @@ def run_on_simulated_ranks(
         show_sheets(sheets)
         ranks.clear()  # so that what they hold does not wait for the garbage collector
     return per_rank, make_trace
+
+
+def _writer(ranks: list[SimulatedRank]) -> int | None:
+    """The rank of this run whose program the calling thread runs."""
+    current = current_rank_or_none()
+    is_here = isinstance(current, SimulatedRank) and any(current.home is rank for rank in ranks)
+    return current.rank if current is not None and is_here else None
 
 
 def _runs(rank: SimulatedRank) -> bool:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
+from tplab.torch.ranks.live_output import LiveOutput
+
 
 class Sheet:
     """Replaces sys.stdout while a rank has its turn: what the rank writes is kept for later, what others write goes
@@ -34,8 +36,8 @@ class Sheet:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """The stream under sheets of finished runs, which another thread has put back."""
-    while isinstance(stream, Sheet) and stream.is_shown:
+    """The stream under those of finished runs, which another thread has put back."""
+    while isinstance(stream, Sheet | LiveOutput) and stream.is_shown:
         stream = stream.stream
     return stream
 

@@ -48,6 +48,11 @@ class More(Protocol):
         """What was mapped, in a sentence."""
         ...
 
+    @property
+    def prints_live(self) -> bool:
+        """Whether what ranks print appears at once, and not rank by rank at the end."""
+        ...
+
     def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
         """The mesh that the program has made, and each group's label on it."""
         ...
