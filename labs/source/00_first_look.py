@@ -160,9 +160,10 @@ animate(pieces.trace)
 # %% [markdown]
 # ## Your turn
 #
-# Every rank should end up with the *largest* number in the ring. `torch.maximum(a, b)` returns the larger of two
-# tensors, element by element. Replace the `...` and run both cells. The check runs your program on rings of several
-# lengths. If something is off, it shows what, and on which rank.
+# Every rank should end up with the *largest* number in the ring, passed on with `ring_shift`, one hop at a time.
+# `torch.maximum(a, b)` returns the larger of two tensors, element by element. Replace the `...` and run both cells. The
+# check runs your program on rings of several lengths, with other numbers. If something is off, it shows what, and on
+# which rank.
 
 # %%
 def largest(x):  # x [1]: this rank's own number

@@ -408,7 +408,8 @@ check_backward(backward)
 #
 # **A bias, added once.** Write a row-parallel layer in torch, `x @ w + bias`. Each rank holds some rows of `w`, all of
 # `x` and all of the bias. A well-known library once got this
-# [wrong](https://github.com/huggingface/text-generation-inference/issues/1036).
+# [wrong](https://github.com/huggingface/text-generation-inference/issues/1036). The layer will be trained, so the check
+# also compares the gradients of `w` and of the bias, on every rank.
 
 # %%
 def row_linear(x, w, bias):  # x [N, D]   w [D/tp, K]   bias [K]   ->   [N, K]
@@ -426,7 +427,7 @@ check_row_linear(row_linear)
 # $$Z = (\mathrm{silu}(X A) \circ X G)\, B$$
 #
 # Split it over `tp`, in torch, with as few messages as you can. (`torch.nn.functional.silu` is the activation.) The
-# check also differentiates your function, so the backward pass must be right, too.
+# check compares all gradients here as well.
 
 # %%
 def gated(x, a, g, b):  # x [N, D]   a, g [D, F/tp]   b [F/tp, D]   ->   [N, D]

@@ -91,7 +91,28 @@ def test_its_tokens_split():
     verdict = check_tokens_split(tokens_split())
     expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the unsharded result")
     assert "do without" not in verdict.text
-    expect(check_tokens_split(norm_behind(f)), True)
+
+
+def test_gathering_before_the_norm_keeps_all_tokens_and_is_refused():
+    """The numbers and the bytes sent are right; what a rank keeps is not."""
+
+    def mlp(x, scale, a, b):
+        return x + reduce_scatter(hidden(norm(all_gather(x, "tp", 1), f(scale)), a, b), "tp", 1)
+
+    hint = "each rank keeps x of all tokens for its backward pass"
+    expect(check_tokens_split(norm_behind(f)), False, hint, "10,976 bytes")
+    expect(check_sequence_mlp(mlp), False, hint)
+
+
+def test_computing_everything_on_every_rank_is_refused():
+    def whole(x, scale, q, k, v, o, a, b):
+        q, k, v, o = (gather_from(w, "tp", 0) for w in (q, k, v, o))
+        x, a, b = all_gather(x, "tp", 1), gather_from(a, "tp", 1), gather_from(b, "tp", 0)
+        h = norm(x, scale)
+        y = x + heads(h, q, k, v, o) + hidden(h, a, b)
+        return tt.scatter_to(y, "tp", 1)
+
+    expect(check_tokens_split(whole), False)
 
 
 def test_splitting_what_was_added_up_for_all_is_remarked_upon():

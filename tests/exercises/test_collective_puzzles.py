@@ -60,7 +60,13 @@ def both_ways(x):
 
 def both_ways_in_jax(x):
     R, i = tj.axis_size("tp"), tj.axis_index("tp")
-    return jnp.concatenate(tj.ring_all_gather(x, "tp", "both"))[(i - np.arange(R)) % R]
+    from_below, from_above = [x], []  # pieces i, i - 1, ... and i + 1, i + 2, ...
+    for hop in range(1, R // 2 + 1):
+        rising = tj.start(tj.ring_shift, from_below[-1], "tp", 1)
+        if hop <= (R - 1) // 2:
+            from_above.append(tj.start(tj.ring_shift, [x, *from_above][-1], "tp", -1).wait())
+        from_below.append(rising.wait())
+    return jnp.concatenate([*from_below, *reversed(from_above)])[(i - np.arange(R)) % R]
 
 
 def bruck(x):
@@ -262,9 +268,9 @@ def from_afar(x):
 
 
 def both_sides_in_turn(x):
-    R = tt.axis_size("tp")
-    arrived = tt.ring_all_gather(x, "tp", "both")
-    return torch.cat([arrived[(hop + 1) // 2 if hop % 2 else -(hop // 2) % R] for hop in range(R)])
+    R, i = tt.axis_size("tp"), tt.axis_index("tp")
+    arrived = both_ways(x)[(i - np.arange(R)) % R]
+    return torch.cat([arrived[[(hop + 1) // 2 if hop % 2 else -(hop // 2) % R]] for hop in range(R)])
 
 
 def trade(x):

@@ -16,10 +16,12 @@ import tplab.jax as tj
 import tplab.torch as tt
 from labs.source import build
 from tplab import Mesh
-from tplab.exercises import check, first_look, split_a_layer
-from tplab.exercises.check import Exercise, Seen, Verdict, grade, not_started, weight
+from tplab.exercises import first_look, split_a_layer, trials
+from tplab.exercises.check import Verdict, grade, not_started
+from tplab.exercises.exercise import Exercise, Seen
 from tplab.exercises.first_look import check_largest
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear, finite_differences
+from tplab.exercises.trials import weight
 from tplab.sharding import split
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -108,7 +110,6 @@ def passes_its_own(x):
 @pytest.mark.parametrize("shift", [1, -1])
 def test_largest(shift: int):
     expect(check_largest(largest(tt, torch.maximum, shift=shift)), True, "result equals the unsharded result")
-    expect(check_largest(lambda x: tt.all_reduce(x, "ring", op="max")), True)
     expect(check_largest(largest(tj, jnp.maximum, shift=shift), framework="jax"), True)
 
 
@@ -186,7 +187,7 @@ def test_backward():
     expect(check_backward(backward(tt, torch.tanh, right)), True, "da, db equal the unsharded result")
     expect(check_backward(backward(tj, jnp.tanh, right), framework="jax"), True)
     wasteful = check_backward(backward(tt, torch.tanh, right, more=True))
-    expect(wasteful, True, "is there a collective that you can do without?")
+    expect(wasteful, False, "the numbers are right, but on Mesh(tp=3) it sends 1,600 bytes, where 640 would do")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def row_linear(ops: Any, bias_in: bool = False, bias_out: bool = True, sums: boo
 
 
 def test_row_linear():
-    expect(check_row_linear(row_linear(tt)), True, "y equals the unsharded result")
+    expect(check_row_linear(row_linear(tt)), True, "y, dw, dbias equal the unsharded result")
     expect(check_row_linear(row_linear(tj), framework="jax"), True)
 
 
@@ -370,21 +371,29 @@ def test_finite_differences_of_a_quadratic_are_exact():
     "exercise", [split_a_layer.BACKWARD, split_a_layer.ROW_LINEAR, split_a_layer.GATED, first_look.LARGEST]
 )
 def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: Exercise):
-    """On the mesh that a wrong program meets first; otherwise a hint would be a guess."""
-    mesh = exercise.meshes[0]
-    tensors = exercise.tensors(np.random.default_rng(0), mesh)
+    """On the mesh where a wrong program is noticed first; otherwise a hint would be a guess."""
     gradients = {f"d{name}": exercise.specs[name] for name in exercise.gradients}
     specs = {**exercise.results, **exercise.also, **gradients}
-    outcomes: dict[str, list[np.ndarray]] = {}
+    outcomes: dict[tuple[str, Mesh], list[np.ndarray]] = {}
     for mistake in exercise.mistakes:
-        wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)
-        pieces = {name: split(array, exercise.specs[name], mesh) for name, array in tensors.items()}
-        owns = [{name: pieces[name][rank] for name in pieces} for rank in mesh.ranks]
-        seen = [Seen(tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
-        known = outcomes.setdefault(mistake.result, [np.stack(wants)])
-        outcome = np.stack([mistake.wrong(one) for one in seen])
-        assert not any(outcome.shape == other.shape and np.allclose(outcome, other) for other in known), mistake.hint
-        known.append(outcome)
+        for seed, mesh in enumerate(exercise.meshes):
+            tensors = exercise.tensors(np.random.default_rng(seed), mesh)
+            wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)
+            pieces = {name: split(array, exercise.specs[name], mesh) for name, array in tensors.items()}
+            owns = [{name: pieces[name][rank] for name in pieces} for rank in mesh.ranks]
+            seen = [Seen(tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
+            known = outcomes.setdefault((mistake.result, mesh), [])
+            outcome = np.stack([mistake.wrong(one) for one in seen])
+            alike = [
+                outcome.shape == other.shape and np.allclose(outcome, other) for other in [np.stack(wants), *known]
+            ]
+            if alike[0]:
+                continue
+            assert not any(alike[1:]), mistake.hint
+            known.append(outcome)
+            break
+        else:
+            raise AssertionError(f"no mesh shows it: {mistake.hint}")
 
 
 def test_what_a_rank_raises_is_told_with_its_line():
@@ -443,6 +452,6 @@ def test_ctrl_c_is_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(check, "_run", interrupted)
+    monkeypatch.setattr(trials, "_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         grade(lambda x: x, first_look.LARGEST)

@@ -15,8 +15,10 @@ import tplab.torch as tt
 from labs.source import build
 from tplab import Mesh, P
 from tplab.exercises import vocabulary as lab
-from tplab.exercises.check import Exercise, Seen, Verdict, weight
+from tplab.exercises.check import Verdict
+from tplab.exercises.exercise import Exercise, Seen
 from tplab.exercises.split_a_layer import finite_differences
+from tplab.exercises.trials import weight
 from tplab.exercises.vocabulary import check_most_likely, check_token_loss
 from tplab.sharding import split
 

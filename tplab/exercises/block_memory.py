@@ -7,19 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import (
-    Exercise,
-    Framework,
-    Mistake,
-    Seen,
-    Tensors,
-    Verdict,
-    added_up_again,
-    bytes_of_a_sum,
-    grade,
-    weight,
-)
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again, bytes_of_a_sum
 from tplab.exercises.plain_block import BLOCK_SPECS, block_tensors, gelu_mlp, one_norm, own_weights, rms_norm
+from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -43,6 +34,53 @@ def _kept_to_itself(seen: Seen) -> np.ndarray:
     """The gradient of the residual, plus what this rank's own heads and features contribute for its own tokens."""
     whole, own = one_norm(seen.tensors), own_weights(seen)
     return _own_tokens(seen, whole["residual"] + own["through attention"] + own["through mlp"])
+
+
+# --- what a rank keeps ---------------------------------------------------------------------------------------------
+
+
+def _graded(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> Verdict:
+    """The verdict on the numbers, and in torch on whether a rank keeps only its own tokens outside of the matmuls."""
+    verdict = grade(fn, exercise, framework)
+    if not verdict.passed or framework == "jax":
+        return verdict
+    kept, keeps_all = _kept(fn, exercise)
+    if keeps_all:
+        text = (
+            f"{exercise.name}: the numbers are right, but on {KEPT_ON} each rank keeps x of all tokens for its "
+            f"backward pass, {kept:,} bytes with the rest.\nThe norm needs one token at a time. So which should come "
+            "first, the norm or the gather?"
+        )
+        return Verdict(False, text, verdict.panels)
+    return Verdict(True, f"{verdict.text}\nOn {KEPT_ON} a rank keeps {kept:,} bytes.", verdict.panels)
+
+
+KEPT_ON = Mesh(tp=4)
+
+
+def _kept(fn: Callable[..., Any], exercise: Exercise) -> tuple[int, bool]:
+    """The bytes that rank 0 keeps for its backward pass, and whether x of all tokens is among them."""
+    from tplab.torch import run, saved_tensors
+
+    tensors = exercise.tensors(np.random.default_rng(0), KEPT_ON)
+
+    def program(whole: Any, *own: Any) -> tuple[int, bool]:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        own = tuple(tensor.clone().requires_grad_() for tensor in own)
+        in_order, found = whole.flatten().sort().values, []
+
+        def pack(tensor: Any) -> Any:
+            if tensor.numel() == whole.numel():
+                found.append(bool(((tensor.detach().flatten().sort().values - in_order).abs() < 1e-9).all()))
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            fn(*own)
+        return saved_tensors(fn, *own).bytes, any(found)
+
+    specs = (P(), *(exercise.specs[name] for name in tensors))
+    return run(program, KEPT_ON, tensors["x"], *tensors.values(), in_specs=specs).per_rank[0]
 
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
@@ -89,6 +127,7 @@ SEQUENCE_MLP = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+    divided="tp",
 )
 
 
@@ -97,7 +136,7 @@ def check_sequence_mlp(fn: Callable[..., Any], framework: Framework = "torch") -
 
     x [B, S/tp, D]   scale [D]   a [D, H/tp]   b [H/tp, D]   ->   y [B, S/tp, D]; norm: RMS, eps 1e-6
     """
-    return grade(fn, SEQUENCE_MLP, framework)
+    return _graded(fn, SEQUENCE_MLP, framework)
 
 
 # --- a block with its tokens split ---------------------------------------------------------------------------------
@@ -139,9 +178,10 @@ TOKENS_SPLIT = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+    divided="tp",
 )
 
 
 def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
-    return grade(fn, TOKENS_SPLIT, framework)
+    return _graded(fn, TOKENS_SPLIT, framework)

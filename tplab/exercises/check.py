@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import dis
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from tplab.errors import RankError
-from tplab.mesh import Axis, Mesh
-from tplab.sharding import P, split
+from tplab.exercises.calls import library_call
+from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors
+from tplab.exercises.trials import Trial, share_of_work, trials
+from tplab.mesh import Mesh
+from tplab.sharding import split
 from tplab.trace.trace import Trace
 from tplab.widgets.matrices import Matrices, Panel, number_text
-
-Tensors = Mapping[str, np.ndarray]
-Framework = Literal["torch", "jax"]
-
-# Two ranks first, for the smallest picture of what is wrong. Three, because powers of two hide mistakes. An axis beside
-# `tp`, because a program may mistake the world for its group. One rank, on which nothing is sent.
-MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
 
 
 class Verdict:
@@ -43,97 +38,6 @@ class Verdict:
             return {"text/plain": self.text}
         title, _, text = self.text.partition("\n")
         return Matrices(self.panels, title, text)._repr_mimebundle_(**kwargs)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One rank of one trial: what a `Mistake` can work with.
-
-    tensors   the whole arguments        own    this rank's pieces of them
-    want      this rank's right result   mesh, rank
-    """
-
-    tensors: Tensors
-    own: Tensors
-    want: np.ndarray
-    mesh: Mesh
-    rank: int
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A known way to go wrong: `wrong` predicts what each rank then has for `result`; `hint` says what to think about.
-
-    It is recognised if it explains what every rank has.
-    """
-
-    result: str
-    hint: str
-    wrong: Callable[[Seen], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """What a learner's function must do.
-
-    name        of the function
-    tensors     (random generator, mesh) -> its arguments, whole, by name and in order
-    specs       how each argument is sharded
-    plain       arguments -> the right results, whole, by name: first what the function returns, then the gradients.
-                Given one rank's pieces, it computes what that rank would have without the others
-    results     how each returned value is sharded, in order
-    also        the same for values that it may also return, before or after the results; recognised by their shapes
-    gradients   the arguments whose gradient is also compared, for the loss sum(result * weight(result)); the gradient
-                of "x" is the result "dx"
-    mistakes    known mistakes, the likeliest first
-    fewest      (mesh, arguments) -> the bytes that all ranks together must send; sending more passes, with a remark
-    tolerance   the largest difference that counts as rounding, relative to the largest entry, in float64
-    """
-
-    name: str
-    tensors: Callable[[np.random.Generator, Mesh], Tensors]
-    specs: Mapping[str, P]
-    plain: Callable[[Tensors], Tensors]
-    results: Mapping[str, P]
-    also: Mapping[str, P] = field(default_factory=dict)
-    gradients: tuple[str, ...] = ()
-    mistakes: tuple[Mistake, ...] = ()
-    fewest: Callable[[Mesh, Tensors], int] | None = None
-    tolerance: float = 1e-9
-    meshes: tuple[Mesh, ...] = MESHES
-
-
-def own_part(plain: Callable[[Tensors], Tensors], result: str, hint: str) -> Mistake:
-    """The mistake of keeping the result of this rank's own pieces."""
-    return Mistake(result, hint, lambda seen: plain(seen.own)[result])
-
-
-def added_up_again(result: str, axis: Axis, hint: str) -> Mistake:
-    """The mistake of adding up what is already the same on every rank of `axis`: R times too large."""
-    return Mistake(result, hint, lambda seen: seen.want * seen.mesh.axis_size(axis))
-
-
-def added_over(result: str, axis: Axis, dim: int, plain: Callable[[Tensors], Tensors], hint: str) -> Mistake:
-    """The mistake of adding up different pieces, split over `axis` along `dim`, as if they were copies."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        return np.sum(np.split(plain(seen.tensors)[result], seen.mesh.axis_size(axis), axis=dim), axis=0)
-
-    return Mistake(result, hint, wrong)
-
-
-def weight(result: np.ndarray) -> np.ndarray:
-    """What a result is multiplied by to make the loss: no two entries are equal, and none is zero."""
-    return np.cos(np.arange(result.size)).reshape(result.shape)
-
-
-def bytes_of_a_sum(tensor: np.ndarray, mesh: Mesh) -> int:
-    """The bytes that all ranks together send to add up a tensor over `tp`: 2(R-1) times its size in every group.
-
-    An all_gather and a reduce_scatter of it together send just as many.
-    """
-    num_ranks = mesh.axis_size("tp")
-    return 2 * (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)
 
 
 def not_started(fn: Callable[..., Any]) -> bool:
@@ -165,28 +69,32 @@ def grade(
     name = exercise.name
     if not_started(fn):
         return untouched(name)
-    remark, shown = "", {}
+    if lazy := library_call(fn, exercise.not_with):
+        return borrowed(name, lazy)
+    remark, shown, wasteful = "", {}, None
     for seed, mesh in enumerate(exercise.meshes):
         tensors = exercise.tensors(np.random.default_rng(seed), mesh)
         try:
-            num_bytes = 0
-            for found, trace in _trials(framework, fn, exercise, mesh, tensors):
-                if verdict := _compared(found, exercise, mesh, tensors, framework):
+            for trial in trials(framework, fn, exercise, mesh, tensors):
+                if verdict := _compared(trial.found, exercise, mesh, tensors, framework) or _refused(trial, exercise):
                     return verdict
-                num_bytes = trace.bytes_sent()
                 if seen:
-                    seen(trace)
+                    seen(trial.trace)
                 if not seed:
-                    shown |= found[0]
+                    shown |= trial.found[0]
+                num_bytes = trial.trace.bytes_sent()
         except Exception as error:
             return Verdict(False, raised(error, fn, name, mesh))
-        if exercise.fewest and not remark and not shown.keys() & exercise.also.keys():
+        if exercise.fewest and not shown.keys() & exercise.also.keys():
             needed = exercise.fewest(mesh, tensors) // (1 if framework == "torch" else 2)  # JAX computes in float32
             if num_bytes > needed:
-                remark = (
-                    f"\nOn {mesh} it sends {num_bytes:,} bytes, where {needed:,} would do: "
-                    "is there a collective that you can do without?"
-                )
+                sent = f"on {mesh} it sends {num_bytes:,} bytes, where {needed:,} would do"
+                if exercise.excess or num_bytes > 2 * needed:
+                    text = f"{name}: the numbers are right, but {sent}.\n{exercise.excess or EXCESS}"
+                    wasteful = wasteful or Verdict(False, text)
+                remark = remark or f"\n{sent[0].upper()}{sent[1:]}: is there a collective that you can do without?"
+    if verdict := wasteful or _undivided(fn, exercise, framework):
+        return verdict
     listed = ", ".join(map(str, exercise.meshes))
     equal = "equals" if len(shown) == 1 else "equal"
     text = f"{name} is right.\n{', '.join(shown)} {equal} the unsharded result on {listed}.{remark}"
@@ -194,74 +102,48 @@ def grade(
     return Verdict(True, f"{text}\nThe picture shows rank 0 of {exercise.meshes[0]}.", panels)
 
 
-def _trials(
-    framework: Framework, fn: Callable[..., Any], exercise: Exercise, mesh: Mesh, tensors: Tensors
-) -> Iterator[tuple[list[dict[str, np.ndarray]], Trace]]:
-    """What each rank gets: first the results, then the gradients, so that a wrong result is reported as such."""
-    specs = tuple(exercise.specs[key] for key in tensors)
-    right = exercise.plain(tensors)
-
-    def forward(*args: Any) -> tuple[Any, ...]:
-        returned = fn(*args)
-        results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-        also, num = exercise.also, len(exercise.results)
-        if len(results) not in (num, num + len(also)) or any(result is None for result in results):
-            found = "1 value" if len(results) == 1 else f"{len(results)} values"
-            got = "None; is a `return` missing?" if returned is None else found
-            raise TypeError(f"it must return {', '.join(exercise.results)}, and it returned {got}")
-        first = [tuple(split(right[name], spec, mesh)[0].shape) for name, spec in also.items()]
-        if len(results) > num and [tuple(result.shape) for result in results[: len(also)]] == first:
-            results = results[len(also) :] + results[: len(also)]
-        return results
-
-    forward.__name__ = exercise.name  # the title of its trace
-    yield _run(framework, forward, mesh, tensors, specs, [*exercise.results, *exercise.also])
-    if exercise.gradients:
-        chosen = [place for place, key in enumerate(tensors) if key in exercise.gradients]
-        weights = {f"weight of {key}": weight(right[key]) for key in exercise.results}
-        gradient = _torch_gradient if framework == "torch" else _jax_gradient
-        names = [f"d{key}" for key in tensors if key in exercise.gradients]
-        program = gradient(forward, chosen, len(weights))
-        yield _run(framework, program, mesh, {**weights, **tensors}, (*exercise.results.values(), *specs), names)
+EXCESS = "Which of these messages can you do without? Send as little as possible."
 
 
-def _run(
-    framework: Framework,
-    program: Callable[..., Any],
-    mesh: Mesh,
-    tensors: Tensors,
-    specs: tuple[P, ...],
-    names: list[str],
-) -> tuple[list[dict[str, np.ndarray]], Trace]:
-    is_narrowed = [framework == "jax" and array.dtype.kind == "f" for array in tensors.values()]  # ids stay integers
-    arrays = [array.astype(np.float32) if is_so else array for array, is_so in zip(tensors.values(), is_narrowed)]
-    out = run_of(framework)(program, mesh, *arrays, in_specs=specs)
-    return [{name: np.asarray(array) for name, array in zip(names, results)} for results in out.per_rank], out.trace
+def borrowed(name: str, function: str) -> Verdict:
+    """The verdict on a program that calls a function of the library which does the exercise."""
+    return Verdict(False, f"{name}: `{function}` does the work. Here you write it yourself.")
 
 
-def _torch_gradient(forward: Callable[..., Any], chosen: list[int], num_weights: int) -> Callable[..., Any]:
-    def program(*args: Any) -> list[Any]:
-        import torch
-
-        weights, leaves = args[:num_weights], list(args[num_weights:])
-        for place in chosen:
-            leaves[place].requires_grad_()
-        loss = torch.stack([(y * w).sum() for y, w in zip(forward(*leaves), weights)]).sum()
-        loss.backward()
-        grads = [leaves[place].grad for place in chosen]
-        return [torch.zeros_like(leaves[place]) if grad is None else grad for place, grad in zip(chosen, grads)]
-
-    return program
+def _refused(trial: Trial, exercise: Exercise) -> Verdict | None:
+    """The verdict on a run with the right numbers that is not what the exercise asks for, or that damages something."""
+    if trial.damage:
+        return Verdict(False, f"{exercise.name}: the numbers are right, but {trial.damage}")
+    ops = sorted({event.op for event in trial.trace.events if event.kind == "collective"})
+    if exercise.by_hand and ops:
+        names = f"`{'` and `'.join(ops)}` {'does' if len(ops) == 1 else 'do'} the work"
+        text = f"{exercise.name}: the numbers are right, but {names}.\nBuild it from {exercise.by_hand}."
+        return Verdict(False, text)
+    return None
 
 
-def _jax_gradient(forward: Callable[..., Any], chosen: list[int], num_weights: int) -> Callable[..., Any]:
-    def program(*args: Any) -> Any:
-        import jax
+def _undivided(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> Verdict | None:
+    """The verdict on a program whose ranks compute everything, after gathering what they need for that."""
+    if not exercise.divided:
+        return None
+    num_ranks = 4
+    mesh = Mesh(**{exercise.divided: num_ranks})
+    tensors = exercise.tensors(np.random.default_rng(0), mesh)
+    try:
+        share = share_of_work(framework, fn, exercise.specs, tensors, exercise.divided, num_ranks)
+    except Exception as error:
+        return Verdict(False, raised(error, fn, exercise.name, mesh))
+    if share < MOST_WORK:
+        return None
+    return Verdict(
+        False,
+        f"{exercise.name}: the numbers are right, but on {mesh} the busiest rank does {share:.0%} of what one rank "
+        f"alone would do.\nFour ranks should share the work. Let each of them compute with its own pieces.",
+    )
 
-        weights, leaves = args[:num_weights], args[num_weights:]
-        return jax.grad(lambda *xs: sum((y * w).sum() for y, w in zip(forward(*xs), weights)), tuple(chosen))(*leaves)
 
-    return program
+MOST_WORK = 0.7
+"""The most that one of four ranks may do of the work of one rank alone."""
 
 
 def _compared(
@@ -322,12 +204,3 @@ def raised(error: Exception, fn: Callable[..., Any], name: str, mesh: Mesh) -> s
     where = f"\nin the line: {mine[-1]}" if mine else ""
     which = f" on rank {error.rank}" if isinstance(error, RankError) else ""
     return f"{name}: {type(cause).__name__}{which} of {mesh}: {cause}{where}"
-
-
-def run_of(framework: Framework) -> Callable[..., Any]:
-    """The framework's `run`."""
-    if framework == "torch":
-        from tplab.torch import run
-    else:
-        from tplab.jax import run
-    return run

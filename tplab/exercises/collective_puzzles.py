@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Tensors, Verdict, added_up_again, grade, own_part
+from tplab.exercises.check import Verdict, grade
 from tplab.exercises.drawn import Moving
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, added_up_again, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.event import Event
@@ -267,6 +268,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
         plain=puzzle.plain,
         results={"y": puzzle.result},
         mistakes=puzzle.mistakes,
+        not_with=RING,
         meshes=tuple(Mesh(tp=ranks) for ranks in puzzle.sizes),
     )
     verdict = grade(fn, exercise, framework, traces.append)

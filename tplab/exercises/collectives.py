@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Verdict, added_up_again, grade, own_part
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, added_up_again, bytes_of_a_sum, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -61,11 +62,15 @@ SUM_UP = Exercise(
         ),
         added_up_again("y", "tp", "This is R times too large: it was added up twice."),
     ),
+    by_hand="`ring_shift`, as above",
+    not_with=RING,
+    fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["x"][0], mesh),
+    excess="Each rank adds up one piece and passes it on: a message is one piece, and never a whole tensor.",
 )
 
 
 def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is an all-reduce.
+    """Whether `fn` is an all-reduce made of hops, in which each rank adds up one piece.
 
     x [1, R, n]   ->   the sum of every rank's x, of the same shape, on every rank of axis "tp"
     """

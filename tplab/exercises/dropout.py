@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Framework, Verdict, not_started, raised, run_of, untouched
+from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.exercise import Framework
+from tplab.exercises.trials import run_of
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel

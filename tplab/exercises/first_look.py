@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Tensors, Verdict, grade
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """One number per rank, in any order."""
-    return {"x": rng.permutation(np.arange(10.0, 10.0 + mesh.axis_size("ring")))}
+    """One number per rank, in any order. On three ranks all are far below zero, so that a maximum which starts at 0, or
+    at some number that is small enough elsewhere, is wrong."""
+    first = -20_000_000_000.0 if mesh.size == 3 else 10.0
+    step = 4096.0 if mesh.size == 3 else 1.0  # float32 can tell them apart
+    return {"x": first + step * rng.permutation(mesh.size)}
 
 
 def _plain(tensors: Tensors) -> Tensors:
@@ -35,12 +39,19 @@ LARGEST = Exercise(
     results={"result": P()},
     # Nine ranks: the lab's ring has eight, and on eight or fewer a program that always makes seven hops is right.
     meshes=(Mesh(ring=4), Mesh(ring=3), Mesh(ring=2), Mesh(ring=9), Mesh(ring=1)),
+    by_hand="`ring_shift`, one hop at a time",
+    not_with=RING,
     fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,
     mistakes=(
         Mistake(
             "result",
             "This is the rank's own number: nothing that arrives is compared with it.",
             lambda seen: seen.own["x"],
+        ),
+        Mistake(
+            "result",
+            "Here all numbers are negative, and your largest so far began at zero. Begin with the rank's own number.",
+            lambda seen: np.maximum(seen.want, 0),
         ),
         Mistake(
             "result",

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Verdict, added_up_again, grade
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, added_up_again
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.trace import Trace

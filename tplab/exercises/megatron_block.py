@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import (
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import (
     Exercise,
     Framework,
     Mistake,
     Seen,
     Tensors,
-    Verdict,
     added_up_again,
     bytes_of_a_sum,
-    grade,
     own_part,
-    weight,
 )
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
@@ -29,6 +27,8 @@ from tplab.exercises.plain_block import (
     own_weights,
     rms_norm,
 )
+from tplab.exercises.split_a_layer import bias_mistakes
+from tplab.exercises.trials import weight
 from tplab.sharding import P
 
 ROWS = P("tp")
@@ -47,10 +47,6 @@ def _down(tensors: Tensors) -> Tensors:
 
 def _added_before(seen: Seen) -> np.ndarray:
     return seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["bias"]
-
-
-def _on_the_first_rank(seen: Seen) -> np.ndarray:
-    return seen.want * (seen.mesh.index(seen.rank, "tp") == 0)
 
 
 DOWN = Exercise(
@@ -72,24 +68,13 @@ DOWN = Exercise(
         ),
         Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
         own_part(_down, "y", "This is this rank's own term and the bias: the sum over the ranks is missing."),
-        Mistake(
-            "dbias",
-            "y is right, but the bias learns R times too slowly. Each rank adds 1/R of it, and receives the "
-            "gradient of that part only.\nWhich gradient would the bias receive if it were added after g?",
-            lambda seen: seen.want / seen.mesh.axis_size("tp"),
-        ),
-        Mistake(
-            "dbias",
-            "y is right, but on this rank the bias receives no gradient, because only one rank adds it. For inference "
-            "that is enough;\nin training, the ranks' copies of the bias would soon differ.",
-            _on_the_first_rank,
-        ),
-        added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
+        *bias_mistakes(),
         added_up_again(
             "dhidden", "tp", "This is R times too large: dy is the same on every rank, and it was added up."
         ),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_down(tensors)["y"], mesh),
+    divided="tp",
 )
 
 
@@ -166,6 +151,11 @@ PARALLEL_BLOCK = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),
+    excess=(
+        "Attention and the MLP read the same h, and their terms are added to each other: one sum forward and one "
+        "backward will do, half of what the block needs."
+    ),
+    divided="tp",
 )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Exercise, Mistake, Seen, Tensors, Verdict, grade, raised
+from tplab.exercises.check import Verdict, grade, raised
 from tplab.exercises.drawn import Timed
+from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Exercise, Mistake, Seen, Tensors, Verdict, grade, weight
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
+from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.trace import Trace

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tplab.exercises.check import Seen, Tensors, weight
+from tplab.exercises.exercise import Seen, Tensors
+from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 

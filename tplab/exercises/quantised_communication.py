@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Exercise, Framework, Mistake, Seen, Tensors, Verdict, grade, run_of
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
+from tplab.exercises.trials import run_of
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel

@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import (
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import (
     Exercise,
     Framework,
     Mistake,
     Seen,
     Tensors,
-    Verdict,
     added_over,
     added_up_again,
     bytes_of_a_sum,
-    grade,
     own_part,
-    weight,
 )
+from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -129,6 +128,7 @@ BACKWARD = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["target"], mesh),
+    divided="tp",
     tolerance=1e-7,  # the accuracy of finite differences
 )
 
@@ -147,7 +147,10 @@ def check_backward(fn: Callable[..., Any], framework: Framework = "torch") -> Ve
 
 
 def _row_linear(tensors: Tensors) -> Tensors:
-    return {"y": tensors["x"] @ tensors["w"] + tensors["bias"]}
+    """y = x @ w + bias, and the gradients of sum(y * weight)."""
+    y = tensors["x"] @ tensors["w"] + tensors["bias"]
+    dy = weight(y)
+    return {"y": y, "dw": tensors["x"].T @ dy, "dbias": dy.sum(0)}
 
 
 def _columns_of_x(seen: Seen, index: int) -> np.ndarray:
@@ -165,6 +168,25 @@ def _always_first(seen: Seen) -> np.ndarray:
     return _columns_of_x(seen, 0) @ sum(rows) + seen.own["bias"]
 
 
+def bias_mistakes() -> tuple[Mistake, ...]:
+    """The mistakes with a bias whose result is right and whose gradient is not."""
+    return (
+        Mistake(
+            "dbias",
+            "y is right, but the bias learns R times too slowly. Each rank adds 1/R of it, and receives the "
+            "gradient of that part only.\nWhich gradient would the bias receive if it were added after the sum?",
+            lambda seen: seen.want / seen.mesh.axis_size("tp"),
+        ),
+        Mistake(
+            "dbias",
+            "y is right, but on this rank the bias receives no gradient, because only one rank adds it. For inference "
+            "that is enough;\nin training, the ranks' copies of the bias would soon differ.",
+            lambda seen: seen.want * (seen.mesh.index(seen.rank, "tp") == 0),
+        ),
+        added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
+    )
+
+
 ROW_LINEAR = Exercise(
     name="row_linear",
     tensors=lambda rng, mesh: {
@@ -175,6 +197,7 @@ ROW_LINEAR = Exercise(
     specs={"x": P(), "w": ROWS, "bias": P()},
     plain=_row_linear,
     results={"y": P()},
+    gradients=("w", "bias"),
     mistakes=(
         Mistake(
             "y",
@@ -189,13 +212,16 @@ ROW_LINEAR = Exercise(
             "w, and needs the same columns of x.",
             _always_first,
         ),
+        *bias_mistakes(),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["x"] @ tensors["w"], mesh),
+    divided="tp",
 )
 
 
 def check_row_linear(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is a row-parallel layer with a bias, for input that every rank holds whole.
+    """Whether `fn` is a row-parallel layer with a bias, for input that every rank holds whole; with the right gradients
+    of w and the bias.
 
     x [B, D]   w [D/tp, K]   bias [K]   ->   x @ w + bias [B, K], the same on every rank of axis "tp"
     """
@@ -260,6 +286,7 @@ GATED = Exercise(
         *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, _APART) for name in "agb"),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
+    divided="tp",
 )
 
 

@@ -7,18 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import (
-    Exercise,
-    Framework,
-    Mistake,
-    Seen,
-    Tensors,
-    Verdict,
-    added_up_again,
-    grade,
-    run_of,
-    weight,
-)
+from tplab.exercises.check import Verdict, grade
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again
+from tplab.exercises.trials import run_of, weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 

@@ -1,0 +1,209 @@
+"""What all checks refuse, whatever the exercise: the library's own function, computing everything on every rank,
+sending far too much, and leaving an argument or a generator changed."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tplab.torch as tt
+from tests.exercises.test_exercises import backward, expect, gated, largest, row_linear
+from tplab.exercises.calls import library_call
+from tplab.exercises.collectives import check_sum_up
+from tplab.exercises.first_look import check_largest
+from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear
+
+# ------------------------------------------------------------------------------------------------ the library's own
+
+
+def by_global(x):
+    return tt.ring_all_reduce(x, "tp")
+
+
+def by_import(x):
+    from tplab.torch import ring_all_reduce as add_up
+
+    return add_up(x, "tp")
+
+
+def by_module(x):
+    import tplab.torch
+
+    return tplab.torch.ring_all_reduce(x, "tp")
+
+
+def by_helper(x):
+    return by_global(x)
+
+
+def by_inner(x):
+    return sum(tt.ring_all_reduce(y, "tp") for y in [x])
+
+
+def ring_all_reduce(x):
+    return x
+
+
+def of_ones_own(x):
+    return ring_all_reduce(x)
+
+
+@pytest.mark.parametrize("fn", [by_global, by_import, by_module, by_helper, by_inner])
+def test_a_library_function_is_found_by_whatever_name_it_is_called(fn: Callable[..., Any]):
+    assert library_call(fn, ("ring_all_reduce",)) == "ring_all_reduce"
+    expect(check_sum_up(fn), False, "`ring_all_reduce` does the work. Here you write it yourself.")
+
+
+def test_a_function_of_ones_own_may_have_any_name():
+    assert not library_call(of_ones_own, ("ring_all_reduce",))
+    assert not library_call(partial(by_global), ("ring_all_reduce",))  # its code is not read; nothing is raised
+    assert not library_call(np.abs, ("ring_all_reduce",))
+
+
+# ------------------------------------------------------------------------------------------------- what is left behind
+
+
+def reseeds(x):
+    torch.manual_seed(0)
+    return largest(tt, torch.maximum)(x)
+
+
+def draws_in_numpy(x):
+    np.random.rand()  # noqa: NPY002 - the mistake
+    return largest(tt, torch.maximum)(x)
+
+
+def seeds_python(x):
+    random.seed(0)
+    return largest(tt, torch.maximum)(x)
+
+
+def in_place(x):
+    return x.copy_(largest(tt, torch.maximum)(x))
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (reseeds, "it leaves torch's global generator in another state"),
+        (draws_in_numpy, "it leaves NumPy's global generator in another state"),
+        (seeds_python, "it leaves Python's global generator in another state"),
+        (in_place, "it changes its argument x in place"),
+    ],
+)
+def test_a_right_answer_that_damages_something_is_refused(fn: Callable[..., Any], hint: str):
+    expect(check_largest(fn), False, "largest: the numbers are right, but", hint)
+
+
+def test_a_generator_may_be_used_inside_of_a_fork():
+    def forked(x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+        return largest(tt, torch.maximum)(x)
+
+    expect(check_largest(forked), True)
+
+
+@pytest.mark.parametrize("cut", [torch.Tensor.detach, lambda y: torch.tensor(y.tolist(), dtype=y.dtype)])
+def test_a_result_without_a_gradient_is_told(cut: Callable[..., Any]):
+    expect(check_gated(lambda *args: cut(gated()(*args))), False, "it has no gradient", "detach()")
+
+
+# ----------------------------------------------------------------------------- right numbers in the wrong way: 00 to 02
+
+
+def starting_at(number: float) -> Callable[..., Any]:
+    def solution(x):
+        best, passing = torch.full_like(x, number), x
+        for _ in range(tt.axis_size("ring")):
+            best = torch.maximum(best, passing)
+            passing = tt.ring_shift(passing, "ring")
+        return best
+
+    return solution
+
+
+def test_largest_refuses_what_is_right_only_for_the_labs_numbers():
+    expect(check_largest(starting_at(0)), False, "your largest so far began at zero", "Mesh(ring=3)")
+    expect(check_largest(starting_at(-1e9)), False, "Mesh(ring=3)")
+    expect(check_largest(starting_at(-torch.inf)), True)
+    expect(check_largest(lambda x: tt.all_reduce(x, "ring", "max")), False, "`all_reduce` does the work")
+    expect(check_largest(lambda x: tt.all_gather(x, "ring").max(0, keepdim=True).values), False, "`all_gather` does")
+
+
+def test_largest_may_send_more_only_up_to_twice_as_much():
+    def a_hundred_hops(x):
+        best = passing = x
+        for _ in range(100):
+            passing = tt.ring_shift(passing, "ring")
+            best = torch.maximum(best, passing)
+        return best
+
+    expect(check_largest(a_hundred_hops), False, "the numbers are right, but on Mesh(ring=4) it sends 3,200 bytes")
+
+
+def gathers_all(x, a, b, target):
+    a, b = tt.all_gather(a, "tp", 1), tt.all_gather(b, "tp", 0)
+    y = torch.tanh(x @ a)
+    dz = 2 * (y @ b - target)
+    return tt.scatter_to(x.T @ ((dz @ b.T) * (1 - y**2)), "tp", 1), tt.scatter_to(y.T @ dz, "tp", 0)
+
+
+def test_an_unsharded_computation_is_refused():
+    def whole_row(x, w, bias):
+        return x @ tt.gather_from(w, "tp", 0) + bias
+
+    def whole_gate(x, a, g, b):
+        a, g, b = tt.gather_from(a, "tp", 1), tt.gather_from(g, "tp", 1), tt.gather_from(b, "tp", 0)
+        return (torch.nn.functional.silu(x @ a) * (x @ g)) @ b
+
+    expect(check_row_linear(whole_row), False, "the busiest rank does 100% of what one rank alone would do")
+    for verdict in (check_backward(gathers_all), check_gated(whole_gate)):
+        expect(verdict, False, "the numbers are right, but")
+
+
+def bias_of(share: Callable[..., Any]) -> Callable[..., Any]:
+    def solution(x, w, bias):
+        width, index = w.shape[0], tt.axis_index("tp")
+        return tt.all_reduce(x[:, index * width : (index + 1) * width] @ w + share(bias), "tp")
+
+    return solution
+
+
+def test_the_two_labs_agree_on_a_bias_that_is_added_before_the_sum():
+    """Lab 04 refuses these for the same layer."""
+    divided = bias_of(lambda bias: bias / tt.axis_size("tp"))
+    first = bias_of(lambda bias: bias * (tt.axis_index("tp") == 0))
+    expect(check_row_linear(divided), False, "y is right, but the bias learns R times too slowly")
+    expect(check_row_linear(first), False, "on this rank the bias receives no gradient")
+
+
+def test_other_peoples_right_answers():
+    """The sum in another order, in two halves, or of rows that were split first; a product written as a sum."""
+
+    def by_halves(x, w, bias):
+        own = tt.scatter_to(x, "tp", 1)
+        return torch.cat([tt.reduce_from(own @ half, "tp") for half in w.chunk(2, 1)], 1) + bias
+
+    expect(check_row_linear(by_halves), True)
+    expect(check_row_linear(lambda x, w, b: b + row_linear(tt, bias_out=False)(x, w, b)), True)
+    expect(check_backward(backward(tt, torch.tanh, lambda z, y, t: (z - t) + (z - t))), True)
+
+
+def gathers_by_hand(x):
+    total = passing = x
+    for _ in range(tt.axis_size("tp") - 1):
+        passing = tt.ring_shift(passing, "tp")
+        total = total + passing
+    return total
+
+
+def test_sum_up_must_be_built_of_hops_with_one_piece_each():
+    expect(check_sum_up(lambda x: tt.all_reduce(x, "tp")), False, "`all_reduce` does the work")
+    halves = check_sum_up(lambda x: tt.all_gather(tt.reduce_scatter(x[0], "tp"), "tp")[None])
+    expect(halves, False, "`all_gather` and `reduce_scatter` do the work")
+    expect(check_sum_up(gathers_by_hand), False, "a message is one piece, and never a whole tensor")

@@ -1,0 +1,53 @@
+"""What a learner's function must leave as it was: its arguments, and the generators that the whole program draws
+from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+class Untouched:
+    """Remembers tensors of torch, and the global generators of torch, NumPy and Python, to say later what has changed.
+
+    arguments   name -> tensor; anything else among them is not looked at
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]):
+        import torch
+
+        self._arguments = {name: one for name, one in arguments.items() if isinstance(one, torch.Tensor)}
+        self._before = {name: one.detach().clone() for name, one in self._arguments.items()}
+        self._states = _states()
+
+    def damage(self) -> str:
+        """What has changed, and why that is bad; "" if nothing has."""
+        import torch
+
+        for name, before in self._before.items():
+            if not torch.equal(self._arguments[name].detach().nan_to_num(), before.nan_to_num()):
+                return (
+                    f"it changes its argument {name} in place, which its caller may still need.\n"
+                    f"Compute with a new tensor, such as {name}.clone()."
+                )
+        for library, state in _states().items():
+            if not np.array_equal(state, self._states[library]):
+                return (
+                    f"it leaves {library}'s global generator in another state, by drawing from it or by seeding it.\n"
+                    "Every random number that the rest of the program draws from it is then another one."
+                )
+        return ""
+
+
+def _states() -> dict[str, np.ndarray]:
+    import torch
+
+    kind, keys, place, *_ = np.random.get_state()  # noqa: NPY002 - its state is what may have changed
+    return {
+        "torch": torch.get_rng_state().numpy(),
+        "NumPy": np.append(keys, place) if kind == "MT19937" else np.zeros(0),
+        "Python": np.array(random.getstate()[1], dtype=np.uint64),
+    }

@@ -1,0 +1,143 @@
+"""Running a learner's function on a mesh: what every rank gets, forward and backward, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.damage import Untouched
+from tplab.exercises.exercise import Exercise, Framework, Tensors
+from tplab.mesh import Mesh
+from tplab.sharding import P, split
+from tplab.trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: what each rank gets, by name; its trace; and what the function has damaged, if anything."""
+
+    found: list[dict[str, np.ndarray]]
+    trace: Trace
+    damage: str
+
+
+def trials(
+    framework: Framework, fn: Callable[..., Any], exercise: Exercise, mesh: Mesh, tensors: Tensors
+) -> Iterator[Trial]:
+    """First the results, then the gradients, so that a wrong result is reported as such."""
+    specs = tuple(exercise.specs[key] for key in tensors)
+    right = exercise.plain(tensors)
+    damage: list[str] = []
+
+    def forward(*args: Any) -> tuple[Any, ...]:
+        before = Untouched(dict(zip(tensors, args))) if framework == "torch" else None
+        returned = fn(*args)
+        if before and (harm := before.damage()):
+            damage.append(harm)
+        results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+        also, num = exercise.also, len(exercise.results)
+        if len(results) not in (num, num + len(also)) or any(result is None for result in results):
+            found = "1 value" if len(results) == 1 else f"{len(results)} values"
+            got = "None; is a `return` missing?" if returned is None else found
+            raise TypeError(f"it must return {', '.join(exercise.results)}, and it returned {got}")
+        first = [tuple(split(right[name], spec, mesh)[0].shape) for name, spec in also.items()]
+        if len(results) > num and [tuple(result.shape) for result in results[: len(also)]] == first:
+            results = results[len(also) :] + results[: len(also)]
+        return results
+
+    forward.__name__ = exercise.name  # the title of its trace
+    found, trace = _run(framework, forward, mesh, tensors, specs, [*exercise.results, *exercise.also])
+    yield Trial(found, trace, next(iter(damage), ""))
+    if exercise.gradients:
+        chosen = [place for place, key in enumerate(tensors) if key in exercise.gradients]
+        weights = {f"weight of {key}": weight(right[key]) for key in exercise.results}
+        gradient = _torch_gradient if framework == "torch" else _jax_gradient
+        names = [f"d{key}" for key in tensors if key in exercise.gradients]
+        program = gradient(forward, chosen, len(weights))
+        program.__name__ = exercise.name
+        found, trace = _run(
+            framework, program, mesh, {**weights, **tensors}, (*exercise.results.values(), *specs), names
+        )
+        yield Trial(found, trace, next(iter(damage), ""))
+
+
+def weight(result: np.ndarray) -> np.ndarray:
+    """What a result is multiplied by to make the loss: no two entries are equal, and none is zero."""
+    return np.cos(np.arange(result.size)).reshape(result.shape)
+
+
+def run_of(framework: Framework) -> Callable[..., Any]:
+    """The framework's `run`."""
+    if framework == "torch":
+        from tplab.torch import run
+    else:
+        from tplab.jax import run
+    return run
+
+
+def share_of_work(
+    framework: Framework, fn: Callable[..., Any], specs: Mapping[str, P], tensors: Tensors, axis: str, num_ranks: int
+) -> float:
+    """The FLOPs of the busiest of `num_ranks` ranks, relative to those of one rank alone with the same tensors."""
+    arrays, in_specs = _arrays(framework, tensors), tuple(specs[key] for key in tensors)
+    most = []
+    for mesh in (Mesh(**{axis: num_ranks}), Mesh(**{axis: 1})):
+        trace = run_of(framework)(fn, mesh, *arrays, in_specs=in_specs, cluster="h100").trace
+        most.append(max(trace.select(rank=rank, kind="compute").column("flops").sum() for rank in mesh.ranks))
+    return float(most[0] / max(most[1], 1))
+
+
+def _arrays(framework: Framework, tensors: Tensors) -> list[np.ndarray]:
+    """The tensors; JAX computes in float32, and ids stay integers."""
+    is_narrowed = [framework == "jax" and array.dtype.kind == "f" for array in tensors.values()]
+    return [array.astype(np.float32) if is_so else array for array, is_so in zip(tensors.values(), is_narrowed)]
+
+
+def _run(
+    framework: Framework,
+    program: Callable[..., Any],
+    mesh: Mesh,
+    tensors: Tensors,
+    specs: tuple[P, ...],
+    names: list[str],
+) -> tuple[list[dict[str, np.ndarray]], Trace]:
+    out = run_of(framework)(program, mesh, *_arrays(framework, tensors), in_specs=specs)
+    return [{name: _array(one) for name, one in zip(names, results)} for results in out.per_rank], out.trace
+
+
+def _array(result: Any) -> np.ndarray:
+    """What a rank returned, as an array."""
+    return np.asarray(result.detach() if hasattr(result, "detach") else result)
+
+
+def _torch_gradient(forward: Callable[..., Any], chosen: list[int], num_weights: int) -> Callable[..., Any]:
+    def program(*args: Any) -> list[Any]:
+        import torch
+
+        weights, leaves = args[:num_weights], list(args[num_weights:])
+        for place in chosen:
+            leaves[place].requires_grad_()
+        loss = torch.stack([(y * w).sum() for y, w in zip(forward(*leaves), weights)]).sum()
+        if not loss.requires_grad:
+            raise TypeError(
+                "the result is right, but it has no gradient: something cuts it off from the arguments, such as "
+                "`detach()`, `.data`, `torch.no_grad()` or NumPy"
+            )
+        loss.backward()
+        grads = [leaves[place].grad for place in chosen]
+        return [torch.zeros_like(leaves[place]) if grad is None else grad for place, grad in zip(chosen, grads)]
+
+    return program
+
+
+def _jax_gradient(forward: Callable[..., Any], chosen: list[int], num_weights: int) -> Callable[..., Any]:
+    def program(*args: Any) -> Any:
+        import jax
+
+        weights, leaves = args[:num_weights], args[num_weights:]
+        return jax.grad(lambda *xs: sum((y * w).sum() for y, w in zip(forward(*xs), weights)), tuple(chosen))(*leaves)
+
+    return program
