@@ -374,3 +374,86 @@ def test_what_programs_read_every_day_can_be_compared(value):
 )
 def test_what_cannot_be_compared(value):
     assert not Outside([lambda: value]).is_known
+
+
+# ------------------------------------------------------------------------------------------ arrays written to in place
+
+
+class Holder:
+    def __init__(self, array: Any):
+        self.array, self.nested = array, {"list": [(array,)]}
+
+    def times(self, x: Any) -> Any:
+        return x * self.array
+
+    __call__ = times
+
+
+def readers(array: Any) -> dict[str, Callable[[Any], Any]]:
+    """Programs that read a whole array in one way each; x times the array is what all of them return."""
+    holder, objects = Holder(array), np.empty(1, object)
+    objects[0] = array
+    backwards = array[::-1]
+
+    def default(x: Any, array: Any = array) -> Any:
+        return x * array
+
+    def gradient(x: Any) -> Any:
+        return jax.grad(lambda x: jax.checkpoint(lambda x: (x * x * array).sum())(x))(x) / 2
+
+    return {
+        "closure": lambda x: x * array,
+        "default": default,
+        "partial": functools.partial(lambda array, x: x * array, array),
+        "method": holder.times,
+        "callable object": holder,
+        "attribute": lambda x: x * holder.array,
+        "containers": lambda x: x * holder.nested["list"][0][0],
+        "array of objects": lambda x: x * objects[0],
+        "view": lambda x: x * backwards[::-1],
+        "jnp.asarray": lambda x: x * jnp.asarray(array),
+        "jit": lambda x: jax.jit(lambda x: x * array)(x),
+        "scan": lambda x: lax.scan(lambda x, _: (x * array, None), x, None, 1)[0],
+        "cond": lambda x: lax.cond(x[0] > 0, lambda x: x * array, lambda x: x, x),
+        "gradient": gradient,
+    }
+
+
+def check_written(program: Callable[[Any], Any], array: Any) -> None:
+    """Values and traces are those of the moment of the call, whatever is written to the array afterwards."""
+    x, mesh = np.array([1, 2], np.float32), Mesh(tp=2)
+    sent = lambda x: lab.ring_shift(program(x), "tp").astype(jnp.float32)  # noqa: E731
+    outs, wanted = [], []
+    for numbers in ([2, 3], [9, 4], [2, 3]):
+        array[...] = numbers
+        outs.append(run(sent, mesh, x))
+        wanted.append(x * numbers)
+        np.testing.assert_array_equal(outs[-1].per_rank[0], wanted[-1])
+    assert outs[0]._compiled is outs[2]._compiled
+    array[...] = 0
+    for out, want in zip(outs, wanted, strict=True):
+        np.testing.assert_array_equal(out.trace.select(kind="send").events[0].values, want)
+
+
+@pytest.mark.parametrize("name", readers(np.zeros(2)))
+def test_an_array_that_is_written_to_is_read_as_it_is_at_the_call(name):
+    array = np.zeros(2, np.float32)
+    check_written(readers(array)[name], array)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.int8, np.float16, jnp.bfloat16])
+def test_an_array_of_any_type_that_is_written_to(dtype):
+    array = np.zeros(2, dtype)
+    check_written(lambda x: x * array, array)
+
+
+def test_a_number_and_a_tensor_that_are_written_to():
+    number = np.zeros((), np.float32)
+    outs = []
+    for value in (2, 9, 2):
+        number[...] = value
+        outs.append(run(lambda x: lab.ring_shift(x * number, "tp"), Mesh(tp=2), np.ones(2, np.float32)))
+        assert outs[-1].per_rank[0].tolist() == [value] * 2
+    assert [out.trace.select(kind="send").events[0].values[0] for out in outs] == [2, 9, 2]
+    tensor = pytest.importorskip("torch").zeros(2)
+    check_written(lambda x: x * tensor.numpy(), tensor.numpy())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import jax
 import jax.experimental
+import numpy as np
 from jax._src import config
 
 # A new value of this context makes JAX trace again what it has traced before: the bodies of its loops, and what jit and
@@ -49,6 +51,14 @@ def pvary(x: Any, axes: tuple[str, ...]) -> Any:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
     return jax.lax.pvary(x, axes)  # type: ignore[attr-defined]
+
+
+def own_copy(constant: Any) -> Any:
+    """A copy of a constant that JAX may have left in somebody else's memory; anything else as it is. What JAX wraps a
+    NumPy array in is itself one since 0.8."""
+    if isinstance(constant, np.ndarray):
+        return constant.copy()
+    return deepcopy(constant) if type(constant).__name__ == "TypedNdArray" else constant
 
 
 def moved(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tplab import spare
 from tplab.errors import SpecError
 from tplab.jax.private import moved, retracing, trace_context
+from tplab.jax.ranks.constants import Constants
 from tplab.jax.ranks.context import random_key, vary
 from tplab.jax.ranks.devices import jax_mesh, needs_pacing
 from tplab.jax.ranks.equal import equal
@@ -164,10 +165,11 @@ class Compiled:
     def _trace(self, function: Any, arrays: Iterable[Any]) -> None:
         arguments = self.key(0), *self.place(list(arrays))
         traced = function.trace(*arguments)
-        self.jaxpr, self.structure = traced.jaxpr, jax.tree.structure(traced.out_info)
+        constants = Constants()
+        self.jaxpr, self.structure = constants.owned_by(traced.jaxpr), jax.tree.structure(traced.out_info)
         self._shapes = jax.tree.map(lambda about: jax.ShapeDtypeStruct(about.shape, about.dtype), traced.out_info)
         # From here on we run what was traced, and do not call `fn` again: it may read something else by then.
-        call = jaxpr_as_fun(jax.make_jaxpr(function)(*arguments))
+        call = jaxpr_as_fun(constants.owned_by(jax.make_jaxpr(function)(*arguments)))
 
         def called(*arguments: Any) -> Any:
             return self.structure.unflatten(call(*arguments))
