@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -122,3 +129,55 @@ def test_what_collectives_bring_counts():
         return live.peak
 
     assert run(program, Mesh(tp=3)).per_rank == [3 * ONE] * 3
+
+
+def calls_of(action: Callable[[], Any]) -> int:
+    """How many functions Python calls for it."""
+    seen = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+@pytest.mark.parametrize("count_memory", [False, True])
+def test_an_operation_takes_as_long_however_much_is_alive(count_memory: bool):
+    """A walk over all that is alive, after each operation, would make a program quadratic."""
+
+    def program():
+        x = torch.ones(4)
+        with nullcontext() if count_memory else LiveBytes():
+            found = []
+            for num_alive in (10, 1000):
+                held = [x + 1 for _ in range(num_alive)]
+                found.append(calls_of(lambda: x * 2))
+                del held
+        return found
+
+    few, many = run(program, Mesh(dp=1), count_memory=count_memory).per_rank[0]
+    assert 0 < many <= few  # of the first, also the line has to be looked up
+
+
+def test_what_is_freed_in_the_middle_of_the_count_is_not_lost():
+    """By Python's collector of cycles, at any moment; and where another tensor got the place of a freed one."""
+    with LiveBytes() as live:
+        for _ in range(20):
+            rings = []
+            for _ in range(50):
+                ring: list[Any] = [torch.ones(1000)]
+                ring.append(ring)
+                rings.append(ring)
+            del rings, ring
+            torch.ones(1000)
+        gc.collect()
+        assert live.now() == 0
+        kept = torch.ones(1000)
+        assert live.now() == kept.nbytes

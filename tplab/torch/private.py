@@ -133,11 +133,6 @@ def local_of(x: Tensor) -> Tensor:
     return getattr(x, "_local_tensor", x)
 
 
-def storage_of(reference: Any) -> torch.UntypedStorage | None:
-    """The storage of a StorageWeakRef; None where it is gone."""
-    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
-
-
 def at_end_of_backward(function: Callable[[], Any]) -> None:
     """Call `function` at the end of this thread's current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from tplab.torch.private import DispatchMode, pytree, storage_id
+from tplab.torch.private import DispatchMode, pytree
+from tplab.torch.ranks.storages import Storages
 
 
 class LiveBytes(DispatchMode):
@@ -32,21 +32,21 @@ class LiveBytes(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.lap = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # place -> its storage, its bytes
-        self._before: dict[int, StorageWeakRef] = {}  # the same for what existed before
+        self._now = 0
+        self._storages: Storages[int] = Storages()  # the bytes of each; 0 for what existed before
 
     def now(self) -> int:
-        for place in [place for place, (storage, _) in self._made.items() if storage.expired()]:
-            del self._made[place]
-        return sum(num_bytes for _, num_bytes in self._made.values())
+        for num_bytes in self._storages.gone():
+            self._now -= num_bytes
+        return self._now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
         is_new = func is torch.ops.aten.lift_fresh.default  # from torch.tensor: an operation on what it has just made
         for storage in _storages((args, kwargs)):
-            if not self._knows(storage) and not (is_new and storage.resizable()):
-                self._before[storage_id(storage)] = StorageWeakRef(storage)
+            if self._storages.get(storage) is None and not (is_new and storage.resizable()):
+                self._storages.add(storage, 0)
         result = func(*args, **(kwargs or {}))
         self.made(result)
         return result
@@ -54,20 +54,15 @@ class LiveBytes(DispatchMode):
     def made(self, result: Any) -> None:
         """Count the result of an operation, or of a collective, which is no operation of torch."""
         for storage in _storages(result):
-            if not self._knows(storage):
-                self._made[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
+            if self._storages.get(storage) is None:
+                num_bytes = storage.nbytes()
+                self._storages.add(storage, num_bytes)
+                self._now += num_bytes
         now = self.now()
         self.peak, self.lap = max(self.peak, now), max(self.lap, now)
 
-    def _knows(self, storage: Any) -> bool:
-        """Whether it has been seen. The entry at its place may be of another storage, which is gone."""
-        place = storage_id(storage)
-        if place in self._before and not self._before[place].expired():
-            return True
-        return place in self._made and not self._made[place][0].expired()
 
-
-def _storages(tensors: Any) -> Iterator[Any]:
+def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
     for x in pytree.tree_leaves(tensors):
         if isinstance(x, Tensor) and x.device.type != "meta":
             yield x.untyped_storage()

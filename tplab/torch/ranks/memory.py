@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tplab.torch.private import (
@@ -21,11 +20,11 @@ from tplab.torch.private import (
     phase,
     pytree,
     storage_id,
-    storage_of,
     version_of,
 )
 from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.ranks.rank import Rank, this_rank
+from tplab.torch.ranks.storages import Storages
 from tplab.trace.memory import KINDS, Ledger, RankMemory
 
 
@@ -108,8 +107,8 @@ class KindsOfMemory(DispatchMode):
         super().__init__()
         self._rank, self._given, self._is_meta = rank, given, is_meta
         self._ledger = Ledger()
-        self._held: dict[int, _Held] = {}  # place of a storage -> what is known about it
-        self._parameters: dict[int, weakref.ref[Tensor]] = {}  # the same place -> the parameter, for its gradient
+        self._storages: Storages[_Held] = Storages()
+        self._parameters: dict[int, _Parameter] = {}  # the identity of a storage -> the parameter, for its gradient
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> KindsOfMemory:
@@ -130,9 +129,9 @@ class KindsOfMemory(DispatchMode):
         self._after_steps.remove()
         self._look()
         self._ledger.open_row(self._rank.now(), "end", "", "")
-        for held in self._held.values():
+        for held in self._storages.rest():
             self._book(held)
-        self._held.clear()
+        self._storages = Storages()
         self._parameters.clear()
         self.memory = self._ledger.closed()
 
@@ -169,7 +168,7 @@ class KindsOfMemory(DispatchMode):
         if held is not None:
             held.kinds, held.is_marked = [(held.born, kind)], True
             if kind == "parameters":
-                self._parameters[storage_id(local_of(x).untyped_storage())] = weakref.ref(x)
+                self._parameters[held.place] = _Parameter(x, held)
 
     def hold(self, x: Tensor) -> object:
         """A token: as long as it is kept, `x` is saved for a backward pass."""
@@ -192,24 +191,27 @@ class KindsOfMemory(DispatchMode):
 
     def _look(self) -> None:
         """Record what is gone, and find what has become a gradient."""
-        for place in [place for place, held in self._held.items() if held.storage.expired()]:
-            self._book(self._held.pop(place))
-            self._parameters.pop(place, None)
-        for place, found in self._parameters.items():
-            self._resize(self._held[place])
-            parameter = found()
-            if parameter is not None and parameter.grad is not None:
-                held = self._meet(parameter.grad)
+        for held in self._storages.gone():
+            self._book(held)
+            parameter = self._parameters.get(held.place)
+            if parameter is not None and parameter.held is held:
+                del self._parameters[held.place]
+        for known in [known for known in self._parameters.values() if known.has_changed()]:
+            storage, parameter = known.storage(), known.parameter()
+            if storage is not None and storage.nbytes() != known.held.num_bytes:
+                self._resize(known.held, storage.nbytes())
+            gradient = None if parameter is None else parameter.grad
+            if gradient is not None:
+                known.gradient = weakref.ref(gradient)
+                held = self._meet(gradient)
                 if held is not None:
                     held.was("gradients")
 
-    def _resize(self, held: _Held) -> None:
+    def _resize(self, held: _Held, num_bytes: int) -> None:
         """Follow FSDP2, which frees whole parameters, and makes them again, by resizing their memory."""
-        storage = storage_of(held.storage)
-        if storage is not None and storage.nbytes() != held.num_bytes:
-            self._book(held)
-            held.num_bytes, held.born = storage.nbytes(), self.num_rows
-            held.kinds = [(held.born, held.kinds[-1][1])]
+        self._book(held)
+        held.num_bytes, held.born = num_bytes, self.num_rows
+        held.kinds = [(held.born, held.kinds[-1][1])]
 
     def _meet(self, x: Any, kind: str = "other") -> _Held | None:
         """What is known about the memory of `x`; None if it has none that counts."""
@@ -219,14 +221,14 @@ class KindsOfMemory(DispatchMode):
         if local.layout is not torch.strided or (local.device.type == "meta" and not self._is_meta):
             return None
         storage = local.untyped_storage()
-        place = storage_id(storage)
-        held = self._held.get(place)
+        held = self._storages.get(storage)
         is_parameter = isinstance(x, nn.Parameter)
         if held is None:
             born = 0 if is_parameter else max(len(self._ledger) - 1, 0)
-            held = self._held[place] = _Held(storage, born, kind)
-        if is_parameter and place not in self._parameters:
-            self._parameters[place] = weakref.ref(x)
+            held = _Held(storage, born, kind)
+            self._storages.add(storage, held)
+        if is_parameter and held.place not in self._parameters:
+            self._parameters[held.place] = _Parameter(x, held)
             held.was("parameters")
         return held
 
@@ -272,10 +274,10 @@ class _Held:
     is_given   whether it came with the arguments of the program
     """
 
-    __slots__ = ("born", "came", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "storage")
+    __slots__ = ("born", "came", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "place", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, born: int, kind: str):
-        self.storage, self.num_bytes = StorageWeakRef(storage), storage.nbytes()
+        self.storage, self.place, self.num_bytes = weakref.ref(storage), storage_id(storage), storage.nbytes()
         self.born = self.came = born
         self.kinds = [(born, kind)]
         self.is_marked = self.is_given = False
@@ -295,6 +297,29 @@ class _Held:
             self.kinds = [(self.born, kind)]
         elif self.kinds[-1][1] != kind:
             self.kinds.append((max(row, self.kinds[-1][0]), kind))
+
+
+class _Parameter:
+    """A parameter, its memory, and the gradient that it was last seen with. All parameters are looked at after every
+    operation, since nothing tells that a gradient was assigned: so this is brief."""
+
+    __slots__ = ("gradient", "held", "parameter", "storage")
+
+    def __init__(self, parameter: Tensor, held: _Held):
+        self.parameter, self.storage, self.held = weakref.ref(parameter), held.storage, held
+        self.gradient: Callable[[], Tensor | None] = _nothing
+
+    def has_changed(self) -> bool:
+        """Whether its memory has another size, or it has another gradient."""
+        storage, parameter = self.storage(), self.parameter()
+        if storage is not None and storage.nbytes() != self.held.num_bytes:
+            return True
+        gradient = None if parameter is None else parameter.grad
+        return gradient is not None and gradient is not self.gradient()
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Token:
