@@ -162,6 +162,25 @@ def rng_tracker_home() -> Any:
     return sys.modules.get("torch.distributed.tensor._random")
 
 
+_MODULES: Any = vars(torch.nn.modules.module)
+_HOOKS = [name for name in _MODULES if name.startswith("_global_")]
+_IS_FULL = "_global_is_full_backward_hook"
+
+
+def module_hooks() -> dict[str, Any]:
+    """The hooks for all modules that this process has registered, as `register_module_forward_hook` does."""
+    return {name: _MODULES[name] for name in _HOOKS}
+
+
+def put_module_hooks(hooks: dict[str, Any]) -> None:
+    _MODULES.update(hooks)
+
+
+def note_module_hooks(hooks: dict[str, Any]) -> None:
+    """Note what is not in the tables that `hooks` holds, which are the process's now."""
+    hooks[_IS_FULL] = _MODULES[_IS_FULL]
+
+
 def dtensor_dispatcher() -> Any:
     """What handles DTensor's operations, with the handlers of loss_parallel; None where it was not imported."""
     home = getattr(sys.modules.get("torch.distributed.tensor._api"), "DTensor", None)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tplab.torch.distributed.asked import Asked, Put, factor_of, flat, several
+from tplab.torch.distributed.seen import seen_by_modes
 from tplab.torch.distributed.work import Several, Started, Taken, Work
 from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.outcomes import own
@@ -23,6 +24,7 @@ from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.simulated import SimulatedRank
 
 
+@seen_by_modes
 class Group(Asked, dist.ProcessGroup):
     """Some ranks of a run, as a process group. A rank's number in it is its position in `ranks`.
 
@@ -109,6 +111,9 @@ class Group(Asked, dist.ProcessGroup):
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
         (x,) = several(tensors)
+        return self.receive(x, source, tag)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Work:
         call = self._message("receive", source, tag)
         pending = self.member.here().begin(call, _dense(x))
         return Started(self.member, pending, x, lambda y: self._write_all("recv", x, y), source)
@@ -130,7 +135,8 @@ class Group(Asked, dist.ProcessGroup):
         result = self.member.here().do(call, x, is_lent=True)
         while self.unfinished:  # everything started before this is done too
             self.unfinished[0].wait()
-        take(result)
+        with no_dispatch():
+            take(result)
         return Taken()
 
     def _together(self, works: Sequence[Work], opts: Any) -> Work:
@@ -157,7 +163,7 @@ class AnyMessage(Work):
                 [group._message("receive", other, self._tag) for other in others]
             )
             self._source = group.place.group.index(source)
-            group.recv(self._x, self._source, self._tag).wait()
+            group.receive(self._x, self._source, self._tag).wait()
         return True
 
     def is_completed(self) -> bool:

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from threading import current_thread
 from types import ModuleType
@@ -29,6 +30,9 @@ from tplab.torch.private import (
     dtensor_dispatcher,
     environ_data,
     import_locks,
+    module_hooks,
+    note_module_hooks,
+    put_module_hooks,
     python_random,
     rng_tracker_home,
 )
@@ -49,6 +53,7 @@ class Process:
     tracker   DTensor's generator; `handlers`: how it handles operations, which loss_parallel changes for a while
     states    what the classes of Hugging Face's accelerate know about a process
     attention what torch's context_parallel has replaced it with
+    hooks     those for all modules; each rank begins with the notebook's
     """
 
     def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
@@ -59,6 +64,7 @@ class Process:
         self.handlers: dict[Any, Any] | None = None
         self.states: dict[Any, dict[str, Any]] = {}
         self.attention = ContextParallel()
+        self.hooks = {name: copy(hooks) for name, hooks in module_hooks().items()}
 
 
 class Processes:
@@ -133,6 +139,7 @@ class Processes:
             active.handlers = dispatcher._custom_op_handlers
         active.states = accelerate_states()
         active.attention.take()
+        note_module_hooks(active.hooks)
         return active
 
     def put(self, process: Process) -> None:
@@ -160,6 +167,7 @@ class Processes:
         for kind in accelerate_states():
             kind._shared_state = process.states.setdefault(kind, {})
         process.attention.put()
+        put_module_hooks(process.hooks)
         self.active = None if is_notebook else process
 
     def _enter(self) -> None:
@@ -206,6 +214,7 @@ class Processes:
             process.handlers = dispatcher._custom_op_handlers
         process.states = accelerate_states()
         process.attention.take()
+        process.hooks = module_hooks()
         return process
 
     def _rank(self, rank: int, kernel: Process) -> Process:

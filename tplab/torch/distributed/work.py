@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplab.torch.private import at_end_of_backward, c10d_C, graph_task
+from tplab.torch.private import at_end_of_backward, c10d_C, graph_task, no_dispatch
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.watches import OF_THREADS
 
@@ -108,7 +108,8 @@ class Started(Work):
         if not self._has_data:
             self._has_data = True
             assert self._take is not None
-            self._take(y)
+            with no_dispatch():  # this is no operation of the program
+                self._take(y)
 
     def is_completed(self) -> bool:
         """Whether it is done. Repeated calls let other ranks go on in between, and finally wait: a loop that asks

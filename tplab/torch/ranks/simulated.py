@@ -54,6 +54,7 @@ class SimulatedRank(Rank):
         self.raised: list[str] = []  # what ended other threads, at `home`
         self.waits_as_always = False  # even if other threads of the rank could have the turn
         self.began_at = ""  # for another thread: the line that has started it
+        self._called_from: FrameType | None = None
         self._is_timed = world.is_timed
         self._seen_at = 0.0
         self._doing: Burst | None = None
@@ -242,7 +243,7 @@ class SimulatedRank(Rank):
 
     def _site(self, call: Call, x: Tensor) -> Site:
         world = self.world
-        frame = world.lines.frame(above=3)
+        frame = self._called_from or world.lines.frame(above=3)
         code = frame.f_code
         key = (call, x.shape, x.dtype, id(code), frame.f_lasti, graph_task() == -1)
         site = self._sites.get(key)
@@ -472,6 +473,16 @@ class SimulatedRank(Rank):
         """Let ranks go on that wait for something that this rank has done."""
         turns = self.seat.turns
         turns.ready.extend(turns.watches.met(self.seat))
+
+    @contextmanager
+    def at_line(self) -> Iterator[None]:
+        """What this rank calls meanwhile counts as called from the program's present line, wherever that is."""
+        before = self._called_from
+        self._called_from = before or self.world.lines.frame()
+        try:
+            yield
+        finally:
+            self._called_from = before
 
     # --- threads that its program starts ---------------------------------------------------------------------------
 
