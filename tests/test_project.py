@@ -16,7 +16,7 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from labs.source import build
+from labs.source import build, course
 from tests.test_rooms import imports
 
 ROOT = Path(__file__).parent.parent
@@ -268,11 +268,32 @@ def test_readme_code_runs_and_prints_what_it_says(code: str, tmp_path: Path):
     assert done.stdout.splitlines() == re.findall(r"^print\(.*\) +# (.*)$", code, re.MULTILINE)
 
 
-def test_readme_lists_every_lab_with_its_question_and_badges():
-    rows = re.findall(r"^\| \[[^\]]+\]\(labs/(\w+)\.ipynb\) \| ([^|]+) \| (.*) \|$", README, re.MULTILINE)
-    openings = {name: build.read_source(name).cells[0].source for name in build.names()}
-    questions = {name: " ".join(text.split("**")[1].split()) for name, text in openings.items()}
-    assert rows == [(name, questions[name], build.badges(name)) for name in build.names()]
+def test_readme_lists_every_lab_by_part_with_its_question_and_time():
+    found = re.findall(
+        r"^\*\*(.+?)\.\*\* |^\| \[(.+?)\]\(labs/(\w+)\.ipynb\) \| (.+?) \| (\d+) min \|$", README, re.MULTILINE
+    )
+    rows = [row for row in found if row[2] or row[0] in {part.title for part in course.PARTS}]
+    wanted = []
+    for part, members in course.parts(course.labs()):
+        wanted.append((part.title, "", "", "", ""))
+        wanted += [("", f"{lab.number} {lab.title}", lab.name, lab.question, str(lab.minutes)) for lab in members]
+    assert rows == wanted
+
+
+def test_readme_says_how_long_the_course_and_each_path_take():
+    labs = {lab.number: lab for lab in course.labs()}
+    assert f"{len(labs)} labs, {course.hours(sum(lab.minutes for lab in labs.values()))} in all." in README
+    for path in course.PATHS:
+        links = ", ".join(f"[{number}](labs/{labs[number].name}.ipynb)" for number in path.numbers)
+        time = course.hours(sum(labs[number].minutes for number in path.numbers))
+        assert f"- **{path.title}** ({time}): {links}. {path.about}" in README
+
+
+def test_no_lab_builds_on_a_later_one():
+    labs = course.labs()
+    numbers = [lab.number for lab in labs]
+    assert all(needed in numbers and needed < lab.number for lab in labs for needed in lab.needs)
+    assert [lab.number for _, members in course.parts(labs) for lab in members] == numbers, "each lab is in one part"
 
 
 MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -300,9 +321,9 @@ def test_the_site_has_one_address():
     owner, _, name = build.repository().removeprefix("https://github.com/").partition("/")
     site = f"https://{owner}.github.io/{name}/"
     assert PROJECT["urls"]["Documentation"] == site
-    found = re.findall(r"https://[\w.-]+\.github\.io/[^)\s\"]*", README)
+    found = re.findall(r"https://[\w.-]+\.github\.io/tplab/[^)\s\"]*", README)
     pages = {site, *(f"{site}labs/{name}.html" for name in build.names())}
-    assert len(found) >= 3 and set(found) <= pages
+    assert len(found) >= 2 and set(found) <= pages
 
 
 def _text(file: Path) -> str:

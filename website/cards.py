@@ -12,6 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from tplab.widgets.page import json_in_page
+from tplab.widgets.paper.dark import darkened
 from website.states import Output
 
 FOLDER = "widgets"  # of the site: modules and stills
@@ -24,8 +25,8 @@ class Cards:
     def __init__(self, site: Path):
         self.folder = site / FOLDER
 
-    def figure(self, output: Output, page: str) -> str:
-        """The HTML of a widget on the page with this path in the site.
+    def figure(self, output: Output, page: str, plays: bool = False) -> str:
+        """The HTML of a widget on the page with this path in the site. If it `plays`, it begins by itself.
 
         Where scripts are off, or the widget is still out of sight, its picture is shown. The HTML has no blank line, at
         which Markdown would end it.
@@ -39,21 +40,23 @@ class Cards:
         alt = html.escape(" ".join(output.data["text/plain"].split()))
         module = self._shared(output.state.module.encode(), "widget", ".js")
         return (
-            f'<figure class="card" data-module="{up}/{module}" data-kind="{output.state.kind}">\n'
+            f'<figure class="card" data-module="{up}/{module}" data-kind="{output.state.kind}"'
+            f"{' data-plays' * plays}>\n"
             f'<img src="{still}" alt="{alt}" width="{width}" height="{height}" loading="lazy">\n'
             f'<script type="application/json">{data}</script>\n'
             "</figure>"
         )
 
-    def thumbnail(self, picture: Path) -> str:
-        """The first frame of a picture, small; its path in the site."""
+    def thumbnails(self, picture: Path) -> tuple[str, str]:
+        """The first frame of a picture, small, for light and for dark paper; their paths in the site."""
         with Image.open(picture) as moving:
             frame = moving.convert("RGB")
         frame.info.clear()  # of the moving picture
         frame.thumbnail((THUMBNAIL_WIDTH, THUMBNAIL_WIDTH))
         stream = io.BytesIO()
         frame.quantize(256).save(stream, "png", optimize=True)
-        return self._shared(stream.getvalue(), "thumbnail", ".png")
+        small = stream.getvalue()
+        return self._shared(small, "thumbnail", ".png"), self._shared(darkened(small), "thumbnail", ".png")
 
     def _shared(self, data: bytes, name: str, suffix: str) -> str:
         """Write it under a name that says what is in it, and return its path in the site."""

@@ -10,7 +10,8 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from website.policy import meta  # noqa: E402  Sphinx runs this file from anywhere
+from website import front  # noqa: E402  Sphinx runs this file from anywhere
+from website.policy import meta  # noqa: E402
 
 _project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 
@@ -32,10 +33,14 @@ html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "tplab"
 html_baseurl = _project["urls"]["Documentation"]
+templates_path = ["templates"]
 html_static_path = ["static", *(f"../tplab/widgets/static/{name}" for name in ("tplab.css", "model.js"))]
 html_favicon = "static/ring.svg"
-html_css_files = ["tplab.css", "site.css", "reference.css"]
-html_js_files = [("play.js", {"type": "module"}), ("reach.js", {"type": "module"})]
+html_css_files = ["tplab.css", "site.css", "reference.css", "front.css"]
+html_js_files = [
+    *((name, {"type": "module"}) for name in ("play.js", "reach.js", "front.js")),
+    ("search.js", {"defer": "defer"}),  # after Sphinx's own scripts, and before they search
+]
 html_show_sourcelink = False
 html_copy_source = False
 html_permalinks_icon = "#"
@@ -76,6 +81,12 @@ def _what_it_may_load(app: Sphinx, page: str, template: str, context: dict[str, 
     context["metatags"] = meta(has_lab) + context.get("metatags", "")
 
 
+def _front(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> str | None:
+    """The front page has a template of its own."""
+    return front.TEMPLATE if page == "index" else None
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("html-page-context", _front, priority=950)
     app.connect("html-page-context", _what_it_may_load, priority=900)  # after others have added to metatags
     app.connect("html-page-context", _level_of_captions, priority=900)  # after furo has made the tree

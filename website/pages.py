@@ -1,4 +1,4 @@
-"""The pages that Sphinx reads, as files in a folder like the repository's: notebooks, the README as index.md, docs/."""
+"""The pages that Sphinx reads, as files in a folder like the repository's: notebooks, docs/, README, the front page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import nbformat
 
-from labs.source import build
-from website import lite, monday, reference
+from labs.source import build, course
+from website import front, lite, monday, reference
 from website.cards import Cards
 from website.states import Output
 
@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 PICTURE = re.compile(r'<a [^>]*>\s*<picture>\s*<source [^>]*>\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>')
 """A picture that leads here, with another for dark paper: on the site, the widget that it shows is in its place."""
-ROW = re.compile(r"^\| \[([^\]]+)\]\(labs/(\w+)\.ipynb\) \| ([^|]+) \| .* \|$", re.MULTILINE)
 DOCS = ("torch_distributed", "twins", "design", "figures")
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
 
@@ -33,7 +32,7 @@ class Pages:
     """Writes the pages of these labs, and those around them.
 
     shown     what the cells of each lab show, by lab and cell
-    opening   what the README begins with
+    opening   what the front page and the README begin with
     """
 
     def __init__(self, folder: Path, cards: Cards, shown: Mapping[str, Mapping[str, list[Output]]], opening: Output):
@@ -46,8 +45,8 @@ class Pages:
         texts |= {f"{name}.md": self.text(f"{name}.md") for name in ABOUT}
         texts |= reference.pages()
         texts[monday.PATH] = self.linked(monday.page(self.shown), monday.PATH)
-        texts["index.md"] = self.landing()
-        pictures = ["docs/ring.png", *(f"labs/images/{name}.png" for name in build.names())]
+        texts |= {"index.md": self.front(), "readme.md": self.readme()}
+        pictures = ["docs/train.png", *(f"labs/images/{name}.png" for name in build.names())]
         for old in self.folder.rglob("*.*"):
             if old.is_file() and old.relative_to(self.folder).as_posix() not in {*texts, *pictures}:
                 old.unlink()
@@ -100,32 +99,28 @@ class Pages:
     def text(self, path: str) -> str:
         return self.linked((ROOT / path).read_text(encoding="utf8"), path)
 
-    def landing(self) -> str:
-        """The README, with a gallery in the place of its table of labs, and what Sphinx needs to find all pages."""
-        text = (ROOT / "README.md").read_text(encoding="utf8")
-        to_site = rf"\]\({re.escape(address())}[^)]*\)"
-        text = PICTURE.sub(r"![\1](\2)", text)
-        text = re.sub(
-            rf"^[^\n]*{to_site}(.+\n)+\n", "", text, flags=re.MULTILINE
-        )  # a paragraph that sends the reader here
-        rows = list(ROW.finditer(text))
-        head = text.rindex("\n\n", 0, rows[0].start())
-        gallery = "\n".join(self._tile(row[2], row[1], row[3]) for row in rows if row[2] in self.shown)
-        text = f'{text[:head]}\n\n<div class="gallery">\n{gallery}\n</div>{text[rows[-1].end() :]}'
-        trees = [
-            ("Labs", [f"labs/{name}" for name in self.shown]),
-            ("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]),
-            ("Project", ABOUT),
-        ]
-        return self.linked(text, "README.md") + "".join(_toctree(caption, pages) for caption, pages in trees)
+    def front(self) -> str:
+        """The front page, and what Sphinx needs to find all others."""
+        labs = course.labs(list(self.shown))
+        figure = self.cards.figure(self.opening, "index.html", plays=True)
+        body = front.body(labs, figure, self._thumbnail, build.repository())
+        trees = [(part.title, [f"labs/{lab.name}" for lab in members]) for part, members in course.parts(labs)]
+        trees.append(("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]))
+        trees.append(("Project", ["readme", *ABOUT]))
+        return f"{body}\n" + "".join(_toctree(caption, pages) for caption, pages in trees)
 
-    def _tile(self, name: str, title: str, question: str) -> str:
-        number, _, rest = title.partition(" ")
-        picture = self.cards.thumbnail(build.LABS / "images" / f"{name}.png")
-        return (
-            f'<a href="labs/{name}.html"><span class="frame"><img src="{picture}" alt="" loading="lazy"></span>\n'
-            f"<b><i>{number}</i> {html.escape(rest)}</b>\n<span>{html.escape(question)}</span></a>"
-        )
+    def readme(self) -> str:
+        """The README, with widgets for its pictures, and without what sends its readers to this site."""
+        text = (ROOT / "README.md").read_text(encoding="utf8")
+        text = PICTURE.sub(r"![\1](\2)", text)
+        to_site = rf"\]\({re.escape(address())}[^)]*\)"
+        text = re.sub(rf"^[^\n]*{to_site}(.+\n)+\n", "", text, flags=re.MULTILINE)
+        return self.linked(text, "README.md")
+
+    def _thumbnail(self, name: str) -> str:
+        small, dark = self.cards.thumbnails(build.LABS / "images" / f"{name}.png")
+        lit = f'<img class="only-light" src="{small}" alt="" loading="lazy">'
+        return f'{lit}<img class="only-dark" src="{dark}" alt="" loading="lazy">'
 
     def linked(self, text: str, path: str) -> str:
         """The text with its links as they are on the site: to pages and pictures there, or else to the repository."""
@@ -137,9 +132,9 @@ class Pages:
             place, _, anchor = target.partition("#")
             where = posixpath.normpath(posixpath.join(posixpath.dirname(path), place))
             if mark and (card := self._card(where)):
-                return self.cards.figure(card, re.sub(r"\.\w+$", ".html", path).replace("README", "index"))
+                return self.cards.figure(card, re.sub(r"\.\w+$", ".html", path).replace("README", "readme"))
             if where == "README.md":
-                target = target.replace("README.md", "index.md")
+                target = target.replace("README.md", "readme.md")
             elif not self._is_page(where):
                 kind = "tree" if (ROOT / where).is_dir() else "blob"
                 target = f"{build.repository()}/{kind}/main/{where}{'#' * bool(anchor)}{anchor}"
@@ -149,8 +144,6 @@ class Pages:
 
     def _card(self, picture: str) -> Output | None:
         """The widget of which this is the picture."""
-        if picture == "docs/ring.png":
-            return self.opening
         found = re.fullmatch(r"labs/images/(\w+)\.png", picture)
         shown = self.opening_of(found[1]) if found and found[1] in self.shown else None
         return shown if shown and shown.state else None

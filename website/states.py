@@ -59,7 +59,7 @@ class Output:
 def states(names: Sequence[str]) -> dict[str, dict[str, list[Output]]]:
     """What each cell of these labs shows, by lab and by the cell's id; labs that have not changed are not run again.
 
-    Besides labs, there is OPENING: one cell, which shows what the README begins with.
+    Besides labs, there is OPENING: one cell, which shows what the front page begins with.
     """
     files = {name: file_of(name) for name in names}
     missing = [name for name in names if not files[name].is_file()]

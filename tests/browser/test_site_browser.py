@@ -260,12 +260,49 @@ def test_it_follows_the_readers_system(page: Page, site: str, said: list[str]):
     expect(root).to_have_attribute("data-theme", "light")
 
 
-def test_a_search_finds_a_lab(page: Page, site: str, said: list[str]):
-    page.goto(f"{site}/index.html")
-    page.get_by_placeholder("Search").fill("microbatches")
+@pytest.mark.parametrize("words, found", [("microbatches", "10 Pipeline schedules"), ("allreduce", "02 Collectives")])
+def test_a_search_finds_a_lab(page: Page, site: str, said: list[str], words: str, found: str):
+    page.goto(f"{site}/{LAB}")
+    page.get_by_placeholder("Search").fill(words)
     page.keyboard.press("Enter")
     expect(page.locator("#search-results li a").first).to_be_visible()
-    expect(page.get_by_role("link", name="10 Pipeline schedules").last).to_be_visible()
+    expect(page.get_by_role("link", name=found).last).to_be_visible()
+
+
+def test_the_front_page_plays_by_itself_until_it_is_touched(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/index.html")
+    card = page.locator("figure.card.alive")
+    pause, play = (card.get_by_role("button", name=name) for name in ("pause (space)", "play (space)"))
+    expect(pause).to_be_visible()
+    pause.click()
+    page.wait_for_timeout(4000)  # longer than the rest between two rounds
+    expect(play).to_be_visible()
+
+
+def test_reduced_motion_plays_nothing_by_itself(page: Page, site: str, said: list[str]):
+    page.emulate_media(reduced_motion="reduce")
+    page.goto(f"{site}/index.html")
+    expect(page.locator("figure.card.alive").get_by_role("button", name="play (space)")).to_be_visible()
+
+
+def test_the_map_joins_a_lab_to_what_it_builds_on(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/index.html")
+    page.locator("#lab-17").hover()
+    expect(page.locator(".tile.needed")).to_have_count(2)
+    assert page.locator(".tile.needed").evaluate_all("tiles => tiles.map((tile) => tile.id)") == ["lab-02", "lab-16"]
+    expect(page.locator("svg.needs path")).to_have_count(2)
+    page.locator("h1").hover()
+    expect(page.locator(".tile.needed")).to_have_count(0)
+
+
+def test_what_scrolls_in_either_direction_is_reached_by_keyboard(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/labs/05_block_memory.html")
+    code, formula = page.locator(".highlight pre").first, page.locator("div.math").first
+    expect(code).not_to_have_attribute("tabindex", "0")
+    code.evaluate("box => { box.style.maxHeight = '20px'; box.style.overflow = 'auto'; }")
+    page.evaluate("dispatchEvent(new Event('resize'))")
+    expect(code).to_have_attribute("tabindex", "0")
+    assert formula.evaluate("box => getComputedStyle(box).overflowY") == "hidden", "a font may be a pixel higher"
 
 
 def test_answers_are_folded(page: Page, site: str, said: list[str]):

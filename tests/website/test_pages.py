@@ -11,7 +11,8 @@ import nbformat
 import pytest
 from PIL import Image
 
-from labs.source import build
+from labs.source import build, course
+from website import front
 from website.cards import Cards
 from website.pages import Pages, StaleLabError, address, launch
 from website.states import Output, State
@@ -52,7 +53,7 @@ def pages(tmp_path: Path) -> Pages:
     [
         ("docs/design.md", "[a](twins.md)", "[a](twins.md)"),
         ("docs/design.md", "[a](../CONTRIBUTING.md#versions)", "[a](../CONTRIBUTING.md#versions)"),
-        ("docs/design.md", "[a](../README.md#labs)", "[a](../index.md#labs)"),
+        ("docs/design.md", "[a](../README.md#labs)", "[a](../readme.md#labs)"),
         ("README.md", "[a\nb](labs/00_first_look.ipynb)", "[a\nb](labs/00_first_look.ipynb)"),
         ("README.md", "[`a`](tplab/mesh.py)", f"[`a`]({REPOSITORY}/blob/main/tplab/mesh.py)"),
         ("README.md", "[a](tplab/trace)", f"[a]({REPOSITORY}/tree/main/tplab/trace)"),
@@ -84,14 +85,29 @@ def test_what_is_on_the_page_is_what_was_committed(pages: Pages):
         pages.lab(LAB)
 
 
-def test_the_landing_page_has_a_gallery_and_a_live_widget(pages: Pages):
-    text = pages.landing()
-    assert f'<a href="labs/{LAB}.html">' in text
-    assert "What travels when eight ranks add up their numbers?" in text
-    assert "| lab | question |" not in text and "badge.svg" not in text
-    assert text.index('data-module="./widgets/') < text.index("## Ten lines")
-    assert address() not in text, "the site sends its readers to itself"
-    assert f":caption: Labs\n\nlabs/{LAB}\n" in text
+def test_the_front_page_has_a_picture_that_plays_the_paths_and_a_map(pages: Pages):
+    text = pages.front()
+    assert text.count('data-kind="Knob" data-plays>') == 1
+    assert f'href="labs/{LAB}.html" data-needs="">' in text
+    assert "What travels when eight ranks add up their numbers?" in text and "15 min, needs no other lab" in text
+    assert [f"<h3>{path.title}</h3>" in text for path in course.PATHS] == [
+        "00" in path.numbers for path in course.PATHS
+    ]
+    assert ":caption: Splitting a layer\n\nlabs/00_first_look\n" in text and ":caption: Project\n\nreadme\n" in text
+    assert "\n\n" not in text[: text.index("```{toctree}")].rstrip(), "Markdown would end the HTML there"
+
+
+def test_a_tile_of_the_map_knows_what_its_lab_builds_on():
+    text = front.body(course.labs(), "<figure>", lambda name: f"<img alt={name!r}>", REPOSITORY)
+    for lab in course.labs():
+        assert f'id="lab-{lab.number}" href="labs/{lab.name}.html" data-needs="{" ".join(lab.needs)}">' in text
+    assert "<img alt='17_zero'>" in text and "50 min, builds on 02, 16" in text
+
+
+def test_the_readme_does_not_send_readers_of_the_site_to_the_site(pages: Pages):
+    text = pages.readme()
+    assert address() not in text
+    assert "![A timeline of eight ranks." in text and "<picture>" not in text
 
 
 def test_no_text_breaks_out_of_its_figure(tmp_path: Path):

@@ -20,6 +20,25 @@ async function draw(figure) {
   host.inert = false;
   figure.querySelector("img").remove();
   figure.classList.add("alive");
+  if ("plays" in figure.dataset) playAlong(host);
+}
+
+// A picture that plays by itself, again and again with a rest between, until the reader touches it or looks elsewhere.
+const REST = 3500; // milliseconds
+function playAlong(host) {
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+  let seen = false, left = false;
+  const button = host.querySelector(".tpl-play");
+  const isPlaying = () => button.getAttribute("aria-label").startsWith("pause");
+  const start = () => { if (seen && !left && !isPlaying()) button.click(); };
+  for (const kind of ["pointerdown", "keydown"]) {
+    host.addEventListener(kind, (event) => { left ||= event.isTrusted; }, { capture: true, passive: true });
+  }
+  new MutationObserver(() => { if (!isPlaying()) setTimeout(start, REST); }).observe(button, { attributeFilter: ["aria-label"] });
+  new IntersectionObserver(([entry]) => {
+    seen = entry.isIntersecting;
+    start();
+  }, { threshold: 0.5 }).observe(host);
 }
 
 // What a link leads to stays in its place while pictures above it become widgets, which are higher than they were: for
