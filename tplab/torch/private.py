@@ -102,6 +102,24 @@ post_accumulate_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | 
 SAVED = "_saved_"
 """How the names of what a node of the graph has saved begin, such as `_saved_self`; torch documents them."""
 
+
+class Recorder:
+    """The events of one thread, from the recorder that torch's profiler had before Kineto."""
+
+    @staticmethod
+    def start(profile: Any) -> None:
+        """Record what a `torch.autograd.profiler.profile` asks for. Raises RuntimeError if this thread does already."""
+        config: Any = torch.autograd.ProfilerConfig
+        settings = profile.record_shapes, profile.profile_memory, profile.with_stack, profile.with_flops
+        state = torch.autograd.ProfilerState.CPU
+        torch.autograd._enable_profiler_legacy(config(state, *settings, False, profile.experimental_config))
+
+    @staticmethod
+    def stop() -> Sequence[Any]:
+        """What was recorded, in order."""
+        return [record for records in torch.autograd._disable_profiler_legacy() for record in records]
+
+
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 no_torch_function = _C.DisableTorchFunction

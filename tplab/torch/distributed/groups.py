@@ -15,6 +15,8 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.errors import MeshError
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.group import Group
+from tplab.torch.distributed.identity import IDENTITY
+from tplab.torch.distributed.profiling import Profiling
 from tplab.torch.distributed.store import FileStore, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -190,6 +192,8 @@ class Hooks:
             (c10d, "PrefixStore", PrefixStore),
             (torch.multiprocessing, "spawn", _spawned),
             (torch.multiprocessing, "start_processes", _spawned),
+            *IDENTITY,
+            *Profiling().attributes,
         ]
         self._own_attributes: list[Any] = []
         self._is_inside = False  # another run

@@ -62,6 +62,7 @@ class Started(Work):
 
     take    writes the result where the program wants it; None for a message sent
     queue   what its group has started but not yet waited for, the oldest first
+    is_done whether the program has it
     """
 
     def __init__(
@@ -78,31 +79,31 @@ class Started(Work):
         if queue is not None:
             queue.append(self)
         self._pending, self._x, self._take, self._source = pending, x, take, source
-        self._is_done = self._is_finishing = False
+        self.is_done = self._is_finishing = False
         self._has_data = False
         self._num_asked = 0
 
     def wait(self, timeout: Any = None) -> bool:
         """Finish first what the group had started before this, so that results come in the same order."""
         queue = self._queue
-        while queue and not self._is_done:
+        while queue and not self.is_done:
             queue.popleft()._finish()
         self._finish()
         return True
 
     def _finish(self) -> None:
         """Wait until it has arrived, on the rank's clock too."""
-        if self._is_done:
+        if self.is_done:
             return
         if self._is_finishing:  # another thread of the rank waits for it
-            self._member.here().wait_until(lambda: self._is_done, "wait", None, OF_THREADS)
+            self._member.here().wait_until(lambda: self.is_done, "wait", None, OF_THREADS)
             return
         self._is_finishing = True
         if self._take is None:  # a message sent: the receiver must be ready to take it
             self._member.here().await_receiver(self._pending)
         else:
             self._write(self._pending.read())
-        self._is_done = True
+        self.is_done = True
 
     def _write(self, y: Tensor) -> None:
         if not self._has_data:
@@ -115,9 +116,9 @@ class Started(Work):
         """Whether it is done. Repeated calls let other ranks go on in between, and finally wait: a loop that asks
         forever would hide a deadlock."""
         self._num_asked += 1
-        if not self._is_done and (self._num_asked > _PATIENCE or self._member.here().has_come(self._pending)):
+        if not self.is_done and (self._num_asked > _PATIENCE or self._member.here().has_come(self._pending)):
             self.wait()
-        return self._is_done
+        return self.is_done
 
     def _source_rank(self) -> int:
         return self._source
@@ -130,7 +131,7 @@ class Started(Work):
         """A completed future with the result. torch's C++ code waits for futures where no other rank could take its
         turn, so the data is fetched now. In a backward pass the rank's clock goes on: it waits at the end of the pass,
         where DistributedDataParallel waits for its buckets."""
-        if self._is_done or graph_task() == -1 or self._take is None:
+        if self.is_done or graph_task() == -1 or self._take is None:
             self.wait()
         else:
             self._write(self._member.here().fetch(self._pending))
@@ -143,13 +144,13 @@ class Several(Work):
 
     def __init__(self, works: Sequence[Work]):
         super().__init__()
-        self._works = works
+        self._works, self.last = works, works[-1]
 
     def wait(self, timeout: Any = None) -> bool:
-        return self._works[-1].wait()
+        return self.last.wait()
 
     def is_completed(self) -> bool:
-        return self._works[-1].is_completed()
+        return self.last.is_completed()
 
     def result(self) -> list[Tensor]:
         return [x for work in self._works for x in work.result()]
