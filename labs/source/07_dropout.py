@@ -324,14 +324,15 @@ check_block(block)
 #
 # Write `drop` without tplab's `dropout`. All ranks get the same whole number as `key`, and a different one for each
 # draw. The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Earlier
-# draws on a rank must not change it. (`torch.Generator().manual_seed(...)` makes a new generator, and
-# `tt.axis_index(axis)` is the rank's place along one axis or several; `None` is not an axis. The check takes a torch
-# function.)
+# draws on a rank must not change it, and it must leave torch's global generator alone. A gradient must reach `x`.
+# (`torch.Generator().manual_seed(...)` makes a new generator, and `tt.axis_index(axis)` is the rank's place along one
+# axis or several; `None` is not an axis. The check takes a torch function, and tries it on up to 130 ranks.)
 #
 # <details><summary>A hint</summary>
 #
 # The seed has to be made from the key and the place. If you add the two, key 0 on rank 1 and key 1 on rank 0 have the
-# same seed. Python's `hash` of a pair of whole numbers tells them apart.
+# same seed. So have key 0 on rank 10 and key 1 on rank 0 if you multiply the key by 10. Python's `hash` of a pair of
+# whole numbers tells them apart. Leave the name of the axis out: `hash` of a text differs from one process to the next.
 #
 # </details>
 
@@ -340,7 +341,7 @@ def drop(x, p, key, axis=None):  # x of any shape   ->   the same shape
     ...
 
 # %%
-from tplab.exercises.dropout import check_drop
+from tplab.exercises.own_dropout import check_drop
 
 check_drop(drop)
 

@@ -15,7 +15,8 @@ from labs.source import build
 from tplab import Mesh, P
 from tplab.errors import ReplicationError
 from tplab.exercises.check import Verdict
-from tplab.exercises.dropout import check_block, check_drop
+from tplab.exercises.dropout import check_block
+from tplab.exercises.own_dropout import check_drop
 
 
 def expect(verdict: Verdict, passed: bool | None, *parts: str) -> None:
@@ -66,6 +67,26 @@ def test_block():
     expect(check_block(jax_block, framework="jax"), True)
 
 
+def without_copy_to(x, a, b):
+    h = tt.dropout(torch.relu(x @ a), 0.5, axis="tp")
+    return x + tt.dropout(tt.reduce_from(h @ b, "tp"), 0.5)
+
+
+def masked(seed: Callable[[], int], shape: Callable[[Any], Any] = lambda h: h.shape) -> Callable[..., Any]:
+    """A block whose inner mask has a generator of its own."""
+
+    def solution(x, a, b):
+        h = torch.relu(tt.copy_to(x, "tp") @ a)
+        h = 2 * h * (torch.rand(shape(h), generator=torch.Generator().manual_seed(seed())) < 0.5)
+        return x + tt.dropout(tt.reduce_from(h @ b, "tp"), 0.5)
+
+    return solution
+
+
+in_pairs = masked(lambda: tt.axis_index("tp") // 2)
+one_mask_for_all_tokens = masked(lambda: tt.axis_index("tp"), lambda h: h.shape[1:])
+
+
 @pytest.mark.parametrize(
     ("fn", "hint", "is_shown"),
     [
@@ -77,6 +98,11 @@ def test_block():
         (block(p_outside=0), "outside, p is not 1/2 on Mesh(tp=4).\n0% of what the block adds to x is dropped", True),
         (block(p_inside=0), "Is one of them missing", True),
         (block(p_inside=0.1), "Is one of them missing", True),
+        (without_copy_to, "the gradient of x is not, on rank 0 of Mesh(tp=4)", True),
+        (in_pairs, "inside, ranks 0 and 1 of Mesh(tp=4) draw the same mask", True),
+        (one_mask_for_all_tokens, "the same hidden features are dropped for every token", True),
+        (lambda x, a, b: block()(x, a, b).detach(), "has no gradient", False),
+        (lambda x, a, b: block()(x, a, b) + 0 * x.data.zero_(), "it changes its argument x", False),
         (lambda x, a, b: x[:1], "the result has shape [1, 16]", False),
         (lambda x, a, b: x @ b, "RuntimeError on rank", False),
     ],
@@ -149,24 +175,78 @@ def shared_generator(x, p, key, axis=None):
     return torch.nn.functional.dropout(x, p)
 
 
+def forks(x, p, key, axis=None):
+    """torch's own generator, seeded, and put back afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hash((key, 0 if axis is None else tt.axis_index(axis) + 1)))
+        return torch.nn.functional.dropout(x, p)
+
+
+def by_bernoulli(x, p, key, axis=None):
+    """A seed made by NumPy, and a mask by torch.bernoulli."""
+    place = [] if axis is None else [1, tt.axis_index(axis)]
+    seed = np.random.SeedSequence([key, *place]).generate_state(1, np.uint64)[0]
+    generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
+    return torch.bernoulli(torch.full_like(x, 1 - p), generator=generator) * x / (1 - p)
+
+
+def reseeds(x, p, key, axis=None):
+    torch.manual_seed(hash((key, 0 if axis is None else tt.axis_index(axis) + 1)))
+    return torch.nn.functional.dropout(x, p)
+
+
+def in_place(x, p, key, axis=None):
+    with torch.no_grad():
+        x *= drop()(torch.ones_like(x), p, key, axis)
+    return x
+
+
+def of_two_dimensions(x, p, key, axis=None):
+    generator = torch.Generator().manual_seed(hash((key, 0 if axis is None else tt.axis_index(axis))))
+    return x * (torch.rand(x.shape[0], x.shape[1], generator=generator) >= p) / (1 - p)
+
+
 def test_drop():
     verdict = check_drop(drop())
     expect(verdict, True, "drop is right on Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1)")
     assert len(verdict.panels) == 4
     expect(check_drop(drop(seed=lambda key, index: 1000 * key + index)), True)
+    expect(check_drop(forks), True)
+    expect(check_drop(by_bernoulli), True)
+
+
+def with_the_axis_name(x, p, key, axis=None):
+    place = 0 if axis is None else tt.axis_index(axis)
+    generator = torch.Generator().manual_seed(hash((key, axis, place)))
+    return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p)
 
 
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (drop(scale=False), "every number must become 0 or 3 / 0.75 = 4"),
+        (drop(scale=False), "every number of x must become 0 or x / 0.75"),
         (drop(p_times=2), "with p = 0.25, 51% of the numbers are dropped"),
         (drop(seed=lambda key, index: hash(key)), "ranks 0 and 1 draw the same mask with axis='tp'"),
-        (drop(seed=lambda key, index: key + index), "If you add the rank's index to the key"),
+        (
+            drop(seed=lambda key, index: key + index),
+            "Two different pairs of key and index must never give the same seed",
+        ),
         (drop(seed=lambda key, index: index), "keys 0 and 1 give the same mask"),
         (shared_generator, "ranks 0 and 1 draw different masks with axis=None"),
         (drop(seed=lambda key, index: hash((key, tt.axis_index("tp")))), "different masks with axis=None"),
-        (lambda x, p, key, axis: tt.dropout(x, p, axis=axis)[:1], "shape [1, 16]"),
+        (lambda x, p, key, axis: drop()(x, p, key, axis)[:1], "shape [1, 16]"),
+        (lambda x, p, key, axis: tt.dropout(x, p, axis=axis), "`dropout` does the work"),
+        (reseeds, "it leaves torch's global generator in another state"),
+        (lambda *args: drop()(*args).detach(), "no gradient reaches x"),
+        (in_place, "it changes its argument x in place"),
+        (of_two_dimensions, "RuntimeError on rank 0 of Mesh(tp=4)"),
+        (drop(seed=lambda key, index: key * 4 + index), "never give the same seed"),
+        (drop(seed=lambda key, index: key * 10 + index), "on Mesh(tp=12)"),
+        (drop(seed=lambda key, index: key + 10 * index), "on Mesh(tp=12)"),
+        (drop(seed=lambda key, index: key + 1000 * index), "on Mesh(tp=12)"),
+        (drop(seed=lambda key, index: key * 100 + index), "on Mesh(tp=130)"),
+        (drop(seed=lambda key, index: hash((key, index % 8))), "on Mesh(tp=12)"),
+        (with_the_axis_name, "which is another number in every Python process"),
         (lambda x, p, key, axis: x.missing, "AttributeError"),
     ],
 )

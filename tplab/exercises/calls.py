@@ -13,23 +13,24 @@ from typing import Any
 LIBRARIES = ("tplab", "torch", "jax", "optax", "flax")
 
 
-def library_call(fn: Callable[..., Any], names: tuple[str, ...]) -> str:
+def library_call(fn: Callable[..., Any], names: tuple[str, ...], libraries: tuple[str, ...] = LIBRARIES) -> str:
     """The first of these names that `fn`, or a function of the same module that it uses, takes from a library; "" if
     none. A function of the learner's own with such a name does not count."""
-    return next((name for name in _used(fn, set()) if name in names), "")
+    found = ((value.__name__, _library(value)) for value in _used(fn, set()) if hasattr(value, "__name__"))
+    return next((name for name, library in found if name in names and library in libraries), "")
 
 
-def _used(fn: Any, met: set[CodeType]) -> Iterator[str]:
-    """The names of library objects that a function's code mentions, with those of the learner's functions it uses."""
+def _used(fn: Any, met: set[CodeType]) -> Iterator[Any]:
+    """The objects of libraries that a function's code mentions, and those of the learner's functions it uses."""
     if not isinstance(fn, FunctionType) or fn.__code__ in met:
         return
     closure = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False))
     known = {**fn.__globals__, **{name: cell.cell_contents for name, cell in closure.items() if _is_full(cell)}}
     for value in _mentioned(fn.__code__, known, met):
-        if isinstance(value, FunctionType) and not _is_of_a_library(value):
+        if _library(value) in LIBRARIES:
+            yield value
+        elif isinstance(value, FunctionType):
             yield from _used(value, met)
-        elif _is_of_a_library(value):
-            yield getattr(value, "__name__", "")
 
 
 def _mentioned(code: CodeType, known: dict[str, Any], met: set[CodeType]) -> Iterator[Any]:
@@ -65,5 +66,5 @@ def _is_full(cell: Any) -> bool:
         return False
 
 
-def _is_of_a_library(value: Any) -> bool:
-    return str(getattr(value, "__module__", None) or "").split(".")[0] in LIBRARIES
+def _library(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or "").split(".")[0]

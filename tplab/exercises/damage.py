@@ -13,15 +13,16 @@ import numpy as np
 class Untouched:
     """Remembers tensors of torch, and the global generators of torch, NumPy and Python, to say later what has changed.
 
-    arguments   name -> tensor; anything else among them is not looked at
+    arguments    name -> tensor; anything else among them is not looked at
+    generators   whether to look at the generators too
     """
 
-    def __init__(self, arguments: Mapping[str, Any]):
+    def __init__(self, arguments: Mapping[str, Any], generators: bool = True):
         import torch
 
         self._arguments = {name: one for name, one in arguments.items() if isinstance(one, torch.Tensor)}
         self._before = {name: one.detach().clone() for name, one in self._arguments.items()}
-        self._states = _states()
+        self._states = _states() if generators else {}
 
     def damage(self) -> str:
         """What has changed, and why that is bad; "" if nothing has."""
@@ -34,7 +35,7 @@ class Untouched:
                     f"Compute with a new tensor, such as {name}.clone()."
                 )
         for library, state in _states().items():
-            if not np.array_equal(state, self._states[library]):
+            if not np.array_equal(state, self._states.get(library, state)):
                 return (
                     f"it leaves {library}'s global generator in another state, by drawing from it or by seeding it.\n"
                     "Every random number that the rest of the program draws from it is then another one."

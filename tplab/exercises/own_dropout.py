@@ -1,0 +1,224 @@
+"""An exercise of lab 07: a dropout of one's own, whose masks depend on a key and on the rank's place."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.calls import library_call
+from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
+from tplab.exercises.dropout import Fault, corner, is_off
+from tplab.mesh import Mesh
+
+MESHES = (Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1))
+MANY = Mesh(tp=130)
+"""Enough ranks that seeds such as 100 * key + index meet."""
+
+_AXES = {1: (None, "tp"), 2: (None, "tp", "dp", ("dp", "tp"))}  # by the number of axes of the mesh
+_KEYS, _P = (0, 1, 2, 3), 0.25
+_FEW = Mesh(tp=12), (*range(30), 100, 1000, 10_000), (8, 16)
+_Masks = dict[tuple[Any, int], list[np.ndarray]]  # by axis and key: what each rank returned, divided by x
+
+
+def check_drop(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn(x, p, key, axis)`, in torch, is a dropout whose mask depends on the key and, along `axis`, the rank.
+
+    x any shape   p the fraction that is dropped   key an integer, the same on every rank   axis as in tplab's dropout
+    """
+    name = "drop"
+    if not_started(fn):
+        return untouched(name)
+    if lazy := library_call(fn, ("dropout",), ("tplab",)):
+        return borrowed(name, lazy)
+    panels: list[Any] = []
+    mesh = MESHES[0]
+    try:
+        with _hashed(fn) as texts:
+            for mesh in MESHES:
+                masks, harm = _drawn(fn, mesh)
+                for fault in _faults(masks, mesh):
+                    return Verdict(False, f"{name}, on {mesh}: {fault[0]}", fault[1])
+                if harm:
+                    return Verdict(False, f"{name}, on {mesh}: the masks are right, but {harm}")
+                panels = panels or _by_rank(masks["tp", 0])
+            for mesh, keys, shape in (_FEW, (MANY, (0, 1, 2), (6, 16))):
+                for fault in _fault_of_keys(_many(fn, mesh, keys, shape), (None, "tp"), apart="tp"):
+                    return Verdict(False, f"{name}, on {mesh}: {fault[0]}", fault[1])
+    except Exception as error:
+        return Verdict(False, raised(error, fn, name, mesh))
+    if texts:
+        return Verdict(
+            False,
+            f"{name}: it draws the right masks here, but it takes `hash` of the text {texts[0]!r}, which is another "
+            "number in every Python process.\nOn a cluster each rank is a process, and the ranks would not agree. The "
+            "rank's index is a number: use that alone.",
+        )
+    listed = ", ".join(map(str, MESHES))
+    text = f"{name} is right on {listed}.\nNo two draws share a mask on up to {MANY.size} ranks."
+    return Verdict(True, f"{text} Here are its masks inside, on {MESHES[0]}.", panels)
+
+
+@contextmanager
+def _hashed(fn: Callable[..., Any]) -> Iterator[list[str]]:
+    """Notes the texts whose `hash` the learner's code takes while it runs."""
+    found: list[str] = []
+    theirs, original = getattr(fn, "__globals__", None), builtins.hash
+
+    def noting(value: Any, /) -> int:
+        if sys._getframe(1).f_globals is theirs:
+            found.extend(_texts(value))
+        return original(value)
+
+    builtins.hash = noting
+    try:
+        yield found
+    finally:
+        builtins.hash = original
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple | frozenset):
+        for part in value:
+            yield from _texts(part)
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def _drawn(fn: Callable[..., Any], mesh: Mesh) -> tuple[_Masks, str]:
+    """What each rank gets for every axis and key, and what it has damaged. Before each draw, the ranks' own generators
+    are out of step."""
+    import torch
+
+    from tplab.torch import axis_index, run
+
+    calls = [(axis, key) for axis in _AXES[len(mesh.shape)] for key in _KEYS]
+
+    def program() -> tuple[list[Any], str]:
+        results, harm = [], ""
+        for axis, key in calls:
+            torch.manual_seed(0)
+            torch.rand(axis_index(mesh.axis_names))
+            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(key)) + 10
+            before, whole = Untouched({"x": x}), x.clone()
+            y = fn(x, _P, key, axis)
+            harm = harm or before.damage()
+            results.append((y.detach() / whole if y.shape == x.shape else y.detach()).numpy())
+        return results, harm or _of_other_kinds(fn)
+
+    per_rank = run(program, mesh).per_rank
+    masks = {call: [results[place] for results, _ in per_rank] for place, call in enumerate(calls)}
+    return masks, next((harm for _, harm in per_rank if harm), "")
+
+
+def _of_other_kinds(fn: Callable[..., Any]) -> str:
+    """What is wrong with a draw for x of another shape and another p, or with its gradient; "" if nothing is."""
+    import torch
+
+    x = torch.full((20, 3, 40), 2.0, requires_grad=True)
+    y = fn(x, 0.5, 7, None)
+    if y.shape != x.shape:
+        return f"for x of shape {list(x.shape)} the result has shape {list(y.shape)}."
+    if not torch.isin(y.detach(), torch.tensor([0.0, 4.0])).all() or is_off(
+        float((y == 0).float().mean()), x.numel(), 0.5
+    ):
+        return "with p = 0.5 it does not drop half of the numbers and double the others."
+    if not y.requires_grad:
+        return "no gradient reaches x: something cuts the result off, such as `detach()`, `.data` or `no_grad`."
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    if not torch.allclose(dx, y.detach() / 2):
+        return "the gradient of x is not right: where a number is dropped it is 0, and elsewhere 1 / (1 - p)."
+    return ""
+
+
+def _many(fn: Callable[..., Any], mesh: Mesh, keys: tuple[int, ...], shape: tuple[int, int]) -> _Masks:
+    """What ranks get for many keys, or many ranks."""
+    import torch
+
+    from tplab.torch import run
+
+    calls = [(axis, key) for axis in (None, "tp") for key in keys]
+    per_rank = run(lambda: [fn(torch.ones(shape), 0.5, key, axis).detach() for axis, key in calls], mesh).per_rank
+    return {call: [results[place].numpy() for results in per_rank] for place, call in enumerate(calls)}
+
+
+def _by_rank(masks: list[np.ndarray]) -> list[Any]:
+    return [corner(f"rank {rank}", mask) for rank, mask in enumerate(masks)]
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+def _faults(masks: _Masks, mesh: Mesh) -> Iterator[Fault]:
+    """What is wrong with the masks, the most basic first."""
+    first = masks[None, 0][0]
+    if first.shape != (32, 16):
+        yield f"the result has shape {list(first.shape)}, but x has [32, 16].", []
+        return
+    if not all((np.isclose(mask, 1 / (1 - _P)) | (mask == 0)).all() for drawn in masks.values() for mask in drawn):
+        text = f"with p = {_P}, every number of x must become 0 or x / {1 - _P}. The table shows y / x."
+        yield text, [corner("rank 0", first)]
+        return
+    share = float(np.mean([mask == 0 for drawn in masks.values() for mask in drawn[:1]]))
+    if is_off(share, first.size * len(masks), _P):
+        yield f"with p = {_P}, {share:.0%} of the numbers are dropped.", [corner("rank 0", first)]
+    for (axis, key), drawn in masks.items():
+        yield from _fault_of_ranks(axis, key, drawn, mesh)
+    yield from _fault_of_keys(masks, _AXES[len(mesh.shape)])
+
+
+def _fault_of_ranks(axis: Any, key: int, drawn: list[np.ndarray], mesh: Mesh) -> Iterator[Fault]:
+    """Ranks at the same position along the axis must draw the same mask, and at different positions different masks."""
+    for one, other in combinations(mesh.ranks, 2):
+        is_equal = bool(((drawn[one] != 0) == (drawn[other] != 0)).all())
+        if is_equal == (axis is None or mesh.index(one, axis) == mesh.index(other, axis)):
+            continue
+        panels = [corner(f"rank {rank}", drawn[rank]) for rank in (one, other)]
+        if is_equal:
+            hint = f"ranks {one} and {other} draw the same mask with axis={axis!r}, but they hold different data."
+        else:
+            hint = (
+                f"ranks {one} and {other} draw different masks with axis={axis!r}, but they hold the same data.\n"
+                "A generator made from the key alone is the same on every rank. torch's own generator is not: "
+                "here the ranks\nhave drawn from it a different number of times."
+            )
+        yield hint, panels
+        return
+
+
+def _fault_of_keys(masks: _Masks, axes: Sequence[Any], apart: Any = None) -> Iterator[Fault]:
+    """Draws with different keys must have different masks, even on different ranks and along different axes. Along the
+    axis `apart`, all ranks are at different places."""
+    orders = [[axis] for axis in axes] + [list(axes)]
+    for order in orders:
+        known: dict[bytes, tuple[Any, int, int]] = {}
+        for axis, key in ((axis, key) for key in sorted({key for _, key in masks}) for axis in order):
+            for rank, mask in enumerate(masks[axis, key]):
+                other_axis, other_key, other = known.setdefault((mask != 0).tobytes(), (axis, key, rank))
+                if other_key == key and not (axis == other_axis == apart and rank != other and apart):
+                    continue
+                panels = [corner(f"key {other_key}, rank {other}", masks[other_axis, other_key][other])]
+                panels.append(corner(f"key {key}, rank {rank}", mask))
+                if axis != other_axis:
+                    hint = (
+                        f"rank {rank} draws the same mask with key {key} and axis={axis!r} as rank {other} with key "
+                        f"{other_key} and axis={other_axis!r}."
+                    )
+                elif rank == other:
+                    hint = f"keys {other_key} and {key} give the same mask."
+                else:
+                    hint = (
+                        f"with axis={axis!r}, rank {rank} draws the same mask with key {key} as rank {other} with key "
+                        f"{other_key}.\nTwo different pairs of key and index must never give the same seed."
+                    )
+                yield hint, panels
+                return
