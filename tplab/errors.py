@@ -78,6 +78,10 @@ class ParallelError(TplabError, AssertionError):
     """A parallel model does not compute the same as the unsharded one. The message is `check_parallel`'s report."""
 
 
+class CheckpointError(TplabError, ValueError):
+    """A checkpoint that is not as it was written: a file is missing, cut short or changed."""
+
+
 class PlanError(TplabError, ValueError):
     """A plan for sharding a model that is impossible, or that would change what the model computes."""
 

@@ -1,7 +1,7 @@
 """A checkpoint: the arrays of a model and its optimizer, saved by the ranks of one mesh, read by those of any other.
 
     step-00000050/
-        index.json                      the model's sizes; every array, and which file has which part of it
+        index.json                      the model's sizes; every array, and which file has which part of it; checksums
         rank-0-of-8.safetensors         what rank 0 has written: its part of each array, under the array's name
 
 A part is a box of the whole array, or a range of a box's numbers in order, which is how ZeRO cuts. Names are those of
@@ -18,15 +18,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tplab.errors import ShapeError
+from tplab.errors import CheckpointError, ShapeError
 from tplab.models.gpt import GPTConfig
+from tplab.training.checksums import INDEX, check_files, damaged, of_file, read_index, sealed
 
 Arrays = dict[str, np.ndarray]
 
@@ -86,14 +87,17 @@ def begin(folder: str | Path, step: int) -> Path:
 def write(partial: Path, rank: int, num_ranks: int, owned: Mapping[str, Owned]) -> None:
     """Write what a rank owns."""
     name = f"rank-{rank}-of-{num_ranks}"
-    _write_arrays(partial / f"{name}.safetensors", {key: array for key, (_, array) in owned.items()})
-    _write(partial / f"{name}.json", json.dumps({key: asdict(part) for key, (part, _) in owned.items()}))
+    file = partial / f"{name}.safetensors"
+    _write_arrays(file, {key: array for key, (_, array) in owned.items()})
+    parts = {key: asdict(part) for key, (part, _) in owned.items()}
+    _write(partial / f"{name}.json", json.dumps({"file": of_file(file), "parts": parts}))
 
 
 def finish(partial: Path, step: int, num_ranks: int, config: GPTConfig) -> None:
     """Write the index, and give the folder its final name. Called by one rank, when all ranks have written."""
-    index = {"step": step, "num_ranks": num_ranks, "model": _model(config), "arrays": _arrays(partial, num_ranks)}
-    _write(partial / "index.json", json.dumps(index, indent=1))
+    arrays, files = _arrays(partial, num_ranks)
+    index = {"step": step, "num_ranks": num_ranks, "model": _model(config), "arrays": arrays, "files": files}
+    _write(partial / INDEX, json.dumps(sealed(index), indent=1))
     _sync(partial)
     os.replace(partial, partial.with_suffix(""))
     _sync(partial.parent)
@@ -106,40 +110,32 @@ def partial_path(folder: str | Path, step: int) -> Path:
 
 def latest(folder: str | Path) -> int | None:
     """The step of the newest complete checkpoint; None if there is none."""
-    found = [re.fullmatch(r"step-(\d+)", path.name) for path in Path(folder).glob("step-*")]
-    steps = [int(match[1]) for match in found if match and (Path(folder) / match[0] / "index.json").exists()]
-    return max(steps, default=None)
+    return max((step for step in _steps(folder) if (_path(folder, step) / INDEX).exists()), default=None)
 
 
-def load(folder: str | Path, step: int, names: Iterable[str] | None = None) -> Arrays:
-    """The whole arrays of a checkpoint: name -> array. `names`: only these.
+def load(folder: str | Path, step: int, names: Iterable[str] | None = None, *, is_checked: bool = False) -> Arrays:
+    """The whole arrays of a checkpoint: name -> array.
 
-    Raises FileNotFoundError if there is no such checkpoint, and ShapeError if parts of an array are missing.
+    names        only these
+    is_checked   whether `beginning` has compared the files with their checksums, which takes reading all of them
+
+    Raises FileNotFoundError if there is no such checkpoint, CheckpointError if a file of it is damaged, and ShapeError
+    if parts of an array are missing.
     """
-    from safetensors import safe_open
-
     path = _path(folder, step)
-    if not (path / "index.json").exists():
+    if not path.exists():
         there = ", ".join(sorted(p.name for p in Path(folder).glob("step-*"))) or "no checkpoint"
         raise FileNotFoundError(f"{folder} has no checkpoint of step {step}, but {there}")
-    index = _index(folder, step)["arrays"]
+    index = read_index(path)
     arrays: Arrays = {}
     missing: dict[str, int] = {}
-    wanted = list(index) if names is None else list(names)
-    files: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for name in wanted:
-        if name not in index:
-            raise FileNotFoundError(f"the checkpoint of step {step} in {folder} has no array {name!r}")
-        for part in index[name]:
-            files.setdefault(part["file"], []).append((name, part["part"]))
-    for file, parts in files.items():
-        with safe_open(path / file, framework="np") as opened:
-            for name, about in parts:
-                part = Part.from_json(about)
-                array = opened.get_tensor(name)
-                whole = arrays.setdefault(name, np.zeros(part.shape, array.dtype))
-                _put(whole, part, array)
-                missing[name] = missing.get(name, whole.size) - array.size
+    for file, parts in _by_file(path, index["arrays"], names).items():
+        if not is_checked:
+            check_files(path, index, [file])
+        for name, part, array in _read(path, file, parts):
+            whole = arrays.setdefault(name, np.zeros(part.shape, array.dtype))
+            _put(whole, part, array)
+            missing[name] = missing.get(name, whole.size) - array.size
     for name, count in missing.items():
         if count:
             raise ShapeError(f"{count} numbers of {name!r} are in no file of {path}; save the checkpoint again")
@@ -149,17 +145,27 @@ def load(folder: str | Path, step: int, names: Iterable[str] | None = None) -> A
 def beginning(folder: str | Path | None, resume: bool, config: GPTConfig) -> int:
     """How many steps have been done: those of the newest checkpoint, if training resumes from there.
 
-    Raises FileExistsError if there are already checkpoints and training does not resume, and ValueError if it resumes
-    but the checkpoint is of another model.
+    Raises FileExistsError if there are already checkpoints and training does not resume, ValueError if it resumes but
+    the checkpoint is of another model, and CheckpointError if the newest one is damaged: it names the newest that is
+    not. Where there is nothing to resume from, it prints that training begins at step 0.
     """
-    step = None if folder is None else latest(folder)
-    if step is not None and not resume:
+    steps = [] if folder is None else _steps(folder)
+    if steps and not resume:
         raise FileExistsError(
-            f"{folder} has a checkpoint of step {step} already; resume=True goes on from there, or give another folder"
+            f"{folder} has a checkpoint of step {steps[-1]} already; resume=True goes on from there, or give another "
+            "folder"
         )
-    if folder is None or step is None:
+    if folder is None or not steps:
+        if resume:
+            there = "no folder was given" if folder is None else f"{folder} has no complete checkpoint"
+            print(f"resume=True, but {there}: training begins at step 0", flush=True)
         return 0
-    saved, wanted = _index(folder, step).get("model", {}), _model(config)
+    step = steps[-1]
+    try:
+        index = _checked(folder, step)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_way_out(folder, steps)}") from None
+    saved, wanted = index.get("model", {}), _model(config)
     unlike = [name for name in wanted if saved.get(name) != wanted[name]]
     if unlike:
         there, here = (", ".join(f"{name} {sizes.get(name)!r}" for name in unlike) for sizes in (saved, wanted))
@@ -168,6 +174,41 @@ def beginning(folder: str | Path | None, resume: bool, config: GPTConfig) -> int
             "that model on, or give another folder"
         )
     return step
+
+
+def _steps(folder: str | Path) -> list[int]:
+    """The steps that were saved, damaged ones included, in order."""
+    found = [re.fullmatch(r"step-(\d+)", path.name) for path in Path(folder).glob("step-*")]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _checked(folder: str | Path, step: int) -> dict[str, Any]:
+    """The index of a checkpoint that is whole. Raises CheckpointError for one that is not."""
+    path = _path(folder, step)
+    index = read_index(path)
+    files = _by_file(path, index["arrays"])
+    check_files(path, index, files)
+    if "files" not in index:  # without checksums: whatever can be read
+        for file, parts in files.items():
+            for _ in _read(path, file, parts):
+                pass
+    return index
+
+
+def _way_out(folder: str | Path, steps: list[int]) -> str:
+    """What to do where the last of these steps is damaged."""
+    *older, newest = steps
+    for step in reversed(older):
+        try:
+            _checked(folder, step)
+        except CheckpointError:
+            continue
+        others = [_path(folder, other).name for other in steps if other > step]
+        return f"Step {step} is whole: to go on from there, delete {' and '.join(others)}"
+    return (
+        f"No other step is whole: restore {_path(folder, newest).name} from a copy, or give another folder to begin at "
+        "step 0"
+    )
 
 
 def _model(config: GPTConfig) -> dict[str, Any]:
@@ -180,19 +221,53 @@ def _path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step-{step:08}"
 
 
-def _index(folder: str | Path, step: int) -> dict[str, Any]:
-    return json.loads((_path(folder, step) / "index.json").read_text())
+def _by_file(
+    path: Path, arrays: Mapping[str, Any], names: Iterable[str] | None = None
+) -> dict[str, list[tuple[str, Part]]]:
+    """file -> the parts of arrays that it has. Raises FileNotFoundError for a name that no array has."""
+    files: dict[str, list[tuple[str, Part]]] = {}
+    for name in arrays if names is None else names:
+        if name not in arrays:
+            raise FileNotFoundError(
+                f"the checkpoint of step {int(path.name[5:])} in {path.parent} has no array {name!r}"
+            )
+        try:
+            for part in arrays[name]:
+                files.setdefault(str(part["file"]), []).append((name, Part.from_json(part["part"])))
+        except (KeyError, TypeError):
+            raise damaged(path, INDEX, f"does not say where {name!r} is") from None
+    return files
 
 
-def _arrays(partial: Path, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """Every array -> the files that have parts of it."""
+def _read(path: Path, file: str, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Part, np.ndarray]]:
+    """The parts that a file has. Raises CheckpointError if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / file, framework="np") as opened:
+            for name, part in parts:
+                array = opened.get_tensor(name)
+                if array.size != part.end - part.begin:
+                    raise ValueError(
+                        f"{array.size:,} numbers of {name!r}, where the index says {part.end - part.begin:,}"
+                    )
+                yield name, part, array
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path, file, f"cannot be read ({error})") from None
+
+
+def _arrays(partial: Path, num_ranks: int) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Every array -> the files that have parts of it; and every file -> its checksum."""
     arrays: dict[str, list[dict[str, Any]]] = {}
+    files: dict[str, Any] = {}
     for rank in range(num_ranks):
         name = f"rank-{rank}-of-{num_ranks}"
-        for key, part in json.loads((partial / f"{name}.json").read_text()).items():
+        written = json.loads((partial / f"{name}.json").read_text())
+        files[f"{name}.safetensors"] = written["file"]
+        for key, part in written["parts"].items():
             arrays.setdefault(key, []).append({"file": f"{name}.safetensors", "part": part})
         (partial / f"{name}.json").unlink()
-    return arrays
+    return arrays, files
 
 
 def _put(whole: np.ndarray, part: Part, array: np.ndarray) -> None:

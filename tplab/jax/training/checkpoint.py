@@ -45,8 +45,9 @@ def save(folder: str | Path, step: int, stages: Stages, state: Any, packing: GPT
 
 
 def load(folder: str | Path, step: int, packing: GPTPacking, optimizer: Optimizer) -> tuple[Stages, Any]:
-    """The stages and the optimizer's states that were saved after `step` steps, on any mesh."""
-    arrays = checkpoint.load(folder, step)
+    """The stages and the optimizer's states that were saved after `step` steps, on any mesh; `beginning` has compared
+    them with their checksums."""
+    arrays = checkpoint.load(folder, step, is_checked=True)
     kinds = ("model", *STATES)
     stages, *moments = (packing.pack({name: arrays[f"{kind}.{name}"] for name in packing.specs}) for kind in kinds)
     return stages, optimizer.state_of(step, *moments)

@@ -48,14 +48,15 @@ def train(
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
     folder    where checkpoints go: training can go on from them on any other mesh, in either framework
-    resume    go on from the newest checkpoint in the folder, if there is one: bit for bit as if there had been no break
+    resume    go on from the newest checkpoint in the folder: bit for bit as if there had been no break. If there is
+              none, training begins at step 0, and says so
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
     on        the kind of devices, as for `run`
     seed      the seed of the first weights, the batches and dropout
 
     On any mesh it is the same model on the same batches: losses are those of one device, up to rounding.
     Raises ValueError for a checkpoint of another model, and for ZeRO stages that do not work with pipelines;
-    FileExistsError for an existing checkpoint without `resume`.
+    FileExistsError for an existing checkpoint without `resume`; CheckpointError for one that is damaged.
     Ctrl-C: the current step is finished, and what was trained until then is returned. The first step compiles.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)

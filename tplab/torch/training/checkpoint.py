@@ -46,9 +46,11 @@ def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
 
 @torch.no_grad()
 def load(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig) -> None:
-    """Load into this rank's stages and optimizer what was saved after `step` steps, on any mesh."""
+    """Load into this rank's stages and optimizer what was saved after `step` steps, on any mesh; `beginning` has
+    compared it with its checksums."""
     wanted = {piece.name for piece in optimizer.pieces}
-    arrays = checkpoint.load(folder, step, [f"{kind}.{name}" for name in wanted for kind in ("model", *STATES)])
+    names = [f"{kind}.{name}" for name in wanted for kind in ("model", *STATES)]
+    arrays = checkpoint.load(folder, step, names, is_checked=True)
     specs = gpt_parameters(config)
     for piece in optimizer.pieces:
         here = {kind: _here(arrays[f"{kind}.{piece.name}"], specs[piece.name].spec) for kind in ("model", *STATES)}
