@@ -32,12 +32,12 @@ STORED = tuple(name for name in COLUMNS if name != "values")
 
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
-DEFAULTS |= {"phase": "", "reduction": ""}
+DEFAULTS |= {"phase": "", "reduction": "", "part": ()}
 
 ABOUT = ("title", "framework", "clock", "unit", "cluster", "chunks", "chunk_names")
 """Everything in a trace except its mesh and its events."""
 
-_TUPLES = ("group", "shape", "contributors")
+_TUPLES = ("group", "shape", "contributors", "part")
 
 
 class Codes(dict[Any, int]):

@@ -25,12 +25,13 @@ class Event:
     message         a send and its receive share this number, as do all ranks' events of one collective; -1: none
     step            the round of communication it belongs to: how many hops come before it; -1: none
     chunk           what is carried, as an index into `Trace.chunks`; -1: unknown
-    contributors    the ranks whose data is in it
+    contributors    the ranks whose data is in it; (): unknown
     values          what is carried, or what a collective returned, if it is small (bfloat16 and the like as float32)
     where           the line of the program
     held            compute: bytes that the rank keeps for backward passes afterwards; -1: unknown
     phase           "backward": it is part of a backward pass; "forward": it is not; "": unknown
     reduction       how a collective combines the ranks' inputs: "sum", "mean", "max", ...; "": it does not
+    part            (index, count): a collective has left this rank with one of `count` equal parts; (): no part
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Event:
     held: int = -1
     phase: str = ""
     reduction: str = ""
+    part: tuple[int, ...] = ()
 
     @property
     def duration(self) -> float:

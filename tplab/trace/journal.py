@@ -71,6 +71,7 @@ class Met(NamedTuple):
     where: str
     phase: str
     reduction: str
+    label: Label
 
 
 class Computed(NamedTuple):
@@ -212,7 +213,8 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
                 dtype=met.dtype,
                 message=message,
                 step=met.step,
-                contributors=met.group,
+                contributors=met.label.contributors,
+                part=met.label.part,
                 values=met.values,
                 where=met.where,
                 phase=met.phase,

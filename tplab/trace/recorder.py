@@ -17,7 +17,7 @@ _BLOCK = 1 << 16
 _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contributors")
 _WIDTH = len(_NOTED)
 _FULL = _BLOCK * _WIDTH
-_FORMS = tuple(name for name in STORED if name not in _NOTED)
+_FORMS = tuple(name for name in STORED if name not in _NOTED and name != "part")
 """The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase,
 reduction."""
 
@@ -38,6 +38,7 @@ class Recorder:
         self._blocks: list[dict[str, np.ndarray]] = []
         self._contributors = Codes()
         self._values: dict[int, np.ndarray] = {}  # by note
+        self._parts: dict[int, tuple[int, ...]] = {}  # by note: few events have one
         self._takings: dict[int, tuple[str, str]] = {}  # message -> where and in which phase it was received
         self._lost: set[int] = set()  # messages that were never received
         self._chunks: dict[int, int] = {}
@@ -127,11 +128,14 @@ class Recorder:
         chunk: int = -1,
         contributors: tuple[int, ...] = (),
         values: np.ndarray | None = None,
+        part: tuple[int, ...] = (),
     ) -> None:
         """Record an event, or a message, of this form. `trace` reports what is wrong with it."""
         notes = self._notes
         if values is not None:
             self._values[self._num_packed + len(notes) // _WIDTH] = values
+        if part:
+            self._parts[self._num_packed + len(notes) // _WIDTH] = part
         notes += (form, start, end, bytes, message, step, chunk, contributors)
         if len(notes) >= _FULL:
             self._pack()
@@ -198,10 +202,11 @@ class Recorder:
         held: int = -1,
         phase: str = "",
         reduction: str = "",
+        part: tuple[int, ...] = (),
     ) -> None:
         """Record one event; the arguments are the fields of `Event`."""
         form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction)
-        self.note(form, start, end, bytes, message, step, chunk, contributors, values)
+        self.note(form, start, end, bytes, message, step, chunk, contributors, values, part)
 
     def add_message(
         self,
@@ -244,6 +249,11 @@ class Recorder:
         form = np.where(is_message, ~form, form)[note_of] + is_receive
         columns: dict[str, Any] = {name: given[note_of] for name, given in noted.items()}
         columns["contributors"] = list(self._contributors), columns["contributors"]
+        first = np.flatnonzero(~is_receive)  # the first event of each note
+        parts = Codes({(): 0})
+        codes = np.zeros(len(note_of), np.int32)
+        codes[first[list(self._parts)]] = parts.of("part", list(self._parts.values()))
+        columns["part"] = list(parts), codes
         for name, given in zip(_FORMS, zip(*self._rows) if self._rows else [()] * len(_FORMS)):
             if name in NUMBERS:
                 columns[name] = number_column(name, list(given), len(given))[form]
@@ -255,7 +265,6 @@ class Recorder:
                     taken = [self._takings[number][name == "phase"] for number in columns["message"][rows].tolist()]
                     codes[rows] = table.of(name, taken)
                 columns[name] = list(table), codes
-        first = np.flatnonzero(~is_receive)  # the first event of each note
         values = {}
         for note, kept in self._values.items():
             values.update(dict.fromkeys(range(first[note], first[note] + 1 + is_pair[note]), kept))

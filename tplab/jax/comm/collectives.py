@@ -164,7 +164,7 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
     place, x = _place(axis), _array("broadcast", x)
     root = root_of(root, place.num_ranks, place.label)
     kept = jnp.where(lax.axis_index(place.names) == root, x, jnp.zeros_like(x))
-    with jax.named_scope("tplab.broadcast"):
+    with jax.named_scope(f"tplab.broadcast.from{root}"):  # the trace reads both
         return lax.psum(kept, place.names).astype(x.dtype)
 
 

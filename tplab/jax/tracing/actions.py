@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from tplab.jax.tracing.held import Held, Label
+from tplab.jax.tracing.held import Held
 from tplab.jax.tracing.tasks import Task
+from tplab.trace.label import Label
 
 _PREFIX = "tplab.action."
 _NUM_NUMBERS = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -30,6 +31,11 @@ class Exchange(NamedTuple):
         """What the program called it, as far as its equation says."""
         scope = str(eqn.source_info.name_stack)
         return next((name for name in _SCOPED.get(self.op, ()) if f"tplab.{name}" in scope), self.op)
+
+    def root(self, eqn: Any) -> int:
+        """The position that a broadcast comes from."""
+        found = re.search(r"tplab\.broadcast\.from(\d+)", str(eqn.source_info.name_stack))
+        return int(found[1]) if found else 0
 
     def names(self, params: dict[str, Any]) -> tuple[str, ...]:
         """The axes it runs along."""

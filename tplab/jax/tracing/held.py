@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from tplab.trace.label import UNKNOWN, Label
 
 MOST_ELEMENTS = 4096
 """Of a tensor whose values are worked out. A larger one, and what is computed from it, is not looked into."""
@@ -18,13 +20,6 @@ MOST_NUMBERS = 1 << 22
 PerRank = list[Any]
 Rule = Callable[[list[PerRank]], list[PerRank]]
 """The values of some variables on every rank -> those of the variables computed from them."""
-
-
-class Label(NamedTuple):
-    """Where data comes from: the number of its chunk, and the ranks whose data is in it."""
-
-    chunk: int
-    contributors: tuple[int, ...]
 
 
 class _Node:
@@ -113,6 +108,13 @@ class Held:
         held.needs = tuple(sorted({*self.needs, *needs}))
         return held
 
+    def drop_part(self, inputs: Sequence[Held]) -> None:
+        """It is no longer the part of a tensor that one of `inputs` was, if it has another size."""
+        if self.labels is None or not any(label is not None and label.part for label in self.labels):
+            return
+        if any(held.labels is not None and held.size != self.size for held in inputs):
+            self.labels = [label and label._replace(part=()) for label in self.labels]
+
     def values(self) -> PerRank | None:
         """What each rank holds; None where that is not known, or is too large to work out."""
         if self._values is None and self._node is not None:
@@ -166,7 +168,7 @@ def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list
     """The labels of what each rank computes from `inputs`.
 
     The chunk is that of the first operand that was received. The contributors are those of all operands, and the rank
-    itself if a tensor of its own is among them.
+    itself if a tensor of its own is among them; unknown if one of them is.
     """
     if all(held.labels is None for held in inputs):
         return None
@@ -175,8 +177,12 @@ def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list
         received = [label for held in inputs if (label := held.label(rank)) is not None]
         if not received:
             continue
+        if not all(label.contributors for label in received):
+            labels[rank] = UNKNOWN
+            continue
         members = {member for label in received for member in label.contributors}
         if any(held.label(rank) is None and not held.is_scalar for held in inputs):
             members.add(rank)
-        labels[rank] = Label(received[0].chunk, tuple(sorted(members)))
+        first = next((label for label in received if label.chunk >= 0), received[0])
+        labels[rank] = Label(first.chunk, tuple(sorted(members)), first.part)
     return labels

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tplab.jax.tracing.held import Held, Label
+from tplab.jax.tracing.held import Held
+from tplab.trace.label import Label
 
 
 @dataclass(slots=True)
@@ -18,7 +19,8 @@ class Task:
     needs     the tasks, by number, that must have ended on a rank before it can take part
     groups    all ranks, in groups along the axis; a message goes from one rank to another of the same group
     pairs     message: (from rank, to rank)
-    labels    message: what each sender sends. compute: what is made from received data, by rank
+    labels    message: what each sender sends. collective: what each rank gets. compute: what is made from received
+              data, by rank
     adding    compute: the ranks that combine data of their own with what they received
     carried   message: what is sent. collective, compute: the result
     seconds   compute: for an action of a schedule, its time on the clock that counts steps; None: it is no action

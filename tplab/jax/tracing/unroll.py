@@ -9,12 +9,12 @@ from typing import Any
 from tplab.errors import TraceError
 from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.flow import Flow, Place
-from tplab.jax.tracing.held import Label
 from tplab.jax.tracing.hlo import BRANCHES, Instruction
 from tplab.jax.tracing.sending import merged, sent_by
 from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.walk import MOST_ITERATIONS
 from tplab.jax.tracing.work import FREE, PASSED_ON, work_of
+from tplab.trace.label import Label
 
 MOST_TASKS = 100_000
 """Of a program. Each is an event on every rank."""

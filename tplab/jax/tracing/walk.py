@@ -15,11 +15,12 @@ from tplab.errors import TraceError
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.held import Held, Label, PerRank, computed, is_small, joined
+from tplab.jax.tracing.held import Held, PerRank, computed, is_small, joined
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
 from tplab.jax.tracing.names import MOVES, NAMES_UP_TO, name_in_program
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free
 from tplab.mesh import Mesh
+from tplab.trace.label import Label, of_collective
 
 Ranks = tuple[int, ...]
 Needs = tuple[int, ...]
@@ -101,6 +102,8 @@ class Walk:
         labels = joined(inputs, ranks, self.mesh.size)
         needs = {task for held in inputs for task in held.needs}
         outputs = [Held(variable.aval, needs, labels) for variable in eqn.outvars]
+        for held in outputs:
+            held.drop_part(inputs)
         has_effect = "callback" in name or "debug" in name
         if not is_free(name, inputs, outputs):
             first = outputs[0] if outputs else inputs[0]
@@ -181,17 +184,32 @@ class Walk:
             task = Task("message", op, pairs=pairs, labels=sent, carried=x, **about)
             number = self._actions.exchange(self._waiting(task)) if op == "send" else self._add(task)
         else:
-            about |= {"costs": exchange.op, "reduction": exchange.reduction(op)}
+            given = self._after(op, groups, x, exchange.root(eqn))
+            if len(groups[0]) < self.mesh.size:  # what a collective of all ranks returns has data of them all
+                result.labels = [given.get(rank) for rank in self.mesh.ranks]
+            about |= {"costs": exchange.op, "reduction": exchange.reduction(op), "labels": given}
             number = self._add(Task("collective", op, carried=result, **about))
         result.needs = (number,)
         return result
 
+    def _after(self, op: str, groups: Sequence[Ranks], x: Held, root: int) -> dict[int, Label]:
+        """Every rank's label of what it gets from a collective on x."""
+        labels: dict[int, Label] = {}
+        for group in groups:
+            is_all = len(group) == self.mesh.size
+            given = [None if is_all else x.label(rank) for rank in group]
+            known = [label or Label(-1, (rank,)) for label, rank in zip(given, group, strict=True)]
+            labels |= {rank: of_collective(op, known, index, root) for index, rank in enumerate(group)}
+        return labels
+
     def _label_of(self, x: Held, rank: int) -> Label:
-        """The label under which `rank` sends x: that of what it received, or of a new chunk if x is the rank's own."""
-        label = x.label(rank) or x.sent.get(rank)
+        """The label under which `rank` sends x: that of what it received, or of a new chunk if it never travelled."""
+        known = x.label(rank)
+        label = known if known is not None and (known.chunk >= 0 or not known.contributors) else x.sent.get(rank)
         if label is None:
             name = name_in_program(x, rank) if self._num_chunks[rank] < NAMES_UP_TO else ""
-            label = x.sent[rank] = Label(self._chunk(rank, self._num_chunks[rank], name), (rank,))
+            members = known.contributors if known is not None else (rank,)
+            label = x.sent[rank] = Label(self._chunk(rank, self._num_chunks[rank], name), members)
             self._num_chunks[rank] += 1
         return label
 
@@ -306,8 +324,9 @@ class Walk:
 
 def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dict[str, Any]:
     """For a computation: each rank's label of the result, and the ranks where it has more contributors than before."""
-    known = {rank: label for rank, label in enumerate(labels or ()) if label is not None}
-    first = {rank: next(label for held in inputs if (label := held.label(rank)) is not None) for rank in known}
+    known = {rank: label for rank, label in enumerate(labels or ()) if label is not None and label.chunk >= 0}
+    received = {rank: [label for held in inputs if (label := held.label(rank)) is not None] for rank in known}
+    first = {rank: next(label for label in labels if label.chunk >= 0) for rank, labels in received.items()}
     adding = frozenset(rank for rank, label in known.items() if len(label.contributors) > len(first[rank].contributors))
     return {"labels": known, "adding": adding}
 

@@ -54,7 +54,7 @@ def side_of(call: Call, x: Tensor, rank: int, where: str) -> Side:
 class Header(NamedTuple):
     """What precedes a tensor: the sender's side of the collective, and the number of its hops so far.
 
-    label      for a message between two ranks, the chunk that is carried and the ranks whose data is in it
+    label      what is known of the data that is carried
     num_bytes  those of the tensor that is sent with it; inline: whether it is inside the frame
     """
 

@@ -22,7 +22,6 @@ from tplab.torch.processes.pending import Message, ProcessPending, Together
 from tplab.torch.ranks import outcomes as collectives
 from tplab.torch.ranks.rank import MESSAGES, Call
 from tplab.trace.journal import Group
-from tplab.trace.label import UNKNOWN
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -176,8 +175,10 @@ class TogetherOnGpu(_OnGpu, Together):
     """The collectives of a whole group, by NCCL."""
 
     def depart(self, x: Tensor) -> None:
+        label = self.rank.put_in(x)
+        self.labels = {self.call.place.index: label}
         self.prepare(self._keep(x))
-        self.flight = self.start(dict.fromkeys(range(len(self.group)), (Header(self.side, self.hop, UNKNOWN), None)))
+        self.flight = self.start(dict.fromkeys(range(len(self.group)), (Header(self.side, self.hop, label), None)))
 
     def announced(self) -> dict[int, Arrived]:
         return self.taken()

@@ -20,7 +20,7 @@ from tplab.torch.ranks import outcomes as collectives
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.trace.journal import Group, Met, Sent, Taken
-from tplab.trace.label import UNKNOWN
+from tplab.trace.label import Label, of_collective
 
 
 class ProcessPending(Pending):
@@ -219,9 +219,10 @@ class Together(ProcessPending):
     """The collectives in which every rank of the group waits for every other."""
 
     def depart(self, x: Tensor) -> None:
+        self.labels = {self.call.place.index: self.rank.put_in(x)}
         self.prepare(collectives.own(x) if x.is_cpu else x.detach().cpu().contiguous())
         self.device = x.device
-        header = Header(self.side, self.hop, UNKNOWN)
+        header = Header(self.side, self.hop, self.labels[self.call.place.index])
         self.flight = self.start({index: (header, piece) for index, piece in self.pieces().items()})
 
     def prepare(self, x: Tensor) -> None:
@@ -258,7 +259,18 @@ class Together(ProcessPending):
         assert self.flight is not None
         arrived = self.flight.finish(self.check)
         self.hop = max(self.hop, *(came.header.hops for came in arrived.values()))
-        return {index: arrived[rank] for index, rank in enumerate(self.group) if rank in arrived}
+        found = {index: arrived[rank] for index, rank in enumerate(self.group) if rank in arrived}
+        self.labels |= {index: came.header.label for index, came in found.items()}
+        return found
+
+    def _label(self, result: Tensor) -> Label:
+        """Whose data is in the result. Only what some of the ranks have made needs to be followed."""
+        is_all, index = len(self.group) == self.rank.mesh.size, self.call.place.index
+        given = [Label(-1, (rank,)) if is_all else self.labels[place] for place, rank in enumerate(self.group)]
+        label = of_collective(self.call.op, given, index, self.call.params[0] if self.call.op == "broadcast" else 0)
+        if not is_all:
+            self.rank.received(result, label)
+        return label
 
     def combined(self, arrived: dict[int, Arrived]) -> Tensor:
         """The result, as `collectives.results` defines it, from this rank's own piece and those that it was sent."""
@@ -318,6 +330,7 @@ class Together(ProcessPending):
                 side.where,
                 self.phase,
                 call.reduction,
+                self._label(result),
             )
         )
         if call.op == "all_gather":

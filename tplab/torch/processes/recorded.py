@@ -19,7 +19,7 @@ from tplab.torch.ranks.provenance import Provenance
 from tplab.torch.ranks.rank import Lines, Rank
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name, values_of
 from tplab.trace.journal import Added, Computed, Doing, Journal
-from tplab.trace.label import UNKNOWN, Label
+from tplab.trace.label import Label
 
 
 class RecordedRank(Rank):
@@ -100,11 +100,11 @@ class RecordedRank(Rank):
 
     def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
         """The ranks whose data is in a tensor that is sent, and its values, if they are kept."""
-        if self._num_left_to_keep <= 0:
-            self._provenance.stop()
-            return UNKNOWN, None
-        self._num_left_to_keep -= 1
-        return self._provenance.of(x), values_of(x) if x.numel() <= VALUES_UP_TO else None
+        return self._provenance.of(x), self.values(x)
+
+    def put_in(self, x: Tensor) -> Label:
+        """Whose data a tensor has that is put into a collective."""
+        return self._provenance.put_in(x) or Label(-1, (self.rank,))
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         if self._doing is None:

@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from tplab.trace.label import Label
+from tplab.trace.label import UNKNOWN, Label
 
 
 class Labels:
@@ -16,15 +16,20 @@ class Labels:
     __slots__ = ("_entries", "_purge_at")
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[ref[Tensor], Label]] = {}  # by identity: tensors compare element by element
+        # by identity: tensors compare element by element
+        self._entries: dict[int, tuple[ref[Tensor], Label, int]] = {}
         self._purge_at = 256
 
     def get(self, x: Tensor) -> Label | None:
         entry = self._entries.get(id(x))
         return entry[1] if entry is not None and entry[0]() is x else None
 
+    def is_changed(self, x: Tensor) -> bool:
+        """Whether `x`, which has a label, has been written to since it was given."""
+        return self._entries[id(x)][2] != _version(x)
+
     def set(self, x: Tensor, label: Label) -> None:
-        self._entries[id(x)] = ref(x), label
+        self._entries[id(x)] = ref(x), label, _version(x)
         if len(self._entries) > self._purge_at:
             self._entries = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
             self._purge_at = 256 + 2 * len(self._entries)
@@ -33,13 +38,15 @@ class Labels:
         self._entries.pop(id(x), None)
 
     def joined(self, operands: Iterable[Tensor], rank: int) -> Label | None:
-        """The label of what `rank` computes from these: the first one's chunk, the contributors of all, and this rank
-        too if any operand is its own data. None if no operand has a label."""
+        """The label of what `rank` computes from these: the first received chunk, the contributors of all, and this
+        rank too if any operand is its own data. None if no operand has a label, UNKNOWN if one is unknown."""
         first, contributors, takes_part = None, set(), False
         for x in operands:
             label = self.get(x)
             if label is not None:
-                first = first or label
+                if not label.contributors:
+                    return UNKNOWN
+                first = label if first is None or first.chunk < 0 <= label.chunk else first
                 contributors.update(label.contributors)
             elif x.dim() > 0:
                 takes_part = True
@@ -50,3 +57,8 @@ class Labels:
         if len(contributors) == len(first.contributors):
             return first
         return Label(first.chunk, tuple(sorted(contributors)))
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` has been written to; tensors of inference mode do not count it."""
+    return -1 if x.is_inference() else x._version

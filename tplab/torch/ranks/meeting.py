@@ -14,7 +14,7 @@ from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.texts import side_text
 from tplab.torch.ranks.turns import Seat
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
-from tplab.trace.label import Label
+from tplab.trace.label import Label, of_collective
 from tplab.trace.recorder import Recorder
 
 
@@ -24,13 +24,27 @@ class Group:
     Each member's k-th call over the group belongs to the k-th meeting, so members pass through meetings in order.
     """
 
-    __slots__ = ("num_calls", "open", "ranks", "signatures", "size")
+    __slots__ = ("_fresh", "is_all", "num_calls", "open", "ranks", "signatures", "size")
 
-    def __init__(self, ranks: tuple[int, ...]):
+    def __init__(self, ranks: tuple[int, ...], num_ranks: int):
         self.ranks, self.size = ranks, len(ranks)
+        self.is_all = self.size == num_ranks
+        self._fresh: dict[Call, dict[int, Label]] = {}  # labels of results, where inputs were the ranks' own data
         self.num_calls = [0] * len(ranks)  # for the member at each position
         self.open: dict[int, Meeting] = {}  # by number
         self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so they compare by identity
+
+    def labels_after(self, call: Call, given: dict[int, Label]) -> dict[int, Label]:
+        """The label of every position's result; `given` has those of the inputs that are not their rank's own data."""
+        known = self._fresh.get(call) if not given or self.is_all else None
+        if known is None:
+            own = [Label(-1, (rank,)) for rank in self.ranks]
+            labels = own if self.is_all else [given.get(index, label) for index, label in enumerate(own)]
+            root = call.params[0] if call.op in ("broadcast", "reduce", "gather", "scatter") else 0
+            known = {index: of_collective(call.op, labels, index, root) for index in range(self.size)}
+            if not given or self.is_all:
+                self._fresh[call] = known
+        return known
 
 
 class Site:
@@ -102,6 +116,7 @@ class Meeting:
     messages     for a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label, its
                  number in the trace, and from where it was sent
     inputs       for the others: the input from each position; `ready`, `hops`: when the last of them came
+    labels       of the inputs that are not their rank's own data; then those of all results
     outputs      each position's result, once all have come, until it is taken; `end`, `hops_end`: when
     """
 
@@ -110,6 +125,7 @@ class Meeting:
         "hops",
         "hops_end",
         "inputs",
+        "labels",
         "messages",
         "number",
         "outputs",
@@ -125,6 +141,7 @@ class Meeting:
         self.waiting: list[Seat] = []
         self.messages: dict[int, tuple[Tensor, float, float, Label, int, Site]] = {}
         self.inputs: dict[int, Tensor] = {}
+        self.labels: dict[int, Label] = {}
         self.outputs: dict[int, Tensor] | None = None
         self.ready = self.hops = self.end = self.hops_end = 0.0
 

@@ -23,9 +23,14 @@ def mark_sum(total: Tensor, *operands: Tensor) -> Tensor:
     label = rank.labels.joined(operands, rank.rank)
     if label is not None and rank.labels.get(total) != label:
         rank.labels.set(total, label)
-        if all(rank.labels.get(x) is not label for x in operands):
+        if label.chunk >= 0 and all(rank.labels.get(x) is not label for x in operands):
             rank.added_to("add", total, label)
     return total
+
+
+FOLLOWED = 5000
+"""Operations of a rank that are followed only to know whose data is in their results: far more than a picture shows,
+and not so many that a long program would become slow."""
 
 
 class Cost(NamedTuple):
@@ -44,12 +49,15 @@ class Meter(DispatchMode):
     from operands to results: a result of received data keeps the first received operand's chunk. Its contributors are
     those of all operands, and this rank too if any operand is its own data. A tensor that is overwritten, or only
     provides a shape, is not an operand.
+
+    num_left   how many operations it still follows, where it has no other reason to be open
     """
 
     def __init__(self, rank: int, on_cost: Callable[[Cost], None] | None):
         super().__init__()
         self.rank, self.on_cost = rank, on_cost
         self.is_open = False
+        self.num_left = FOLLOWED
 
     def open(self) -> None:
         """Follow this thread's operations, below any modes that the program has entered and may leave before us.
@@ -70,6 +78,10 @@ class Meter(DispatchMode):
         kwargs = kwargs or {}
         if types and any(kind.__name__ == "FakeTensor" for kind in types):  # without data, to work out shapes
             return func(*args, **kwargs)
+        if self.on_cost is None:
+            self.num_left -= 1
+            if self.num_left < 0:
+                return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # where compound operations, such as linear, come whole
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -82,10 +94,11 @@ class Meter(DispatchMode):
         if traits.writes and len(inputs) > 1 and inputs[0] is args[0]:  # y.addmm_(piece, w) is about the piece
             inputs = [*inputs[1:], inputs[0]]
         label = rank.labels.joined(inputs, self.rank)
-        is_sum = label is not None and all(rank.labels.get(x) is not label for x in inputs)
+        is_sum = label is not None and label.chunk >= 0 and all(rank.labels.get(x) is not label for x in inputs)
         for output in outputs:
             if label is not None:
-                rank.labels.set(output, label)
+                has_part = bool(label.part) and output.numel() == inputs[0].numel()
+                rank.labels.set(output, label if has_part or not label.part else label._replace(part=()))
                 if is_sum and self.on_cost is None:
                     rank.added_to(func.overloadpacket.__name__, output, label)
             elif traits.writes:

@@ -123,7 +123,7 @@ class SimulatedRank(Rank):
 
     def _contents(self, x: Tensor, label: Label | None) -> dict[str, Any]:
         """What an event says about a computed tensor, if it holds received data."""
-        if label is None or label is UNKNOWN:
+        if label is None or label.chunk < 0:
             return {}
         return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values(x)}
 
@@ -216,7 +216,7 @@ class SimulatedRank(Rank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
-            self._put_in(site, kept(x), meeting)
+            self._put_in(site, kept(x), self._provenance.put_in(x), meeting)
         elif site.target is not None:
             self._send(site, x, meeting)
         if self._is_timed:
@@ -230,7 +230,8 @@ class SimulatedRank(Rank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
-            self._put_in(site, x if x.is_contiguous() else x.contiguous(), meeting)
+            label = self._provenance.put_in(x)
+            self._put_in(site, x if x.is_contiguous() else x.contiguous(), label, meeting)
             result = self._outcome(site, meeting, is_lent)
         else:
             sent = self._send(site, x, meeting) if site.target is not None else None
@@ -249,7 +250,7 @@ class SimulatedRank(Rank):
         site = self._sites.get(key)
         if site is None:
             ranks = call.place.group
-            group = world.groups.setdefault(ranks, Group(ranks))
+            group = world.groups.setdefault(ranks, Group(ranks, world.mesh.size))
             where = self._line(frame)
             site = self._sites[key] = Site(call, x, self.rank, group, where, phase(), code, world.recorder)
         return site
@@ -287,13 +288,10 @@ class SimulatedRank(Rank):
         hop, hop_end = start, end
         if world.cluster is not None:
             hop, hop_end = world.hop_links.message(rank, target, num_bytes, self.hops)
-        label, values = UNKNOWN, None
-        if world.num_left_to_keep > 0:
+        label, values = self._provenance.of(x), None
+        if site.is_small and world.num_left_to_keep > 0:
             world.num_left_to_keep -= 1
-            label = self._provenance.of(x)
-            values = values_of(payload) if site.is_small else None
-        elif not self._provenance.has_lost_track:
-            self._provenance.stop()
+            values = values_of(payload)
         number = world.recorder.note_message(
             site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values
         )
@@ -312,9 +310,11 @@ class SimulatedRank(Rank):
         """
         self._stand_still(site, end if self.world.cluster is None else self.clock, hops)
 
-    def _put_in(self, site: Site, x: Tensor, meeting: Meeting) -> None:
-        """Give this rank's tensor to the meeting; the last rank to arrive works out every rank's result."""
+    def _put_in(self, site: Site, x: Tensor, label: Label | None, meeting: Meeting) -> None:
+        """Give this rank's tensor, with its label, to the meeting; the last to arrive works out every rank's result."""
         meeting.inputs[site.index] = x.detach() if x.requires_grad else x
+        if label is not None:
+            meeting.labels[site.index] = label
         meeting.ready = max(meeting.ready, self.clock)
         meeting.hops = max(meeting.hops, self.hops)
         ranks, world, call = site.group.ranks, self.world, site.call
@@ -335,6 +335,7 @@ class SimulatedRank(Rank):
         hop = span if world.cluster is None else world.hop_links.collective(call.op, num_bytes, ranks, meeting.hops)
         meeting.end, meeting.hops_end = span.end, hop.end
         number = world.recorder.next_message()
+        labels = meeting.labels = site.group.labels_after(call, meeting.labels)
         for index in range(len(ranks)):
             other = meeting.sites[index]
             num_sent = other.num_sent
@@ -344,7 +345,10 @@ class SimulatedRank(Rank):
                 if call.op != "all_gather":  # the others' inputs may have another size each time
                     other.num_sent = num_sent
             values = world.values(meeting.outputs[index])
-            world.recorder.note(other.form, *span, num_sent, number, int(hop.start), -1, ranks, values)
+            label = labels[index]
+            world.recorder.note(
+                other.form, *span, num_sent, number, int(hop.start), -1, label.contributors, values, label.part
+            )
         self.seat.turns.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
@@ -354,6 +358,8 @@ class SimulatedRank(Rank):
             self._wait(site, meeting)
         self._stand_still(site, meeting.end, meeting.hops_end)
         result: Tensor = meeting.outputs.pop(site.index)  # type: ignore
+        if 1 < site.group.size < self.mesh.size:
+            self._provenance.received(result, meeting.labels[site.index])
         return result if is_lent else settled(result)
 
     def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:

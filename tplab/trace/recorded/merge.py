@@ -179,6 +179,7 @@ def _journals(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh
                         side.where,
                         side.phase,
                         side.reduction,
+                        UNKNOWN,
                     )
                 )
             elif rank == ranks[0]:
