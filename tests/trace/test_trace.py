@@ -392,7 +392,8 @@ def columns(**changed: Any) -> Trace:
 
 FAULTS = {
     "a trace needs the column 'kind'; only axis, group, peer, bytes, flops, shape, dtype, message, step, chunk, "
-    "contributors, where, held, phase, reduction, part may be left out": lambda: Trace.from_columns(Mesh(tp=2), rank=[0]),
+    "contributors, where, held, phase, reduction, part may be left out":
+        lambda: Trace.from_columns(Mesh(tp=2), rank=[0]),
     f"a trace has no column 'flop'; its columns are {NAMES}": lambda: columns(flop=1),
     f"a trace has no column 'time'; its columns are {NAMES}": lambda: example().column("time"),
     "column 'rank' has no table; those with one are kind, op, axis, group, shape, dtype, contributors, where, phase, "

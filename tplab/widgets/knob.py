@@ -107,7 +107,7 @@ class Knob(Card):
     def picture(self) -> bytes:
         bars = self.options[self.option]
         sentence = textwrap.wrap(bars.sentence, int((WIDTH - 2 * MARGIN) / 6.8))
-        pen = Pen(WIDTH, 2 * MARGIN + 83 + LINE_HEIGHT * len(bars.rows) + 17 * len(sentence))
+        pen = Pen(WIDTH, 2 * MARGIN + 89 + LINE_HEIGHT * len(bars.rows) + 17 * len(sentence))
         pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
         x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
         pen.text(x, 26.5, self.about, size=11, fill=DIM, anchor="lm")
@@ -116,7 +116,7 @@ class Knob(Card):
         label = max(text_width(row.label, 11) for row in bars.rows) + 12
         behind = max(text_width(f"{self.text(row.total)}  {row.note}", 11) for row in bars.rows) + 12
         room = WIDTH - 2 * MARGIN - label - behind
-        y = 74
+        y = 80
         x = MARGIN + label
         for name, colour in self.colours.items():
             tint = WORK if colour < 0 else HUES[colour % 8]
@@ -145,6 +145,11 @@ class Knob(Card):
         pen.line([(x, y), (x + width, y)], LINE, 4)
         pen.line([(x, y), (x + width * self.index / last, y)], ACCENT, 4)
         pen.disc(x + width * self.index / last, y, 6, fill=ACCENT)
+        names = [*map(option_text, self.options)]
+        if self.index > 0:
+            pen.text(x - 2, y + 14, names[0], size=9.5, fill=DIM, anchor="lm")
+        if self.index < last:
+            pen.text(x + width + 2, y + 14, names[-1], size=9.5, fill=DIM, anchor="rm")
 
 
 def knob(

@@ -15,6 +15,8 @@ const FAILURES = {
 };
 
 export class LabModel extends PageModel {
+  get isStill() { return false; }
+
   constructor(traits) {
     super(traits);
     this.first = this.shown = this.get("settings");

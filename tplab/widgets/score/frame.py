@@ -21,7 +21,7 @@ class Frame:
     together     the same for every rank's part of a collective
     computing    the same for what ranks compute
     cells        (rank, item) -> index into Score.holds
-    arriving     the (rank, item) cells that a message is on its way to
+    arriving     the (rank, item) cells that a message is on its way to, or a collective
     sent         bytes that each rank has sent
     """
 
@@ -54,7 +54,9 @@ def frame(of: Trace | Score, position: float) -> Frame:
         for place, (rank, item) in enumerate(zip(holds["rank"][:num].tolist(), holds["item"][:num].tolist()))
     }
     cells = {cell: place for cell, place in cells.items() if holds["state"][place] != GONE}
-    arriving = {(int(bars["peer"][row]), int(bars["item"][row])) for row, _ in flights if bars["item"][row] >= 0}
+    together = under_way(COLLECTIVE)
+    coming = [("peer", row) for row, _ in flights] + [("rank", row) for row, _ in together]
+    arriving = {(int(bars[to][row]), int(bars["item"][row])) for to, row in coming if bars["item"][row] >= 0}
     weights = np.where(bars["end"] <= time, bars["bytes"], 0)
     sent = np.bincount(bars["rank"], weights=weights, minlength=piece.trace.mesh.size)
     return Frame(
@@ -62,7 +64,7 @@ def frame(of: Trace | Score, position: float) -> Frame:
         time=time,
         round=min(-int(-position // 1), piece.num_steps),
         flights=flights,
-        together=under_way(COLLECTIVE),
+        together=together,
         computing=under_way(COMPUTE),
         cells=cells,
         arriving=arriving,

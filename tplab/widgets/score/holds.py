@@ -13,8 +13,9 @@ import numpy as np
 
 from tplab.trace.trace import Trace
 
-OWN, HELD, PASSED, GONE = 1, 2, 3, 4
-"""States of a hold: the rank's own part; arrived or computed; sent on, to be added to elsewhere; no longer kept."""
+OWN, HELD, PASSED, GONE, UNSURE = 1, 2, 3, 4, 5
+"""States of a hold: the rank's own part; arrived or computed; sent on, to be added to elsewhere; no longer kept; made
+by these ranks together, but whose data they put in is not known."""
 
 _SEND, _RECEIVE, _COLLECTIVE, _COMPUTE = 1, -1, 2, 0
 JOINING = {"add": "sum", "add_": "sum", "add_any": "sum", "_foreach_add_": "sum", "sub": "", "mul": "product",
@@ -25,13 +26,13 @@ JOINING = {"add": "sum", "add_": "sum", "add_any": "sum", "_foreach_add_": "sum"
 class _Book:
     """The rows of the result: who holds what since when, in the order in which it happened."""
 
-    def __init__(self, contents):
-        self.rows: list[tuple[float, int, int, int, int, int]] = []  # time, rank, item, set, state, value
+    def __init__(self, contents, parts: list[int]):
+        self.rows: list[tuple[float, int, int, int, int, int, int]] = []  # time, rank, item, set, state, value, part
         self.sets: dict[tuple[int, ...], int] = {}
         self.values: list[np.ndarray] = []
         self.latest: dict[tuple[int, int], frozenset[int]] = {}
         self._last: dict[tuple[int, int], int] = {}
-        self._contents = contents
+        self._contents, self._parts = contents, parts
 
     def write(self, time: float, rank: int, item: int, members: frozenset[int], state: int, row: int = -1) -> None:
         value = -1
@@ -39,7 +40,7 @@ class _Book:
             value = len(self.values)
             self.values.append(self._contents[row])
         code = self.sets.setdefault(tuple(sorted(members)), len(self.sets))
-        self.rows.append((time, rank, item, code, state, value))
+        self.rows.append((time, rank, item, code, state, value, self._parts[row] if row >= 0 else 0))
 
     def hold(self, time: float, rank: int, item: int, members: frozenset[int], state: int, row: int = -1) -> None:
         self.write(time, rank, item, members, state, row)
@@ -50,16 +51,16 @@ class _Book:
         """What `rank` sends on is what it holds: if the contents were unknown, this fills them in."""
         place = self._last[rank, item]
         if self.rows[place][5] < 0 and row in self._contents:
-            self.rows[place] = (*self.rows[place][:5], len(self.values))
+            self.rows[place] = (*self.rows[place][:5], len(self.values), self.rows[place][6])
             self.values.append(self._contents[row])
 
 
 def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, num_items: int, versions: Set[int]):
-    """(distinct sets of contributors, columns time rank item set state value, the values) for a score's columns.
+    """(distinct sets of contributors, columns time rank item set state value part, the values) for a score's columns.
 
     versions    the items of which each rank has its own version
     """
-    book = _Book(trace.values)
+    book = _Book(trace.values, trace.codes("part")[1].tolist())
     who, who_codes = trace.codes("contributors")
     groups, group_codes = trace.codes("group")
     shapes = trace.codes("shape")[1]
@@ -84,9 +85,10 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
         rank, item, members = rank_of[row], item_of[row], members_of[row]
         before = book.latest.get((rank, item))
         if kind[row] == _COLLECTIVE:
-            members = members or frozenset(groups[group_codes[row]])
-            book.write(float(columns["start"][row]), rank, item, frozenset((rank,)), OWN)
-            book.hold(when[row], rank, item, members, HELD, row)
+            group = frozenset(groups[group_codes[row]])
+            if members == group:  # each puts in a part of its own
+                book.write(float(columns["start"][row]), rank, item, frozenset((rank,)), OWN)
+            book.hold(when[row], rank, item, members or group, HELD if members else UNSURE, row)
         elif kind[row] == _RECEIVE:
             came[rank, item] = when[row], int(columns["peer"][row]), row
             if before is not None and item in versions:
@@ -110,10 +112,10 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
                 book.hold(when[row], rank, item, members, HELD, row)
             elif kind[row] == _SEND:
                 book.fill(rank, item, row)
-    table = np.array(book.rows, float).reshape(-1, 6)
+    table = np.array(book.rows, float).reshape(-1, 7)
     # In order of time. At the same moment, what is sent away comes first, so that what arrives then stays visible.
     table = table[np.lexsort((np.arange(len(table)), table[:, 4] != PASSED, table[:, 0]))]
-    names = ("time", "rank", "item", "set", "state", "value")
+    names = ("time", "rank", "item", "set", "state", "value", "part")
     holds = {name: table[:, place].astype(float if name == "time" else np.int32) for place, name in enumerate(names)}
     return list(book.sets), holds, book.values
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from tplab.units import letter
 
 _PIECE = re.compile(r"(.+)\[(\d+)\]")
-_LOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+LOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+"""Digits, as they are written below the line."""
 LONGEST = 3  # the longest name of a variable that is written in full
 
 
@@ -47,7 +48,7 @@ def names(chunks: Sequence[tuple[int, int]], given: Sequence[str], met: Mapping[
             short = name if len(name) <= LONGEST else next(free)
             found[chunk] = Name(short, name, (chunk, 0))
         else:
-            low = str(index).translate(_LOW)
+            low = str(index).translate(LOW)
             short = f"{name}{low}" if len(name) < LONGEST else f"[{index}]"
             found[chunk] = Name(short, f"{name}[{index}]", (first[name], index))
     return found

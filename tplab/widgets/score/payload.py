@@ -91,8 +91,10 @@ def _about(score: Score) -> dict[str, Any]:
         "ops": score.ops,
         "op_kinds": [kind_of(op) for op in score.ops],
         "groups": score.groups,
+        "parts": score.parts,
         "where": trace.codes("where")[0],
-        "phases": trace.codes("phase")[0],
+        "phases": score.passes[0],
+        "axes": [axis or "" for axis in trace.codes("axis")[0]],
         "reductions": trace.codes("reduction")[0],
         "computes": score.computes,
         "pipeline": score.is_pipeline,
@@ -104,10 +106,11 @@ def _bars(score: Score) -> dict[str, np.ndarray]:
     names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group", "flow")
     rows = score.bars["row"]
     named = {name: score.trace.codes(of)[1][rows] for name, of in _CODES.items()}
+    named["phase"] = score.passes[1]
     return {name: score.bars[name] for name in names} | named | {"shape": _tensors(score)[1]}
 
 
-_CODES = {"place": "where", "phase": "phase", "reduction": "reduction"}
+_CODES = {"place": "where", "axis": "axis", "reduction": "reduction"}
 """Columns of bars that are indices into a table of the header -> the trace's column that each is taken from."""
 
 

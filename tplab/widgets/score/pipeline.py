@@ -103,7 +103,7 @@ def held(
     numbers = np.array(table, float).reshape(-1, 4)
     rank, item, state = (numbers[:, place].astype(np.int32) for place in (1, 2, 3))
     return sets, {"time": numbers[:, 0], "rank": rank, "item": item, "set": rank, "state": state,
-                  "value": np.full(len(table), -1, np.int32)}  # fmt: skip
+                  "value": np.full(len(table), -1, np.int32), "part": np.zeros(len(table), np.int32)}  # fmt: skip
 
 
 def _rows(columns: dict[str, np.ndarray]) -> np.ndarray:

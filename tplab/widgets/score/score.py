@@ -4,16 +4,19 @@
              position in rounds: 1.5 is half-way between times[1] and times[2]
     bars     one row per thing that a rank did: kind, start, end, what it carried
     items    what travels: the trace's chunks, then one item for each collective that ran as a single event
-    holds    one row per change of what a rank holds of an item: since when, whose data is in it, its values
+    holds    one row per change of what a rank holds of an item: since when, whose data is in it, its values, and which
+             part of a tensor it is
 
 Both the widget (static/score.js) and the still picture read only this.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +26,12 @@ from tplab.units import letter
 from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
-from tplab.widgets.score.names import names
+from tplab.widgets.score.names import LOW, names
 from tplab.widgets.score.op_kinds import kind_of
 from tplab.widgets.score.versions import versions
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
+VALUES_UP_TO = 64  # elements: runs keep no values of larger tensors
 _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
 
 
@@ -104,6 +108,22 @@ class Score:
         return found
 
     @cached_property
+    def passes(self) -> tuple[list[str], np.ndarray]:
+        """(names, for each bar the place of the pass that it belongs to). What comes after a rank's first backward
+        pass, and is no part of one, may be an average of gradients or an update: it is in no pass that we could
+        name."""
+        names, codes = self.trace.codes("phase")
+        phases, start = codes[self.bars["row"]].copy(), self.bars["start"]
+        if "backward" not in names or "forward" not in names:
+            return list(names), phases
+        backward, forward = names.index("backward"), names.index("forward")
+        for rank in self.trace.mesh.ranks:
+            mine = self.bars["rank"] == rank
+            later = start[mine & (phases == backward)].min(initial=math.inf)
+            phases[mine & (phases == forward) & (start >= later)] = len(names)
+        return [*names, ""], phases
+
+    @cached_property
     def work_legend(self) -> list[tuple[str, str]]:
         """The kinds of work that occur, and the name of each in the legend."""
         there = {kind for kind, drawn in zip(self.work_kinds, self.bars["end"] > self.bars["start"]) if kind and drawn}
@@ -137,13 +157,43 @@ class Score:
 
     @cached_property
     def table_caption(self) -> str:
-        """What the table shows."""
+        """What the table shows, and what it cannot show."""
         if self.is_pipeline:
             return "activations held, by microbatch"
         hows = {item.how for item in self.items} & {"max", "min", "product"}
         names = {"max": "the maximum", "min": "the minimum", "product": "the product"}
         made = f": {names[hows.pop()]} of these ranks' parts" if len(hows) == 1 else ""
-        return f"what each rank holds{made}"
+        unknown = ", as far as it is known" if self._has_unknown else ""
+        return f"what each rank holds{made}{unknown}{self._values_kept}"
+
+    @cached_property
+    def _has_unknown(self) -> bool:
+        """Whether there are messages of which it is not known what they carry."""
+        rows = (self.bars["kind"] == SEND) & (self.bars["item"] < 0)
+        return bool(rows.any()) and not self.is_pipeline
+
+    @cached_property
+    def _values_kept(self) -> str:
+        """For how many messages the values were kept, if not for all that are small enough."""
+        shapes, codes = self.trace.codes("shape")
+        dtypes, types = self.trace.codes("dtype")
+        is_small = np.array([math.prod(shape) <= VALUES_UP_TO for shape in shapes] or [False])
+        has_type = np.array([bool(dtype) for dtype in dtypes] or [False])
+        rows = self.bars["row"][np.isin(self.bars["kind"], (SEND, COLLECTIVE)) & (self.bars["op"] != self._barrier)]
+        rows = rows[is_small[codes[rows]] & has_type[types[rows]]]
+        kept = sum(row in self.trace.values for row in rows.tolist())
+        if kept == len(rows):
+            return ""
+        return f"; values of {kept:,} of {len(rows):,} messages" if kept else "; no values were kept"
+
+    @cached_property
+    def _barrier(self) -> int:
+        return self.ops.index("barrier") if "barrier" in self.ops else -1
+
+    @cached_property
+    def parts(self) -> list[tuple[int, ...]]:
+        """The distinct parts of tensors that are held, as (index, count); the holds have places in this list."""
+        return self.trace.codes("part")[0] or [()]
 
     @cached_property
     def computes(self) -> bool:
@@ -160,6 +210,15 @@ class Score:
 
     def members(self, hold: int) -> tuple[int, ...]:
         return self.sets[self.holds["set"][hold]]
+
+    def part(self, hold: int) -> tuple[int, ...]:
+        """(index, count) if it is one of `count` equal parts of a tensor, otherwise ()."""
+        return self.parts[self.holds["part"][hold]] if self.holds["part"][hold] < len(self.parts) else ()
+
+    def name(self, hold: int) -> str:
+        """The name of what a rank holds: that of its item, with the number of its part."""
+        name, part = self.items[self.holds["item"][hold]].name, self.part(hold)
+        return name + str(part[0]).translate(LOW) if part else name
 
     def pool(self, hold: int) -> tuple[int, ...]:
         """Every rank whose data could be in the item of this hold."""
@@ -193,7 +252,8 @@ def score(trace: Trace) -> Score:
     rows = np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == SEND))
     travels = {(int(columns["item"][row]), groups[columns["group"][row]]) for row in rows}
     pools = _pools(len(items), [*seen, *((item, group) for item, group in travels if item in added and group)])
-    hows = _hows(columns, len(items))
+    pools = _wider(pools, items)
+    hows = _hows(trace, columns, len(items))
     items = [Item(*item, how, pool) for item, how, pool in zip(items, hows, pools, strict=True)]
     # A receive is the other end of a send, so it has no bar of its own; a collective's bytes count as sent.
     rows = np.flatnonzero(columns["kind"] >= 0)
@@ -221,12 +281,16 @@ def _of_pipeline(trace: Trace, columns: dict[str, np.ndarray]) -> Score:
     return Score(trace, times, bars, [Item(*item, "", ()) for item in named], holds, sets, [], True)
 
 
-def _hows(columns: dict[str, np.ndarray], num_items: int) -> list[str]:
+def _hows(trace: Trace, columns: dict[str, np.ndarray], num_items: int) -> list[str]:
     """How the parts of each item are combined, according to the operations that do it."""
+    reductions, codes = trace.codes("reduction")
     found: list[set[str]] = [set() for _ in range(num_items)]
     for row in np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == COMPUTE)).tolist():
         if columns["op_name"][row] in JOINING:
             found[columns["item"][row]].add(JOINING[columns["op_name"][row]])
+    for row in np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == COLLECTIVE)).tolist():
+        reduction = reductions[codes[row]]
+        found[columns["item"][row]].add("sum" if reduction == "mean" else reduction)
     return [hows.pop() if len(hows) == 1 else "" for hows in found]
 
 
@@ -282,6 +346,16 @@ def _pools(num_items: int, sets: Iterable[tuple[int, tuple[int, ...]]]) -> list[
             pools[item].remove(pool)
         pools[item].append(joined)
     return [tuple(sorted(tuple(sorted(pool)) for pool in of_item)) for of_item in pools]
+
+
+def _wider(pools: list[tuple[tuple[int, ...], ...]], items: list[Any]) -> list[tuple[tuple[int, ...], ...]]:
+    """The same, where what some ranks have made together is meant to go on to a collective of more ranks."""
+    joint = [index for index, (*_, op) in enumerate(items) if op]
+    every = sorted({pool for index in joint for pool in pools[index]}, key=len)
+    for index in joint:
+        wider = {next((more for more in reversed(every) if set(pool) <= set(more)), pool) for pool in pools[index]}
+        pools[index] = tuple(sorted(wider))
+    return pools
 
 
 def _arrivals(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:

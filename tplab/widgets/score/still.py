@@ -124,6 +124,7 @@ class Picture:
         pen.text(x, top + 13 if few else y - 3, name[: int(width / 6.2)], size=10.5, bold=True)
         for index, item in enumerate(layout.slots[rank]):
             left, top = layout.slot(rank, index)
+            hold = now.cells.get((rank, item))
             cell(
                 pen,
                 score,
@@ -132,9 +133,9 @@ class Picture:
                 SLOT,
                 SLOT,
                 item,
-                now.cells.get((rank, item)),
+                hold,
                 (rank, item) in now.arriving,
-                score.items[item].name,
+                score.items[item].name if hold is None else score.name(hold),
                 ground=SOFT,
             )
 

@@ -6,7 +6,7 @@ from tplab.units import number_text
 from tplab.widgets.paper.palette import DIM, INK, LINE, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Colour, Pen, text_width
 from tplab.widgets.score.frame import Frame, contributors
-from tplab.widgets.score.holds import PASSED
+from tplab.widgets.score.holds import PASSED, UNSURE
 from tplab.widgets.score.layout import columns
 from tplab.widgets.score.score import Score
 
@@ -31,10 +31,13 @@ def cell(
 ) -> None:
     """One slot or cell. Empty: a faint outline. Held: tinted, paler while parts of a sum are missing. Arriving:
     dashed."""
-    members, pool, passed = (), (), False
+    members, pool, part, passed = (), (), (), False
     if hold is not None:
         members, pool, passed = score.members(hold), score.pool(hold), score.holds["state"][hold] == PASSED
-    key = (score.item_colour(item), members, pool, passed, hold is None, arriving, label, value)
+        part = score.part(hold)
+        if score.holds["state"][hold] == UNSURE:
+            members, pool = (), ()
+    key = (score.item_colour(item), members, pool, part, passed, hold is None, arriving, label, value)
     pen.stamp(key, x, y, width, height, ground, lambda tile: _cell(tile, width, height, *key))
 
 
@@ -45,6 +48,7 @@ def _cell(
     colour: str,
     members: tuple[int, ...],
     pool: tuple[int, ...],
+    part: tuple[int, ...],
     passed: bool,
     empty: bool,
     arriving: bool,
@@ -59,6 +63,9 @@ def _cell(
     else:
         fill = None if passed else mix(colour, 0.26 if members == pool else 0.13)
         pen.box(1, 1, width, height, fill=fill, edge=LINE if passed else mix(colour, 0.8), radius=radius)
+        if part and not passed:  # which part of the whole it is
+            index, count = part
+            pen.box(2 + index * (width - 2) / count, 2, (width - 2) / count, height - 2, fill=mix(colour, 0.4))
         has_strip = 1 < len(pool) <= 16 and height >= 18
         if has_strip:
             _segments(pen, members, pool, passed, width, height, colour)
@@ -152,8 +159,8 @@ def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple
     if hold is None:
         return (score.items[item].name if item >= 0 else ""), ""
     pool = score.pool(hold)
-    label = score.items[item].name
-    if len(pool) > 1:
+    label = score.name(hold)
+    if len(pool) > 1 and not score.part(hold) and score.holds["state"][hold] != UNSURE:
         label = contributors(score.members(hold), pool, score.items[item].how, most)
     index = score.holds["value"][hold]
     if index < 0 or score.values[index].size != 1 or most == 1:

@@ -168,9 +168,10 @@ class _News:
         did, to = {self._did(row) for row in rows}, self._direction(rows)
         if len(did) > 1:
             return f"{len(rows)} messages, from {who} to {to}"
+        if did == {"version"}:
+            return self._versions(who, to, rows)
         piece = "pieces" if max(senders.values()) > 1 else "piece"
-        how = {self.score.items[item].how for item in bars["item"][rows].tolist() if item >= 0}
-        result, joins, join, joint = _JOINED[how.pop() if len(how) == 1 else ""]
+        result, joins, join, joint = _JOINED[self._how([row for row in rows if bars["item"][row] >= 0])]
         if who != "every rank" and len(senders) > 1:
             send, pass_on, joins, its, it = "send", "pass on", join, "their", "they have"
         else:
@@ -183,15 +184,38 @@ class _News:
             "added": f"{who} {joins} {its} own part {joint} what {it} just received, and {send} the {results} on",
             "complete": f"{who} {joins} the last missing part, and {send} the finished {results} on",
             "other": f"{len(rows)} messages, from {who} to {to}",
+            "unknown": f"{len(rows)} messages, from {who} to {to}; whose data they carry is not known",
         }[did.pop()]
+
+    def _versions(self, who: str, to: str, rows: list[int]) -> str:
+        """Ranks that each send their own version of a variable, which has more in it every time."""
+        items = {self.score.items[int(self.score.bars["item"][row])] for row in rows}
+        numbers = {len(self.members[row]) for row in rows}
+        send, its = ("sends", "its") if who.startswith(("every", "rank")) else ("send", "their")
+        name = items.pop().text if len(items) == 1 else "version"
+        if numbers == {1}:
+            return f"{who} {send} {its} own {name} to {to}"
+        if len(numbers) > 1:
+            return f"{who} {send} {its} {name} to {to}"
+        result = _JOINED[self._how(rows)][0]
+        return f"{who} {send} {its} {result} of {numbers.pop()} ranks' parts to {to}"
+
+    def _how(self, rows: list[int]) -> str:
+        hows = {self.score.items[int(self.score.bars["item"][row])].how for row in rows}
+        return hows.pop() if len(hows) == 1 else ""
 
     def _did(self, row: int) -> str:
         """What a send does, compared with what its rank received in the round before."""
         bars = self.score.bars
         rank, item, members = int(bars["rank"][row]), int(bars["item"][row]), self.members[row]
         came = self.received.get(rank, {}).get(item)
+        if item < 0:
+            return "unknown"
+        if self.score.items[item].origin < 0:
+            return "version"
         if came is None:
-            return "own" if item >= 0 and members <= {rank} else "other"
+            is_own = members <= {rank} or self.score.items[item].origin == rank
+            return "own" if is_own else "other"
         whole = len(members) == self.full[item] > 1
         if came == members:
             return "finished" if whole else "passed"
@@ -264,7 +288,9 @@ class _News:
         hows = {reductions[code] for code in codes[self.score.bars["row"][rows]].tolist()}
         result = _RESULTS.get(hows.pop() if len(hows) == 1 else "", "combination")
         text = _TOGETHER.get(op, "the ranks of {group} work together").format(group=group, result=result)
-        return f"{op}{f' over {over}' if over else ''}: {text}"
+        before = {len(self.members[row]) for row in rows.tolist()}
+        beyond = f", which then has data of {before.pop()} ranks" if len(before) == 1 and max(before) > size else ""
+        return f"{op}{f' over {over}' if over else ''}: {text}{beyond}"
 
 
 def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:

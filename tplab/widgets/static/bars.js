@@ -23,7 +23,8 @@ function title(score, row) {
   if (kind === SEND) return `${op}: rank ${rank} sends ${what} to rank ${score.peer[row]}`;
   if (kind === WAIT) return `rank ${rank} waits`;
   const how = score.reductions?.[score.reduction[row]];
-  return `rank ${rank}: ${op}${how ? ` (${how})` : ""}${kind === COMPUTE && item >= 0 ? `, of ${what}` : ""}`;
+  const axis = kind === COLLECTIVE ? score.axes?.[score.axis[row]] : "";
+  return `rank ${rank}: ${op}${how ? ` (${how})` : ""}${axis ? ` over ${axis}` : ""}${kind === COMPUTE && item >= 0 ? `, of ${what}` : ""}`;
 }
 
 // Of a program that has both, the pass that a bar belongs to.

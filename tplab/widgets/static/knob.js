@@ -1,7 +1,15 @@
 // One control, and bars that change with it.
 import { card, el, followTheme } from "./shell.js";
 
-const BAR_WIDTH = 900, ROW = 34, HEIGHT = 24;
+const BAR_WIDTH = 900, ROW = 34, HEIGHT = 24, TRACK = 400;
+
+// Which of these positions are named under the slider.
+function named(names) {
+  const last = names.length - 1, width = Math.max(...names.map((name) => name.length * 6.5 + 10));
+  const step = Math.max(1, Math.ceil(names.length / Math.max(Math.floor(TRACK / width), 2)));
+  const found = names.flatMap((_, place) => (place % step === 0 && (place === last || last - place >= step) ? [place] : []));
+  return found.at(-1) === last ? found : [...found, last];
+}
 
 function render({ model, el: host }) {
   const { title, about, control, colours, options } = model.get("content");
@@ -11,8 +19,12 @@ function render({ model, el: host }) {
     type: "range", min: 0, max: options.length - 1, step: 1, "aria-label": control,
     oninput: () => turn(Number(slider.value)),
   });
-  const track = el("div.tpl-track", { style: "max-width:420px" }, slider, marks);
-  root.append(el("div.tpl-controls", { style: "gap:10px;margin:2px 0 10px" }, el("span.tpl-about", {}, control), value, track));
+  // The names of the other positions: all of them where there is room, else of some, the first and the last among them.
+  const every = named(options.map((option) => option.name));
+  const ends = el("div.tpl-ends", { "aria-hidden": "true" }, ...every.map((place) =>
+    el("span", { style: `left:${(100 * place) / Math.max(options.length - 1, 1)}%`, onclick: () => turn(place) }, options[place].name)));
+  const track = el("div.tpl-track", { style: "max-width:420px" }, slider, marks, ends);
+  root.append(el("div.tpl-controls", { style: "gap:10px;margin:2px 0 22px" }, el("span.tpl-about", {}, control), value, track));
   const tint = (name) => (colours[name] < 0 ? "var(--work)" : `var(--c${colours[name] % 8})`);
   const paint = (name) => `fill:color-mix(in srgb,${tint(name)} 30%,var(--paper));stroke:${tint(name)}`;
   root.append(el("div.tpl-tools", {}, ...Object.keys(colours).map((name) => el("span.tpl-key", {},
@@ -44,6 +56,7 @@ function render({ model, el: host }) {
     slider.setAttribute("aria-valuetext", name);
     track.style.setProperty("--at", `${(100 * model.get("index")) / Math.max(options.length - 1, 1)}%`);
     value.textContent = name;
+    every.forEach((place, at) => ends.children[at].classList.toggle("tpl-on", place === model.get("index")));
     words.textContent = sentence;
     const label = 16 + 7 * Math.max(...rows.map((row) => row.label.length));
     const behind = 30 + 7 * Math.max(...options.flatMap((option) => option.rows).map((row) => `${row.total} ${row.note}`.length));

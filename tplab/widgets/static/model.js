@@ -23,6 +23,9 @@ export class PageModel {
     this.listeners.set(event, (this.listeners.get(event) ?? []).filter((other) => other !== listener));
   }
 
+  // Nothing answers: what Python would have to compute cannot be asked for.
+  get isStill() { return true; }
+
   save_changes() {}
   send() {}
 }

@@ -8,6 +8,7 @@ import { GanttChart, inWords } from "./gantt.js";
 const PATIENCE = 3000; // milliseconds
 const PAUSE = 400; // after the last key, until what is typed is asked
 const SILENCE = "No kernel answers, so nothing changes here. Run this cell to use its controls.";
+const STILL = "This page has no Python behind it, so it shows this one schedule. Its controls work in Jupyter.";
 const CSV = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,";
 const SLIDERS = [
   ["ranks", "ranks"], ["microbatches", "microbatches"], ["virtual_stages", "stages per rank"], ["forward", "F"],
@@ -63,7 +64,7 @@ function controls(root, model, ask) {
   }));
   sliders.overlap.node.title = OVERLAP;
   let typing = null;
-  const costs = el("input.tpl-select", { type: "text", "aria-label": "cost of each stage", placeholder: "1, 1, 1, 1", spellcheck: "false",
+  const costs = el("input.tpl-select", { type: "text", "aria-label": "cost of each stage", spellcheck: "false",
     autocomplete: "off", oninput: () => {
       clearTimeout(typing);
       typing = setTimeout(() => ask({ stage_costs: costs.value }), PAUSE);
@@ -83,7 +84,11 @@ function controls(root, model, ask) {
     sliders.overlap.off(!chosen.some((name) => pairs.includes(name)) && settings.rule !== "edited" && !chosen.some((name) => name in settings.own));
     if (costs.value !== settings.stage_costs && !costs.matches(":focus")) costs.value = settings.stage_costs;
     for (const name of ["ranks", "microbatches"]) sliders[name].off(settings.rule === "edited" || settings.rule in settings.own);
+    costs.placeholder = Array(Math.min(settings.ranks, 8)).fill(1).join(", ");
     limit.draw(settings.memory_limit ?? none, settings.memory_limit === null ? "none" : plain(settings.memory_limit));
+    if (!model.isStill) return;
+    for (const node of root.querySelectorAll(".tpl-settings input, .tpl-settings select")) node.disabled = true;
+    for (const node of root.querySelectorAll(".tpl-setting")) node.classList.add("tpl-off");
   };
 }
 
@@ -113,7 +118,7 @@ function legendOf(board, by) {
 }
 
 async function render({ model, el: host }) {
-  const isLab = model.get("settings") !== undefined;
+  const isLab = model.get("settings") !== undefined, isAlive = isLab && !model.isStill;
   let board = await unpack(model.get("board"));
   const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: `pipeline schedule ${board.title}` });
   const tip = hint(root);
@@ -227,9 +232,9 @@ async function render({ model, el: host }) {
     chart.draw();
   };
   root.append(legend, el("div.tpl-tools", {}, choice,
-    el("span.tpl-space"), ...(isLab ? [earlier, later, undo, reset, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
-    ...(isLab ? [toPaste, ...files] : [])));
-  if (isLab) root.append(paste);
+    el("span.tpl-space"), ...(isAlive ? [earlier, later, undo, reset, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
+    ...(isAlive ? [toPaste, ...files] : [])));
+  if (isAlive) root.append(paste);
   const note = el("p.tpl-notice", { role: "status" }), bar = el("progress.tpl-progress", { max: 1, "aria-label": "loading", hidden: "" });
   note.hidden = !isLab;
   let player = null;
@@ -270,9 +275,9 @@ async function render({ model, el: host }) {
   }
   const tellNotice = (progress) => {
     root.dataset.stale = Boolean(model.get("is_stale"));
-    const text = progress ? progress.text : failure || (model.get("notice") ?? "");
+    const text = progress ? progress.text : failure || (model.get("notice") || (model.isStill ? STILL : ""));
     if (note.textContent !== text) note.textContent = text;
-    note.classList.toggle("tpl-wrong", Boolean(text) && !progress);
+    note.classList.toggle("tpl-wrong", Boolean(text) && text !== STILL && !progress);
     bar.hidden = progress?.share === undefined;
     if (!bar.hidden) bar.value = progress.share;
   };

@@ -188,6 +188,7 @@ export class Player {
 
   mark() {
     const label = this.playing ? "pause (space)" : "play (space)";
+    this.sayText.parentElement.setAttribute("aria-live", this.playing ? "off" : "polite"); // not every step is read out
     this.playButton.replaceChildren(icon(this.playing ? "pause" : "play"));
     this.playButton.setAttribute("aria-label", label);
     this.playButton.title = label;

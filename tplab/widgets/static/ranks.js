@@ -1,7 +1,7 @@
 // The ranks on their mesh, the links between them, and the chunks on their way.
 import { el } from "./shell.js";
 import { bytesText } from "./units.js";
-import { PASSED, cellText, flightColour, itemColour, members, pieceText, carried, pool } from "./score.js";
+import { COLLECTIVE, PASSED, UNSURE, carried, cellText, flightColour, holdName, itemColour, members, partOf, pieceText, pool } from "./score.js";
 
 const SLOT = 17;
 
@@ -104,6 +104,7 @@ export class Ranks {
     slot.slot.setAttribute("class", `tpl-slot${passed ? " tpl-passed" : held ? " tpl-held" : ""}${arriving ? " tpl-arriving" : ""}`);
     slot.gauge.setAttribute("height", SLOT * share);
     slot.gauge.setAttribute("y", SLOT * (1 - share));
+    slot.slot.lastChild.textContent = held ? holdName(this.score, hold) : this.score.items[slot.item][0];
   }
 
   drawShare(shape, rank, now) {
@@ -184,11 +185,13 @@ export function describe(score, now, { flight, rank, item }, values) {
   const what = pieceText(score, item);
   const born = op || origin < 0 ? "" : `rank ${origin}`;
   if (hold < 0) {
-    const coming = now.arriving.get(rank * score.items.length + item);
-    return [["", `rank ${rank} does not hold ${what}`], ["comes from", coming === undefined ? "" : `rank ${score.rank[coming]}, is on its way`]];
+    const coming = now.arriving.get(rank * score.items.length + item), group = coming >= 0 ? score.groups[score.group[coming]] : [];
+    const way = coming === undefined ? [] : score.kind[coming] === COLLECTIVE ? ["made by", `ranks ${group.join(", ")}, not finished`] : ["comes from", `rank ${score.rank[coming]}, is on its way`];
+    return [["", `rank ${rank} does not hold ${what}${coming === undefined ? "" : " yet"}`], way.length ? way : null];
   }
-  const passed = score.hold_state[hold] === PASSED;
-  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}`], ["started on", born], ...contents(score, hold, values)];
+  const passed = score.hold_state[hold] === PASSED, part = partOf(score, hold);
+  const which = part ? `part ${part[0]} of ${part[1]} (counted from 0) of ` : "";
+  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${which}${what}`], ["started on", born], ...contents(score, hold, values)];
 }
 
 // What a rank does now, and what it has sent.
@@ -200,6 +203,7 @@ function aboutRank(score, now, rank) {
 
 function contents(score, hold, values) {
   if (hold < 0) return [];
+  if (score.hold_state[hold] === UNSURE) return [["made by", `ranks ${members(score, hold).join(", ")}; whose data they put in is not known`], ["values", values(hold)]];
   const { inside, all } = cellText(score, hold);
   const joint = all.length > 1 ? `ranks ${inside.join(", ")}${inside.length === all.length ? " (all of them)" : ` (${inside.length} of ${all.length})`}` : "";
   return [["data of", joint], ["values", values(hold)]];

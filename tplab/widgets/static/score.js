@@ -2,7 +2,7 @@
 import { numberText, rangeText } from "./units.js";
 
 export const COMPUTE = 0, SEND = 1, COLLECTIVE = 2, WAIT = 3;
-export const OWN = 1, HELD = 2, PASSED = 3, GONE = 4;
+export const OWN = 1, HELD = 2, PASSED = 3, GONE = 4, UNSURE = 5;
 
 export const numSteps = (score) => score.times.length - 1;
 
@@ -52,7 +52,10 @@ export function frame(score, position) {
       if (kind[row] === SEND) {
         flights.push(moment);
         if (item[row] >= 0) arriving.set(peer[row] * numItems + item[row], row);
-      } else if (kind[row] === COLLECTIVE) together.push(moment);
+      } else if (kind[row] === COLLECTIVE) {
+        together.push(moment);
+        if (item[row] >= 0) arriving.set(rank[row] * numItems + item[row], row);
+      }
       else if (kind[row] === COMPUTE) computing.push(moment);
     }
   }
@@ -80,12 +83,24 @@ export function pool(score, hold, inside = members(score, hold)) {
 
 // What stands in a cell: the chunk's letter or whose data is in it, and its value where it is a single number.
 export function cellText(score, hold, most = 4) {
-  const [name, , , , , how] = score.items[score.hold_item[hold]];
-  const inside = members(score, hold), all = pool(score, hold, inside);
-  const label = all.length > 1 ? contributors(inside, all, how, most) : name;
+  const [, , , , , how] = score.items[score.hold_item[hold]], isSure = score.hold_state[hold] !== UNSURE;
+  const inside = isSure ? members(score, hold) : [], all = isSure ? pool(score, hold, inside) : [];
+  const label = all.length > 1 && !partOf(score, hold) ? contributors(inside, all, how, most) : holdName(score, hold);
   const numbers = values(score, hold);
   return { label, value: numbers.length === 1 ? numberText(numbers[0]) : "", inside, all };
 }
+
+// [index, count] if it is one of `count` equal parts of a tensor.
+export const partOf = (score, hold) => {
+  const part = score.parts[score.hold_part[hold]];
+  return part?.length ? part : null;
+};
+
+// The name of what a rank holds: that of its item, with the number of its part below the line.
+export const holdName = (score, hold) => {
+  const part = partOf(score, hold), low = (digit) => String.fromCharCode(0x2080 + Number(digit));
+  return score.items[score.hold_item[hold]][0] + (part ? Array.from(String(part[0]), low).join("") : "");
+};
 
 // The colour of a bar, and of an item: in a pipeline activations have that of F, and gradients that of I.
 export const barColour = (score, paint, row) => (score.pipeline ? [paint.work, paint.kinds.F, paint.kinds.I][score.flow[row]] : paint.hue(score.item[row]));

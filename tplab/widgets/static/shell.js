@@ -103,9 +103,11 @@ export function hint(root) {
       box.hidden = false;
       const frame = root.getBoundingClientRect();
       const x = event.clientX - frame.left + 14, y = event.clientY - frame.top + 14;
-      const room = frame.width - box.offsetWidth - 6;
+      const room = frame.width - box.offsetWidth - 6, below = x > room ? y + 6 : y;
+      // A notebook cuts off what is outside of the card: where there is no room below the pointer, it is above.
+      const above = event.clientY - frame.top - box.offsetHeight - 10, fits = below + box.offsetHeight <= frame.height - 4;
       box.style.left = `${Math.max(4, Math.min(x, room))}px`;
-      box.style.top = `${x > room ? y + 6 : y}px`;
+      box.style.top = `${fits ? below : Math.max(4, above)}px`;
     },
     hide() { box.hidden = true; },
   };

@@ -1,7 +1,7 @@
 // What each rank holds: one row per rank, one column per item (or one item of each group). A table where there is room for
 // letters, else a canvas of small squares.
 import { colours, el } from "./shell.js";
-import { PASSED, cellText, itemColour, members, pool } from "./score.js";
+import { PASSED, cellText, itemColour, members, partOf, pool } from "./score.js";
 
 export class Table {
   constructor(root, host, score, over) {
@@ -105,6 +105,12 @@ export class Table {
     const passed = hold >= 0 && score.hold_state[hold] === PASSED;
     const item = hold >= 0 ? score.hold_item[hold] : coming;
     let kind = hold < 0 ? "" : passed ? " tpl-passed" : " tpl-held";
+    const part = hold >= 0 && !passed ? partOf(score, hold) : null;
+    if (part) {
+      kind += " tpl-part";
+      cell.node.style.setProperty("--from", `${(100 * part[0]) / part[1]}%`);
+      cell.node.style.setProperty("--to", `${(100 * (part[0] + 1)) / part[1]}%`);
+    }
     strip.replaceChildren();
     label.textContent = value.textContent = "";
     if (hold >= 0) {
