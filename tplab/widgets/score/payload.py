@@ -94,7 +94,9 @@ def _about(score: Score) -> dict[str, Any]:
         "parts": score.parts,
         "where": trace.codes("where")[0],
         "phases": score.passes[0],
-        "axes": [axis or "" for axis in trace.codes("axis")[0]],
+        "axes": [
+            axis if axis and {*axis.split(",")} <= {*trace.mesh.axis_names} else "" for axis in trace.codes("axis")[0]
+        ],
         "reductions": trace.codes("reduction")[0],
         "computes": score.computes,
         "pipeline": score.is_pipeline,
