@@ -1,7 +1,9 @@
 """Without torch, or without JAX, the half of tplab that needs it says what to install; the other half works."""
 
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -16,7 +18,7 @@ def test_without_torch(module: str):
     last = imported(module, without="torch").stderr.splitlines()[-1]
     assert last == (
         "tplab.errors.MissingPackageError: tplab.torch needs torch, which is not installed; "
-        "to install it: pip install 'tplab[torch]'"
+        "to install it: pip install 'tplab[torch] @ git+https://github.com/tplab/tplab'"
     )
 
 
@@ -25,10 +27,36 @@ def test_without_jax(module: str):
     last = imported(module, without="jax").stderr.splitlines()[-1]
     assert last == (
         "tplab.errors.MissingPackageError: tplab.jax needs jax, which is not installed; "
-        "to install it: pip install 'tplab[jax]'"
+        "to install it: pip install 'tplab[jax] @ git+https://github.com/tplab/tplab'"
     )
 
 
 @pytest.mark.parametrize("module, without", [("tplab.jax", "torch"), ("tplab.torch", "jax")])
 def test_one_half_works_without_the_other(module: str, without: str):
     assert imported(module, without=without).stderr == ""
+
+
+def test_run_says_where_it_is():
+    with pytest.raises(ImportError, match=r"^run is in tplab.torch or tplab.jax: the import is the switch"):
+        from tplab import run  # noqa: F401  # pyright: ignore
+    import tplab
+
+    assert not hasattr(tplab, "runs")
+
+
+def test_the_package_as_a_command_lists_the_commands():
+    done = subprocess.run([sys.executable, "-W", "error", "-m", "tplab"], capture_output=True, text=True)
+    named = set(re.findall(r"-m (tplab\.\w+)", done.stdout))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert named == {"tplab.torchrun", "tplab.record", "tplab.merge"}
+    assert all(find_spec(name) for name in named)
+
+
+@pytest.mark.parametrize("command", ["torchrun", "record", "merge"])
+def test_help_needs_no_framework(command: str):
+    code = (
+        "import runpy, sys; sys.modules['torch'] = sys.modules['jax'] = None; sys.argv[1:] = ['--help']\n"
+        f"runpy.run_module('tplab.{command}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "usage:" in done.stdout

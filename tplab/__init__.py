@@ -13,11 +13,17 @@ __all__ = ["Event", "Mesh", "P", "Trace", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import traces when they are first used: they need NumPy, which takes longer to import than all of tplab."""
+    """Import traces when they are first used: they need NumPy, which takes longer to import than all of tplab.
+
+    What needs a framework is not here. `from tplab import run` is an ImportError that says where it is.
+    """
     if name in ("Event", "Trace"):
         from tplab import trace
 
         return getattr(trace, name)
+    if name in ("run", "launch", "train"):  # an AttributeError's words would be lost: Python has its own for imports
+        where = "tplab.torch" if name == "launch" else "tplab.torch or tplab.jax: the import is the switch between them"
+        raise ImportError(f"{name} is in {where}", name=__name__)
     raise AttributeError(f"module 'tplab' has no attribute {name!r}")
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+REPOSITORY = "https://github.com/tplab/tplab"
+"""Where tplab is installed from: it is in no package registry."""
+
 
 class TplabError(Exception):
     """Anything tplab raises on purpose."""
@@ -21,7 +24,7 @@ class MissingPackageError(TplabError, ImportError):
     """An optional package, which tplab does not install by itself, is missing."""
 
     def __init__(self, module: str, package: str, extra: str):
-        way_out = f"to install it: pip install 'tplab[{extra}]'"
+        way_out = f"to install it: pip install 'tplab[{extra}] @ git+{REPOSITORY}'"
         super().__init__(f"{module} needs {package}, which is not installed; {way_out}")
 
 

@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 from tplab.commands import leave_working_directory_out
+from tplab.trace.recorded.rank_file import FOLDER
 
 
 def main() -> None:
     """Run the script in this process, which is one rank of the run."""
-    leave_working_directory_out()
-    from tplab.torch.record.recording import FOLDER, start
-
     parser = argparse.ArgumentParser(
         prog="torchrun [...] -m tplab.record",
         description="Run a script for torchrun as it is, and write down what each rank sends.",
@@ -27,6 +25,9 @@ def main() -> None:
     given = parser.parse_args()
     if not given.module and not Path(given.script).is_file():
         parser.error(f"there is no script {given.script}")
+    leave_working_directory_out()
+    from tplab.torch.record.recording import start
+
     sys.argv = [given.script, *given.args]
     start(given.to)
     if given.module:

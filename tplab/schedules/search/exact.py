@@ -29,7 +29,7 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
         from ortools.sat.python import cp_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ScheduleError(
-            "the exact solver needs OR-Tools: pip install 'tplab[exact]'; or use solver='heuristic'"
+            "the exact solver needs OR-Tools: pip install ortools; or use solver='heuristic'"
         ) from error
     if costs.links == "queue":
         raise ScheduleError("the exact solver does not know links that queue; use links='free', or solver='heuristic'")

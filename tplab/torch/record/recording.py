@@ -11,8 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.record.group import RecordedGroup
 from tplab.torch.record.notes import Notes
-
-FOLDER = "tplab_trace"
+from tplab.trace.recorded.rank_file import FOLDER
 
 
 def start(folder: str | Path = FOLDER) -> Recording:

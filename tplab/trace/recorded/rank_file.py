@@ -30,6 +30,9 @@ FORMAT = "tplab rank 1"
 WRITE_EVERY = 0.25
 """Seconds. If a rank's process is killed, at most the notes of this long are lost."""
 
+FOLDER = "tplab_trace"
+"""Where the ranks of a real run write their files, if no other folder is named."""
+
 
 ANY = -1
 """The source of a message that may come from any rank."""
