@@ -315,3 +315,36 @@ def test_bad_rows():
     empty = Schedule([[], []])
     assert (len(empty), empty.num_stages, empty.num_ticks, str(empty)) == (0, 0, 0, "\n")
     assert np.array_equal(empty.table(), np.empty((0, 2, 3)))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_tables_of_every_system(end):
+    """Lines end in a carriage return in some spreadsheets' tables."""
+    schedule = Schedule.from_csv(end.join(["0F0,,,0B0", ",1F0,1B0", ""]))
+    assert str(schedule) == "F0 .. .. B0\n.. F0 B0 .."
+    assert str(Schedule.from_csv(end.join(['"0F0', '",0B0']))) == "F0 B0"
+
+
+@pytest.mark.parametrize("read", [Schedule.parse, Schedule.from_csv])
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        (
+            "F" + "9" * 5000,
+            "microbatch 9999999999..., a number of 5,000 digits; it must be a whole number",
+        ),
+        ("9" * 11 + "F0", "stage 9999999999..., a number of 11 digits"),
+        ("9" * 10 + "F0", "stage 9999999999; it must be"),
+        ("x" * 10_000, r"'x{100}...' is not an action"),
+        ("F0\x00", "is not an action"),
+    ],
+)
+def test_texts_that_are_no_schedule(read, text, why):
+    with pytest.raises(ScheduleError, match=why):
+        read(text)
+
+
+def test_long_texts_that_are_schedules():
+    assert str(Schedule.parse("F" + "0" * 5000)) == "F0"
+    with pytest.raises(ScheduleError, match=r"this is not a table of torch's .*; write one line per rank: 0F0,0F1"):
+        Schedule.from_csv("x" * 200_000)

@@ -135,6 +135,12 @@ MESSAGE = BEGIN.replace("null", "PEER")
         ('["from", 5, 1]', "there is no operation 5"),
         ('["wait", 5, 1.0, 2.0, "train.py:3"]', "there is no operation 5"),
         ('["hello"]', "there is no note 'hello'"),
+        ('["group", "1", "", []]', "group '1' has no ranks"),
+        ('["group", "1", "", [0, 0]]', "group '1' has a rank twice"),
+        ("[" * 100_000, "brackets are nested too deeply"),
+        (f'["stop", 1{"0" * 400}]', "is not a time"),
+        (f'["stop", "{"x" * 10_000}"]', "xxx... is not a time"),
+        (BEGIN.replace("8", "1" + "0" * 30), "is not a whole number"),
         ("7", "TypeError"),
         ("", "JSONDecodeError"),
     ],
@@ -163,6 +169,13 @@ def test_a_damaged_first_line_is_named(tmp_path: Path, change: dict[str, object]
     path = tmp_path / "rank0.jsonl"
     path.write_text(json.dumps({"format": FORMAT, **ABOUT._asdict(), **change}) + "\n")
     with pytest.raises(TraceError, match=rf"rank0\.jsonl, line 1 is damaged: .*{re.escape(why)}"):
+        read(path)
+
+
+def test_a_first_line_of_brackets(tmp_path: Path):
+    path = tmp_path / "rank0.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(TraceError, match=r"rank0\.jsonl is not the file of a rank"):
         read(path)
 
 

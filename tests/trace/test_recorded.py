@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from tests.trace.rank_files import write_ranks
 from tplab import Mesh
 from tplab import merge as command
 from tplab.errors import TraceError
-from tplab.trace import merge
+from tplab.trace import merge, summary
 from tplab.trace.recorded.clocks import advances
 from tplab.trace.recorded.rank_file import About, Writer
 
@@ -170,6 +172,65 @@ def test_files_that_are_not_of_one_run(tmp_path: Path):
     (tmp_path / "rank1.jsonl").write_text("[]\n")
     with pytest.raises(TraceError, match=r"rank1\.jsonl is not the file of a rank"):
         merge(tmp_path)
+
+
+def test_a_world_that_nobody_has(tmp_path: Path):
+    write(tmp_path)
+    for path in tmp_path.iterdir():
+        about, *notes = path.read_text().splitlines()
+        about = json.dumps(json.loads(about) | {"world": 1_000_000_000})
+        path.write_text("\n".join([about, *notes, ""]))
+    files = r"of 2 of 1000000000 ranks, without rank2\.jsonl, .*, rank9\.jsonl, \.\.\.; copy"
+    with pytest.raises(TraceError, match=files):
+        merge(tmp_path)
+
+
+def test_whatever_is_changed_the_error_is_tplabs(tmp_path: Path):
+    """Values, lines and files at random: a trace, or an error with a file and a line, in few words."""
+    write(tmp_path)
+    draw, whole = random.Random(0), {path: path.read_text().splitlines() for path in tmp_path.iterdir()}
+    values = [
+        None,
+        -1,
+        0,
+        7,
+        10**9,
+        10**400,
+        1.5,
+        1e308,
+        float("nan"),
+        True,
+        "",
+        "0",
+        "all_reduce",
+        [],
+        [0, 0],
+        [[]],
+        {},
+    ]
+    num_told = 0
+    for _ in range(400):
+        place, value, kind = draw.randrange(6), draw.choice(values), draw.choice(["field", "line", "cut"])
+        for path in draw.sample(sorted(whole), draw.choice([1, 2])):
+            lines = list(whole[path])
+            if kind == "field":
+                note = json.loads(lines[place])
+                note[draw.choice(list(note) if isinstance(note, dict) else range(len(note)))] = value
+                lines[place] = json.dumps(note)
+            elif kind == "line":
+                lines[place] = draw.choice([lines[0], lines[-1], json.dumps(value), "[" * 50_000])
+            else:
+                lines[place] = lines[place][: draw.randrange(len(lines[place]))]
+            path.write_text("\n".join([*lines, ""]))
+        try:
+            summary(merge(tmp_path).trace)
+        except TraceError as error:
+            num_told += len(str(error)) < 1000
+        else:
+            num_told += 1
+        for path, lines in whole.items():
+            path.write_text("\n".join([*lines, ""]))
+    assert num_told == 400
 
 
 def test_a_file_that_is_cut_off_or_damaged(tmp_path: Path):

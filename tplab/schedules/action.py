@@ -80,9 +80,21 @@ class Action:
         """Read "2F0", "3SEND_F1", "0REDUCE_GRAD" or "STEP". Raises ScheduleError."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text!r} is not an action; write stage, kind, microbatch, such as 2F0 or 3SEND_F1")
+            shown = text if len(text) <= 100 else f"{text[:100]}..."
+            raise ScheduleError(f"{shown!r} is not an action; write stage, kind, microbatch, such as 2F0 or 3SEND_F1")
         stage, kind, microbatch = match.groups()
-        return cls(kind, int(stage) if stage else -1, int(microbatch) if microbatch else -1)
+        return cls(kind, _read("stage", stage), _read("microbatch", microbatch))
+
+
+def _read(name: str, digits: str) -> int:
+    """The number; -1 if there are no digits. Python refuses to read thousands of them."""
+    significant = digits.lstrip("0")
+    if len(significant) > len(str(LARGEST)):
+        raise ScheduleError(
+            f"an action has {name} {significant[:10]}..., a number of {len(significant):,} digits; it must be a whole "
+            f"number from 0 to {LARGEST:,}"
+        )
+    return int(significant or "0") if digits else -1
 
 
 def whole_number(value: Any) -> int | None:

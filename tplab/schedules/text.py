@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from tplab.schedules.action import Action
 
 Row = Sequence[Action]
 _PAIR = "OVERLAP_F_B"
+_LINE_END = re.compile(r"\r\n?|\n")
+"""Of Unix, of Windows, and of old Macs and some spreadsheets."""
 
 
 def draw(rows: Sequence[Row], ticks: Sequence[Sequence[int]] | None, with_stages: bool) -> str:
@@ -81,7 +84,12 @@ def write_csv(rows: Sequence[Row], ticks: Sequence[Sequence[int]] | None) -> str
 
 def read_csv(text: str) -> list[list[Action]]:
     """The rows of either of torch's forms. Blank cells are idle ticks; only the order counts."""
-    return [_actions(row) for row in csv.reader(io.StringIO(text)) if row]
+    try:
+        return [_actions(row) for row in csv.reader(_LINE_END.split(text)) if row]
+    except csv.Error as error:
+        raise ScheduleError(
+            f"this is not a table of torch's ({error}); write one line per rank: 0F0,0F1,0B0,0B1"
+        ) from None
 
 
 def read_torch(source: Any) -> tuple[list[list[Action]], str]:

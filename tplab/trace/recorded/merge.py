@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 from tplab.errors import TraceError
@@ -19,6 +19,7 @@ from tplab.trace.recorded.unfinished import unfinished
 from tplab.trace.trace import Trace
 from tplab.units import time_text
 
+_MOST_NAMED = 8
 _ALL_WAIT_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
@@ -90,8 +91,10 @@ def _read_all(folder: Path) -> list[RankFile]:
             )
     by_rank = {file.about.rank: file for file in files}
     world = newest.about.world
-    if missing := [rank for rank in range(world) if rank not in by_rank]:
+    if len(by_rank) < world:
+        missing = islice((rank for rank in range(world) if rank not in by_rank), _MOST_NAMED)
         names = ", ".join(f"rank{rank}.jsonl" for rank in missing)
+        names += ", ..." if world - len(by_rank) > _MOST_NAMED else ""
         raise TraceError(
             f"{folder} has the files of {len(by_rank)} of {world} ranks, without {names}; "
             "copy the files of all nodes into one folder"

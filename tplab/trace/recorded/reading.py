@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ def read(path: Path) -> RankFile:
         first = json.loads(lines[0])
         if first.pop("format") != FORMAT:
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TraceError(f"{path} is not the file of a rank: its first line does not say {FORMAT!r}") from None
     number = 1
     try:
@@ -27,8 +26,10 @@ def read(path: Path) -> RankFile:
         for line in lines[1:-1]:  # what follows the last newline was not completely written
             number += 1
             reading.take(json.loads(line))
+    except RecursionError:
+        raise TraceError(f"{path}, line {number} is damaged: brackets are nested too deeply") from None
     except (ValueError, TypeError, IndexError) as error:
-        raise TraceError(f"{path}, line {number} is damaged: {type(error).__name__}: {error}") from None
+        raise TraceError(f"{path}, line {number} is damaged: {type(error).__name__}: {_cut(str(error), 300)}") from None
     reading.found.operations = list(reading.begun.values())
     return reading.found
 
@@ -66,6 +67,8 @@ class _Reading:
         if _text(group) in self.found.groups:
             raise ValueError(f"group {group!r} is there twice")
         members = tuple(_rank(rank, self.found.about.world) for rank in ranks)
+        if not members or len(set(members)) < len(members):
+            raise ValueError(f"group {group!r} has {'a rank twice' if members else 'no ranks'}")
         self.found.groups[group] = _text(description), members
 
     def _begin(
@@ -117,21 +120,32 @@ class _Reading:
         self.found.stop = max(self.found.stop, _time(time))
 
 
+_LARGEST = 1 << 62
+
+
+def _shown(value: object) -> str:
+    return _cut(repr(value), 100)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def _time(value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a time")
+    if not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:  # also NaN is not
+        raise ValueError(f"{_shown(value)} is not a time")
     return value
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is not a whole number")
+    if type(value) is not int or not -_LARGEST < value < _LARGEST:
+        raise ValueError(f"{_shown(value)} is not a whole number")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a text")
+        raise ValueError(f"{_shown(value)} is not a text")
     return value
 
 
