@@ -90,8 +90,8 @@ def test_a_thread_that_ends_the_process():
 
 
 def test_ddp_says_the_backend_that_was_asked_for(tmp_path: Path):
-    def program() -> str:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        return model._get_ddp_logging_data()["backend_name"]
+    def program() -> tuple[str, str]:
+        data = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))._get_ddp_logging_data()
+        return data["backend_name"], data["master_port"]
 
-    assert on(2, program).per_rank == ["gloo"] * 2
+    assert on(2, program).per_rank == [("gloo", "29500")] * 2

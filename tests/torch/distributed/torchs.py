@@ -127,6 +127,7 @@ def outcome(name: str, path: Path) -> Outcome:
 
 def _judged(name: str, error: str, reports: Sequence[tuple[int | None, list[str]]]) -> Outcome:
     """What the ranks' exit codes mean in PyTorch's harness."""
+    import torch
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     codes, said = [code for code, _ in reports], [text for _, texts in reports for text in texts]
@@ -138,7 +139,8 @@ def _judged(name: str, error: str, reports: Sequence[tuple[int | None, list[str]
     if why and all(code in skips or code in (0, None) for code in codes):
         reason = "; ".join(sorted(why))
         return Outcome(name, NEEDS_CUDA if re.search("(?i)cuda|gpu|nccl", reason) else NOT_HERE, reason)
-    return Outcome(name, FAILED, "\n".join([*said, error]).strip() or f"exit codes {codes}")
+    kind = NEEDS_CUDA if "_cuda" in name and not torch.cuda.is_available() else FAILED
+    return Outcome(name, kind, "\n".join(dict.fromkeys([*said, error])).strip() or f"exit codes {codes}")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from tplab.torch.ranks.rank import current_rank_or_none, is_program
+from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.texts import AGAIN
 from tplab.torch.ranks.watches import OF_FILES, OF_OTHERS, OF_THREADS

@@ -11,7 +11,7 @@ import torch
 
 from tplab.errors import RankError
 from tplab.torch.distributed.blocking import taking_turns
-from tplab.torch.ranks.rank import is_program
+from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
 
@@ -49,10 +49,14 @@ def end(code: int) -> NoReturn:
 
 
 def logging_data(model: Any) -> dict[str, Any]:
-    """`DistributedDataParallel._get_ddp_logging_data`: with the backend that the program asked for."""
+    """`DistributedDataParallel._get_ddp_logging_data`: with the backend that the program asked for, and the rank's own
+    environment, which torch's C++ code does not see."""
     found = _logging_data(model)
     name = getattr(model.process_group, "backend", None)
-    return {**found, "backend_name": name} if name is not None else found
+    if name is None:
+        return found
+    seen = {key: os.environ[key.upper()] for key in found if key.upper() in os.environ}
+    return {**found, **seen, "backend_name": name}
 
 
 IDENTITY: list[tuple[Any, str, Any]] = [

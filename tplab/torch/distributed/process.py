@@ -37,7 +37,7 @@ from tplab.torch.private import (
     rng_tracker_home,
 )
 from tplab.torch.ranks.process_state import RUN_ID
-from tplab.torch.ranks.rank import is_program
+from tplab.torch.ranks.program import has_compiled_parts, is_program
 from tplab.torch.ranks.simulated import SimulatedRank
 
 
@@ -93,6 +93,7 @@ class Processes:
         self.mesh, self.seed, self.is_joined, self.is_fresh = mesh, seed, is_joined, is_fresh
         self.per_node = per_node or mesh.size
         self._argv = argv
+        self.folders = list(dict.fromkeys([*sys.path[:1], os.getcwd()])) if is_fresh else [os.getcwd()]
         self._hooks = Hooks()
         self._threads = Threads(self._beside)
         self._cuda: CudaOnCpu | None = None
@@ -206,7 +207,7 @@ class Processes:
         if self.is_fresh:
             process.modules = {
                 name: module for name, module in list(sys.modules.items())
-                if name == "__main__" or _is_users(getattr(module, "__spec__", None))
+                if name == "__main__" or _is_users(getattr(module, "__spec__", None), self.folders)
             }  # fmt: skip
         if (home := rng_tracker_home()) is not None:
             process.tracker = home._rng_tracker
@@ -302,7 +303,7 @@ class _Finder:
         if name in _READS_THE_WORLD and spec is not None and spec.origin is not None:
             spec.loader = _Worldless(name, spec.origin)
             return spec
-        if not _is_users(spec):
+        if not _is_users(spec, self._processes.folders):
             return None
         active = self._processes.active
         if active is not None:
@@ -310,11 +311,15 @@ class _Finder:
         return spec
 
 
-def _is_users(spec: ModuleSpec | None) -> bool:
-    """Whether a module is the user's: Python source that is not installed."""
+def _is_users(spec: ModuleSpec | None, folders: Sequence[str]) -> bool:
+    """Whether a module is the user's: Python source that is not installed. Outside of the program's `folders`, a
+    package with compiled parts is taken for an installed one wherever it is."""
     if spec is None:
         return False
     if spec.origin is None:  # a folder without __init__.py
         where = list(spec.submodule_search_locations or ())
         return bool(where) and all(is_program(os.path.join(folder, "")) for folder in where)
-    return spec.has_location and spec.origin.endswith(".py") and is_program(spec.origin)
+    if not (spec.has_location and spec.origin.endswith(".py") and is_program(spec.origin)):
+        return False
+    is_beside = any(spec.origin.startswith(os.path.join(folder, "")) for folder in folders)
+    return is_beside or not has_compiled_parts(spec.origin, spec.name.partition(".")[0])

@@ -104,6 +104,7 @@ class _Recording:
     """What one thread of a rank records now.
 
     notes     the collectives that it has called
+    is_inside whether it is in the call of one, which may be made of several
     silences  when tplab worked on them: its operations are not the program's
     metadata  what the program adds to the profile
     """
@@ -111,6 +112,7 @@ class _Recording:
     def __init__(self, rank: int, number: int):
         self.rank, self.number = rank, number
         self.notes: list[Event] = []
+        self.is_inside = False
         self.silences: list[tuple[int, int]] = []
         self.metadata: dict[str, Any] = {}
 
@@ -119,9 +121,11 @@ class _Recording:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             start = time.time_ns()
+            before, self.is_inside = self.is_inside, True
             try:
                 return method(*args, **kwargs)
             finally:
+                self.is_inside = before
                 note.values["end_ns"] = time.time_ns()
                 self.silences.append((start, note.values["end_ns"]))
 
@@ -209,7 +213,7 @@ class Profiling:
         @wraps(method)
         def noted(group: Group, *args: Any, **kwargs: Any) -> Any:
             recording = self._recordings.get(get_ident())
-            if recording is None:
+            if recording is None or recording.is_inside:
                 return method(group, *args, **kwargs)
             now = time.time_ns()
             note = Event(

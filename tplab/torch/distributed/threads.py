@@ -19,7 +19,8 @@ from tplab.torch.distributed.blocking import BLOCKING, SimpleQueue, taking_turns
 from tplab.torch.private import dispatch_modes, pop_mode, push_mode
 from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.ranks.memory import KindsOfMemory
-from tplab.torch.ranks.rank import enter, is_program, leave
+from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.rank import enter, leave
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
 

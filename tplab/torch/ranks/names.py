@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from tplab.torch.ranks.rank import is_program
+from tplab.torch.ranks.program import is_program
 
 NAMES_UP_TO = 64
 """Chunks of a rank. Those that it sends later are not looked for in the program's variables."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tplab.errors import OutsideRunError
@@ -22,6 +18,7 @@ from tplab.lines import line_text
 from tplab.mesh import Axis, Mesh
 from tplab.torch.private import not_compiled
 from tplab.torch.ranks.labels import Labels
+from tplab.torch.ranks.program import OURS, is_program
 from tplab.trace.journal import Doing
 from tplab.trace.label import Label
 
@@ -277,16 +274,6 @@ def leave() -> None:
     del _thread.rank
 
 
-_OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
-_OTHERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_INSTALLED = (*_OURS, *_OTHERS, "<frozen")
-
-
-def is_program(filename: str) -> bool:
-    """Whether a file belongs to the program, and not to an installed package."""
-    return not filename.startswith(_INSTALLED)
-
-
 class _IsProgram(dict[str, bool]):
     """Whether a file belongs to the program, and not to an installed package."""
 
@@ -317,7 +304,7 @@ class Lines:
                 return frame
             frame = frame.f_back
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
         return frame
 

@@ -20,8 +20,9 @@ from tplab.torch.ranks.memory import begun, count
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
 from tplab.torch.ranks.outcomes import kept, own, results, settled
+from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.provenance import Provenance
-from tplab.torch.ranks.rank import Call, Pending, Rank, current_rank_or_none, is_program
+from tplab.torch.ranks.rank import Call, Pending, Rank, current_rank_or_none
 from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released, Seat
 from tplab.torch.ranks.values import dtype_name, values_of

@@ -10,7 +10,7 @@ from time import sleep  # a program's own may give its turn away
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
-from tplab.torch.ranks.rank import is_program
+from tplab.torch.ranks.program import is_program
 
 OF_RANKS, OF_THREADS, OF_FILES, OF_OTHERS = 0.0, 0.5, 60.0, math.inf
 """Who can bring about what a thread waits for, as seconds for which that may still happen where no thread that takes
