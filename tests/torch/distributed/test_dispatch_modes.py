@@ -116,7 +116,7 @@ def test_every_mode_sees_it_once_and_none_sees_its_own_work():
     class Outer(Seen):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            torch.ones(1) + 1  # it would go on for ever if it saw this
+            torch.ones(1).add_(1)  # it would go on for ever if it saw this
             return result
 
     def program() -> tuple[list[str], list[str], float]:

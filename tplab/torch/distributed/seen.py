@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tplab.torch.private import DispatchMode, dispatch_modes, no_dispatch, num_modes, pop_mode, push_mode
 from tplab.torch.ranks.simulated import SimulatedRank
+
+_Kind = TypeVar("_Kind", bound=type)
 
 _OPERATIONS = {
     "allreduce": "allreduce_",
@@ -43,7 +45,7 @@ _OPERATIONS = {
 """A group's method -> the operation that torch dispatches for it, of `torch.ops.c10d`."""
 
 
-def seen_by_modes(group: type) -> type:
+def seen_by_modes(group: _Kind) -> _Kind:
     """A class of process groups, each of whose methods is now seen by the dispatch modes of the program."""
     aliases: dict[Any, Any] = {}
     for name, operation in _OPERATIONS.items():
