@@ -199,9 +199,13 @@ def note_module_hooks(hooks: dict[str, Any]) -> None:
     hooks[_IS_FULL] = _MODULES[_IS_FULL]
 
 
+DTENSOR = "torch.distributed.tensor._api"
+"""The module of DTensor."""
+
+
 def dtensor_dispatcher() -> Any:
     """What handles DTensor's operations, with the handlers of loss_parallel; None where it was not imported."""
-    home = getattr(sys.modules.get("torch.distributed.tensor._api"), "DTensor", None)
+    home = getattr(sys.modules.get(DTENSOR), "DTensor", None)
     return getattr(home, "_op_dispatcher", None)
 
 

@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader
 from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
 from tplab.torch.distributed.ring_attention import cpu_kernels
-from tplab.torch.private import CONTEXT_PARALLEL, no_torch_function
+from tplab.torch.distributed.sharded_attention import tables_with_attention
+from tplab.torch.private import CONTEXT_PARALLEL, DTENSOR, dtensor_dispatcher, no_torch_function
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -49,7 +50,11 @@ class CudaOnCpu:
         self._mine: list[tuple[Any, str, Any]] = []  # module or class, name, its value while ranks run
         self._torchs: list[Any] = []  # the values otherwise
         self._add([*self._answers(), *self._changed()])
-        self._not_imported = {_FSDP: self._change_fsdp, CONTEXT_PARALLEL: self._change_attention}
+        self._not_imported = {
+            _FSDP: self._change_fsdp,
+            CONTEXT_PARALLEL: self._change_attention,
+            DTENSOR: self._change_dtensor,
+        }
         self._change_imported()
         self._is_there = False
         self._settings: list[Any] = []
@@ -148,6 +153,11 @@ class CudaOnCpu:
     def _change_attention(self, module: ModuleType) -> None:
         if hasattr(module, "custom_ops"):  # other versions of torch may call it differently
             self._add([(module, "custom_ops", {**module.custom_ops, **cpu_kernels(module)})])
+
+    def _change_dtensor(self, module: ModuleType) -> None:
+        if (dispatcher := dtensor_dispatcher()) is not None:
+            propagator = dispatcher.sharding_propagator
+            self._add([(propagator, name, table) for name, table in tables_with_attention(propagator).items()])
 
     def _answers(self) -> list[tuple[Any, str, Any]]:
         """What torch.cuda and torch.accelerator return."""
