@@ -8,10 +8,12 @@
     policy    the Content-Security-Policy of a page: from where it may load what
     mathml    formulas as MathML, which browsers draw themselves
     pyodide   Python for the pipeline lab of a page: Pyodide's core, tplab's sources; worker.js runs it
+    compiled  NumPy for browsers, downloaded into the site where that is possible
+    front     the front page: a picture that plays, the paths, and the map of the course
     lite      JupyterLite, which runs labs without a framework as notebooks in the reader's browser
     static/   what the site adds to its theme; play.js draws the widgets
 
 Sphinx, with myst-nb and the theme furo, makes the pages out of build/site-pages. A page loads
-nothing from another host, except for NumPy, once the reader touches the pipeline lab. A notebook in
+nothing from another host; only where NumPy could not be put into the site, the pipeline lab asks for it. A notebook in
 JupyterLite loads NumPy and Pillow, once a cell imports tplab.
 """

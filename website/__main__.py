@@ -24,12 +24,12 @@ PAGES = ROOT / "build" / "site-pages"
 DOCTREES = ROOT / "build" / "site-doctrees"
 
 
-def make(labs: list[str], out: Path = OUT) -> int:
+def make(labs: list[str], out: Path = OUT, numpy_from_cdn: bool = False) -> int:
     """Make the site of these labs in folder `out`. 0 if Sphinx had nothing to say against it."""
     shown = states([*labs, OPENING])
     (opening,) = shown.pop(OPENING)[OPENING]
     Pages(PAGES, Cards(out), shown, opening).write()
-    pyodide.write(out)
+    pyodide.write(out, numpy_from_cdn)
     if in_browser := lite.labs(labs):
         lite.write(out, in_browser, address())
     options = ["--fail-on-warning", "--keep-going", "--quiet"]
@@ -39,11 +39,13 @@ def make(labs: list[str], out: Path = OUT) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m website", description=__doc__)
     parser.add_argument("labs", nargs="*", help="labs that the site has; all, if none is named")
-    chosen = parser.parse_args().labs
+    parser.add_argument("--numpy-from-cdn", action="store_true", help="do not put NumPy for browsers into the site")
+    given = parser.parse_args()
+    chosen = given.labs
     if unknown := sorted(set(chosen) - set(build.names())):
         parser.error(f"no lab {', '.join(unknown)}; there are {', '.join(build.names())}")
     try:
-        failed = make(sorted(chosen) or build.names())
+        failed = make(sorted(chosen) or build.names(), numpy_from_cdn=given.numpy_from_cdn)
     except (CellExecutionError, StaleLabError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from website import front  # noqa: E402  Sphinx runs this file from anywhere
+from website import front, pyodide  # noqa: E402  Sphinx runs this file from anywhere
 from website.policy import meta  # noqa: E402
 
 _project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
@@ -78,7 +78,7 @@ def _level_of_captions(app: Sphinx, page: str, template: str, context: dict[str,
 def _what_it_may_load(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Each page says what a browser may load for it; before anything is loaded, so at the top of its head."""
     has_lab = 'data-kind="PipelineLab"' in context.get("body", "")
-    context["metatags"] = meta(has_lab) + context.get("metatags", "")
+    context["metatags"] = meta(has_lab, pyodide.has_numpy(Path(app.outdir))) + context.get("metatags", "")
 
 
 def _front(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> str | None:

@@ -29,22 +29,24 @@ RULES = {
 FOR_PYTHON = {
     "script-src": "'wasm-unsafe-eval'",  # Pyodide is WebAssembly
     "worker-src": "'self' blob:",  # the blob, and what it imports
-    "connect-src": f"'self' {pyodide.numpy_from()}",
+    "connect-src": "'self'",
 }
 """What a page with a `pipeline_lab` may do besides."""
 
 
-def policy(has_lab: bool) -> str:
-    """The policy of a page of the theme, with or without a pipeline lab on it."""
+def policy(has_lab: bool, has_numpy: bool = False) -> str:
+    """The policy of a page of the theme, with or without a pipeline lab on it, where the site has NumPy or has not."""
     rules = {**RULES, "script-src": f"{RULES['script-src']} {_hash_of_inline_script()}"}
     for name, more in FOR_PYTHON.items() if has_lab else ():
         rules[name] = f"{rules.get(name, '')} {more}".strip()
+    if has_lab and not has_numpy:
+        rules["connect-src"] += f" {pyodide.numpy_from()}"
     return "; ".join(f"{name} {allowed}" for name, allowed in rules.items())
 
 
-def meta(has_lab: bool) -> str:
+def meta(has_lab: bool, has_numpy: bool = False) -> str:
     """The element of the page's head that says so."""
-    return f'<meta http-equiv="Content-Security-Policy" content="{policy(has_lab)}">'
+    return f'<meta http-equiv="Content-Security-Policy" content="{policy(has_lab, has_numpy)}">'
 
 
 def _hash_of_inline_script() -> str:

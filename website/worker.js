@@ -1,4 +1,5 @@
-// Python for the pipeline lab of a page: Pyodide and tplab from this site, NumPy from the CDN that Pyodide is released on.
+// Python for the pipeline lab of a page: Pyodide and tplab from this site, NumPy too, or from
+// the CDN that Pyodide is released on.
 // Questions come as messages and are answered in their order; until Python is there, it says how far it is.
 import { loadPyodide } from "./pyodide.mjs";
 
@@ -48,11 +49,12 @@ async function step(what, promise) {
 
 async function start() {
   const about = await step("python", fetch(here("about.json")).then((response) => response.json()));
-  host = new URL(about.numpyFrom).host;
+  const numpyFrom = about.numpyFrom || here(".");
+  host = new URL(numpyFrom).host;
   const text = `Python is loading: ${Math.ceil(about.bytes / 1e6)} MB, which the browser keeps.`;
   tell({ progress: { text, share: 0 } });
   countDownloads(about.counted, text);
-  const python = await step("python", loadPyodide({ indexURL: here("."), packageBaseUrl: about.numpyFrom }));
+  const python = await step("python", loadPyodide({ indexURL: here("."), packageBaseUrl: numpyFrom }));
   tell({ progress: { text: `NumPy is loading from ${host}.`, share: 1 } });
   await step("numpy", loadNumPy(python));
   tell({ progress: { text: "tplab is starting.", share: 1 } });

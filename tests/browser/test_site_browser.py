@@ -42,7 +42,8 @@ class _Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
     """The address of the site, which is made first. Sphinx takes a warning for an error."""
-    done = subprocess.run([sys.executable, "-m", "website"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "website", "--numpy-from-cdn"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(SITE)))
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -7,8 +7,10 @@ this machine's NumPy with 32-bit numbers.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -20,7 +22,8 @@ import pytest
 from tplab.schedules import RULES
 from tplab.widgets import pipeline_lab
 from tplab.widgets.schedule.workbench import AUTO
-from website import pyodide
+from website import policy, pyodide
+from website.compiled import downloaded
 
 FIRST = dict(pipeline_lab().settings)
 UNEQUAL = {
@@ -108,7 +111,7 @@ def test_an_index_is_as_long_as_an_address():
 
 
 def test_the_site_serves_all_but_numpy(tmp_path: Path):
-    pyodide.write(tmp_path)
+    pyodide.write(tmp_path, numpy_from_cdn=True)
     folder = tmp_path / pyodide.FOLDER
     files = {path.name for path in folder.iterdir()}
     assert files == {*pyodide.CORE, "worker.js", "tplab.zip", "pyodide-lock.json", "about.json"}
@@ -118,3 +121,34 @@ def test_the_site_serves_all_but_numpy(tmp_path: Path):
     assert packages["numpy"]["depends"] == []
     assert about["numpyFrom"] == f"https://cdn.jsdelivr.net/pyodide/v{pyodide.version()}/full/"
     assert 10e6 < about["bytes"] < 15e6
+
+
+def test_numpy_is_in_the_site_where_it_can_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cdn, wheel = tmp_path / "cdn", b"NumPy, compiled"
+    package = tmp_path / "package"
+    shutil.copytree(pyodide.installed(), package)
+    lock = json.loads((package / "pyodide-lock.json").read_text(encoding="utf8"))
+    numpy = lock["packages"]["numpy"]
+    numpy["sha256"] = hashlib.sha256(wheel).hexdigest()
+    (package / "pyodide-lock.json").write_text(json.dumps(lock), encoding="utf8")
+    cdn.mkdir()
+    (cdn / numpy["file_name"]).write_bytes(wheel)
+    monkeypatch.setattr(pyodide, "installed", lambda: package)
+    monkeypatch.setattr(pyodide, "numpy_from", lambda: f"{cdn.as_uri()}/")
+    monkeypatch.setattr(pyodide, "CACHE", tmp_path / "cache")
+    site = tmp_path / "site"
+    pyodide.write(site)
+    assert (site / pyodide.FOLDER / numpy["file_name"]).read_bytes() == wheel
+    about = json.loads((site / pyodide.FOLDER / "about.json").read_text(encoding="utf8"))
+    assert about["numpyFrom"] == "" and pyodide.has_numpy(site)
+    assert "://" not in policy.policy(has_lab=True, has_numpy=True)
+    pyodide.write(site, numpy_from_cdn=True)
+    assert not pyodide.has_numpy(site)
+
+
+def test_another_file_than_the_listed_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "numpy.whl").write_bytes(b"something else")
+    with pytest.raises(RuntimeError, match="not the file that Pyodide lists"):
+        downloaded((tmp_path / "numpy.whl").as_uri(), "0" * 64, tmp_path / "cache")
+    assert downloaded((tmp_path / "absent.whl").as_uri(), "0" * 64, tmp_path / "cache") is None
+    assert "cannot be downloaded here" in capsys.readouterr().err

@@ -5,12 +5,11 @@ const REMINDER = 1000; // milliseconds: the widget takes a longer silence for a 
 const LOADING = { text: "Python is loading.", share: 0 }, COMPUTING = { text: "Python is computing." };
 const PYTHON = new URL("../python/", import.meta.url);
 const hint = ({ bytes, numpyFrom }) => "These controls run Python in your browser. The first time you use one, the page loads "
-  + `Python from this site, about ${Math.ceil(bytes / 1e6)} MB, and NumPy from ${new URL(numpyFrom).host}.`;
-const OTHERWISE = "Check your connection and try again, or use the buttons at the top of the page to run it elsewhere.";
+  + `Python from this site, about ${Math.ceil(bytes / 1e6)} MB${numpyFrom && `, and NumPy from ${new URL(numpyFrom).host}`}.`;
+const OTHERWISE = "Check your connection and try again, or run the page on Colab or Binder: the buttons are at its top.";
 const FAILURES = {
   python: () => `Python could not be loaded from this site. ${OTHERWISE}`,
-  numpy: (why, host) => `NumPy could not be loaded from ${host}, the one host besides this site that the lab needs: your `
-    + `network may not let you reach it. ${OTHERWISE}`,
+  numpy: (why, host) => `NumPy could not be loaded from ${host}: your network may not let you reach it. ${OTHERWISE}`,
   tplab: (why) => `Python stopped with an error: ${why.trim().split("\n").pop()} Please report this error and the settings you chose.`,
 };
 
