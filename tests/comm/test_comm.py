@@ -300,6 +300,38 @@ def test_gradient_of_an_extreme_goes_to_those_that_hold_it(fw, op):
     np.testing.assert_array_equal(got, 12 * holds / holds.sum(0))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_nan_goes_through_every_reduction(fw, dtype):
+    """Whichever rank has it. And nothing else is lost: signs, infinities, numbers too small to be normal."""
+    mesh, nan, inf = Mesh(tp=4), np.nan, np.inf
+    columns = [[nan, 1, 2, 3], [1, nan, 2, 3], [3, 2, -nan, 1], [-1, -2, -3, nan], [inf, -inf, nan, 0], [nan] * 4]
+    columns += [
+        [inf, 1, -inf, 0],
+        [-inf] * 4,
+        [-3, -1, -2, -7],
+        [0.0, -0.0, -1, 1],
+        [6e-8, -6e-8, 3e-7, 0],
+        [1, 2, 3, 4],
+    ]
+    xs = np.array(columns, np.float32).T.copy()
+    with np.errstate(invalid="ignore"):
+        wanted = {"max": xs.max(0), "min": xs.min(0), "sum": xs.sum(0)}
+
+    def program(x):
+        x = x.astype(dtype) if fw.name == "jax" else x.to(getattr(__import__("torch"), dtype))
+        reduced = [fw.lab.all_reduce(x[0], "tp", op) for op in wanted]
+        pieces = [fw.lab.all_gather(fw.lab.reduce_scatter(x[0], "tp", 0, op), "tp", 0) for op in wanted]
+        return reduced, pieces
+
+    out = fw.lab.run(program, mesh, fw.array(xs), in_specs=(P("tp"),))
+    for both in out.per_rank:
+        for found in both:
+            for got, want in zip(map(fw.numpy, found), wanted.values(), strict=True):
+                np.testing.assert_allclose(got.astype(np.float32), want, rtol=1e-2, atol=6e-8)
+    reduced = [e for e in out.trace.events if e.rank == 0 and e.op == "all_reduce" and e.kind == "collective"]
+    assert [(e.dtype, e.shape) for e in reduced] == [(dtype, (12,))] * 3
+
+
 def test_second_derivatives(fw):
     """Of sum_r (x_(r-1))^3 over all ranks: 3 x^2 on the rank that holds x, and then 6 x."""
     mesh = Mesh(tp=3)

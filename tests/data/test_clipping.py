@@ -463,3 +463,24 @@ def test_jax_types_say_where_specs_are_wrong():
         fw.lab.run(lambda w: norm({"w": w}, {"w": P("dp")}), Mesh(dp=2), w)
     with pytest.raises(SpecError, match="specs has 'dp' where a P belongs"):
         fw.lab.run(lambda w: norm({"w": w}, {"w": "dp"}), Mesh(dp=2), w)
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, indirect=True)
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+def test_a_gradient_that_is_not_a_number_is_seen_on_every_rank(fw, norm_type):
+    """On whichever rank it is, in a piece or in a copy."""
+    mesh, specs = Mesh(tp=2), {"cut": P("tp"), "copied": P()}
+    for name, place in (("cut", 0), ("cut", 3), ("copied", 1)):
+        gradients = {"cut": np.ones(4, np.float32), "copied": np.ones(2, np.float32)}
+        gradients[name][place] = np.nan
+
+        def program(given):
+            if fw.name == "torch":
+                parameters = {key: nn.Parameter(torch.zeros_like(g)) for key, g in given.items()}
+                for key, g in given.items():
+                    parameters[key].grad = g.clone()
+                given = parameters
+            return fw.lab.gradient_norm(given, specs, norm_type=norm_type)
+
+        given = {key: fw.array(g) for key, g in gradients.items()}
+        assert np.isnan([float(n) for n in fw.lab.run(program, mesh, given, in_specs=(specs,)).per_rank]).all()

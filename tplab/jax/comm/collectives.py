@@ -32,6 +32,7 @@ import numpy as np
 from jax import Array, lax
 
 from tplab.comm import check_pairs, check_reduction, dim_of, pairs_of, root_of, whole_number
+from tplab.jax.comm.derivatives import Differentiable
 from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
 from tplab.sharding import share
@@ -97,7 +98,7 @@ def all_reduce(x: Any, axis: Axis, op: str = "sum") -> Array:
     op = _reduction("all_reduce", x, op)
     x = vary(x, place.names)
     if op in ("max", "min"):
-        return _extreme(x, place.names, op)
+        return _extremes[op](x, axes=place.names)
     return lax.psum(x, place.names) if op == "sum" else lax.pmean(x, place.names)
 
 
@@ -205,18 +206,39 @@ def barrier(axis: Axis | None = None) -> None:
     _place(this_mesh().axis_names if axis is None else axis)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _extreme(x: Array, names: tuple[str, ...], op: str) -> Array:
-    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+def _extreme(x: Array, axes: tuple[str, ...], op: str) -> Array:
+    """The extreme of all ranks; NaN where a rank has NaN.
+
+    XLA's own loses NaN on some devices. So numbers travel as integers of the same size in the same order: those of the
+    sign and the bits, with the bits turned over where the sign is negative. NaN lies beyond all others.
+    """
+    reduce = lax.pmax if op == "max" else lax.pmin
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduce(x, axes)
+    whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    limits = jnp.iinfo(whole)
+
+    def turned(bits: Array) -> Array:
+        return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+    order = jnp.where(jnp.isnan(x), limits.max if op == "max" else limits.min, turned(_as_type(x, whole)))
+    return _as_type(turned(reduce(order, axes)), x.dtype)
 
 
-@_extreme.defjvp
-def _extreme_jvp(names: tuple[str, ...], op: str, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The derivative of pmax, which JAX lacks: that of the ranks that hold the extreme, in equal shares."""
-    (x,), (dx,) = primals, tangents
-    y = _extreme(x, names, op)
+def _as_type(x: Array, dtype: Any) -> Array:
+    return lax.bitcast_convert_type(x, dtype)
+
+
+def _extreme_tangent(x: Array, y: Array, dx: Array, axes: tuple[str, ...], op: str) -> Array:
+    """The derivative of the ranks that hold the extreme, in equal shares."""
     holds = (x == y).astype(dx.dtype)
-    return y, lax.psum(holds * dx, names) / lax.psum(holds, names)
+    return lax.psum(holds * dx, axes) / lax.psum(holds, axes)
+
+
+_extremes = {
+    op: Differentiable(f"tplab_{op}", partial(_extreme, op=op), partial(_extreme_tangent, op=op))
+    for op in ("max", "min")
+}
 
 
 _COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ppermute, ring_shift)

@@ -19,15 +19,14 @@ each uses the result of `all_gather` in its own way, and the gradients are added
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from tplab.comm import dim_of
 from tplab.jax.comm.collectives import all_reduce
+from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
 from tplab.sharding import share
@@ -101,35 +100,27 @@ _CAN_GATHER_REPLICATED = "to" in inspect.signature(lax.all_gather).parameters
 """Not before jax 0.10; until then the pieces are added up, each in its place, at twice the bytes."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _scattered(x: Array, names: Names, dim: int) -> Array:
+    return with_backward(_cut, _cut_backward, [x], names, dim)[0]
+
+
+def _cut(xs: list[Array], names: Names, dim: int) -> list[Array]:
+    (x,) = xs
     size = x.shape[dim] // lax.axis_size(names)
-    return lax.dynamic_slice_in_dim(vary(x, names), lax.axis_index(names) * size, size, dim)
+    return [lax.dynamic_slice_in_dim(vary(x, names), lax.axis_index(names) * size, size, dim)]
 
 
-def _scattered_forward(x: Array, names: Names, dim: int) -> tuple[Array, Array]:
-    return _scattered(x, names, dim), x[..., :0]  # for its type
+def _cut_backward(dys: list[Array], axes: list[Names], names: Names, dim: int) -> list[Array]:
+    return [vary(_gathered(dys[0], names, dim), axes[0])]
 
 
-def _scattered_backward(names: Names, dim: int, x: Array, dy: Array) -> tuple[Array]:
-    whole = _gathered(dy, names, dim)
-    return (vary(whole, tuple(varying_axes(x))),)
-
-
-_scattered.defvjp(_scattered_forward, _scattered_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed_gradient(x: Array, names: Names) -> Array:
-    return x
+    return with_backward(_same, _summed, [x], names)[0]
 
 
-def _forward(x: Array, names: Names) -> tuple[Array, None]:
-    return x, None
+def _same(xs: list[Array], names: Names) -> list[Array]:
+    return xs
 
 
-def _backward(names: Names, _: None, dy: Array) -> tuple[Array]:
-    return (vary(lax.psum(dy, names), names),)
-
-
-_summed_gradient.defvjp(_forward, _backward)
+def _summed(dys: list[Array], axes: list[Names], names: Names) -> list[Array]:
+    return [vary(lax.psum(dys[0], names), names)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 from jax import Array
 
 from tplab.data.buckets import BUCKET_BYTES, Bucket
+from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.data.average import mean_of, plan_of
-from tplab.jax.ranks.context import this_mesh, vary, varying_axes
+from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
 
 Names = tuple[str, ...]
@@ -46,19 +46,14 @@ def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKE
     return structure.unflatten(same)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _averaged(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
-    """Forward: the same, each rank's own. Backward: the mean of what the ranks made of it."""
+    """Each rank's own. Their gradient becomes the mean of what the ranks made of them."""
+    return with_backward(_each, _mean, members, names, bucket)
+
+
+def _each(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
     return [vary(x, names) for x in members]
 
 
-def _forward(members: list[Array], names: Names, bucket: Bucket) -> tuple[list[Array], list[Array]]:
-    return _averaged(members, names, bucket), [x.reshape(-1)[:0] for x in members]  # for their types
-
-
-def _backward(names: Names, bucket: Bucket, like: list[Array], grads: list[Array]) -> tuple[list[Array]]:
-    means = mean_of(bucket, grads, names)
-    return ([vary(mean, tuple(varying_axes(x))) for mean, x in zip(means, like)],)
-
-
-_averaged.defvjp(_forward, _backward)
+def _mean(grads: list[Array], axes: list[Names], names: Names, bucket: Bucket) -> list[Array]:
+    return [vary(mean, along) for mean, along in zip(mean_of(bucket, grads, names), axes)]

@@ -11,10 +11,8 @@ section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -22,6 +20,7 @@ from tplab.comm import dim_of
 from tplab.data.levels import Levels, levels_of
 from tplab.errors import one_of
 from tplab.jax.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter
+from tplab.jax.comm.derivatives import Differentiable, with_backward
 from tplab.jax.data.quantization import dequantize_rows, quantize_rows
 from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
@@ -47,7 +46,7 @@ def quantized_all_gather(
     """
     x, names = jnp.asarray(x), this_mesh().names(axis)
     how = _How(names, dim_of(x.shape, dim, "quantized_all_gather"), "sum", bits, block, _levels(axis, inside))
-    return _gathered(vary(x, names), how)
+    return _gather(vary(x, names), how=how)
 
 
 def quantized_reduce_scatter(
@@ -79,7 +78,7 @@ def quantized_reduce_scatter(
     dim = dim_of(x.shape, dim, "quantized_reduce_scatter")
     one_of("op", op, ("sum", "mean"))
     share(x.shape[dim], axis_size(axis), f"quantized_reduce_scatter: dim {dim} has size", axis=names)
-    return _reduced(vary(x, names), _How(names, dim, op, bits, block, _levels(axis, inside)))
+    return _reduce(vary(x, names), how=_How(names, dim, op, bits, block, _levels(axis, inside)))
 
 
 # --- on their way -----------------------------------------------------------------------------------------------------
@@ -101,7 +100,6 @@ class _How(NamedTuple):
         return self._replace(bits=None)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(x: Array, how: _How) -> Array:
     return joined(crossed(x, how), x, how)
 
@@ -120,7 +118,6 @@ def joined(parts: Sequence[Array], like: Array, how: _How) -> Array:
     return jnp.concatenate(list(rows), how.dim)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _reduced(x: Array, how: _How) -> Array:
     num_ranks = axis_size(how.axis)
     pieces = jnp.stack(jnp.split(x, num_ranks, how.dim))
@@ -168,26 +165,36 @@ def _in_order(spread: Array, levels: Levels) -> Array:
     return rows.reshape(-1, rows.shape[-1])
 
 
-# --- backward: as if nothing had been rounded -------------------------------------------------------------------------
+# --- derivatives: as if nothing had been rounded ----------------------------------------------------------------------
 
 
-def _gathered_forward(x: Array, how: _How) -> tuple[Array, None]:
-    return _gathered(x, how), None
+def _gathered_tangent(x: Array, y: Array, dx: Array, how: _How) -> Array:
+    return with_backward(_gathered_as_is, _reduced_gradient, [dx], how.exact)[0]
 
 
-def _gathered_backward(how: _How, _: None, dy: Array) -> tuple[Array]:
-    return (_reduced(dy, how.exact),)
+def _reduced_tangent(x: Array, y: Array, dx: Array, how: _How) -> Array:
+    return with_backward(_reduced_as_is, _gathered_gradient, [dx], how.exact)[0]
 
 
-def _reduced_forward(x: Array, how: _How) -> tuple[Array, None]:
-    return _reduced(x, how), None
+def _gathered_as_is(xs: list[Array], how: _How) -> list[Array]:
+    return [_gathered(xs[0], how)]
 
 
-def _reduced_backward(how: _How, _: None, dy: Array) -> tuple[Array]:
-    return (_gathered(dy / axis_size(how.axis) if how.op == "mean" else dy, how.exact),)
+def _reduced_as_is(xs: list[Array], how: _How) -> list[Array]:
+    return [_reduced(xs[0], how)]
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
-_reduced.defvjp(_reduced_forward, _reduced_backward)
+def _reduced_gradient(dys: list[Array], axes: Any, how: _How) -> list[Array]:
+    return [with_backward(_reduced_as_is, _gathered_gradient, dys, how._replace(op="sum"))[0]]
+
+
+def _gathered_gradient(dys: list[Array], axes: Any, how: _How) -> list[Array]:
+    (dy,) = dys
+    dy = dy / axis_size(how.axis) if how.op == "mean" else dy
+    return [with_backward(_gathered_as_is, _reduced_gradient, [dy], how)[0]]
+
+
+_gather = Differentiable("tplab_quantized_all_gather", _gathered, _gathered_tangent)
+_reduce = Differentiable("tplab_quantized_reduce_scatter", _reduced, _reduced_tangent)
 quantized_all_gather.begin = lambda *args, **kwargs: Handle(quantized_all_gather(*args, **kwargs))  # type: ignore
 quantized_reduce_scatter.begin = lambda *args, **kwargs: Handle(quantized_reduce_scatter(*args, **kwargs))  # type: ignore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax import Array
 
 from tplab.data.axes import data_axes
 from tplab.data.pieces import Pieces
+from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.data.average import check_own, check_reduced
 from tplab.jax.data.pieces import (
     Gather,
@@ -155,18 +155,14 @@ class Cutting:
         return reduced_row(self.reduce(message, self.axis, self.op), self.replicate_axis, self.op)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cut_behind(cutting: Cutting, whole: Array, piece: Array) -> Array:
     """The whole parameter. Its gradient, combined and cut, goes to `piece` as soon as the backward pass has it."""
-    return vary(whole, cutting.names)
+    return with_backward(_whole, _combined, [whole, piece], cutting)[0]
 
 
-def _forward(cutting: Cutting, whole: Array, piece: Array) -> tuple[Array, None]:
-    return vary(whole, cutting.names), None
+def _whole(members: list[Array], cutting: Cutting) -> list[Array]:
+    return [vary(members[0], cutting.names)]
 
 
-def _backward(cutting: Cutting, _: None, grad: Array) -> tuple[None, Array]:
-    return None, cutting.reduced(grad)
-
-
-_cut_behind.defvjp(_forward, _backward)
+def _combined(grads: list[Array], axes: list[tuple[str, ...]], cutting: Cutting) -> list[Any]:
+    return [None, cutting.reduced(grads[0])]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from tplab.comm import dim_of
 from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_index, axis_size, ring_shift
+from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.comm.rings import varying
 from tplab.jax.layers.linear import linear, share
 from tplab.jax.ranks.context import vary, varying_axes
@@ -114,59 +113,74 @@ def as_varying_as(x: Array, weight: Array, ring: Ring) -> Array:
 # --- from the order of the ranks to that of the ring, and back -------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def cut(whole: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
     """The pieces of a dim that has those of all ranks. The gradient is joined in one go."""
-    return tuple(
-        lax.dynamic_slice_in_dim(whole, piece.owner * ring.size + piece.begin, piece.size, dim)
-        for piece in ring.pieces()
-    )
+    return tuple(with_backward(_cut, _joined_gradient, [whole], ring, dim))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def joined(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
     """The array that has these pieces: the reverse of cut, and its gradient."""
+    return with_backward(_joined, _cut_gradient, pieces, ring, dim)[0]
+
+
+def _cut(wholes: list[Array], ring: Ring, dim: int) -> list[Array]:
+    (whole,) = wholes
+    return [
+        lax.dynamic_slice_in_dim(whole, piece.owner * ring.size + piece.begin, piece.size, dim)
+        for piece in ring.pieces()
+    ]
+
+
+def _joined(pieces: list[Array], ring: Ring, dim: int) -> list[Array]:
     shape = list(pieces[0].shape)
     shape[dim] = ring.size * axis_size(ring.axis)
     whole = _empty(tuple(shape), pieces[0])
     for piece, array in zip(ring.pieces(), pieces, strict=True):
         whole = lax.dynamic_update_slice_in_dim(whole, array, piece.owner * ring.size + piece.begin, dim)
-    return whole
+    return [whole]
 
 
-def _pair(take: Any, put: Any) -> None:
-    """Say that each is the gradient of the other."""
-    for function, gradient in ((take, put), (put, take)):
-        function.defvjp(
-            lambda x, ring, dim, function=function: (function(x, ring, dim), None),
-            lambda ring, dim, _, dy, gradient=gradient: (gradient(dy, ring, dim),),
-        )
+def _joined_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
+    return [joined(tuple(grads), ring, dim)]
 
 
-_pair(cut, joined)
+def _cut_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
+    return list(cut(grads[0], ring, dim))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def unstacked(weight: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
     """The pieces of a weight [R, .., ..], in the order of the ring; "split" cuts along `dim` of a row."""
-    return tuple(
-        lax.slice_in_dim(weight[ring.place(piece)], piece.begin, piece.begin + piece.size, axis=dim)
-        for piece in ring.pieces()
-    )
+    return tuple(with_backward(_unstacked, _stacked_gradient, [weight], ring, dim))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def stacked(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
     """The weight that has these pieces: the reverse of unstacked, and its gradient."""
+    return with_backward(_stacked, _unstacked_gradient, pieces, ring, dim)[0]
+
+
+def _unstacked(weights: list[Array], ring: Ring, dim: int) -> list[Array]:
+    (weight,) = weights
+    return [
+        lax.slice_in_dim(weight[ring.place(piece)], piece.begin, piece.begin + piece.size, axis=dim)
+        for piece in ring.pieces()
+    ]
+
+
+def _stacked(pieces: list[Array], ring: Ring, dim: int) -> list[Array]:
     weight = _empty((axis_size(ring.axis), *pieces[0].shape), pieces[0])
     for piece, array in zip(ring.pieces(), pieces, strict=True):
         begin = [ring.place(piece), 0, 0]
         begin[1 + dim] = piece.begin
         weight = lax.dynamic_update_slice(weight, array[None], begin)
-    return weight
+    return [weight]
 
 
-_pair(unstacked, stacked)
+def _stacked_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
+    return [stacked(tuple(grads), ring, dim)]
+
+
+def _unstacked_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
+    return list(unstacked(grads[0], ring, dim))
 
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:

@@ -96,16 +96,19 @@ _SCOPED = {"ppermute": ("ring_shift", "send"), "all_reduce": ("broadcast",)}
 """What tplab does by another name; it says so in a `named_scope`."""
 
 _SUM, _GATHER = Exchange("all_reduce", _alike(np.add), "sum"), Exchange("all_gather", _gathered)
+_MAX, _MIN = Exchange("all_reduce", _alike(np.maximum), "max"), Exchange("all_reduce", _alike(np.minimum), "min")
 
 EXCHANGES = {
     "psum": _SUM,
     "psum_invariant": _SUM,
-    "pmax": Exchange("all_reduce", _alike(np.maximum), "max"),
-    "pmin": Exchange("all_reduce", _alike(np.minimum), "min"),
+    "pmax": _MAX,
+    "pmin": _MIN,
+    "tplab_max": _MAX,
+    "tplab_min": _MIN,
     "all_gather": _GATHER,
     "all_gather_invariant": _GATHER,
     "reduce_scatter": Exchange("reduce_scatter", _scattered, "sum"),
     "all_to_all": Exchange("all_to_all", _exchanged),
     "ppermute": Exchange("ppermute", _permuted),
 }
-"""By the names of JAX's primitives."""
+"""By the names of JAX's primitives, and of those that tplab adds: `tplab.jax.comm`."""

@@ -14,7 +14,7 @@ from tplab.lines import line_text
 
 _CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
+    "custom_vjp_call_jaxpr", "tplab_linear", "tplab_quantized_all_gather", "tplab_quantized_reduce_scatter",
 }  # fmt: skip
 
 LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
