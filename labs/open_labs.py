@@ -3,7 +3,8 @@
     python labs/open_labs.py [option of JupyterLab ...]
 
 The copies are in my_labs/, beside labs/, so that links and pictures lead to the same places. A lab that is newer than
-your copy replaces it as long as you have changed nothing; otherwise yours stays, and a line says so.
+your copy replaces it as long as you have changed no cell; otherwise yours stays, and a line says so. To look at a lab, or
+to run it, changes nothing: its outputs can be made again.
 """
 
 import hashlib
@@ -22,14 +23,16 @@ def copy_labs(labs: Path, mine: Path) -> list[str]:
     """Bring `mine` up to date without losing a change; return the names of the copies that stay behind their lab."""
     record = mine / RECORD
     mine.mkdir(exist_ok=True)
-    copied: dict[str, str] = json.loads(record.read_text(encoding="utf8")) if record.exists() else {}
+    copied: dict[str, list[str]] = json.loads(record.read_text(encoding="utf8")) if record.exists() else {}
     behind = []
     for lab in sorted(labs.glob("*.ipynb")):
-        copy, newest = mine / lab.name, _digest(lab)
-        if copy.exists() and _digest(copy) not in (copied.get(lab.name), newest):
-            if copied.get(lab.name) != newest:
+        copy, newest, before = mine / lab.name, _digests(lab), copied.get(lab.name)
+        if copy.exists():
+            if before == newest:
+                continue  # also what was run in it stays
+            if _digests(copy)[0] not in ((before or newest)[0], newest[0]):
                 behind.append(lab.name)
-            continue
+                continue
         shutil.copyfile(lab, copy)
         copied[lab.name] = newest
     shutil.copytree(labs / "images", mine / "images", dirs_exist_ok=True)
@@ -37,8 +40,16 @@ def copy_labs(labs: Path, mine: Path) -> list[str]:
     return behind
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _digests(file: Path) -> list[str]:
+    """Of what is written in a notebook's cells, and of the whole file. JupyterLab completes the metadata of a notebook
+    that it only shows."""
+    data = written = file.read_bytes()
+    try:
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(data)["cells"]]
+        written = json.dumps(cells).encode()
+    except (ValueError, KeyError, TypeError):
+        pass  # it is no longer a notebook
+    return [hashlib.sha256(part).hexdigest() for part in (written, data)]
 
 
 def main(options: list[str]) -> None:

@@ -1,5 +1,6 @@
 """`make lab` opens copies of the labs: up to date as long as nobody has changed them, and never overwritten."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -50,6 +51,32 @@ def test_an_untouched_copy_follows_its_lab(labs: Path, mine: Path):
     assert copy_labs(labs, mine) == []
     assert (mine / "01_second.ipynb").read_text() == "newer"
     assert (mine / "images" / "00_first.png").read_bytes() == b"newer picture"
+
+
+def notebook(source: str, **metadata: str) -> str:
+    cell = {"cell_type": "code", "source": [source], "outputs": [], "execution_count": None, "metadata": {}}
+    return json.dumps({"cells": [cell], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
+
+
+def test_a_copy_that_was_only_looked_at_or_run_follows_its_lab_and_keeps_its_outputs_until_then(tmp_path: Path):
+    """JupyterLab completes metadata and saves by itself."""
+    labs, mine = tmp_path / "labs", tmp_path / "my_labs"
+    (labs / "images").mkdir(parents=True)
+    lab, copy = labs / "00_first.ipynb", mine / "00_first.ipynb"
+    lab.write_text(notebook("1 + 1"))
+    copy_labs(labs, mine)
+    run = notebook("1 + 1", language="python").replace('"outputs": []', '"outputs": [{"output_type": "stream"}]')
+    copy.write_text(run)
+    assert copy_labs(labs, mine) == []
+    assert copy.read_text() == run
+    lab.write_text(notebook("1 + 2"))
+    assert copy_labs(labs, mine) == []
+    assert copy.read_text() == lab.read_text()
+    copy.write_text(notebook("1 + 3"))
+    assert copy_labs(labs, mine) == []
+    lab.write_text(notebook("1 + 4"))
+    assert copy_labs(labs, mine) == ["00_first.ipynb"]
+    assert copy.read_text() == notebook("1 + 3")
 
 
 def test_a_copy_that_was_renamed_makes_room_for_the_newer_lab(labs: Path, mine: Path):

@@ -6,6 +6,7 @@ With names of labs, the site has only these.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -32,8 +33,24 @@ def make(labs: list[str], out: Path = OUT, numpy_from_cdn: bool = False) -> int:
     pyodide.write(out, numpy_from_cdn)
     if in_browser := lite.labs(labs):
         lite.write(out, in_browser, address())
+    return built(PAGES, out, DOCTREES, Path(__file__).parent)
+
+
+def built(pages: Path, out: Path, doctrees: Path, conf: Path) -> int:
+    """Let Sphinx make `out` from `pages`. 0 if it had nothing to say against them.
+
+    What it remembers in `doctrees` of a build that was interrupted does not fit what is in `out`, so it starts anew.
+    """
+    unfinished = doctrees.with_name(doctrees.name + "-unfinished")
+    if unfinished.exists() or not (out / "searchindex.js").exists():
+        shutil.rmtree(doctrees, ignore_errors=True)
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.touch()
     options = ["--fail-on-warning", "--keep-going", "--quiet"]
-    return build_main([*options, "-c", str(Path(__file__).parent), "-d", str(DOCTREES), str(PAGES), str(out)])
+    failed = build_main([*options, "-c", str(conf), "-d", str(doctrees), str(pages), str(out)])
+    if not failed:
+        unfinished.unlink()
+    return failed
 
 
 def main() -> int:
