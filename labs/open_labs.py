@@ -3,8 +3,8 @@
     python labs/open_labs.py [option of JupyterLab ...]
 
 The copies are in my_labs/, beside labs/, so that links and pictures lead to the same places. A lab that is newer than
-your copy replaces it as long as you have changed no cell; otherwise yours stays, and a line says so. To look at a lab, or
-to run it, changes nothing: its outputs can be made again.
+your copy replaces it as long as you have changed no cell; otherwise yours stays, and a line says so. Looking at a lab or
+running it is no change: its outputs can be made again.
 """
 
 import hashlib
