@@ -3,8 +3,8 @@
     python labs/open_labs.py [option of JupyterLab ...]
 
 The copies are in my_labs/, beside labs/, so that links and pictures lead to the same places. A lab that is newer than
-your copy replaces it as long as you have changed no cell; otherwise yours stays, and a line says so. Looking at a lab or
-running it is no change: its outputs can be made again.
+your copy replaces it as long as you have changed no cell; otherwise yours stays, and a line says so. Looking at a lab
+or running it is no change: its outputs can be made again.
 """
 
 import hashlib
@@ -56,6 +56,8 @@ def main(options: list[str]) -> None:
     from jupyterlab.labapp import LabApp
 
     os.chdir(ROOT)
+    settings = [str(ROOT / "labs" / "jupyter"), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(settings)  # a saved lab shows its widgets without a kernel
     for name in copy_labs(Path("labs"), Path("my_labs")):
         print(f"my_labs/{name} has your changes and stays as it is; rename it to get the newer labs/{name} beside it")
     LabApp.launch_instance([*options, f"my_labs/{FIRST}"])

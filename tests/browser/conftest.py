@@ -86,6 +86,7 @@ def jupyter_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab
     environment = {
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(folders["config"]),
+        "JUPYTER_CONFIG_PATH": str(Path(__file__).parents[2] / "labs" / "jupyter"),  # as an installed tplab has it
         "JUPYTER_DATA_DIR": str(folders["data"]),
         "JUPYTER_RUNTIME_DIR": str(folders["runtime"]),
         "IPYTHONDIR": str(folders["ipython"]),
