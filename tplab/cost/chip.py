@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from types import MappingProxyType
 
 from tplab.cost.figures import check
+from tplab.cost.kernels import Kernels
 from tplab.cost.matmul import itemsize, matmul_bytes, matmul_flops
 from tplab.errors import ClusterError
 
@@ -20,6 +22,7 @@ class Chip:
     memory             B of main memory
     launch             s of overhead before every operation starts, however small it is
     source             where the figures come from
+    kernels            what its kernels were measured to reach of these peaks; None: the data sheet, a bound
     """
 
     name: str
@@ -28,6 +31,7 @@ class Chip:
     memory: float
     launch: float = 0.0
     source: str = ""
+    kernels: Kernels | None = None
 
     def __post_init__(self):
         what = f"chip {self.name!r}"
@@ -50,14 +54,29 @@ class Chip:
         return min(self.flops.values()) if rate is None else rate
 
     def seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
-        """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth)."""
+        """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth), of what is measured to be reached
+        where that is known."""
+        if self.kernels is not None:
+            return self.kernels.seconds(flops, bytes, self.peak(dtype), self.memory_bandwidth)
         return self.launch + max(flops / self.peak(dtype), bytes / self.memory_bandwidth)
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1) -> float:
-        """[m, k] @ [k, n], `batch` times in one operation: 2 m n k FLOPs, and each number read or written once."""
+        """[m, k] @ [k, n], `batch` times in one operation: 2 m n k FLOPs, and each number read or written once.
+
+        As a roofline on the data sheet; in tiles and waves where a chip's kernels have been measured.
+        """
+        if self.kernels is not None:
+            return _tiled(self, m, n, k, dtype, batch)
         num_bytes = matmul_bytes(m, k, n, 1, batch) * itemsize(dtype)
         return self.seconds(matmul_flops(m, k, n, batch), num_bytes, dtype)
 
     def ridge(self, dtype: str) -> float:
         """The FLOPs per byte from which an operation is limited by arithmetic rather than by memory."""
         return self.peak(dtype) / self.memory_bandwidth
+
+
+@lru_cache(maxsize=4096)
+def _tiled(chip: Chip, m: int, n: int, k: int, dtype: str, batch: int) -> float:
+    assert chip.kernels is not None
+    rates = chip.peak(dtype), chip.memory_bandwidth
+    return float(chip.kernels.matmul_seconds(m, n, k, itemsize(dtype), *rates, batch))

@@ -1,12 +1,13 @@
 """Clusters: chips, the links between them, and how long each takes; every figure has its source.
 
-There are only two formulas:
+On data sheets there are only two formulas:
 
     compute    launch + max(FLOPs / peak, bytes / memory bandwidth)     the roofline, Williams et al. 2009
     message    latency + bytes / bandwidth                              Hockney 1994
 
-Peaks are what data sheets promise. Real programs reach only part of them, so a modelled time is a lower bound: it
-compares designs fairly, but it does not forecast seconds.
+Peaks are what data sheets promise. Real programs reach only part of them, so a modelled time is a bound: it compares
+designs fairly, but it does not forecast seconds. A *forecast* ("h100-measured") has constants fitted to what others
+measured, and says how far off it is on rows that it has not seen: `Cluster.kind` and `Cluster.label` say which it is.
 
 You can define your own cluster like those below, or change one figure of a known one with `dataclasses.replace`:
 
@@ -19,17 +20,70 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from types import MappingProxyType
 from typing import Literal
 
-from tplab.cost.algorithms import GATHERS, Cost, over_link
+from tplab.cost.algorithms import GATHERS, Cost, check_op, over_link
+from tplab.cost.algorithms import check as check_figures
 from tplab.cost.chip import Chip
+from tplab.cost.data_sheets import (
+    A100,
+    B200,
+    ETHERNET_1G,
+    ETHERNET_10G,
+    H100,
+    ICI_V5E,
+    INFINIBAND_HDR,
+    INFINIBAND_NDR,
+    LAPTOP,
+    LAPTOP_CORE,
+    LOOPBACK,
+    NVLINK_3,
+    NVLINK_4,
+    NVLINK_5,
+    TPU_V5E,
+)
 from tplab.cost.figures import check, si
+from tplab.cost.forecast import Forecast
 from tplab.cost.link import NO_LINK, ONE_HOP, Link
+from tplab.cost.measured import forecast, kernels
 from tplab.cost.nodes import Levels, Node, algorithms_over_nodes, over_nodes
 from tplab.errors import ClusterError
 
-__all__ = ["NO_LINK", "ONE_HOP", "Chip", "Cluster", "Link", "find"]
+__all__ = [
+    "A100",
+    "A100_MEASURED",
+    "A100_NODE",
+    "B200",
+    "B200_MEASURED",
+    "B200_NODE",
+    "ETHERNET_1G",
+    "ETHERNET_10G",
+    "H100",
+    "H100_MEASURED",
+    "H100_NODE",
+    "ICI_V5E",
+    "INFINIBAND_HDR",
+    "INFINIBAND_NDR",
+    "LAPTOP",
+    "LAPTOP_CORE",
+    "LOOPBACK",
+    "NAMED",
+    "NO_LINK",
+    "NVLINK_3",
+    "NVLINK_4",
+    "NVLINK_5",
+    "ONE_HOP",
+    "SLOW_ETHERNET",
+    "THIS_LAPTOP",
+    "TPU_V5E",
+    "TPU_V5E_RING",
+    "Chip",
+    "Cluster",
+    "Link",
+    "find",
+]
 
 
 @dataclass(frozen=True)
@@ -44,6 +98,8 @@ class Cluster:
     oversubscription    by how much the network between nodes is too small for all cards at once: with 2, every card
                  gets half of its bandwidth
 
+    forecast     what was measured on such nodes; None: everything comes from data sheets
+
     wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages share
                  (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and down
                  a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus
@@ -57,6 +113,7 @@ class Cluster:
     wiring: Literal["switch", "torus"] = "switch"
     cards: int | None = None
     oversubscription: float = 1.0
+    forecast: Forecast | None = None
 
     def __post_init__(self):
         what = f"cluster {self.name!r}"
@@ -92,6 +149,18 @@ class Cluster:
                 f"{what}: the {self.node_size} ranks of a node cannot share {cards} cards equally; one number must "
                 "divide the other"
             )
+
+    @property
+    def kind(self) -> str:
+        """Where its times come from: "data sheet", which is a bound, or "forecast", fitted to measurements."""
+        return "data sheet" if self.forecast is None else "forecast"
+
+    @property
+    def label(self) -> str:
+        """What a clock on this cluster is called: "modelled, data sheet", or "forecast, ±5 %"."""
+        if self.forecast is None:
+            return "modelled, data sheet"
+        return f"forecast, ±{ceil(100 * self.forecast.typical_error)} %"
 
     def link(self, a: int, b: int) -> Link:
         """The link that carries a message from rank `a` to rank `b`. A message to itself takes no time."""
@@ -158,6 +227,14 @@ class Cluster:
         """Seconds, hops and bytes of a collective whose ranks have an input of `nbytes` each: tplab.cost.collective."""
         group = self._group(ranks)
         levels = self._levels(group)
+        if self.forecast is not None:
+            check_op(op)
+            check_figures(nbytes, len(group))
+            if algorithm is not None:
+                raise ClusterError(
+                    f"cluster {self.name!r} is a forecast: NCCL chooses its algorithm, {algorithm!r} or not"
+                )
+            return self.forecast.cost(op, nbytes, len(group), levels)
         if levels is None:
             return over_link(op, nbytes, len(group), self.inner_link, algorithm or "ring")
         costs = [
@@ -214,103 +291,51 @@ class Cluster:
         return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------- figures
-
-# What an eagerly launched GPU kernel costs if nothing hides it: a few microseconds, depending on the host.
-_GPU_LAUNCH = 5e-6
-
-H100 = Chip(
-    "H100 SXM 80GB",
-    flops={
-        "bfloat16": 989e12,
-        "float16": 989e12,
-        "float32": 67e12,  # without TF32, as torch multiplies by default
-        "float64": 67e12,  # tensor cores
-        "float8_e4m3fn": 1979e12,
-        "float8_e5m2": 1979e12,
-        "int8": 1979e12,
-    },
-    memory_bandwidth=3.35e12,
-    memory=80e9,
-    launch=_GPU_LAUNCH,
-    source="NVIDIA H100 data sheet; its tensor-core peaks count sparsity: halved here. launch: assumed",
-)
-A100 = Chip(
-    "A100 SXM 80GB",
-    flops={
-        "bfloat16": 312e12,
-        "float16": 312e12,
-        "float32": 19.5e12,  # without TF32
-        "float64": 19.5e12,  # tensor cores
-        "int8": 624e12,
-    },
-    memory_bandwidth=2.039e12,
-    memory=80e9,
-    launch=_GPU_LAUNCH,
-    source="NVIDIA A100 80GB data sheet. launch: assumed",
-)
-TPU_V5E = Chip(
-    "TPU v5e",
-    flops={
-        "bfloat16": 197e12,
-        "float32": 197e12,  # XLA multiplies float32 in one bfloat16 pass unless asked for more precision
-        "int8": 393e12,
-    },
-    memory_bandwidth=819e9,
-    memory=16e9,
-    launch=1e-6,
-    source="cloud.google.com/tpu/docs/v5e. launch: assumed; operations are compiled into one program",
-)
-LAPTOP = Chip(
-    "laptop, 2 cores",
-    flops={"float32": 192e9, "float64": 96e9},
-    memory_bandwidth=40e9,
-    memory=8e9,
-    launch=5e-6,
-    source="assumed: 2 cores x 3 GHz x 2 FMA units (2 FLOPs) x 8 float32 (AVX2); two channels of DDR4; eager dispatch",
-)
-LAPTOP_CORE = Chip(
-    "laptop, one of its cores",
-    flops={"float32": 96e9, "float64": 48e9},
-    memory_bandwidth=20e9,
-    memory=4e9,
-    launch=5e-6,
-    source="assumed: half of a 2-core laptop",
-)
-
-# NCCL has three protocols. This is the latency of LL128, which still reaches 95% of the peak bandwidth over NVLink
-# (Hu et al. 2025, "Demystifying NCCL"); Simple would be 3.4 and 9.6 us, LL 0.6 and 2.7 us at half the bandwidth.
-_NCCL = "latency: NCCL, src/graph/tuning.cc, ring with LL128"
-
-NVLINK_4 = Link("NVLink 4", 1.9e-6, 450e9, f"NVIDIA H100 data sheet: 900 GB/s, both directions together. {_NCCL}")
-NVLINK_3 = Link("NVLink 3", 1.9e-6, 300e9, f"NVIDIA A100 data sheet: 600 GB/s, both directions together. {_NCCL}")
-INFINIBAND_NDR = Link("InfiniBand NDR", 4.0e-6, 50e9, f"400 Gb/s, one ConnectX-7 per GPU in DGX H100. {_NCCL}, network")
-INFINIBAND_HDR = Link("InfiniBand HDR", 4.0e-6, 25e9, f"200 Gb/s, one ConnectX-6 per GPU in DGX A100. {_NCCL}, network")
-ICI_V5E = Link(
-    "ICI",
-    1e-6,
-    50e9,
-    "cloud.google.com/tpu/docs/v5e: 1,600 Gb/s per chip over 4 ports, so 400 Gb/s per port and direction. "
-    "latency: Austin et al. 2025, How to Scale Your Model, part 3",
-)
-LOOPBACK = Link("TCP over loopback", 25e-6, 5e9, "assumed; two processes on 2 cores measured 26 us and 5.1 GB/s")
-ETHERNET_1G = Link("1 Gb Ethernet", 50e-6, 125e6, "IEEE 802.3ab: 1 Gb/s. latency: assumed, TCP through one switch")
-ETHERNET_10G = Link("10 Gb Ethernet", 20e-6, 1.25e9, "IEEE 802.3an: 10 Gb/s. latency: assumed, TCP through one switch")
+# --------------------------------------------------------------------------------------------------------- clusters
 
 H100_NODE = Cluster("h100", H100, NVLINK_4, node_size=8, outer_link=INFINIBAND_NDR)
 A100_NODE = Cluster("a100", A100, NVLINK_3, node_size=8, outer_link=INFINIBAND_HDR)
 TPU_V5E_RING = Cluster("tpu_v5e", TPU_V5E, ICI_V5E, wiring="torus")
 THIS_LAPTOP = Cluster("laptop", LAPTOP_CORE, LOOPBACK)
 SLOW_ETHERNET = Cluster("ethernet", LAPTOP, ETHERNET_1G)
+B200_NODE = Cluster("b200", B200, NVLINK_5, node_size=8, outer_link=INFINIBAND_NDR)
+
+
+def _measured(node: Cluster) -> Cluster:
+    """The same node with constants fitted to measurements, instead of what data sheets promise."""
+    known, chip, link = forecast(node.name), node.chip, node.inner_link
+    reached = kernels(node.name)
+    sent, latency = known.nccl.message_bandwidth, known.nccl.message_latency
+    fitted = f"fitted by tplab.cost.fit to {known.source}"
+    return replace(
+        node,
+        name=f"{node.name}-measured",
+        chip=replace(chip, launch=reached.shared.start, kernels=reached, source=f"{chip.source}. Shares: {fitted}"),
+        inner_link=Link(f"{link.name}, as NCCL uses it", latency, sent, fitted),
+        forecast=known,
+    )
+
+
+A100_MEASURED, H100_MEASURED, B200_MEASURED = (_measured(node) for node in (A100_NODE, H100_NODE, B200_NODE))
 
 NAMED: Mapping[str, Cluster] = MappingProxyType(
-    {cluster.name: cluster for cluster in (H100_NODE, A100_NODE, TPU_V5E_RING, THIS_LAPTOP, SLOW_ETHERNET)}
+    {
+        cluster.name: cluster
+        for cluster in (
+            *(H100_NODE, A100_NODE, B200_NODE, TPU_V5E_RING, THIS_LAPTOP, SLOW_ETHERNET),
+            *(H100_MEASURED, A100_MEASURED, B200_MEASURED),
+        )
+    }
 )
 """The clusters that `find` knows by name."""
 
 
 def find(cluster: str | Cluster) -> Cluster:
-    """A cluster by name ("h100", "a100", "tpu_v5e", "laptop", "ethernet"); a Cluster is returned unchanged."""
+    """A cluster by name; a Cluster is returned unchanged.
+
+    "h100", "a100", "b200", "tpu_v5e", "laptop", "ethernet"      from data sheets: a bound
+    "h100-measured", "a100-measured", "b200-measured"            forecasts, fitted to measurements
+    """
     if isinstance(cluster, Cluster):
         return cluster
     known = ", ".join(repr(name) for name in NAMED)

@@ -1,0 +1,96 @@
+"""How long the kernels of a GPU take, as measured: matmuls in tiles and waves, and memory that is really reached.
+
+A matmul [m, k] @ [k, n] is cut into tiles of C, and k into `split` parts, one for each group of tiles; a tile is the
+work of one multiprocessor, and as many tiles as there are multiprocessors are one wave:
+
+    waves   = ceil(ceil(m / tile_m) ceil(n / tile_n) split / multiprocessors)
+    tile    = finish tile_m tile_n + ceil(k / split / 64) step
+    step    = the longer of   2 * 64 tile_m tile_n / (share of the peak, per multiprocessor)
+                              64 (tile_m + tile_n) elements / the rate at which tiles are loaded
+    memory  = bytes / (share of the bandwidth); a left matrix that fits into the cache counts RESIDENT of its bytes
+    seconds = START + the longer of (waves tile, memory) + (split > 1: SPLIT + partial sums, written and read)
+
+The fastest of all tiles and splits is taken, which is what cuBLAS tries to do. "The longer of" is a soft maximum,
+(a^4 + b^4)^(1/4): two limits that are close hinder each other.
+
+Four constants belong to a chip, and three to all (START, SPLIT and RESIDENT). `python -m tplab.cost.fit` fits them.
+
+Sources. NVIDIA, "Matrix Multiplication Background User's Guide": tiles, waves and their quantisation; tile shapes and
+split-k as in CUTLASS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128))
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_WAYS = np.array([(*tile, split) for tile, split in product(_TILES, _SPLITS)], float).T
+_DEPTH = 128
+"""Bytes of k that one step takes in: 64 elements of bfloat16."""
+_CACHED = 0.8
+"""A matrix of up to this share of the cache stays in it."""
+
+
+class Shared(NamedTuple):
+    """What is the same for all chips.
+
+    start      s from the start of a kernel to its end, if it has nothing to do
+    split      s for adding up what the parts of k give
+    resident   share of the bytes of a left matrix in the cache that still counts
+    """
+
+    start: float
+    split: float
+    resident: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What one kind of GPU reaches.
+
+    flops             share of the peak in FLOP/s that the steps of a tile reach
+    bandwidth         share of the memory bandwidth
+    load              B/s at which a multiprocessor loads tiles
+    finish            s for writing a tile, per element of it
+    multiprocessors   how many there are (data sheet)
+    cache             B of the cache that all of them share (data sheet)
+    """
+
+    flops: float
+    bandwidth: float
+    load: float
+    finish: float
+    multiprocessors: int
+    cache: float
+    shared: Shared
+
+    def seconds(self, flops: float, num_bytes: float, peak: float, bandwidth: float) -> float:
+        """Anything but a matmul: elementwise work, a normalisation, fused attention."""
+        return self.shared.start + max(flops / (peak * self.flops), num_bytes / (bandwidth * self.bandwidth))
+
+    def matmul_seconds(
+        self, m: Any, n: Any, k: Any, itemsize: float, peak: float, bandwidth: float, batch: int = 1
+    ) -> Any:
+        """One matmul; with arrays of m, n and k, an array of seconds."""
+        m, n, k = (np.asarray(size, float)[..., None] for size in (m, n, k))
+        tile_m, tile_n, split = _WAYS
+        rate = peak * self.flops / self.multiprocessors
+        depth = _DEPTH / itemsize
+        step = _longer(2 * depth * tile_m * tile_n / rate, _DEPTH * (tile_m + tile_n) / self.load)
+        tile = self.finish * tile_m * tile_n + np.ceil(k / split / depth) * step
+        tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n) * split * batch
+        left = m * k * batch
+        left = np.where(left * itemsize < _CACHED * self.cache, left * self.shared.resident, left)
+        memory = (left + (k * n + m * n) * batch) * itemsize / (bandwidth * self.bandwidth)
+        sums = np.where(split > 1, self.shared.split + 4 * batch * m * n * split / bandwidth, 0.0)
+        seconds = self.shared.start + _longer(np.ceil(tiles / self.multiprocessors) * tile, memory) + sums
+        return seconds.min(axis=-1)
+
+
+def _longer(a: Any, b: Any) -> Any:
+    return (a**4 + b**4) ** 0.25

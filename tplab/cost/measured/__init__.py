@@ -1,0 +1,121 @@
+"""What others have measured on real GPUs: one table per file, each with its source, and the constants fitted to them.
+
+These rows are what the forecasts are fitted to (`python -m tplab.cost.fit`) and what is shown beside them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tplab.cost.forecast import Error, Fabric, Forecast
+from tplab.cost.kernels import Kernels, Shared
+from tplab.cost.nccl import Nccl, Ratios
+
+HERE = Path(__file__).parent
+CONSTANTS = HERE / "constants.json"
+MULTIPROCESSORS = {"h100": (132, 50e6), "a100": (108, 40e6), "b200": (148, 126e6)}
+"""Multiprocessors of a chip, and bytes of the cache that they share (data sheets)."""
+
+
+class Collective(NamedTuple):
+    """One collective of NCCL in a node of `gpu`s. bytes: the whole tensor; of an all_to_all, what each GPU has."""
+
+    gpu: str
+    op: str
+    gpus: int
+    bytes: float
+    seconds: float
+
+
+class Matmul(NamedTuple):
+    """[m, k] @ [k, n] in bfloat16."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+class Network(NamedTuple):
+    """One collective of 256 MB over `nodes` nodes of 8 GPUs. low and high: the band around it that the source draws."""
+
+    op: str
+    nodes: int
+    bus_bandwidth: float
+    low: float
+    high: float
+
+    def seconds_at(self, bus_bandwidth: float) -> float:
+        """Bus bandwidth counts what passes a rank's link: (R-1)/R of the tensor, twice for an all_reduce."""
+        ranks = 8 * self.nodes
+        return (2 if self.op == "all_reduce" else 1) * (ranks - 1) / ranks * NETWORK_BYTES / bus_bandwidth
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_at(self.bus_bandwidth)
+
+
+NETWORK_BYTES = 256e6
+
+
+@cache
+def collectives() -> tuple[Collective, ...]:
+    rows = _rows("nccl.csv")
+    return tuple(Collective(r["gpu"], r["op"], int(r["gpus"]), float(r["bytes"]), float(r["us"]) / 1e6) for r in rows)
+
+
+@cache
+def matmuls(gpu: str) -> tuple[Matmul, ...]:
+    """`gpu`: "h100" or "a100"."""
+    rows = _rows(f"matmul_{gpu}.csv")
+    return tuple(Matmul(int(r["m"]), int(r["n"]), int(r["k"]), float(r["us"]) / 1e6) for r in rows)
+
+
+@cache
+def network() -> tuple[Network, ...]:
+    rows = _rows("network_h100.csv")
+    rates = [(float(r["gb_s"]) * 1e9, float(r["low"]) * 1e9, float(r["high"]) * 1e9) for r in rows]
+    return tuple(Network(r["op"], int(r["nodes"]), *rate) for r, rate in zip(rows, rates))
+
+
+def source(name: str) -> str:
+    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100"."""
+    first = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("# source: ")
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+# ------------------------------------------------------------------------------------------------------------ constants
+
+
+@cache
+def constants() -> dict[str, Any]:
+    """What `python -m tplab.cost.fit --write` has written."""
+    return json.loads(CONSTANTS.read_text(encoding="utf-8"))
+
+
+@cache
+def forecast(gpu: str) -> Forecast:
+    """What is known of nodes of "a100", "h100" or "b200"."""
+    found = constants()
+    nccl = Nccl(**found["nccl"][gpu], ratios=Ratios(**found["ratios"]))
+    fabric = Fabric(**found["fabric"]) if gpu == "h100" else None
+    errors = {name: Error(*of[gpu]) for name, of in found["errors"].items() if gpu in of}
+    return Forecast(nccl, fabric, errors, source("nccl"))
+
+
+@cache
+def kernels(gpu: str) -> Kernels:
+    """What a chip reaches. No table of matmuls on a B200 was found: its shares are those of an H100."""
+    found = constants()
+    own = found["kernels"].get(gpu, found["kernels"]["h100"])
+    multiprocessors, cache_bytes = MULTIPROCESSORS[gpu]
+    return Kernels(**own, multiprocessors=multiprocessors, cache=cache_bytes, shared=Shared(**found["shared"]))

@@ -1,0 +1,135 @@
+"""How long NCCL takes within one node, as measured: start, hops, three protocols, rings and sums in the switch.
+
+S bytes (the whole tensor; of an all_to_all what each rank has), R ranks, h hops: R-1, and 2(R-1) for an all_reduce. A
+rank's link carries x = (h + copy)/R S bytes; `copy` is for the part that a rank only copies within its own memory.
+
+    few bytes      start + h hop + min(x / ll, middle + x / ll128)          protocols LL and LL128
+    x >= switch    start + h hop + large + ramp sqrt(x) + x / bandwidth     protocol Simple
+    all_reduce     the last term is (1 + 1/R) S / in_switch where the switch adds (NVLS: three ranks or more, H100 on)
+    all_to_all     start' + (R-1) hop' + min(S/R / ll', large' + ramp' sqrt(x) + x / bandwidth')
+
+NCCL does not take what is fastest: it guesses, by a table of its own. So at `switch` the time jumps, as it does in the
+rows. ramp sqrt(x) is not NCCL's formula but what its time looks like: bandwidth is reached only by and by, as more
+channels and larger pieces are used.
+
+Eight constants belong to a kind of GPU. What the protocols have to do with each other is the same for all: RATIOS, a
+second set of eleven, fitted to all kinds together. `python -m tplab.cost.fit` fits them again.
+
+Sources. NCCL, src/graph/tuning.cc (protocols, start and hops); Hu et al. 2025, "Demystifying NCCL".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from tplab.errors import ClusterError
+
+
+class Ratios(NamedTuple):
+    """How the protocols compare, on every kind of GPU.
+
+    ll128, ll           s per byte: of LL128 as a multiple of Simple's, of LL as a multiple of LL128's
+    copy                parts of the tensor that each rank copies besides what it sends
+    start               of an all_to_all, as a multiple of the other collectives'
+    peer_hop            s per rank in an all_to_all, as a multiple of `hop`
+    peer_ll             s per byte that one rank has for another, in a small all_to_all
+    peer_large          s more in a large all_to_all, as a multiple of `start`
+    peer                s per byte of a large all_to_all, as a multiple of Simple's
+    peer_ramp           ramp of a large all_to_all, as a multiple of the others'
+    """
+
+    ll128: float
+    ll: float
+    copy: float
+    start: float
+    peer_hop: float
+    peer_ll: float
+    peer_large: float
+    peer: float
+    peer_ramp: float = 0.3
+
+
+class Taken(NamedTuple):
+    """What a collective takes, and the protocol: "LL", "LL128", "Simple", "NVLS"."""
+
+    seconds: float
+    protocol: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nccl:
+    """NCCL on one kind of node: the constants of the formulas above, in plain units.
+
+    start       s before the first byte
+    hop         s for each hop
+    middle      s more with LL128
+    large       s more with Simple
+    ramp        s per square root of a byte
+    bandwidth   B/s over a rank's link, with Simple
+    switch      B over a rank's link from which NCCL takes Simple
+    in_switch   B/s of a sum in the switch; 0: the switch does not add
+    """
+
+    start: float
+    hop: float
+    middle: float
+    large: float
+    ramp: float
+    bandwidth: float
+    switch: float
+    in_switch: float
+    ratios: Ratios
+
+    def __post_init__(self):
+        for name in [field.name for field in fields(self) if field.name != "ratios"]:
+            if not getattr(self, name) >= 0:
+                raise ClusterError(f"NCCL's constant {name} is {getattr(self, name)!r}; it must be 0 or more")
+
+    @property
+    def message_latency(self) -> float:
+        """s for a message from one rank to another, beside its bytes."""
+        return self.start * self.ratios.start + self.hop * self.ratios.peer_hop
+
+    @property
+    def message_bandwidth(self) -> float:
+        return self.bandwidth / self.ratios.peer
+
+    def taken(self, op: str, nbytes: float, num_ranks: int) -> Taken:
+        """One of OPS over `num_ranks` ranks of a node; `nbytes` is the whole tensor."""
+        if num_ranks == 1:
+            return Taken(0.0, "none")
+        if op == "all_to_all":
+            return self._all_to_all(nbytes, num_ranks)
+        hops = (num_ranks - 1) * (2 if op == "all_reduce" else 1)
+        latency = self.start + hops * self.hop
+        carried = (hops + self.ratios.copy) / num_ranks * nbytes
+        few = self._few(min(carried, self.switch))
+        if carried < self.switch:
+            return Taken(latency + few.seconds, few.protocol)
+        passing, protocol = carried / self.bandwidth, "Simple"
+        if op == "all_reduce" and self.in_switch and num_ranks > 2:
+            added = (1 + 1 / num_ranks) * nbytes / self.in_switch
+            if added < passing:
+                passing, protocol = added, "NVLS"
+        many = self.large + self.ramp * carried**0.5 + passing
+        return Taken(latency + max(few.seconds, many), protocol)  # more bytes never take less time
+
+    def _few(self, carried: float) -> Taken:
+        ll128 = self.ratios.ll128 / self.bandwidth
+        ll = Taken(carried * self.ratios.ll * ll128, "LL")
+        return min(ll, Taken(self.middle + carried * ll128, "LL128"))
+
+    def _all_to_all(self, nbytes: float, num_ranks: int) -> Taken:
+        ratios = self.ratios
+        latency = self.start * ratios.start + (num_ranks - 1) * self.hop * ratios.peer_hop
+        carried = (num_ranks - 1 + ratios.copy) / num_ranks * nbytes
+        few = Taken(nbytes / num_ranks * ratios.peer_ll, "LL")
+        many = self.start * ratios.peer_large + ratios.peer_ramp * self.ramp * carried**0.5
+        most = Taken(many + carried * ratios.peer / self.bandwidth, "Simple")
+        taken = min(few, most)
+        return Taken(latency + taken.seconds, taken.protocol)
+
+
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""The collectives that were measured."""
