@@ -232,7 +232,8 @@ class Cluster:
             check_figures(nbytes, len(group))
             if algorithm is not None:
                 raise ClusterError(
-                    f"cluster {self.name!r} is a forecast: NCCL chooses its algorithm, {algorithm!r} or not"
+                    f"algorithm is {algorithm!r}, but cluster {self.name!r} is a forecast, in which NCCL chooses; "
+                    "leave it out, or take a cluster of data sheets"
                 )
             return self.forecast.cost(op, nbytes, len(group), levels)
         if levels is None:
@@ -272,7 +273,7 @@ class Cluster:
 
     def table(self) -> str:
         """Every figure with its source, as text to print."""
-        chip, lines = self.chip, [f"cluster {self.name}"]
+        chip, lines = self.chip, [f"cluster {self.name}" + (f": {self.label}" if self.forecast else "")]
         lines.append(f"  chip  {chip.name}")
         lines += [f"        {dtype:<15}{si(rate, 'FLOP/s')}" for dtype, rate in chip.flops.items()]
         lines.append(f"        {'memory':<15}{si(chip.memory, 'B')} at {si(chip.memory_bandwidth, 'B/s')}")

@@ -1,0 +1,248 @@
+"""Forecasts: what they are fitted to, how far off they are, and that they behave as times do."""
+
+import copy
+import json
+import pickle
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tplab import cost
+from tplab.cost import A100_MEASURED, B200_MEASURED, H100_MEASURED, H100_NODE, find, fit, measured
+from tplab.cost.forecast import Error, Fabric
+from tplab.cost.nccl import MEASURED, Nccl, Ratios
+from tplab.errors import ClusterError
+
+FORECASTS = [A100_MEASURED, H100_MEASURED, B200_MEASURED]
+EACH = pytest.mark.parametrize("cluster", FORECASTS, ids=lambda cluster: cluster.name)
+
+
+def of(gpu):
+    return find(f"{gpu}-measured")
+
+
+# -------------------------------------------------------------------------------------------------------- what it says
+
+
+def test_every_cluster_says_what_its_times_are():
+    kinds = {name: cluster.kind for name, cluster in cost.NAMED.items()}
+    assert [name for name, kind in kinds.items() if kind == "forecast"] == [
+        "h100-measured",
+        "a100-measured",
+        "b200-measured",
+    ]
+    assert {kind for name, kind in kinds.items() if not name.endswith("-measured")} == {"data sheet"}
+    assert H100_NODE.label == "modelled, data sheet"
+    assert [cluster.label for cluster in FORECASTS] == ["forecast, ±6 %", "forecast, ±5 %", "forecast, ±4 %"]
+
+
+@EACH
+def test_a_forecast_names_its_source_and_its_error(cluster):
+    assert "aiconfigurator, commit 095f58a, Apache-2.0" in cluster.forecast.source
+    assert cluster.forecast.source in cluster.table()
+    assert cluster.label in cluster.table()
+    assert 0 < cluster.forecast.typical_error < 0.06
+
+
+@EACH
+def test_forecasts_are_values(cluster):
+    assert pickle.loads(pickle.dumps(cluster)) == cluster == copy.deepcopy(cluster)
+    assert {cluster: 1}[pickle.loads(pickle.dumps(cluster))] == 1
+
+
+def test_a_dozen_constants_per_chip():
+    own = len([field for field in fields(Nccl) if field.name != "ratios"])
+    assert own + len(fit._KERNELS) == 12
+    assert len(fields(Fabric)) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+FITTED = {
+    "collectives": {"a100": (0.039, 0.094), "b200": (0.032, 0.145), "h100": (0.042, 0.118)},
+    "matmuls": {"a100": (0.051, 0.152), "h100": (0.047, 0.132)},
+    "network": {"h100": (0.052, 0.293)},
+}
+"""Median and 90th percentile on the rows that were fitted, with the constants frozen."""
+
+HELD_OUT = {
+    "collectives": {"a100": (0.046, 0.11), "b200": (0.038, 0.16), "h100": (0.05, 0.136)},
+    "matmuls": {"a100": (0.051, 0.158), "h100": (0.048, 0.134)},
+    "network": {"h100": (0.087, 0.31)},
+}
+"""The same on rows that a fit has not seen: `python -m tplab.cost.fit --hold-out`, which takes minutes."""
+
+
+def test_the_errors_are_those_in_the_frozen_table():
+    """By the public functions, so that a forecast is what was fitted."""
+    off: dict[str, dict[str, list[float]]] = {"collectives": {}, "matmuls": {}, "network": {"h100": []}}
+    for row in measured.collectives():
+        found = of(row.gpu).collective_seconds(row.op, row.bytes, row.gpus)
+        off["collectives"].setdefault(row.gpu, []).append(found / row.seconds - 1)
+    for gpu in ("a100", "h100"):
+        m, n, k, seconds = np.array(measured.matmuls(gpu)).T
+        every_tenth = slice(None, None, 10)
+        chip = of(gpu).chip
+        some = [chip.matmul_seconds(*map(int, size)) for size in zip(m[every_tenth], n[every_tenth], k[every_tenth])]
+        off["matmuls"][gpu] = fit.matmul_errors(measured.matmuls(gpu), chip.kernels, chip)
+        assert some == pytest.approx((seconds * (1 + np.array(off["matmuls"][gpu])))[every_tenth], rel=1e-9)
+    for row in measured.network():
+        found = H100_MEASURED.collective_seconds(row.op, measured.NETWORK_BYTES, 8 * row.nodes)
+        off["network"]["h100"].append(found / row.seconds - 1)
+    assert {name: {gpu: fit.summary(errors) for gpu, errors in of.items()} for name, of in off.items()} == FITTED
+
+
+def test_a_forecast_carries_its_error_on_rows_it_has_not_seen():
+    for gpu in ("a100", "h100", "b200"):
+        errors = of(gpu).forecast.errors
+        assert dict(errors) == {name: Error(*held_out[gpu]) for name, held_out in HELD_OUT.items() if gpu in held_out}
+    for name, (median, most) in {
+        "collectives": (0.06, 0.16),
+        "matmuls": (0.06, 0.18),
+    }.items():  # what was to be reached
+        assert all(error[0] <= median and error[1] <= most for error in HELD_OUT[name].values())
+
+
+def test_the_committed_constants_are_what_the_fit_gives():
+    """A short version of the fit: from the committed constants, no step makes the loss smaller."""
+    fitted = {gpu: of(gpu).forecast.nccl for gpu in fit.KINDS}
+    rows = measured.collectives()
+    begin = np.log([getattr(fitted["h100"], name) for name in fit._OWN])
+    ratios = np.log([getattr(fitted["h100"].ratios, name) for name in fit._RATIOS])
+    h100 = [row for row in rows if row.gpu == "h100"]
+
+    def residuals(theta):
+        return fit._off(fit._nccl("h100", theta, ratios, fitted["h100"].switch), h100)
+
+    before, _ = fit.least(residuals, begin, 0.05, steps=0)
+    after, theta = fit.least(residuals, begin, 0.05, steps=3)
+    assert before * 0.99 < after <= before
+    assert np.exp(theta) == pytest.approx(np.exp(begin), rel=0.2)  # along valleys, constants make up for each other
+    moved = begin + np.log(1.1)
+    assert fit.least(residuals, moved, 0.05, steps=0)[0] > 1.2 * before  # it would notice
+    fabric = fit.fit_network(measured.network(), H100_MEASURED)
+    assert fabric == H100_MEASURED.forecast.fabric
+
+
+def test_a_fit_finds_constants_that_made_the_rows():
+    """Rows from known constants: the fit finds their times again, though not all of the constants."""
+    true = replace(H100_MEASURED.forecast.nccl, hop=1.5e-6, start=9e-6, bandwidth=2e11)
+    rows = [
+        row._replace(gpu="h100", seconds=true.taken(row.op, row.bytes, row.gpus).seconds)
+        for row in measured.collectives()
+        if row.gpu == "h100"
+    ]
+    found = fit.fit_collectives(rows, rounds=1)["h100"]
+    off = [abs(found.taken(row.op, row.bytes, row.gpus).seconds / row.seconds - 1) for row in rows]
+    assert np.median(off) < 0.01
+    assert found.hop == pytest.approx(1.5e-6, rel=0.1)
+
+
+def test_every_table_has_its_source_and_the_constants_are_whole():
+    for name in ("nccl", "matmul_h100", "matmul_a100", "network_h100"):
+        assert "commit" in measured.source(name)
+        assert "Apache-2.0" in measured.source(name)
+    assert (len(measured.collectives()), len(measured.matmuls("h100")), len(measured.matmuls("a100"))) == (
+        360,
+        1452,
+        983,
+    )
+    assert len(measured.network()) == 21
+    stored = json.loads(measured.CONSTANTS.read_text())
+    assert set(stored["ratios"]) | {"peer_ramp"} == set(Ratios._fields)
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+
+@EACH
+@pytest.mark.parametrize("op", cost.OPS)
+@given(
+    n=st.integers(0, 2**34),
+    more=st.integers(0, 2**34),
+    ranks=st.sampled_from([1, 2, 3, 5, 8, 12, 16, 64]),
+    data=st.data(),
+)
+def test_more_bytes_take_no_less_time_and_the_order_of_ranks_none(cluster, op, n, more, ranks, data):
+    seconds = cluster.collective_seconds(op, n, ranks)
+    assert cluster.collective_seconds(op, n + more, ranks) >= seconds >= 0
+    assert (seconds == 0) == (ranks == 1)
+    shuffled = data.draw(st.permutations(range(ranks)))
+    assert cluster.collective_seconds(op, n, shuffled) == seconds
+
+
+@EACH
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
+@given(n=st.integers(0, 2**28))
+def test_more_nodes_take_no_less_time(cluster, op, n):
+    seconds = [cluster.collective_seconds(op, n, 8 * nodes) for nodes in (1, 2, 3, 4, 8, 16, 64)]
+    assert seconds == sorted(seconds)
+
+
+@EACH
+@given(n=st.integers(0, 2**30), ranks=st.integers(2, 7))
+def test_more_ranks_of_a_node_take_no_less_time(cluster, n, ranks):
+    for op in ("all_gather", "reduce_scatter"):
+        assert cluster.collective_seconds(op, n, ranks + 1) >= cluster.collective_seconds(op, n, ranks)
+
+
+@given(m=st.integers(1, 20000), n=st.integers(1, 20000), k=st.integers(1, 20000), more=st.integers(1, 3000))
+def test_larger_matmuls_take_no_less_time(m, n, k, more):
+    for cluster in FORECASTS:
+        chip = cluster.chip
+        seconds = chip.matmul_seconds(m, n, k)
+        larger = [
+            chip.matmul_seconds(m + more, n, k),
+            chip.matmul_seconds(m, n + more, k),
+            chip.matmul_seconds(m, n, k + more),
+        ]
+        assert all(other >= seconds for other in larger)
+        assert seconds >= 2 * m * n * k / chip.peak("bfloat16")
+        assert chip.matmul_seconds(m, n, k, batch=2) >= seconds
+
+
+def test_formula_best_and_cluster_agree_to_the_digit():
+    for cluster in FORECASTS:
+        for ranks in (2, 8, 11, 16):
+            for op in MEASURED:
+                n = 48 * 11 * 1000
+                part = n / ranks if op == "all_gather" else n
+                want = cluster.collective_seconds(op, n, ranks)
+                assert cost.collective(op, part, ranks, cluster).seconds == want
+                assert cost.best(op, part, ranks, cluster.name).seconds == want
+
+
+def test_a_sum_in_the_switch_is_faster_than_any_ring():
+    """8 H100: NVLink carries 450 GB/s one way, and so no ring's bus bandwidth is higher; NVLS comes close at 0.5 GB."""
+    n = 2**29
+    taken = cost.collective("all_reduce", n, 8, H100_MEASURED)
+    assert taken.algorithm == "NVLS"
+    assert 1.75 * n / taken.seconds > 400e9
+    ring = replace(H100_MEASURED.forecast.nccl, in_switch=0.0).taken("all_reduce", n, 8).seconds
+    assert 1.75 * n / ring < 360e9
+    names = [cost.collective("all_reduce", size, 8, H100_MEASURED).algorithm for size in (512, 2**19, 2**26)]
+    assert names == ["LL", "LL128", "NVLS"]
+
+
+def test_the_network_of_one_real_cluster():
+    fabric = H100_MEASURED.forecast.fabric
+    ideal = replace(H100_MEASURED, forecast=replace(H100_MEASURED.forecast, fabric=None))
+    for nodes in (2, 64):
+        slower = H100_MEASURED.collective_seconds("all_gather", 1e12, 8 * nodes)
+        least = (8 * nodes - 1) / (8 * nodes) * 1e12 / 400e9
+        assert slower == pytest.approx(least / fabric.reached * nodes**fabric.congestion, rel=0.01)
+        assert ideal.collective_seconds("all_gather", 1e12, 8 * nodes) < slower
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ClusterError, match="algorithm is 'ring', but cluster 'h100-measured' is a forecast"):
+        cost.collective("all_reduce", 8, 8, H100_MEASURED, "ring")
+    with pytest.raises(ClusterError, match="no collective is named 'allreduce'"):
+        H100_MEASURED.collective_seconds("allreduce", 8, 8)
+    with pytest.raises(ClusterError, match="nbytes is -1"):
+        H100_MEASURED.collective_seconds("all_reduce", -1, 8)
+    with pytest.raises(ClusterError, match="NCCL's constant hop is -1"):
+        replace(H100_MEASURED.forecast.nccl, hop=-1.0)
