@@ -432,6 +432,59 @@ def test_a_refusal_where_only_data_decides():
     assert "may leave it at different times.\n" in said
 
 
+def copied(x):
+    return lab.copy_to(x, "tp")
+
+
+def shifted(x):
+    return ring_shift(x, "tp")
+
+
+def counted(x, limit):
+    """A while_loop of its own, of as many turns as `limit` says."""
+    return lax.while_loop(lambda s: s[0] < limit, lambda s: (s[0] + 1, shifted(s[1])), (copied(jnp.int32(0)), x))[1]
+
+
+BEFORE = {  # what comes before the place that hangs
+    "nothing": copied,
+    "ring_shift": shifted,
+    "ppermute": lambda x: lab.ppermute(x, "tp", [(0, 1)]),
+    "ring_shift in a scan": lambda x: lax.scan(lambda x, _: (shifted(x), None), copied(x), None, length=2)[0],
+    "a cond that data decides": lambda x: shifted(lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)),
+    "a while_loop that data decides": lambda x: while_sum_below(5, copied(x)),
+}
+WAYS = {  # what hangs, and which way the ranks go
+    "cond": (
+        lambda x: lax.cond(axis_index("tp") == 0, shifted, lambda x: x, x),
+        "may take different branches: rank 1 takes branch 0; rank 0 takes branch 1.",
+    ),
+    "switch": (
+        lambda x: lax.switch(axis_index("tp"), [lambda x: x, shifted], x),
+        "may take different branches: rank 0 takes branch 0; rank 1 takes branch 1.",
+    ),
+    "while_loop": (
+        lambda x: counted(x, axis_index("tp") + 1),
+        "may leave it at different times: rank 0 leaves it after 1 turn, and rank 1 goes on.",
+    ),
+    "fori_loop": (
+        lambda x: lax.fori_loop(0, axis_index("tp"), lambda _, x: shifted(x), x),
+        "may leave it at different times: rank 0 leaves it after 0 turns, and rank 1 goes on.",
+    ),
+    "cond in a scan": (
+        lambda x: lax.scan(lambda x, _: (WAYS["cond"][0](shifted(x)), None), x, None, length=2)[0],
+        "may take different branches: rank 1 takes branch 0; rank 0 takes branch 1.",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "way"), dict.fromkeys([*((name, "cond") for name in BEFORE), *(("ring_shift", name) for name in WAYS)])
+)
+def test_the_refusal_says_which_way_the_ranks_go_whatever_comes_before(before, way):
+    program, words = WAYS[way]
+    assert words in refusal(lambda x: program(BEFORE[before](x)), TP2, (4,))
+
+
 def test_the_way_out_works():
     """Every rank decides alike; or computes, and chooses."""
     x = np.arange(8, dtype=np.float32).reshape(4, 2)

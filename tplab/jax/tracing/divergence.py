@@ -7,14 +7,16 @@ since those decide alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tplab.errors import DeadlockError, TraceError
 from tplab.jax.private import varying_axes_of
 from tplab.jax.tracing.decisions import Reports
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.held import Held
+from tplab.jax.tracing.held import Held, PerRank
 from tplab.jax.tracing.jaxprs import equations_of, inside, line_of, opened
 from tplab.jax.tracing.walk import Ranks, Walk
 from tplab.mesh import Mesh
@@ -69,7 +71,7 @@ def _message(collective: Any, eqn: Any, line: str | None, outer: str | None, axe
 
 
 def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
-    """Which ranks take which branch, where that can be known without the program's arguments; "" where it cannot."""
+    """Which ranks go which way, where that can be known without the program's arguments; "" where it cannot."""
     asking = _Asking(mesh, eqn)
     with suppress(_Asked, TraceError):
         asking.run(jaxpr, (), [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
@@ -81,21 +83,49 @@ class _Asked(Exception):
 
 
 class _Asking(Walk):
-    """A walk as far as one equation, to see which rank takes which branch there."""
+    """A walk as far as one equation, to see which way each rank goes there."""
 
     def __init__(self, mesh: Mesh, eqn: Any):
-        super().__init__(mesh, lambda rank, piece: 0, Reports(frozenset(), None, mesh.size))
+        super().__init__(mesh, _no_chunk, Reports(frozenset(), None, mesh.size))
         self._eqn, self.answer = eqn, ""
 
     def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         if eqn is not self._eqn:
-            return super()._cond(eqn, inputs, ranks, where)
+            return _or_unknown(eqn, partial(super()._cond, eqn, inputs, ranks, where))
         if (values := inputs[0].values()) is not None:
             groups = {int(values[rank]): [r for r in ranks if values[r] == values[rank]] for rank in ranks}
-            self.answer = ": " + "; ".join(_takes(groups[index], index) for index in sorted(groups))
+            self.answer = ": " + "; ".join(f"{_do(groups[way], 'take')} branch {way}" for way in sorted(groups))
         raise _Asked
 
+    def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
+        if eqn is not self._eqn:
+            return _or_unknown(eqn, partial(super()._while, eqn, inputs, ranks, where))
+        return super()._while(eqn, inputs, ranks, where)
 
-def _takes(ranks: list[int], branch: int) -> str:
-    some = f"rank {ranks[0]} takes" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} take"
-    return f"{some} branch {branch}"
+    def _goes_on(self, eqn: Any, decision: Held, times: int, ranks: Ranks, where: str) -> PerRank:
+        values = super()._goes_on(eqn, decision, times, ranks, where)
+        leaving = [rank for rank in ranks if not values[rank]]
+        if eqn is self._eqn and 0 < len(leaving) < len(ranks):
+            staying = [rank for rank in ranks if values[rank]]
+            turns = "1 turn" if times == 1 else f"{times} turns"
+            self.answer = f": {_do(leaving, 'leave')} it after {turns}, and {_do(staying, 'go')} on"
+            raise _Asked
+        return values
+
+
+def _no_chunk(origin_rank: int, piece: int, name: str = "") -> int:
+    return 0
+
+
+def _or_unknown(eqn: Any, run: Callable[[], list[Held]]) -> list[Held]:
+    """What a branch or a loop gives; nothing is known of it where the program's arguments decide there."""
+    try:
+        return run()
+    except TraceError:
+        return [Held(variable.aval) for variable in eqn.outvars]
+
+
+def _do(ranks: list[int], verb: str) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
+    return f"ranks {', '.join(map(str, ranks))} {verb}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,12 @@ MOST_NUMBERS = 1 << 22
 PerRank = list[Any]
 Rule = Callable[[list[PerRank]], list[PerRank]]
 """The values of some variables on every rank -> those of the variables computed from them."""
+
+
+class Chunk(Protocol):
+    """The number of the chunk that is piece `piece` of what a rank held, known in the program as `name`."""
+
+    def __call__(self, origin_rank: int, piece: int, name: str = "") -> int: ...
 
 
 class _Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from tplab.errors import TraceError
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.held import Held, PerRank, computed, is_small, joined
+from tplab.jax.tracing.held import Chunk, Held, PerRank, computed, is_small, joined
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
 from tplab.jax.tracing.names import MOVES, NAMES_UP_TO, name_in_program
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free
@@ -29,10 +29,9 @@ MOST_ITERATIONS = 10_000  # of a while_loop
 
 
 class Walk:
-    """Follows a program on all ranks at once. `tasks` is what they have to do; `chunk(rank, piece, name)` is the number
-    of a chunk."""
+    """Follows a program on all ranks at once. `tasks` is what they have to do; `chunk` gives chunks their numbers."""
 
-    def __init__(self, mesh: Mesh, chunk: Callable[..., int], reports: Reports):
+    def __init__(self, mesh: Mesh, chunk: Chunk, reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
         self.kept: list[int] = []  # tasks with an effect: they are done even if no result needs them
@@ -263,7 +262,7 @@ class Walk:
         for times in range(MOST_ITERATIONS):
             (goes_on,) = self._call(params["cond_jaxpr"], [*for_cond, *carry], ranks, where)
             if counts is None:
-                values = self._known(eqn, goes_on, where)
+                values = self._goes_on(eqn, goes_on, times, ranks, where)
             else:
                 values = {rank: counts[rank] > times for rank in ranks}
             ranks = tuple(rank for rank in ranks if values[rank])
@@ -292,6 +291,10 @@ class Walk:
         takers = [takers for takers, _ in outcomes]
         chosen = [self._either(list(zip(takers, column, strict=True))) for column in columns]
         return [held.after(self._decided[0]) for held in chosen]
+
+    def _goes_on(self, eqn: Any, decision: Held, times: int, ranks: Ranks, where: str) -> PerRank:
+        """Whether each rank goes on with a loop after so many turns, where that is worked out."""
+        return self._known(eqn, decision, where)
 
     def _known(self, eqn: Any, decision: Held, where: str) -> PerRank:
         """What each rank decides at an equation whose decision is worked out."""
