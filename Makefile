@@ -3,6 +3,9 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 LABS ?=
+ROWS ?=
+AGAINST ?=
+WRITE ?=
 UPGRADE ?=
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
@@ -24,6 +27,9 @@ help: ## list what there is
 	@echo 'TORCH_INDEX=https://download.pytorch.org/whl/cpu   take the CPU build of torch (on Linux: 0.2 GB, not 4)'
 	@echo 'PYTHON=python3.12                                  make the environment with another Python'
 	@echo 'LABS="00_first_look"                               the labs that `make labs` executes, or `make site` shows'
+	@echo 'ROWS="torch_hops train"                            the rows that `make bench` measures'
+	@echo 'AGAINST=HEAD~1                                     `make bench` measures that commit too, in turns: the ratio'
+	@echo 'WRITE=1                                            `make bench` writes the figures into docs/figures.md'
 	@echo 'UPGRADE=--upgrade                                  let `make lock` take the newest versions'
 
 lab: .venv/lab ## set up on the first run, then open JupyterLab on your own copies of the labs
@@ -58,7 +64,7 @@ site: .venv/test ## make the static site in build/site; labs that have changed a
 	$(BIN)/python -m website $(LABS)
 
 bench: .venv/test ## print the table of figures
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(ROWS) $(if $(AGAINST),--against $(AGAINST)) $(if $(WRITE),--write)
 
 # Each lock file holds what the one before it lacks. A pin stays until pyproject.toml or UPGRADE moves it.
 lock: .venv/test ## work the lock files out anew from pyproject.toml
