@@ -24,7 +24,7 @@ def makespan(program, x_spec, w_spec, x, weight, num_ranks, cluster):
     return run(program, Mesh(tp=num_ranks), x, weight, in_specs=(x_spec, w_spec), cluster=cluster).trace.makespan
 
 
-@pytest.mark.parametrize("cluster", ["h100", "laptop", "tpu_v5e"])
+@pytest.mark.parametrize("cluster", ["h100", "h100-measured", "laptop", "tpu_v5e"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_the_formulas_are_what_the_modelled_clock_finds(num_ranks, cluster):
     """On meta tensors, which have no numbers: sizes of a real layer, in milliseconds."""

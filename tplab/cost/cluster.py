@@ -267,8 +267,17 @@ class Cluster:
         nodes = [Node(sizes[node], ports[node] * per_rank) for node in sorted(sizes)]
         return Levels(nodes, self.inner_link, self._between_cards)
 
-    def compute_seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
-        """The roofline of this cluster's chip: launch + max(flops / peak(dtype), bytes / memory bandwidth)."""
+    def compute_seconds(
+        self, flops: float, bytes: float, dtype: str = "float32", matmul: tuple[int, int, int, int] | None = None
+    ) -> float:
+        """The roofline of this cluster's chip: launch + max(flops / peak(dtype), bytes / memory bandwidth).
+
+        matmul   (m, n, k, batch), if the operation is a matmul: where the chip's kernels have been measured, it takes
+                 what `Chip.matmul_seconds` says
+        """
+        if matmul is not None and self.chip.kernels is not None:
+            m, n, k, batch = matmul
+            return self.chip.matmul_seconds(m, n, k, dtype, batch)
         return self.chip.seconds(flops, bytes, dtype)
 
     def table(self) -> str:

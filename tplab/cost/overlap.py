@@ -105,4 +105,5 @@ class _Layer:
         """x [tokens, inputs] @ w.T; with `adds`, it is added to y, which is then read as well."""
         num_bytes = matmul_bytes(self.tokens, inputs, outputs, self.itemsize)
         num_bytes += self.tokens * outputs * self.itemsize * adds
-        return self.cluster.compute_seconds(matmul_flops(self.tokens, inputs, outputs), num_bytes, self.dtype)
+        flops, matmul = matmul_flops(self.tokens, inputs, outputs), (self.tokens, outputs, inputs, 1)
+        return self.cluster.compute_seconds(flops, num_bytes, self.dtype, matmul)

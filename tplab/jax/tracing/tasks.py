@@ -29,6 +29,7 @@ class Task:
     phase     "forward" or "backward"; "": not known
     reduction how a collective combines the ranks' inputs: "sum", "max", ...
     costs     the collective's name in tplab.cost, if it is not `op`
+    matmul    compute: (m, n, k, batch) of a matmul, for chips whose kernels have been measured
     """
 
     kind: Literal["compute", "message", "collective"]
@@ -52,6 +53,7 @@ class Task:
     costs: str = ""
     phase: str = ""
     reduction: str = ""
+    matmul: tuple[int, int, int, int] | None = None
 
 
 _VIEWS = {
@@ -81,6 +83,18 @@ def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs:
     if name in _COPIES:
         return 0
     return max(held.size for held in (*inputs, *outputs))
+
+
+def matmul_of(name: str, params: dict[str, Any], inputs: Sequence[Held]) -> tuple[int, int, int, int] | None:
+    """(m, n, k, batch) of a dot_general, whose dims may be in any order."""
+    if name != "dot_general":
+        return None
+    (contracted, _), (batched, _) = params["dimension_numbers"]
+    left, right = inputs[:2]
+    k = math.prod(left.shape[dim] for dim in contracted)
+    batch = math.prod(left.shape[dim] for dim in batched)
+    each = max(1, k * batch)  # a dim may be empty
+    return left.size // each, right.size // each, k, batch
 
 
 def bytes_of(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> int:

@@ -99,7 +99,7 @@ class Timing:
         task = self._tasks[number]
         seconds = task.seconds or 0.0
         if self._cluster is not None:
-            seconds = self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype)
+            seconds = self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype, task.matmul)
         self._busy[rank] = True
         self.spans[number][rank] = Span(now, now + seconds)
         heappush(self._agenda, (now + seconds, _ENDED, number, rank))

@@ -113,7 +113,7 @@ class Unroll:
         where = self._module.where(work.main) or self._module.where(one)
         ranks = tuple(self._mesh.ranks)
         about = array.shape, array.dtype, work.num_bytes, where, work.flops
-        return Task("compute", op, ranks, needs, *about, phase=work.main.phase)
+        return Task("compute", op, ranks, needs, *about, phase=work.main.phase, matmul=work.matmul)
 
     def _collective(self, place: Place, needs: tuple[int, ...]) -> Value:
         one, operands = place.one, [given.one for given in self._flow.operands(place)]
@@ -189,7 +189,8 @@ class Unroll:
         flops, num_bytes = sum(part.flops for part in parts), sum(part.num_bytes for part in parts)
         main = max(parts, key=lambda part: part.flops)
         op = one.primitive or one.op
-        task = replace(main, op=op, needs=needs, where=where, flops=times * flops, num_bytes=times * num_bytes)
+        work = {"flops": times * flops, "num_bytes": times * num_bytes, "matmul": None}
+        task = replace(main, op=op, needs=needs, where=where, **work)
         return self._add(task)
 
     def _conditional(self, one: Instruction, values: list[Value]) -> Value:

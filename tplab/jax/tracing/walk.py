@@ -18,7 +18,7 @@ from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import Chunk, Held, PerRank, computed, is_small, joined
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
 from tplab.jax.tracing.names import MOVES, NAMES_UP_TO, name_in_program
-from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free
+from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, matmul_of
 from tplab.mesh import Mesh
 from tplab.trace.label import Label, of_collective
 
@@ -118,6 +118,7 @@ class Walk:
                     where,
                     flops_of(name, eqn.params, inputs, outputs),
                     carried=first,
+                    matmul=matmul_of(name, eqn.params, inputs),
                     **_about(labels, inputs),
                 )
             )

@@ -27,24 +27,28 @@ _COPIES = {
 
 
 class Work(NamedTuple):
-    """main   the instruction that characterises it: a fusion's product, if it has one"""
+    """main     the instruction that characterises it: a fusion's product, if it has one
+    matmul   (m, n, k, batch) of that product
+    """
 
     main: Instruction
     flops: int
     num_bytes: int
+    matmul: tuple[int, int, int, int] | None = None
 
 
 def work_of(module: Module, one: Instruction, operands: Sequence[Instruction]) -> Work:
     """What an instruction computes. A fusion counts everything inside it, but only the bytes that go in and out."""
     if one.op != "fusion":
-        return Work(one, _flops(one, operands), _bytes(one, operands))
+        return Work(one, _flops(one, operands), _bytes(one, operands), _matmul(one, operands))
     inside = {inner.name: inner for inner in module.computations[one.called("calls")[0]]}
-    flops, num_bytes, main, most = 0, 0, one, 0
+    flops, num_bytes, main, most, matmul = 0, 0, one, 0, None
     for inner in inside.values():
-        its_flops = _flops(inner, [inside[name] for name in inner.operands if name in inside])
+        its_operands = [inside[name] for name in inner.operands if name in inside]
+        its_flops = _flops(inner, its_operands)
         flops += its_flops
         if is_product(inner) and its_flops > most:
-            main, most = inner, its_flops
+            main, most, matmul = inner, its_flops, _matmul(inner, its_operands)
         if inner.op == "parameter":  # perhaps only a piece of it is read, or written in place
             pieces = [_piece(user, inner, inside) for user in inside.values() if inner.name in user.operands]
             whole = sum(array.num_bytes for array in inner.arrays)
@@ -52,7 +56,7 @@ def work_of(module: Module, one: Instruction, operands: Sequence[Instruction]) -
         if inner.is_root:
             piece = _piece(inner, inside[inner.operands[0]], inside) if inner.op == "dynamic-update-slice" else None
             num_bytes += sum(array.num_bytes for array in one.arrays) if piece is None else piece
-    return Work(main, flops, num_bytes)
+    return Work(main, flops, num_bytes, matmul)
 
 
 def is_product(one: Instruction) -> bool:
@@ -61,6 +65,23 @@ def is_product(one: Instruction) -> bool:
 
 
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)')
+
+
+def _matmul(one: Instruction, operands: Sequence[Instruction]) -> tuple[int, int, int, int] | None:
+    if len(operands) < 2:
+        return None
+    if one.op == "dot":
+        left, right = (x.arrays[0] for x in operands[:2])
+        k = math.prod(left.shape[dim] for dim in one.dims("lhs_contracting_dims"))
+        batch = math.prod(left.shape[dim] for dim in one.dims("lhs_batch_dims"))
+    elif one.op == "custom-call" and is_product(one):
+        left, right, product = (x.arrays[0] for x in (*operands[:2], one))
+        batch = math.prod(product.shape[:-2])
+        k = math.isqrt(left.size * right.size // max(1, product.size * batch))
+    else:
+        return None
+    each = max(1, k * batch)  # a dim may be empty
+    return left.size // each, right.size // each, k, batch
 
 
 def _flops(one: Instruction, operands: Sequence[Instruction]) -> int:

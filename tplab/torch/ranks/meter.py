@@ -34,12 +34,13 @@ and not so many that a long program would become slow."""
 
 
 class Cost(NamedTuple):
-    """One tensor operation: FLOPs, bytes read and written, and the tensor it makes."""
+    """One tensor operation: FLOPs, bytes read and written, the tensor it makes; (m, n, k, batch) if it is a matmul."""
 
     op: str
     flops: int
     num_bytes: int
     output: Tensor
+    matmul: tuple[int, int, int, int] | None = None
 
 
 class Meter(DispatchMode):
@@ -200,7 +201,22 @@ def _cost(
     num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
     if traits.picks:
         num_bytes += min(0, outputs[0].nbytes - inputs[0].nbytes)
-    return Cost(packet.__name__, flops, num_bytes, outputs[0])
+    return Cost(packet.__name__, flops, num_bytes, outputs[0], _matmul(packet, args))
+
+
+def _matmul(packet: Any, args: Any) -> tuple[int, int, int, int] | None:
+    """[batch, m, k] @ [batch, k, n] as (m, n, k, batch)."""
+    first = _LEFT_OPERAND.get(packet)
+    if first is None or len(args) < first + 2:
+        return None
+    left, right = args[first : first + 2]
+    return left.shape[-2], right.shape[-1], left.shape[-1], left.shape[0] if left.dim() == 3 else 1
+
+
+_LEFT_OPERAND = {
+    aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1,
+}  # fmt: skip
+"""Matmuls, and where their left operand is among the arguments."""
 
 
 _VECTORS = {aten.mv, aten.addmv, aten.dot, aten.vdot}

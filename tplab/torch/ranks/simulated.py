@@ -86,7 +86,7 @@ class SimulatedRank(Rank):
         cluster = self.world.cluster
         assert cluster is not None
         dtype = dtype_name(done.output.dtype)
-        start = self._spend(cluster.compute_seconds(done.flops, done.num_bytes, dtype))
+        start = self._spend(cluster.compute_seconds(done.flops, done.num_bytes, dtype, done.matmul))
         if self._doing is not None:
             self._doing.add(start, self.clock, done.flops, done.num_bytes)
             return
