@@ -23,14 +23,19 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SOURCE = "torch.testing._internal.distributed.distributed_test"
 NUM_RANKS = 3
 SECONDS = 60
-PASSED, NEEDS_CUDA, NOT_HERE, FAILED = "passed", "needs CUDA", "not for three ranks of gloo", "not passed"
+PASSED, NEEDS_CUDA, NOT_HERE, FAILED = "passed", "needs CUDA", "not for three CPUs", "not passed"
 
 SCRIPT = """\
+import importlib.machinery, importlib.util, sys, types, unittest
+if importlib.util.find_spec("expecttest") is None:  # torch's test cases inherit from its; these use nothing of it
+    sys.modules["expecttest"] = types.ModuleType("expecttest")
+    sys.modules["expecttest"].TestCase = unittest.TestCase
+    sys.modules["expecttest"].__spec__ = importlib.machinery.ModuleSpec("expecttest", None)
 import json, logging, multiprocessing, os, sys
 from distributed_test import DistributedTest, TestDistBackend
 
@@ -109,9 +114,7 @@ def outcome(name: str, path: Path) -> Outcome:
 
     kept = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        for made in ("barrier", "test_dir", "init_dir"):
-            (Path(folder) / made).mkdir()
-        os.environ.update(BACKEND="gloo", TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/init_dir/shared_init_file")
+        os.environ.update(_variables(folder))
         error = ""
         try:
             launch(path, [name, folder], ranks=NUM_RANKS)
@@ -120,14 +123,25 @@ def outcome(name: str, path: Path) -> Outcome:
         finally:
             os.environ.clear()
             os.environ.update(kept)
-        files = [Path(folder) / f"said{rank}" for rank in range(NUM_RANKS)]
-        reports: list[Any] = [json.loads(file.read_text()) if file.exists() else [None, []] for file in files]
+        reports = _reports(folder)
     return _judged(name, error, reports)
+
+
+def _variables(folder: str) -> dict[str, str]:
+    """What PyTorch's runner sets, and the folders that it makes."""
+    for made in ("barrier", "test_dir", "init_dir"):
+        (Path(folder) / made).mkdir()
+    return {"BACKEND": "gloo", "TEMP_DIR": folder, "INIT_METHOD": f"file://{folder}/init_dir/shared_init_file"}
+
+
+def _reports(folder: str) -> Sequence[tuple[int | None, list[str]]]:
+    """What each rank has written: its exit code, and what it said."""
+    files = [Path(folder) / f"said{rank}" for rank in range(NUM_RANKS)]
+    return [json.loads(file.read_text()) if file.exists() else (None, []) for file in files]
 
 
 def _judged(name: str, error: str, reports: Sequence[tuple[int | None, list[str]]]) -> Outcome:
     """What the ranks' exit codes mean in PyTorch's harness."""
-    import torch
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     codes, said = [code for code, _ in reports], [text for _, texts in reports for text in texts]
@@ -139,8 +153,17 @@ def _judged(name: str, error: str, reports: Sequence[tuple[int | None, list[str]
     if why and all(code in skips or code in (0, None) for code in codes):
         reason = "; ".join(sorted(why))
         return Outcome(name, NEEDS_CUDA if re.search("(?i)cuda|gpu|nccl", reason) else NOT_HERE, reason)
-    kind = NEEDS_CUDA if "_cuda" in name and not torch.cuda.is_available() else FAILED
-    return Outcome(name, kind, "\n".join(dict.fromkeys([*said, error])).strip() or f"exit codes {codes}")
+    reason = "\n".join(dict.fromkeys([*said, error])).strip() or f"exit codes {codes}"
+    kind = next((kind for pattern, kind in _OF_THIS_MACHINE.items() if re.search(pattern, reason)), FAILED)
+    return Outcome(name, kind, reason)
+
+
+_OF_THIS_MACHINE = {
+    r"rank_to_GPU(.*\n)+IndexError: list index out of range": NEEDS_CUDA,
+    r"NameError: name 'torchvision' is not defined": NOT_HERE,
+    r"Rank 3 is out of range. Valid ranks are 0 to 2": NOT_HERE,
+}
+"""What says that a test fails on three processes as well: it asks for GPUs, a package or a fourth rank untold."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

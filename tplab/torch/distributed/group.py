@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tplab.torch.distributed.asked import Asked, Put, factor_of, flat, several
+from tplab.torch.distributed.rare import all_reduce_sparse, monitored_barrier
 from tplab.torch.distributed.seen import seen_by_modes
 from tplab.torch.distributed.work import Several, Started, Taken, Work
 from tplab.torch.private import no_dispatch
@@ -36,6 +37,7 @@ class Group(Asked, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, self.place.index, len(ranks))  # type: ignore[call-arg]  # the stub lacks it
         self.member, self.backend, self.store = member, backend, store
         self.unfinished: deque[Started] = deque()
+        self.num_monitored = 0
 
     # --- what torch.distributed asks of a group ------------------------------------------------------------------
 
@@ -100,6 +102,26 @@ class Group(Asked, dist.ProcessGroup):
 
     def __deepcopy__(self, memo: Any) -> Group:
         return self
+
+    # --- rare collectives ----------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> Work:
+        if (x := several(tensors)[0]).layout is torch.strided:
+            return super().allreduce(tensors, opts, **given)
+        all_reduce_sparse(x, opts, self._gathered)
+        return Taken()
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        monitored_barrier(self, timeout, wait_all_ranks)
+        super().monitored_barrier()
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which differ in dim 0 only."""
+        sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(self.size())]
+        self.allgather([sizes], [torch.tensor([len(x)], device=x.device)]).wait()
+        found = [x.new_empty(int(size), *x.shape[1:]) for size in sizes]
+        self.allgather([found], [x]).wait()
+        return found
 
     # --- messages ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.identity import IDENTITY
 from tplab.torch.distributed.profiling import Profiling
+from tplab.torch.distributed.rare import RARE
 from tplab.torch.distributed.store import FileStore, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -193,6 +194,7 @@ class Hooks:
             (torch.multiprocessing, "spawn", _spawned),
             (torch.multiprocessing, "start_processes", _spawned),
             *IDENTITY,
+            *RARE,
             *Profiling().attributes,
         ]
         self._own_attributes: list[Any] = []

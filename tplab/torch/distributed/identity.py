@@ -55,7 +55,8 @@ def logging_data(model: Any) -> dict[str, Any]:
     name = getattr(model.process_group, "backend", None)
     if name is None:
         return found
-    seen = {key: os.environ[key.upper()] for key in found if key.upper() in os.environ}
+    unseen = [key for key, value in found.items() if isinstance(value, str) and key.upper() in os.environ]
+    seen = {key: os.environ[key.upper()] for key in unseen}
     return {**found, **seen, "backend_name": name}
 
 

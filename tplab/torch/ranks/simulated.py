@@ -446,13 +446,18 @@ class SimulatedRank(Rank):
         return next(here())
 
     def wait_until(
-        self, is_there: Callable[[], bool], what: str, seconds: float | None = None, patience: float = OF_RANKS
+        self,
+        is_there: Callable[[], bool],
+        what: str,
+        seconds: float | None = None,
+        patience: float = OF_RANKS,
+        gives_up: bool = False,
     ) -> bool:
         """Let the others go on until `is_there`, or for this many seconds. Returns whether it is. If another thread of
         this rank caused it, it happens at that thread's time.
 
         what       says in an error what this rank waits in
-        patience   which threads can cause it, as in `watches`
+        patience   which threads can cause it, and `gives_up`, as in `watches`
         """
         if is_there():
             return True
@@ -460,7 +465,7 @@ class SimulatedRank(Rank):
         if self._is_timed:
             self._catch_up()
         self.waits_in = f"{what} at {self._line(self.world.lines.frame())}" if what else None
-        turns.watches.add(self.seat, is_there, seconds, patience, None if seconds is None else at())
+        turns.watches.add(self.seat, is_there, seconds, patience, None if seconds is None else at(), gives_up)
         turns.pass_on(self.seat)
         self.waits_in = None
         by = turns.watches.causes.pop(self.seat, None)

@@ -293,7 +293,7 @@ class Turns:
             self.ready.extend(self.watches.met(seat))
         while not self.ready and self.failure is None and not self.is_over:
             is_at_end = all(rank.is_at_end or rank not in self._running for rank in self.seats)
-            if not self.watches.may_be_met(is_at_end):
+            if not self.watches.may_be_met(is_at_end) and not self.watches.give_up():
                 self.is_over = is_at_end
                 if not is_at_end:
                     return False

@@ -21,11 +21,13 @@ pipes and other processes take their time."""
 class Watch(NamedTuple):
     """is_there   whether what is waited for has arrived
     until      when the thread goes on without it
-    patience   OF_RANKS, OF_THREADS or OF_OTHERS"""
+    patience   OF_RANKS, OF_THREADS, OF_FILES or OF_OTHERS
+    gives_up   whether it goes on only if no rank can: then, or as soon as nothing can bring it about"""
 
     is_there: Callable[[], bool]
     until: float
     patience: float
+    gives_up: bool
 
 
 class Nap(NamedTuple):
@@ -43,6 +45,8 @@ class Nap(NamedTuple):
 
 class Waiting(Protocol):
     """What watches need to know about a seat."""
+
+    number: int
 
     @property
     def home(self) -> Any: ...
@@ -68,13 +72,22 @@ class Watches(Generic[Seat]):
         self.by_seat: dict[Seat, Watch] = {}
         self.naps: dict[Seat, Nap] = {}
         self._stuck_since = math.inf
+        self._given_up: set[Seat] = set()
 
     def add(
-        self, seat: Seat, is_there: Callable[[], bool], seconds: float | None, patience: float, at: Any = None
+        self,
+        seat: Seat,
+        is_there: Callable[[], bool],
+        seconds: float | None,
+        patience: float,
+        at: Any = None,
+        gives_up: bool = False,
     ) -> None:
         """Watch for `seat`, and no longer than these seconds. `at` is where its program is, as in `Nap`."""
         now, until = time.perf_counter(), math.inf
-        if seconds is not None:
+        if seconds is not None and gives_up:
+            until = now + seconds
+        elif seconds is not None:
             until, nap = now + seconds, self.naps.get(seat)
             if nap is None:
                 self.naps[seat] = Nap(at, 0, 0, now)
@@ -82,15 +95,16 @@ class Watches(Generic[Seat]):
                 self.naps[seat] = Nap(at, nap.num + 1, nap.num_same + 1, nap.since)
             else:
                 self.naps[seat] = Nap(at, nap.num + 1, 0, now)
-        self.by_seat[seat] = Watch(is_there, until, patience)
+        self.by_seat[seat] = Watch(is_there, until, patience, gives_up)
 
     def met(self, by: Seat | None) -> list[Seat]:
         """The seats that can go on; `by` has had the turn until now."""
         found, now = [], time.perf_counter()
         for seat, watch in list(self.by_seat.items()):
             is_there = watch.is_there()
-            if is_there or now >= watch.until:
+            if is_there or seat in self._given_up or (now >= watch.until and not watch.gives_up):
                 del self.by_seat[seat]
+                self._given_up.discard(seat)
                 self.causes[seat] = by
                 found.append(seat)
                 if is_there:
@@ -119,7 +133,9 @@ class Watches(Generic[Seat]):
         now = time.perf_counter()
         self._stuck_since = min(self._stuck_since, now)
         watches = {seat: watch for seat, watch in self.by_seat.items() if not (is_at_end and seat.is_daemon)}
-        naps = [self.naps.get(seat) for seat, watch in watches.items() if watch.until < math.inf]
+        if any(watch.gives_up and now >= watch.until for watch in watches.values()):
+            return self.give_up()
+        naps = [self.naps.get(seat) for seat, watch in watches.items() if watch.until < math.inf and not watch.gives_up]
         patience = max((watch.patience for watch in watches.values()), default=OF_RANKS)
         if naps or patience == OF_THREADS:
             are_others = bool(self.outsiders)
@@ -136,6 +152,14 @@ class Watches(Generic[Seat]):
             return False
         sleep(_MOMENT)
         return True
+
+    def give_up(self) -> bool:
+        """Let the first of those that would give up do so. Returns whether there is one."""
+        found = [seat for seat, watch in self.by_seat.items() if watch.gives_up]
+        if found:
+            self._given_up.add(min(found, key=lambda seat: seat.number))
+            self.goes_on()
+        return bool(found)
 
 
 def at() -> tuple[Any, ...]:
