@@ -11,7 +11,7 @@
 # ![Eight ranks in a ring. Each passes a sum to the next rank, which adds its own number. After seven hops every rank has the sum of all eight.](images/00_first_look.png)
 #
 # *Eight ranks start with one number each. In every step, each rank sends its sum to the next rank, receives one, and
-# adds its own number to it. After seven steps every sum is 28. This picture was drawn from a run of the program
+# adds its own number to it. After seven steps every sum is 250. This picture was drawn from a run of the program
 # below.*
 
 # %%
@@ -32,8 +32,9 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 #
 # `ring_shift(x, "ring")` sends `x` to the next rank and returns what the previous rank sent.
 #
-# Run the cell, then press play. Each colour and letter is one travelling sum. You can also click on the picture and use
-# the arrow keys. Hover over anything to see its contents.
+# Run the cell, then press play. The number in a box is the sum that this rank has so far, and a number on a line is on
+# its way. The marks under each number in the table show whose numbers are in it. You can also click on the picture and
+# use the arrow keys. Hover over anything to see its contents.
 
 # %% tags=["opening-picture"]
 import numpy as np
@@ -48,7 +49,7 @@ def add_up(x):  # x: this rank's own number
         total = tt.ring_shift(total, "ring") + x
     return total
 
-numbers = np.arange(8, dtype="float32")  # 0 for rank 0, 1 for rank 1, ...
+numbers = np.array([13, 41, 22, 35, 17, 53, 29, 40], dtype="float32")  # 13 for rank 0, ...
 in_torch = tt.run(add_up, Mesh(ring=8), numbers, in_specs=P("ring"))
 animate(in_torch.trace)
 
@@ -61,12 +62,13 @@ totals = [total.item() for total in in_torch.per_rank]
 print(totals)
 
 # %% [markdown]
-# **Predict.** How many bytes did the eight ranks send in total?
+# **Predict.** In each step every rank sends one float32, which takes four bytes. How many bytes would sixteen ranks send
+# in total? Is that twice as many as eight ranks send?
 #
 # <details><summary>Answer</summary>
 #
-# 224 bytes. In each of the seven steps, each of the eight ranks sends one float32, which takes four bytes. (One rank
-# sends 28 bytes. The result is also 28, but that is a coincidence.)
+# 960 bytes: sixteen ranks make fifteen steps, and 16 · 15 · 4 = 960. Eight ranks send 8 · 7 · 4 = 224 bytes in total. So
+# twice the ranks send more than four times the bytes.
 #
 # </details>
 #
@@ -112,7 +114,7 @@ print(len(messages(in_jax.trace)), "messages, the same in both frameworks")
 #
 # Go back to `add_up` and try these changes, one at a time:
 #
-# - Use five ranks: `Mesh(ring=5)` and `np.arange(5, dtype="float32")`.
+# - Use five ranks: `Mesh(ring=5)` and `numbers[:5]`.
 # - Send in the other direction: `tt.ring_shift(total, "ring", -1)`.
 # - Leave out one hop: `tt.axis_size("ring") - 2`. Which number is missing on which rank?
 #

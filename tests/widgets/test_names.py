@@ -74,12 +74,15 @@ def test_recursive_doubling_is_one_variable_that_grows_on_every_rank(framework: 
     piece = scored(framework, program, TABLE[:, :1], cluster=cluster)
     assert [(item.name, item.text, item.origin, item.how) for item in piece.items] == [("x", "x", -1, "sum")]
     for step, expected in (
-        (0, [("0", "0"), ("1", "4"), ("2", "2"), ("3", "7")]),
-        (1.5, [("0+1", "4"), ("0+1", "4"), ("2+3", "9"), ("2+3", "9")]),  # adding takes a moment on a cluster's clock
-        (2, [("0+1+2+3", "13")] * 4),
+        (0, [((0,), "0"), ((1,), "4"), ((2,), "2"), ((3,), "7")]),
+        # adding takes a moment on a cluster's clock
+        (1.5, [((0, 1), "4"), ((0, 1), "4"), ((2, 3), "9"), ((2, 3), "9")]),
+        (2, [((0, 1, 2, 3), "13")] * 4),
     ):
-        cells = frame(piece, step).cells
-        assert [cell_text(piece, 0, cells[rank, 0]) for rank in range(4)] == expected
+        cells = [frame(piece, step).cells[rank, 0] for rank in range(4)]
+        assert [(piece.members(cell), *cell_text(piece, 0, cell)) for cell in cells] == [
+            (members, number, "") for members, number in expected
+        ]
     assert piece.table_caption == "what each rank holds"
 
 

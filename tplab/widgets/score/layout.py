@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tplab.widgets.score.score import SEND, Score
 
 SLOT, SLOT_GAP, SLOTS_A_ROW = 17, 3, 4
+NUMBER = 40.0  # the width of a slot that has a number on it
 LINK_GAP = 42  # at least this much of a link is visible between two boxes
 DOT = 21.0  # a rank's diameter if there is no room for boxes
 EDGE = 5  # from a box to the end of a link
@@ -25,6 +26,7 @@ class Layout:
     slots     for each rank the items it has a slot for, in order; empty if there are too many
     links     (from, to) -> a quadratic curve (x0, y0, cx, cy, x1, y1) between the two boxes
     labels    (x, y, text) of the mesh's axes, each in the middle of its text
+    wide      the width of a slot
     """
 
     width: float
@@ -35,14 +37,15 @@ class Layout:
     slots: list[list[int]]
     links: dict[tuple[int, int], tuple[float, ...]]
     labels: list[tuple[float, float, str]]
+    wide: float = SLOT
 
     def slot(self, rank: int, index: int) -> tuple[float, float]:
         """The upper left corner of a rank's slot."""
         row, column = divmod(index, SLOTS_A_ROW)
         in_row = min(SLOTS_A_ROW, len(self.slots[rank]) - row * SLOTS_A_ROW)
         x, y = self.centres[rank]
-        left = x - (in_row * (SLOT + SLOT_GAP) - SLOT_GAP) / 2
-        return left + column * (SLOT + SLOT_GAP), y - self.size[1] / 2 + 24 + row * (SLOT + SLOT_GAP)
+        left = x - (in_row * (self.wide + SLOT_GAP) - SLOT_GAP) / 2
+        return left + column * (self.wide + SLOT_GAP), y - self.size[1] / 2 + 24 + row * (SLOT + SLOT_GAP)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ def layout(score: Score) -> Layout:
         curves = {pair: _grid_link(centres, pair, columns, size, (pair[1], pair[0]) in used) for pair in pairs}
         labels = _axis_labels(mesh, centres, columns, size)
     links = {pair: _trim(curve, size, boxes) for pair, curve in curves.items()}
-    return _placed(boxes, centres, size, slots, links, labels)
+    wide = NUMBER if score.shows_numbers else SLOT
+    return replace(_placed(boxes, centres, size, slots, links, labels), wide=wide)
 
 
 def _box_size(num_slots: int) -> tuple[float, float]:

@@ -27,6 +27,8 @@ def picture(score: Score) -> bytes:
             "width": place.width,
             "height": place.height,
             "boxes": place.boxes,
+            "wide": place.wide,
+            "numbers": score.shows_numbers,
             "size": place.size,
             "centres": place.centres.tolist(),
             "slots": [[[item, *place.slot(rank, n)] for n, item in enumerate(items)]

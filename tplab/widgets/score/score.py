@@ -22,7 +22,7 @@ import numpy as np
 
 from tplab.trace.groups import kinds_apart
 from tplab.trace.trace import Trace
-from tplab.units import letter
+from tplab.units import letter, number_text
 from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
@@ -207,6 +207,17 @@ class Score:
         index = min(int(position), self.num_steps - 1)
         begin, end = float(self.times[index]), float(self.times[index + 1])
         return end if position == index + 1 else begin + (position - index) * (end - begin)
+
+    @cached_property
+    def shows_numbers(self) -> bool:
+        """Whether each rank has one number, and nothing else travels: then the number itself is written on it."""
+        if len(self.items) != 1 or self.items[0].op or self.items[0].origin >= 0 or not len(self.holds["value"]):
+            return False
+        return all(place >= 0 and self.values[place].size == 1 for place in self.holds["value"].tolist())
+
+    def number(self, hold: int) -> str:
+        """The number that a rank has, where `shows_numbers`."""
+        return number_text(float(self.values[self.holds["value"][hold]].ravel()[0]))
 
     def members(self, hold: int) -> tuple[int, ...]:
         return self.sets[self.holds["set"][hold]]

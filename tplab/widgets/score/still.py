@@ -88,7 +88,7 @@ class Picture:
         for rank in self.score.trace.mesh.ranks:
             self._rank(pen, rank, now)
         for row, u in now.flights:
-            self._chunk(pen, row, u)
+            self._chunk(pen, row, u, now)
         self.table.draw(pen, now)
         self.lanes.draw_playhead(pen, now.time)
         self._say(pen, now)
@@ -130,14 +130,19 @@ class Picture:
                 score,
                 left + self.at[0],
                 top + self.at[1],
-                SLOT,
+                layout.wide,
                 SLOT,
                 item,
                 hold,
                 (rank, item) in now.arriving,
-                score.items[item].name if hold is None else score.name(hold),
+                self._on_slot(item, hold),
                 ground=SOFT,
             )
+
+    def _on_slot(self, item: int, hold: int | None) -> str:
+        if hold is None:
+            return self.score.items[item].name
+        return self.score.number(hold) if self.score.shows_numbers else self.score.name(hold)
 
     def _held(self, rank: int, now: Frame) -> float:
         """The fraction of all items that the rank holds."""
@@ -145,7 +150,7 @@ class Picture:
         kept = [hold for hold in holds if self.score.holds["state"][hold] != PASSED]
         return sum(share(self.score, hold) for hold in kept) / max(len(self.score.items), 1)
 
-    def _chunk(self, pen: Pen, row: int, u: float) -> None:
+    def _chunk(self, pen: Pen, row: int, u: float, now: Frame) -> None:
         bars = self.score.bars
         curve = self.layout.links.get((int(bars["rank"][row]), int(bars["peer"][row])))
         if curve is None:
@@ -155,8 +160,13 @@ class Picture:
         if not self.layout.boxes:
             pen.disc(x, y, 4.5, fill=self.score.bar_colour(row), edge=PAPER)
             return
-        pen.box(x - 11, y - 11, 22, 22, fill=self.score.bar_colour(row), edge=PAPER, radius=5, line=1.5)
-        pen.text(x, y, self.score.items[item].name if item >= 0 else "", size=11.5, bold=True, fill=PAPER)
+        hold = now.cells.get((int(bars["rank"][row]), item))
+        name = self.score.items[item].name if item >= 0 else ""
+        if self.score.shows_numbers and hold is not None:
+            name = self.score.number(hold)
+        half = 11 if len(name) < 3 else 15
+        pen.box(x - half, y - 11, 2 * half, 22, fill=self.score.bar_colour(row), edge=PAPER, radius=5, line=1.5)
+        pen.text(x, y, name, size=11.5, bold=True, fill=PAPER)
 
     def _say(self, pen: Pen, now: Frame) -> None:
         head = f"step {now.round} of {self.score.num_steps}" if now.round else "before the first step"

@@ -158,6 +158,8 @@ def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple
     """The text in a cell: the chunk's letter or whose data is in it, and its value if it is a single number."""
     if hold is None:
         return (score.items[item].name if item >= 0 else ""), ""
+    if score.shows_numbers:
+        return score.number(hold), ""
     pool = score.pool(hold)
     label = score.name(hold)
     if len(pool) > 1 and not score.part(hold) and score.holds["state"][hold] != UNSURE:

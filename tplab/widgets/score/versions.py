@@ -2,6 +2,8 @@
 
 If ranks pass pieces on, each piece is an item. Here there is only one item: what a rank receives becomes part of its
 own version, and what it sends is that version, including everything received so far.
+
+A sum that goes around a ring whole is such a variable too: `total = ring_shift(total) + x`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ def versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) 
     item    the chunk of each event, or -1
     Chunks are versions of one variable if the program has one name for them (not that of a piece), they have the same
     shape, and each rank began at most one. And every rank only ever sends all that it has, or receives something and
-    combines it with what it has, which contains no part of it yet. In a ring, by contrast, what is received next has
-    parts that the rank already had.
+    combines it with what it has, which contains no part of it yet; or it always adds the same number of its own to what
+    it receives. In a ring of pieces, by contrast, the rank adds another piece each time.
     """
     shapes = trace.codes("shape")[1]
     named: dict[str, list[int]] = {}
@@ -35,17 +37,45 @@ def versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) 
         origins = {trace.chunks[chunk][0] for chunk in chunks}
         mine = np.isin(item, chunks)
         one_shape = len(np.unique(shapes[mine & (columns["kind"] == _SEND)])) == 1
-        if len(chunks) == len(origins) > 1 and one_shape and _are_versions(trace, columns, np.where(mine, item, -1)):
-            found |= dict.fromkeys(chunks, chunks[0])
+        if len(chunks) == len(origins) > 1 and one_shape:
+            its = {**columns, "item": np.where(mine, item, -1)}
+            if _are_versions(trace, its) or _go_around(trace, its):
+                found |= dict.fromkeys(chunks, chunks[0])
     return found
 
 
-def _are_versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) -> bool:
+def _go_around(trace: Trace, columns: Mapping[str, np.ndarray]) -> bool:
+    """Whether each rank sends its version, and makes the next one of what it receives and always the same addend. Only
+    the values can tell."""
+    first: dict[int, np.ndarray] = {}
+    came: dict[int, np.ndarray] = {}
+    made: dict[int, np.ndarray] = {}  # the rank's version
+    joins = False
+    for row in in_order(dict(columns))[0]:
+        rank, kind, values = int(columns["rank"][row]), int(columns["kind"][row]), trace.values.get(row)
+        if values is None:
+            return False
+        if kind == _SEND:
+            first.setdefault(rank, values)
+            if rank in came or not np.array_equal(made.setdefault(rank, values), values):
+                return False
+        elif kind == _RECEIVE:
+            if rank in came or rank not in first:
+                return False
+            came[rank] = values
+        elif kind == _COMPUTE and rank in came and columns["op_name"][row] in ("add", "add_", "add_any"):
+            if not np.array_equal(values, came.pop(rank) + first[rank]):
+                return False
+            made[rank], joins = values, True
+    return joins and not came
+
+
+def _are_versions(trace: Trace, columns: Mapping[str, np.ndarray]) -> bool:
     who, codes = trace.codes("contributors")
     has: dict[int, frozenset[int]] = {}
     waits: dict[int, frozenset[int]] = {}  # what a rank has received but not yet combined with its own
     joins = False
-    for row in in_order({**columns, "item": item})[0]:
+    for row in in_order(dict(columns))[0]:
         rank, kind, members = int(columns["rank"][row]), int(columns["kind"][row]), frozenset(who[codes[row]])
         if kind == _SEND:
             if rank in waits or has.setdefault(rank, members) != members or rank not in members:

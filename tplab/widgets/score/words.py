@@ -40,7 +40,7 @@ def about(score: Score) -> str:
     if score.is_pipeline:
         parts.append(_microbatches(score))
     if len(sizes) and sizes.max() > 0:
-        alike = " per message" if score.is_pipeline else " pieces"
+        alike = " per message" if score.is_pipeline or score.shows_numbers else " pieces"
         parts.append(range_text(sizes.tolist()) + (alike if sizes.min() == sizes.max() else " per message"))
     return " · ".join(parts)
 
@@ -117,7 +117,7 @@ def _before(score: Score) -> str:
     if not first.any():
         return "nothing has been sent yet"
     if counts == {1}:
-        return "every rank holds its own piece"
+        return f"every rank holds its own {'number' if score.shows_numbers else 'piece'}"
     if len(counts) == 1:
         return f"every rank holds its own part of {counts.pop()} pieces"
     return "each rank holds its own pieces"

@@ -11,6 +11,9 @@ function onCurve([x0, y0, cx, cy, x1, y1], u) {
   return [a * x0 + b * cx + c * x1, a * y0 + b * cy + c * y1];
 }
 
+// What is written on a slot: a name, or the number itself where each rank has just one.
+const onSlot = (score, hold) => (score.layout.numbers ? cellText(score, hold).label : holdName(score, hold));
+
 export class Ranks {
   // over(event, what): the pointer is over {flight} or {rank, item} or {rank}; over(null) when it has left.
   constructor(host, score, over) {
@@ -44,7 +47,7 @@ export class Ranks {
   }
 
   rank(host, rank, [x, y], over) {
-    const { boxes, size: [width, height], slots } = this.score.layout;
+    const { boxes, wide, size: [width, height], slots } = this.score.layout;
     const group = el("g.tpl-rank");
     host.append(group);
     if (!boxes) {
@@ -64,8 +67,8 @@ export class Ranks {
     if (share) group.append(el("line.tpl-shareof", bar), share);
     const cells = slots[rank].map(([item, left, top]) => {
       const slot = el("g.tpl-slot", { style: `--c:${itemColour(this.score, item)}`, transform: `translate(${left} ${top})` },
-        el("rect", { width: SLOT, height: SLOT, rx: 5 }), el("rect.tpl-gauge", { width: SLOT, height: SLOT, rx: 5 }),
-        el("text", { x: SLOT / 2, y: SLOT / 2 }, this.score.items[item][0]));
+        el("rect", { width: wide, height: SLOT, rx: 5 }), el("rect.tpl-gauge", { width: wide, height: SLOT, rx: 5 }),
+        el("text", { x: wide / 2, y: SLOT / 2 }, this.score.items[item][0]));
       slot.addEventListener("pointermove", (event) => over(event, { rank, item }));
       slot.addEventListener("pointerleave", () => over(null));
       group.append(slot);
@@ -90,7 +93,7 @@ export class Ranks {
       if (shape.share) this.drawShare(shape, rank, now);
     });
     this.drawBands(now);
-    now.flights.forEach(([row, u], place) => this.drawFlight(place, row, u));
+    now.flights.forEach(([row, u], place) => this.drawFlight(place, row, u, now));
     for (let place = now.flights.length; place < this.pool.length; place++) this.pool[place].group.style.display = "none";
   }
 
@@ -104,7 +107,7 @@ export class Ranks {
     slot.slot.setAttribute("class", `tpl-slot${passed ? " tpl-passed" : held ? " tpl-held" : ""}${arriving ? " tpl-arriving" : ""}`);
     slot.gauge.setAttribute("height", SLOT * share);
     slot.gauge.setAttribute("y", SLOT * (1 - share));
-    slot.slot.lastChild.textContent = held ? holdName(this.score, hold) : this.score.items[slot.item][0];
+    slot.slot.lastChild.textContent = held ? onSlot(this.score, hold) : this.score.items[slot.item][0];
   }
 
   drawShare(shape, rank, now) {
@@ -143,7 +146,7 @@ export class Ranks {
     });
   }
 
-  drawFlight(place, row, u) {
+  drawFlight(place, row, u, now) {
     const { score } = this, curve = this.links.get(`${score.rank[row]}>${score.peer[row]}`);
     const flight = (this.pool[place] ??= this.newFlight());
     if (!curve) return;
@@ -154,7 +157,13 @@ export class Ranks {
     flight.row = row;
     const item = score.item[row];
     flight.group.setAttribute("style", `--c:${flightColour(score, row)}`);
-    if (flight.text) flight.text.textContent = item >= 0 ? score.items[item][0] : "";
+    if (!flight.text) return;
+    const hold = item >= 0 ? now.cells[score.rank[row] * score.items.length + item] : -1;
+    const text = score.layout.numbers && hold >= 0 ? onSlot(score, hold) : item >= 0 ? score.items[item][0] : "";
+    const half = text.length < 3 ? 11 : 15;
+    flight.text.textContent = text;
+    flight.group.firstChild.setAttribute("x", -half);
+    flight.group.firstChild.setAttribute("width", 2 * half);
   }
 
   newFlight() {

@@ -87,6 +87,7 @@ export function cellText(score, hold, most = 4) {
   const inside = isSure ? members(score, hold) : [], all = isSure ? pool(score, hold, inside) : [];
   const label = all.length > 1 && !partOf(score, hold) ? contributors(inside, all, how, most) : holdName(score, hold);
   const numbers = values(score, hold);
+  if (score.layout?.numbers && numbers.length) return { label: numberText(numbers[0]), value: "", inside, all };
   return { label, value: numbers.length === 1 ? numberText(numbers[0]) : "", inside, all };
 }
 
