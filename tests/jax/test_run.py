@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P
@@ -227,6 +229,22 @@ def test_under_a_mesh_of_set_mesh(kind):
         else:
             with pytest.raises(MeshError, match=r"inside jit or grad under a mesh of jax.set_mesh with Explicit axes"):
                 jax.grad(whole)(x)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_under_a_mesh_of_set_mesh_with_another_number_of_devices(kind, size):
+    types = (getattr(jax.sharding.AxisType, kind),)
+    program = lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2, all_reduce(x, "tp"))  # noqa: E731
+    whole = lambda x: run(program, TP2, x, out_specs=P()).value.sum()  # noqa: E731
+    with jax.set_mesh(jax.make_mesh((size,), ("x",), axis_types=types, devices=jax.devices()[:size])):
+        for x in (np.arange(12.0), jax.device_put(jnp.arange(12.0), jax.sharding.PartitionSpec("x"))):
+            out = run(program, TP2, x, out_specs=P())
+            assert out.value.tolist() == out.per_rank[1].tolist() == [2 * n for n in range(12)]
+            assert len(out.trace.select(kind="collective")) == 2
+            assert len(lab.collectives_in(program, TP2, x)) == 1
+            with pytest.raises(MeshError, match=r"inside jit or grad under a mesh of jax.set_mesh"):
+                jax.jit(whole)(x)
 
 
 def test_the_trace_of_arguments_that_were_given_away():
@@ -500,23 +518,53 @@ def test_copies_for_work_that_is_divided_differ_as_far_as_types_know():
         run(lambda x: copy_to(x, "tp"), GRID, np.ones(2), out_specs=P())
 
 
+def asks_in_a_branch(x):
+    if axis_index("tp") == 0:
+        return x
+    return -x
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("program", "line", "way_out"),
     [
-        lambda x: x if axis_index("tp") else -x,
-        lambda x: sum(x for _ in range(axis_index("tp"))),
-        lambda x: x[: int(axis_index("tp"))],
-        lambda x: x[: axis_index("tp")],
-        lambda x: jnp.zeros(axis_index("tp")),
-        lambda x: x[x > 0],
+        (asks_in_a_branch, 'if axis_index("tp") == 0:', "jnp.where to choose"),
+        (lambda x: x * max(x[0], x[1]), "max(x[0], x[1])", "jnp.where to choose"),
+        (lambda x: sum(x for _ in range(axis_index("tp"))), "range(", "jax.lax.fori_loop"),
+        (lambda x: [x, -x][axis_index("tp")], "[x, -x]", "jax.lax.switch"),
+        (lambda x: x[: int(axis_index("tp"))], "int(", "Keep the array"),
+        (lambda x: x * float(x[0]), "float(", "Keep the array"),
+        (lambda x: x * x[0].item(), "item()", "Keep the array"),
+        (lambda x: x[: axis_index("tp")], "x[: axis", "jax.lax.dynamic_slice_in_dim"),
+        (lambda x: jnp.zeros(axis_index("tp")), "jnp.zeros(", "same shape on every rank"),
+        (lambda x: jnp.arange(axis_index("tp")), "jnp.arange(", "same shape on every rank"),
+        (lambda x: x[x > 0], "x[x > 0]", "jnp.where(mask, x, 0)"),
+        (lambda x: np.sin(x), "np.sin(", "jax.numpy in the program"),
+        (lambda x: lax.scan(lambda x, _: (x if x[0] > 0 else -x, None), x, None, 2)[0], "lax.scan(", "jnp.where"),
     ],
 )
-def test_python_cannot_ask_what_a_rank_is(program):
+def test_python_cannot_ask_what_a_rank_is(program, line, way_out):
+    """Every refusal has tplab's words, the line of the program, and what to write instead."""
     with pytest.raises((TypeError, IndexError)) as caught:
         run(program, TP2, np.ones(2))
     (note,) = [note for note in caught.value.__notes__ if "JAX has removed" not in note]
-    assert "traces the program once for all ranks" in note
-    assert "jnp.where, jax.lax.cond" in note
+    place, _, rest = note.partition(": tplab.jax.run traces the program once for all ranks")
+    assert re.match(r"test_run\.py:\d+, `", place)
+    assert line in place
+    assert way_out in rest
+    if "tracing the function" in str(caught.value):
+        assert re.search(r"tracing the function \S+ at \S*test_run\.py:\d+", str(caught.value))
+
+
+def test_what_has_no_forward_mode_says_so():
+    layer = lab.shard_parameters(lambda w, x: x @ w, "tp")
+
+    def program(w, x):
+        loss = lambda pieces: (layer(pieces, x) ** 2).sum()  # noqa: E731
+        return jax.jvp(loss, (layer.shard(w),), (layer.shard(w),))[1]
+
+    with pytest.raises(TypeError) as caught:
+        run(program, TP2, np.ones((4, 4), np.float32), np.ones((2, 4), np.float32))
+    assert "shard_parameters has divided" in caught.value.__notes__[-1]
 
 
 def test_what_the_program_raises_comes_out_as_it_is():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -33,6 +33,22 @@ def in_float64(wide: bool = True) -> AbstractContextManager[None]:
     It is `jax.enable_x64` since 0.8."""
     home = jax if hasattr(jax, "enable_x64") else jax.experimental
     return home.enable_x64(wide)  # type: ignore[attr-defined]
+
+
+def devices_around() -> tuple[Any, ...]:
+    """The devices of the mesh of `jax.set_mesh`; () if there is none."""
+    mesh = config.device_context.value
+    return () if mesh is None else tuple(mesh.devices.flat)
+
+
+@contextmanager
+def without_devices() -> Iterator[None]:
+    """Inside, jit is not bound to the devices of the mesh of `jax.set_mesh`."""
+    before = config.device_context.swap_local(jax.sharding.Mesh(np.empty((), object), ()))
+    try:
+        yield
+    finally:
+        config.device_context.set_local(before)
 
 
 def is_float64() -> bool:

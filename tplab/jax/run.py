@@ -133,8 +133,9 @@ def run(
             )
         raise ValueError(f"clock is {clock!r}; it must be 'modelled'")
     known = None if cluster is None else find(cluster)
-    with without_mesh(*jax.tree.leaves(args)):
-        compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on or "simulated").compiled(fn, args)
+    program = program_of(fn, mesh, in_specs, out_specs, on or "simulated")
+    with without_mesh(program.jax_mesh.devices.flat, *jax.tree.leaves(args)):
+        compiled, arrays = program.compiled(fn, args)
         placed = compiled.place(arrays)
         outputs, asked = decisions_of(compiled).run(compiled, placed, int(seed))
     return Result(compiled, outputs, asked, placed, int(seed), known, int(keep_values))

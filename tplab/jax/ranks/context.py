@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
 from tplab.errors import MeshError, OutsideRunError
-from tplab.jax.private import pvary, varying_axes_of
+from tplab.jax.private import devices_around, pvary, varying_axes_of, without_devices
 from tplab.mesh import Mesh
 
 _root_key: ContextVar[Any] = ContextVar("tplab_root_key", default=None)
@@ -74,8 +75,10 @@ def vary(x: Any, names: tuple[str, ...]) -> Any:
     return pvary(x, missing) if missing else x
 
 
-def without_mesh(*arrays: Any) -> AbstractContextManager[Any]:
-    """Inside, there is no mesh of `jax.set_mesh`: a run has its own. Raises MeshError where JAX cannot do that."""
+@contextmanager
+def without_mesh(devices: Iterable[Any], *arrays: Any) -> Iterator[None]:
+    """Inside, there is no mesh of `jax.set_mesh`: a run has its own, of these devices. Raises MeshError where JAX
+    cannot do that."""
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes:
         raise MeshError(
@@ -83,12 +86,28 @@ def without_mesh(*arrays: Any) -> AbstractContextManager[Any]:
             "and one of them cannot have ranks of its own: call the function itself, on a mesh that has the axes of "
             "both runs, or use tplab.torch, where a rank can call run"
         )
-    if AxisType.Explicit in around.axis_types and any(isinstance(array, Tracer) for array in arrays):
-        raise MeshError(
-            "run was called inside jit or grad under a mesh of jax.set_mesh with Explicit axes, and JAX does not go "
-            "from that mesh to another while it traces: leave the mesh first, `with jax.set_mesh(...)` around the rest"
-        )
-    return jax.sharding.use_abstract_mesh(_NO_MESH) if around.axis_names else nullcontext()
+    others = devices_around()
+    if not around.axis_names and not others:
+        yield
+        return
+    if any(isinstance(array, Tracer) for array in (*arrays, jnp.zeros(()))):
+        if AxisType.Explicit in around.axis_types:
+            raise MeshError(
+                "run was called inside jit or grad under a mesh of jax.set_mesh with Explicit axes, and JAX does not "
+                "go from that mesh to another while it traces: leave the mesh first, `with jax.set_mesh(...)` around "
+                "the rest"
+            )
+        if others and others != (own := tuple(devices)):
+            raise MeshError(
+                "run was called inside jit or grad under a mesh of jax.set_mesh, and on other devices than that mesh "
+                f"has ({len(own)}, and {len(others)} there); JAX compiles all of a jit for the same devices. Leave the "
+                "mesh first, `with jax.set_mesh(...)` around the rest, or give both the same devices"
+            )
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            yield
+        return
+    with jax.sharding.use_abstract_mesh(_NO_MESH), without_devices():
+        yield
 
 
 _NO_MESH = AbstractMesh((), ())

@@ -27,6 +27,7 @@ from tplab.jax.ranks.devices import jax_mesh, needs_pacing
 from tplab.jax.ranks.equal import equal
 from tplab.jax.ranks.outside import Outside, roots_in
 from tplab.jax.ranks.specs import check, check_results, is_spec, spec_of_each, to_jax
+from tplab.jax.ranks.unknown import explain
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 
@@ -154,8 +155,7 @@ class Compiled:
         try:
             self._trace(jax.jit(self._mapped(fn, leaves, structure)), filter(_is_array, leaves))
         except Exception as error:
-            if _asks_for_numbers(error):
-                error.add_note(_ONE_TRACE_FOR_ALL)
+            explain(error)
             raise
 
     def equals(self, other: Compiled, for_gradients: bool) -> bool:
@@ -200,6 +200,8 @@ class Compiled:
             return result
 
         one_rank.__name__ = program.title
+        if inspect.isfunction(fn):
+            one_rank.__wrapped__ = fn  # so that JAX names the program's own line in what it says
         stacked = PartitionSpec(program.mesh.axis_names)
         return jax.shard_map(
             one_rank,
@@ -219,33 +221,17 @@ class Compiled:
             return self._shapes
         function = form or self.jitted
         with nullcontext() if function in self._has_run else spare.returned():  # XLA compiles at the first call
-            results = function(self.key(seed), *placed)
+            try:
+                results = function(self.key(seed), *placed)
+            except TypeError as error:  # differentiated in a way that the program does not allow
+                explain(error)
+                raise
         self._has_run.add(function)
         return jax.block_until_ready(results) if self._paced else results
 
     def key(self, seed: int) -> Any:
         """The random key of a run, from which each rank's is derived."""
         return _root_key(seed, self._whole)
-
-
-def _asks_for_numbers(error: Exception) -> bool:
-    """Whether it says that something must be known while the program is traced. For shapes and slices JAX says so with
-    Python's own errors, which show what was given in place of a number."""
-    return isinstance(error, _UNKNOWN_YET) or (isinstance(error, TypeError | IndexError) and "Tracer" in str(error))
-
-
-_UNKNOWN_YET = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-_ONE_TRACE_FOR_ALL = (
-    "tplab.jax.run traces the program once for all ranks, so a value that differs from rank to rank (axis_index) or "
-    "comes from an argument is not known while it does: Python's if, while and range, shapes and slices cannot depend "
-    "on it. Use jnp.where, jax.lax.cond, jax.lax.fori_loop or jax.lax.dynamic_slice; or tplab.torch, where every rank "
-    "runs the Python itself."
-)
 
 
 def _placed(array: Any, sharding: NamedSharding) -> Any:

@@ -88,8 +88,9 @@ def temporary_bytes(
 def _compiled(fn: Callable[..., Any], args: tuple[Any, ...], in_specs: Any, out_specs: Any, on: str) -> Any:
     if args and isinstance(args[0], Mesh):
         mesh, *rest = args
-        with without_mesh():
-            compiled, arrays = program_of(fn, mesh, in_specs, out_specs, on).compiled(fn, tuple(rest))
+        program = program_of(fn, mesh, in_specs, out_specs, on)
+        with without_mesh(program.jax_mesh.devices.flat):
+            compiled, arrays = program.compiled(fn, tuple(rest))
             lowered = compiled.jitted.lower(compiled.key(0), *compiled.place(arrays))
     else:
         lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args)  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ class Decisions:
                     "which branches and loops the ranks ran depends on arguments that have been given away since "
                     "(donate_argnums); read .trace before that"
                 )
-            with without_mesh(), in_float64(wide):
+            with without_mesh(compiled.program.jax_mesh.devices.flat), in_float64(wide):
                 return compiled(placed, seed, form)[-1]
 
         return compiled(placed, seed), ask

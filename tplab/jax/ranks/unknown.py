@@ -1,0 +1,96 @@
+"""What a program asks for that is not known while it is traced: a number for an `if`, a shape, a slice."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from pathlib import Path
+from traceback import walk_tb
+
+import jax
+
+from tplab.lines import line_text
+
+
+def explain(error: Exception) -> None:
+    """Note what to do, and at which line, on an error that JAX raised while it traced or differentiated a program, if
+    its cause is how `run` works."""
+    if asks_for_numbers(error):
+        error.add_note("\n".join(filter(None, (_place(error) + _ONE_TRACE_FOR_ALL, _instead(error)))))
+    elif isinstance(error, TypeError) and "forward-mode" in str(error):
+        error.add_note(_place(error) + _NO_FORWARD_MODE)
+
+
+def asks_for_numbers(error: Exception) -> bool:
+    """Whether it says that something must be known while the program is traced. For shapes and slices JAX says so with
+    Python's own errors, which show what was given in place of a number."""
+    return isinstance(error, _UNKNOWN_YET) or (isinstance(error, TypeError | IndexError) and "Tracer" in str(error))
+
+
+def _instead(error: Exception) -> str:
+    """What to write instead, for what the error is about."""
+    said, of_python = str(error), isinstance(error, TypeError | IndexError) and not isinstance(error, _UNKNOWN_YET)
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return _INSTEAD["bool"]
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return _INSTEAD["mask"]
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return _INSTEAD["numpy"]
+    if isinstance(error, jax.errors.TracerIntegerConversionError):
+        return _INSTEAD["index"]
+    if of_python and said.startswith("Slice"):
+        return _INSTEAD["slice"]
+    if (of_python and said.startswith("Shapes")) or "jnp.arange" in said or "jnp.repeat" in said:
+        return _INSTEAD["shape"]
+    return "" if of_python else _INSTEAD["number"]
+
+
+_INSTEAD = {
+    "bool": "Python's if, while, and, or, not, assert, min and max decide while the program is traced. Use jnp.where "
+    "to choose between results, jax.lax.cond to compute only one of them, jax.lax.while_loop to repeat.",
+    "mask": "How many elements a mask picks is not known. Use jnp.where(mask, x, 0), which keeps the shape.",
+    "numpy": "NumPy computes while the program is traced. Use jax.numpy in the program, and NumPy on what run returns.",
+    "index": "Python's range, and an index into a list, need a number. Use jax.lax.fori_loop to repeat; "
+    "jnp.stack(items)[index], or jax.lax.switch, to choose.",
+    "slice": "Use jax.lax.dynamic_slice_in_dim(x, start, size), where start may be such a value and size is known.",
+    "shape": "Arrays have the same shape on every rank, and it must be known. Use axis_size, and jnp.where for what "
+    "differs between ranks.",
+    "number": "float, int, item and tolist need a number. Keep the array, which works wherever jax.numpy computes, and "
+    "read numbers from what run returns.",
+}
+_ONE_TRACE_FOR_ALL = (
+    "tplab.jax.run traces the program once for all ranks, so a value that differs from rank to rank (axis_index), or "
+    "that is computed from an argument, is not known yet. In tplab.torch every rank runs the Python itself."
+)
+_NO_FORWARD_MODE = (
+    "what is differentiated forwards here defines only its backward pass: parameters that shard_parameters has "
+    "divided, for instance, are gathered again in it. Use jax.grad or jax.vjp; a Hessian-vector product is the "
+    "gradient of jnp.vdot(jax.grad(loss)(params), direction)."
+)
+_UNKNOWN_YET = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's program that raised it, with its text; "" if there is none."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    # Below `run` everything is the program's, except what JAX, tplab and installed packages do for it.
+    below = next((i + 1 for i, frame in reversed(list(enumerate(frames))) if frame[0] == _CALLER), 0)
+    own = [frame for frame in frames[below:] if not _is_library(frame[0])]
+    if not own:
+        return ""
+    text = linecache.getline(*own[-1]).strip()
+    return f"{line_text(*own[-1])}{f', `{text}`' if text else ''}: "
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_TPLAB) or not _INSTALLED.isdisjoint(Path(file).parts)
+
+
+_TPLAB = str(Path(__file__).resolve().parents[2]) + os.sep
+_CALLER = str(Path(__file__).with_name("program.py"))
+_INSTALLED = {"site-packages", "dist-packages"}
