@@ -349,7 +349,8 @@ check_loss(my_loss)
 #
 # Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers a
 # hook on every parameter, and returns a function that is called after every backward pass and writes the means to
-# `p.grad`.
+# `p.grad`. If `p.grad` already has something from an earlier backward pass, the new gradient is added to it, as always
+# in torch.
 #
 # <details><summary>A hint</summary>
 #

@@ -281,7 +281,8 @@ print(tj.explain(jitted, params, x))
 # A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP sends
 # the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, which is a DDP model, and
 # the parts of its rank, `batches`. `loss_of(net, batch)` is the mean loss of one of them. Write `accumulate` so that it
-# leaves the gradients of the mean loss over all batches and all ranks in `net`, and sends them only once.
+# leaves the gradients of the mean loss over all batches and all ranks in `net`, and sends them only once. The activations
+# of two parts must never be in memory at the same time.
 
 # %%
 from tplab.exercises.your_own_program import check_accumulate

@@ -279,9 +279,14 @@ print(done.stderr if done.returncode else done.stdout)
 # ## A bug to repair
 #
 # Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would
-# on one device. It runs without an error. Run the check, read what it says, and repair `my_clip`. Each rank holds a part
-# of the model, some of that part is also on other ranks, and the embedding is tied. `specs[stage][name]` is the
-# parameter's `P`, which says how it is split over "tp".
+# on one device. It runs without an error. Run the check, read what it says, and repair `my_clip`, without tplab's
+# `clip_gradients`. Each rank holds a part of the model, some of that part is also on other ranks, and the embedding is
+# tied. The gradients have been averaged over "dp".
+#
+# - `for number, stage in stages.items()` goes through this rank's stages, and `stage.named_parameters()` has their names.
+# - `specs[number][name]` is the parameter's `P`, which says how it is split over "tp".
+# - `stages.tied` is a list with one entry per tied parameter: all its places, as `[(number, name), ...]`. Each of them
+#   has the whole gradient.
 
 # %%
 def my_clip(stages, max_norm, specs):

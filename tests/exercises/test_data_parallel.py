@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tplab.exercises.data_parallel import check_loss, check_replicas
-from tplab.torch import all_reduce, average_gradients, axis_size, data_parallel, start, tokens_per_rank
+from tplab.torch import all_reduce, average_gradients, axis_size, broadcast, data_parallel, start, tokens_per_rank
 
 
 def summed(logits, targets):
@@ -24,6 +24,8 @@ RIGHT = [
     lambda logits, targets: summed(logits, targets) / tokens_per_rank(targets, "dp"),
     lambda logits, targets: summed(logits, targets) * axis_size("dp") / all_reduce(count(targets), "dp"),
     lambda logits, targets: summed(logits, targets) / all_reduce(count(targets).double(), "dp", "mean"),
+    lambda logits, targets: summed(logits, targets) / all_reduce(count(targets).float(), "dp", "mean"),
+    lambda logits, targets: F.cross_entropy(logits, targets, reduction="none").sum() / tokens_per_rank(targets, "dp"),
 ]
 WRONG = {
     "Each rank takes the mean of its own tokens": lambda logits, targets: F.cross_entropy(logits, targets),
@@ -106,7 +108,43 @@ def late(model):
     return lambda: average_gradients(model, "dp", bucket_bytes=1e9)
 
 
-@pytest.mark.parametrize("fn", [by_hooks, of_tplab])
+def with_the_same_start(model):
+    """Rank 0's parameters are sent first. It counts as no part of a step."""
+    for p in model.parameters():
+        p.data.copy_(broadcast(p.data, "dp"))
+    return by_hooks(model)
+
+
+def by_grad_hooks(model):
+    """A hook of the wrong kind: it sees this backward pass's gradient alone."""
+    flights = {}
+
+    def leave(p, grad):
+        flights[p] = start(all_reduce, grad, "dp", "mean")
+
+    def finish():
+        for p, flight in flights.items():
+            p.grad = flight.wait()
+        flights.clear()
+
+    for p in model.parameters():
+        p.register_hook(lambda grad, p=p: leave(p, grad))
+    return finish
+
+
+def of_an_ever_longer_list(model):
+    flights = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: flights.append((p, start(all_reduce, p.grad, "dp", "mean"))))
+
+    def finish():
+        for p, flight in flights[-len(list(model.parameters())) :]:
+            p.grad = flight.wait().clone()
+
+    return finish
+
+
+@pytest.mark.parametrize("fn", [by_hooks, with_the_same_start])
 def test_right_replicas(fn):
     verdict = check_replicas(fn)
     assert verdict.passed, verdict
@@ -119,6 +157,9 @@ def test_right_replicas(fn):
         (lambda model: by_hooks(model, op="sum"), "They must be averaged"),
         (lambda model: by_hooks(model, writes=False), "every rank keeps its own gradients"),
         (keeps_the_first, "step 1 was right"),
+        (of_tplab, "`data_parallel` does the work"),
+        (by_grad_hooks, "what the first\nhas left in p.grad is lost"),
+        (of_an_ever_longer_list, "is there a list that only grows?"),
         (late, "0% of the communication is hidden.\nBelow is one step"),
         (lambda model: by_hooks(model, at_once=True), "the rank waits until each one has arrived"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),

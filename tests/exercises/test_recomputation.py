@@ -59,6 +59,63 @@ def forget_seeded(piece, x):
     return forget_plainly(piece, x)
 
 
+def again_seeded(piece, x, dy):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return again_plainly(piece, x, dy)
+
+
+def again_instead(piece, x, dy):
+    x = x.detach().requires_grad_()
+    y, weights = piece(x), list(piece.parameters())
+    dx, *grads = torch.autograd.grad(y, [x, *weights], dy)
+    for weight, grad in zip(weights, grads):
+        weight.grad = grad
+    return dx
+
+
+HIDDEN = []
+
+
+def forget_hiding(piece, x):
+    state = torch.get_rng_state()
+    HIDDEN.append(piece(x))
+    torch.set_rng_state(state)
+    return forget(piece, x)
+
+
+def forget_by_torch(piece, x):
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(piece, x, use_reentrant=False), x
+
+
+def forget_in_place(piece, x):
+    y, kept = forget_plainly(piece, x)
+    x.mul_(2)
+    return y, kept
+
+
+def forget_with_seed(piece, x):
+    """A seed is drawn for each piece; both passes draw from a fork that begins with it."""
+    seed = int(torch.randint(1 << 31, ()))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        return piece(x), (x, seed)
+
+
+def again_with_seed(piece, kept, dy):
+    x, seed = kept
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return again_plainly(piece, x, dy)
+
+
+def test_a_seed_per_piece_is_right_too():
+    verdict = check_recomputed(forget_with_seed, again_with_seed)
+    assert verdict.passed, verdict
+
+
 def forget_nothing(piece, x):
     y = piece(x.detach().requires_grad_())
     return y, y
@@ -87,8 +144,12 @@ def test_the_solution():
             (forget_plainly, again_plainly),
             "It is right without dropout. The second pass does not drop the same numbers",
         ),
-        ((forget, again_rewound), "it leaves the random generator where the piece began"),
-        ((forget_seeded, again_plainly), "The first pass must draw the numbers that it would have drawn"),
+        ((forget, again_rewound), "it leaves the random generator in another state than it found it"),
+        ((forget_seeded, again_seeded), "every batch and every layer must drop other numbers"),
+        ((forget_plainly, again_instead), "It is that of the second batch alone. As in torch, a backward pass adds"),
+        ((forget_hiding, again), "Something keeps activations"),
+        ((forget_by_torch, again_plainly), "`checkpoint` does the work"),
+        ((forget_in_place, again_plainly), "my_forget: it changes x in place"),
         ((forget_plainly, again_without_weights), "gradient of layer 0's weight is not right, without dropout"),
         ((forget_plainly, again_without_weights), "It is zero: does the second pass go back to the weights?"),
         ((forget_plainly, again_twice), "It is twice what it should be."),

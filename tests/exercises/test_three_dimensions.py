@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tplab.exercises.three_dimensions import LAYOUTS, check_clipping, check_layouts
-from tplab.torch import all_reduce, clip_gradients
+from tplab.torch import all_reduce, axis_size, clip_gradients
 
 
 def untouched(stages, max_norm, specs): ...
@@ -29,14 +29,65 @@ def largest(stages, max_norm, specs):
     scaled(stages, max_norm, all_reduce(squares, ("dp", "pp", "tp"), "max"))
 
 
+def whole_norm(stages, untied=True):
+    """The square of the model's norm: every number once."""
+    later = {place for places in stages.tied for place in places[1:]} if untied else set()
+    total = torch.zeros(())
+    for number, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            if (number, name) not in later:
+                copies = 1 if "tp" in SPECS[number][name] else axis_size("tp")
+                total = total + parameter.grad.square().sum() / copies
+    return all_reduce(total, ("pp", "tp"))
+
+
+SPECS: dict = {}
+
+
+def clip_of(factor, **options):
+    """The right norm, and some formula for the factor."""
+
+    def clip(stages, max_norm, specs):
+        SPECS.update(specs)
+        norm = whole_norm(stages, **options).sqrt()
+        for parameter in stages.parameters():
+            parameter.grad.mul_(factor(max_norm, norm))
+
+    return clip
+
+
+def by_branch(stages, max_norm, specs):
+    """Without a 1e-6, without a clamp, with new gradients, in float32."""
+    SPECS.update(specs)
+    norm = whole_norm(stages).sqrt().float()
+    if norm > max_norm:
+        for parameter in stages.parameters():
+            parameter.grad = parameter.grad * (max_norm / norm)
+
+
+def to_nothing(stages, max_norm, specs):
+    """The new gradients are made, and forgotten."""
+    for parameter in stages.parameters():
+        parameter.grad * 0.5
+
+
 @pytest.mark.parametrize(
     "clip, right, hint",
     [
         (untouched, None, "not started"),
-        (clip_gradients, True, "every rank scales by the same factor"),
+        (clip_of(lambda most, norm: torch.clamp(most / (norm + 1e-6), max=1.0)), True, "scales by the same factor"),
+        (clip_of(lambda most, norm: min(1.0, most / norm)), True, "scales by the same factor"),
+        (by_branch, True, "scales by the same factor"),
+        (clip_of(lambda most, norm: most / (norm + 1e-6)), False, "The norm is below max_norm"),
+        (clip_of(lambda most, norm: torch.clamp(0.1 / norm, max=1.0)), False, "With max_norm 0.05 on Mesh(dp=1, pp=1"),
+        (clip_of(lambda most, norm: min(1.0, most / norm**2)), False, "All ranks agree, but the factor is"),
+        (clip_of(lambda most, norm: min(1.0, most / norm), untied=False), False, "counted more than once"),
+        (to_nothing, False, "Are the new gradients written to `.grad`?"),
+        (clip_gradients, False, "`clip_gradients` does the work"),
+        (lambda *args: clip_gradients(*args), False, "`clip_gradients` does the work"),
         (own_norm, False, "The ranks do not agree"),
         (sum_over_all, False, "counted more than once"),
-        (largest, False, "what other ranks hold is missing"),
+        (largest, False, "is something missing in the norm that other ranks hold?"),
         (lambda stages, most, specs: 1 / 0, False, "division by zero"),
     ],
 )

@@ -50,13 +50,50 @@ def test_the_solution_is_right():
     assert verdict.passed, verdict
 
 
-def test_one_loss_for_all_batches_is_right_too():
-    def together(net, loss_of, batches):
-        import torch
+def by_hand(net, loss_of, batches):
+    """Without DDP's hooks: the ranks average in the end."""
+    import torch.distributed as dist
 
-        loss_of(net, torch.cat(list(batches))).backward()
+    for batch in batches:
+        (loss_of(net.module, batch) / len(batches)).backward()
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
-    assert check_accumulate(together).passed
+
+def in_reverse(net, loss_of, batches):
+    for number in reversed(range(len(batches))):
+        net.require_backward_grad_sync = number == 0
+        loss = loss_of(net, batches[number])
+        loss.backward(loss.new_tensor(1 / len(batches)))
+
+
+@pytest.mark.parametrize("solution", [by_hand, in_reverse])
+def test_other_peoples_solutions_are_right_too(solution):
+    verdict = check_accumulate(solution)
+    assert verdict.passed, verdict
+
+
+def all_at_once(net, loss_of, batches):
+    import torch
+
+    loss_of(net, torch.cat(list(batches))).backward()
+
+
+def of_the_sum(net, loss_of, batches):
+    (sum(loss_of(net, batch) for batch in batches) / len(batches)).backward()
+
+
+@pytest.mark.parametrize(
+    "fn, said",
+    [
+        (all_at_once, "it asks for the loss of 12 rows at once, and a part has 4"),
+        (of_the_sum, "the activations of 3 parts are in memory at the same time"),
+    ],
+)
+def test_a_batch_that_does_not_fit_in_memory(fn, said: str):
+    verdict = check_accumulate(fn)
+    assert verdict.passed is False and said in verdict.text, verdict
 
 
 def test_a_stub_is_not_started():

@@ -16,6 +16,8 @@ LIBRARIES = ("tplab", "torch", "jax", "optax", "flax")
 def library_call(fn: Callable[..., Any], names: tuple[str, ...], libraries: tuple[str, ...] = LIBRARIES) -> str:
     """The first of these names that `fn`, or a function of the same module that it uses, takes from a library; "" if
     none. A function of the learner's own with such a name does not count."""
+    if _library(fn) in libraries and getattr(fn, "__name__", "") in names:
+        return str(fn.__name__)
     found = ((value.__name__, _library(value)) for value in _used(fn, set()) if hasattr(value, "__name__"))
     return next((name for name, library in found if name in names and library in libraries), "")
 
@@ -37,15 +39,18 @@ def _mentioned(code: CodeType, known: dict[str, Any], met: set[CodeType]) -> Ite
     """The objects that code mentions by a global name, by attributes of a module, or by an import of its own."""
     met.add(code)
     value: Any = None
+    module: Any = None  # that is being imported from
     for step, following in pairwise([*dis.get_instructions(code), None]):
         assert step is not None
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):
             value = known.get(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+        elif step.opname == "IMPORT_FROM":
+            value = getattr(module, step.argval, None)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             value = getattr(value, step.argval, None) if isinstance(value, ModuleType | type) else None
         elif step.opname == "IMPORT_NAME":
             is_top = following is not None and following.opname.startswith("STORE")  # `import a.b` stores a
-            value = sys.modules.get(step.argval.split(".")[0] if is_top else step.argval)
+            value = module = sys.modules.get(step.argval.split(".")[0] if is_top else step.argval)
         elif step.opname in ("STORE_FAST", "STORE_DEREF", "STORE_NAME") and isinstance(value, ModuleType):
             known = {**known, step.argval: value}
         elif step.opname == "LOAD_FAST" and isinstance(known.get(step.argval), ModuleType):

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.calls import library_call
+from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.exercises.drawn import Drawn
 from tplab.mesh import Mesh
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate, zb_h1, zb_h2
@@ -92,7 +93,7 @@ def _who_waits(numbers: Sequence[int]) -> str:
 # --- a worker that splits its backward -------------------------------------------------------------------------------
 
 MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1))
-MICROBATCHES, WIDTH = 5, 3
+MICROBATCHES, ROWS, WIDTH = 5, 4, 3
 
 
 def check_train_split(fn: Train) -> Verdict:
@@ -101,6 +102,8 @@ def check_train_split(fn: Train) -> Verdict:
     name = "train_split"
     if not_started(fn):
         return untouched(name)
+    if lazy := library_call(fn, ("train_batch",)):
+        return borrowed(name, lazy)
     for mesh in MESHES:
         ranks = mesh.axis_size("pp")
         for rule in (one_f_one_b, zb_h1, zb_h2):
@@ -110,7 +113,26 @@ def check_train_split(fn: Train) -> Verdict:
                     return verdict
             except Exception as error:
                 return Verdict(False, f"{raised(error, fn, name, mesh)}\nThe schedule is {schedule.name}.")
-    split, whole = _flops(fn, zb_h1), _flops(fn, one_f_one_b)
+    try:
+        if (done := _work_of_late_w(fn)) < ENOUGH:
+            return Verdict(
+                False,
+                f"{name}: the gradients are right, but I has computed them. In a schedule whose W all come last, rank "
+                f"1 has {done:.0%} of\nthe weights' gradients left after its last I. I should compute only what the "
+                "rank before it is waiting for.",
+            )
+        for rule in (zb_h1, one_f_one_b):
+            few, many = (_most_kept(fn, rule, microbatches) for microbatches in (6, 24))
+            if many > 1.2 * few:
+                return Verdict(
+                    False,
+                    f"{name}: the gradients are right, but with {rule(2, 6).name} a rank keeps {few:,} bytes for 6 "
+                    f"microbatches and {many:,} for 24.\nA microbatch that has gone forward and back should leave "
+                    "nothing behind: neither its tensors nor its graph (`retain_graph`).",
+                )
+        split, whole = _flops(fn, zb_h1), _flops(fn, one_f_one_b)
+    except Exception as error:
+        return Verdict(False, raised(error, fn, name, Mesh(pp=2)))
     text = f"{name} is right: loss and every gradient, for 1F1B, ZB-H1 and ZB-H2 on 1, 2, 3 and 4 ranks."
     if split > 1.02 * whole:  # below that it is additions, counted only where torch shows them
         text += (
@@ -205,10 +227,10 @@ def _stage(number: int) -> Any:
     return stage
 
 
-def _microbatches() -> list[tuple[Any, Any]]:
+def _microbatches(number: int = MICROBATCHES) -> list[tuple[Any, Any]]:
     import torch
 
-    both = torch.from_numpy(np.random.default_rng(99).normal(size=(MICROBATCHES, 2, 4, WIDTH)))
+    both = torch.from_numpy(np.random.default_rng(99).normal(size=(number, 2, ROWS, WIDTH)))
     return [(x, target) for x, target in both]
 
 
@@ -218,6 +240,42 @@ def _gradients(stage: Any) -> dict[str, np.ndarray]:
         key: np.zeros(tuple(parameter.shape)) if parameter.grad is None else parameter.grad.numpy(force=True).copy()
         for key, parameter in stage.named_parameters()
     }
+
+
+ENOUGH = 0.9
+"""How much of the work of the weights' gradients must be left for W, where all W come last."""
+
+
+def _work_of_late_w(fn: Train) -> float:
+    """Of the FLOPs of the weights' gradients, how many rank 1 of 2 does after its last message, if all W come last."""
+    from tplab.torch import run
+
+    late = " ".join(f"W{k}" for k in range(MICROBATCHES))
+    first = "F0 " + " ".join(f"F{k + 1} I{k}" for k in range(MICROBATCHES - 1)) + f" I{MICROBATCHES - 1} {late}"
+    last = " ".join(f"F{k} I{k}" for k in range(MICROBATCHES)) + f" {late}"
+    rows = [[Action.parse(f"{rank}{cell}") for cell in row.split()] for rank, row in enumerate((first, last))]
+    trace = run(lambda: _one_rank(fn, Schedule(rows, name="all W last")), Mesh(pp=2), cluster="h100").trace
+    events = trace.select(rank=1).events
+    end = max(place for place, event in enumerate(events) if event.kind == "send")
+    of_weights = MICROBATCHES * 2 * (2 * ROWS * WIDTH * WIDTH)  # two matmuls
+    return sum(event.flops for event in events[end:]) / of_weights
+
+
+def _most_kept(fn: Train, rule: Callable[[int, int], Schedule], microbatches: int) -> int:
+    """The most bytes that a rank of two has made and not freed."""
+    from torch.nn import functional as F
+
+    from tplab.torch import LiveBytes, axis_index, run
+
+    given = _microbatches(microbatches)
+
+    def program() -> int:
+        stage = _stage(axis_index("pp"))
+        with LiveBytes() as live:
+            fn(rule(2, microbatches), stage, given, F.mse_loss)
+        return live.peak
+
+    return max(run(program, Mesh(pp=2)).per_rank)
 
 
 def _flops(fn: Train, rule: Callable[[int, int], Schedule]) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from tplab.cost import H100_NODE, Cluster
 from tplab.cost.cluster import ETHERNET_10G
-from tplab.exercises.check import Verdict, not_started, untouched
+from tplab.exercises.calls import library_call
+from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.schedules import one_f_one_b
@@ -138,35 +139,64 @@ def _names(config: GPTConfig, layer: int) -> list[str]:
 
 
 def check_clipping(clip: Clip) -> Verdict:
-    """Whether `clip(stages, max_norm, specs)` scales the gradients of a GPT's stages as one device would, in place."""
+    """Whether `clip(stages, max_norm, specs)` scales the gradients of a GPT's stages as one device would, in place: by
+    max_norm / norm where the norm is larger than max_norm, and not at all where it is not."""
+    name = "my_clip"
     if not_started(clip):
-        return untouched("my_clip")
-    whole = _scales(Mesh(dp=1, pp=1, tp=1), None)[0]
-    for mesh in (Mesh(dp=2, pp=2, tp=2), Mesh(dp=1, pp=1, tp=4), Mesh(dp=1, pp=4, tp=1)):
+        return untouched(name)
+    if lazy := library_call(clip, ("clip_gradients", "gradient_norm"), ("tplab",)):
+        return borrowed(name, lazy)
+    for mesh, most in CLIPPED:
+        whole = _alone(most)
         try:
-            scales = _scales(mesh, clip)
+            scales = _scales(mesh, clip, most)
         except Exception as error:
-            return Verdict(False, f"my_clip: {type(error).__name__}: {error}")
-        wrong = {rank: scale for rank, scale in enumerate(scales) if abs(scale / whole - 1) > 1e-9}
+            return Verdict(False, raised(error, clip, name, mesh))
+        wrong = {rank: scale for rank, scale in enumerate(scales) if not abs(scale / whole - 1) <= NEAR}
         if wrong:
             rank, scale = next(iter(wrong.items()))
-            said = f"On {mesh} rank {rank} scales its gradients by {scale:.4f}, but one device by {whole:.4f}."
-            return Verdict(False, f"my_clip: {said}\n{_why(scales, scale / whole)}")
-    return Verdict(True, "my_clip is right: every rank scales by the same factor, that of one device, on three meshes.")
+            said = (
+                f"With max_norm {most:g} on {mesh}, rank {rank} multiplies its gradients by {scale:.6g}, but one "
+                f"device by {whole:.6g}."
+            )
+            return Verdict(False, f"{name}: {said}\n{_why(scales, whole)}")
+    return Verdict(True, f"{name} is right: every rank scales by the same factor, that of one device, on three meshes.")
 
 
-def _why(scales: list[float], times: float) -> str:
-    if max(scales) / min(scales) > 1 + 1e-9:
+CLIPPED = (
+    (Mesh(dp=2, pp=2, tp=2), 0.1),
+    (Mesh(dp=1, pp=1, tp=4), 0.05),
+    (Mesh(dp=1, pp=4, tp=1), 0.1),
+    (Mesh(dp=2, pp=2, tp=2), 1000.0),  # larger than the norm
+)
+NEAR = 1e-4
+"""A share that no mistake is as small as; torch adds 1e-6 to the norm, and others do not."""
+
+
+def _why(scales: list[float], whole: float) -> str:
+    if not all(scale == scale for scale in scales):
+        return "That is not a number."
+    if max(scales) / min(scales) > 1 + NEAR:
         return (
             "The ranks do not agree, so copies of a parameter drift apart: each rank has the norm of what it holds, "
             "and the norm of the model is a sum over ranks."
         )
-    if times < 1:
-        return "All ranks agree, but the norm is too large: what several ranks hold is counted more than once."
-    return "All ranks agree, but the norm is too small: what other ranks hold is missing."
+    if whole == 1:
+        return "The norm is below max_norm: gradients that are small enough stay as they are."
+    if abs(scales[0] - 1) <= NEAR:
+        return "Nothing was scaled. Are the new gradients written to `.grad`?"
+    if scales[0] < whole:
+        return "All ranks agree, but the factor is too small: is something counted more than once in the norm?"
+    return "All ranks agree, but the factor is too large: is something missing in the norm that other ranks hold?"
 
 
-def _scales(mesh: Mesh, clip: Clip | None) -> list[float]:
+@cache
+def _alone(most: float) -> float:
+    """The factor by which one device scales its gradients."""
+    return _scales(Mesh(dp=1, pp=1, tp=1), None, most)[0]
+
+
+def _scales(mesh: Mesh, clip: Clip | None, most: float) -> list[float]:
     """The factor by which each rank scales its gradients for a small GPT's first batch."""
     import torch
 
@@ -185,7 +215,7 @@ def _scales(mesh: Mesh, clip: Clip | None) -> list[float]:
         pairs = split_batch(own[:, :-1], own[:, 1:], 2)
         train_batch(schedule, stages, pairs, lambda y, t: cross_entropy(y, t, "tp", 32), data_axis="dp")
         before = [parameter.grad.clone() for parameter in stages.parameters() if parameter.grad is not None]
-        (clip or clip_gradients)(stages, 0.1, stage_specs(SMALL, stages.partition.bounds))
+        (clip or clip_gradients)(stages, most, stage_specs(SMALL, stages.partition.bounds))
         after = [parameter.grad for parameter in stages.parameters() if parameter.grad is not None]
         norms = [torch.stack([grad.norm() for grad in grads]).norm() for grads in (before, after)]
         return float(norms[1] / norms[0])

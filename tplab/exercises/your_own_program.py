@@ -59,10 +59,25 @@ def _checked(accumulate: Accumulate, num_ranks: int) -> Verdict | None:
     def program() -> list[Tensor | None]:
         import torch.distributed as dist
 
-        whole = model()
+        whole, graphs, given = model(), Graphs(), batches(dist.get_rank())
         net = DistributedDataParallel(whole)
-        accumulate(net, loss_of, batches(dist.get_rank()))
-        return [parameter.grad for parameter in whole.parameters()]
+
+        def watched(net: Any, batch: Tensor) -> Tensor:
+            if len(batch) > len(given[0]):
+                raise ValueError(
+                    f"it asks for the loss of {len(batch)} rows at once, and a part has {len(given[0])}. The batch is "
+                    "cut into parts because it does not fit in memory"
+                )
+            return graphs.watch(loss_of(net, batch))
+
+        accumulate(net, watched, given)
+        grads = [parameter.grad for parameter in whole.parameters()]
+        if graphs.most > 1 and None not in grads:
+            raise ValueError(
+                f"the activations of {graphs.most} parts are in memory at the same time, because their backward passes "
+                "come later. The batch is cut into parts because it does not fit in memory"
+            )
+        return grads
 
     try:
         out = run(program, Mesh(dp=num_ranks), distributed=True, cluster="h100")
@@ -102,6 +117,29 @@ def _checked(accumulate: Accumulate, num_ranks: int) -> Verdict | None:
             "enough. Every backward pass sends, unless forward and backward run inside `with net.no_sync():`.",
         )
     return None
+
+
+class Graphs:
+    """Counts the losses whose backward pass has not run yet: the activations of each are still in memory.
+
+    most   the most of them at the same time
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[int] = set()
+        self.most = self._made = 0
+
+    def watch(self, loss: Tensor) -> Tensor:
+        """The loss; its backward pass is noted."""
+        if not loss.requires_grad:
+            return loss
+        self._made += 1
+        number = self._made
+        self._waiting.add(number)
+        self.most = max(self.most, len(self._waiting))
+        seen = loss * 1.0
+        seen.register_hook(lambda _: self._waiting.discard(number))
+        return seen
 
 
 def _expected(model: Any, given: Sequence[Any]) -> list[Any]:
