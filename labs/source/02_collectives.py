@@ -346,7 +346,7 @@ curves(
 # rank, and leaves out copying data and waking a process. So compare star with ring, not measured with modelled.)
 
 # %% tags=["nbval-ignore-output"]
-for nbytes in (2**10, 2**23):
+for nbytes in (2**10, 2**22):
     x = torch.ones(4, nbytes // 4)
     for program in (star, my_all_reduce):
         run = partial(tt.run, program, Mesh(tp=4), x, in_specs=P("tp"))

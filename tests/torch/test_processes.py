@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tplab import Mesh, P
+from tplab.spare import resident_bytes
 from tplab.torch import (
     all_gather,
     all_reduce,
@@ -32,7 +33,7 @@ from tplab.torch import (
     run,
     start,
 )
-from tplab.torch.processes import shut_down
+from tplab.torch.processes import shut_down, warm
 
 ROOT = Path(__file__).parents[2]
 LARGE = 5000  # float32 elements: more than fits into one frame
@@ -389,3 +390,58 @@ def test_what_ranks_print(capsys):
     lines = [["first", f"line of {rank}", "second"] for rank in (0, 1)]
     assert out.splitlines() == [f"[rank {rank}] {line}" for rank in (0, 1) for line in lines[rank]]
     assert err.splitlines() == ["[rank 0] careful", "[rank 1] careful"]
+
+
+# --------------------------------------------------------------------------------------------------------- at rest
+
+
+def soon(is_so):
+    """Whether something comes true; it is given much more time than it needs."""
+    deadline = time.monotonic() + 60
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_so()
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_processes_end_when_no_other_run_follows(monkeypatch):
+    monkeypatch.setattr(warm, "SECONDS_AT_REST", 0.2)
+    monkeypatch.setattr(warm, "SECONDS_TO_KEEP", 0.3)
+    pids = run(os.getpid, Mesh(tp=2), on="processes").per_rank
+    launcher = run(os.getppid, Mesh(tp=1), on="processes").per_rank[0]
+    assert soon(lambda: not any(map(is_running, [*pids, launcher])))
+    monkeypatch.setattr(warm, "SECONDS_AT_REST", 600.0)
+    torch.optim.SGD([torch.ones(1, requires_grad=True)])  # imports torch's compiler: 70 MB, which ranks have in common
+    assert run(lambda: "torch._dynamo" in sys.modules, Mesh(tp=2), on="processes").per_rank == [True, True]
+    again = [run(os.getpid, Mesh(tp=2), on="processes").per_rank for _ in range(3)]
+    assert again[0] == again[1] == again[2] != pids  # which are warm as long as runs follow
+
+
+def test_processes_at_rest_return_what_they_have_freed():
+    """Below a tensor that stays, the C library keeps all that is freed."""
+
+    def fill():
+        held = [torch.ones(25_000) for _ in range(2000)]
+        sys.stays = torch.ones(25_000)  # type: ignore[attr-defined]
+        del held
+        return resident_bytes()
+
+    def held():
+        return run(resident_bytes, Mesh(tp=2), on="processes").per_rank
+
+    before = held()
+    filled = run(fill, Mesh(tp=2), on="processes").per_rank
+    assert all(now - then > 150_000_000 for now, then in zip(filled, before))
+
+    def is_returned():
+        time.sleep(1.0)  # at rest
+        return all(now - then < 50_000_000 for now, then in zip(held(), before))
+
+    assert soon(is_returned)

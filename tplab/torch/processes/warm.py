@@ -1,4 +1,4 @@
-"""Ranks on this machine, each a process of its own, kept warm from one run to the next."""
+"""Ranks on this machine, each a process of its own, kept warm from one run to the next until no more follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from threading import RLock
+from threading import RLock, Timer
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,12 @@ from tplab.trace.trace import Trace
 KEPT_WARM = 2
 """How many pools are kept, of the sizes used last: each holds memory."""
 
+SECONDS_AT_REST = 10.0
+"""After so long without a run, the ranks' processes end: each holds some 40 MB. New ones take a quarter of a second."""
+
+SECONDS_TO_KEEP = 60.0
+"""After so long, also the launcher ends, which holds what torch has imported, 160 MB; a new one takes some seconds."""
+
 
 class _Warm:
     """The launcher and the pools of this process."""
@@ -36,9 +42,11 @@ class _Warm:
         self.lock = RLock()
         self._launcher: Launcher | None = None
         self._pools: dict[tuple[int, bool], Pool] = {}  # the most recently used is last
+        self._clock: Timer | None = None
 
     def pool(self, num_ranks: int, has_gpus: bool) -> Pool:
         """A pool that is ready to run."""
+        self._wake_up()
         key = num_ranks, has_gpus
         pool = self._pools.pop(key, None)
         if pool is not None and not pool.is_fit():
@@ -48,17 +56,44 @@ class _Warm:
             self._pools.pop(next(iter(self._pools))).close()
         if self._launcher is None or not self._launcher.is_alive:
             self.close()
-            self._launcher = Launcher("tplab.torch.processes.worker:main", ["tplab.torch.processes.worker"])
+            self._launcher = Launcher("tplab.torch.processes.worker:main", ["tplab.torch.processes.worker", *_also()])
         if pool is None:
             pool = Pool(self._launcher, *key)
         self._pools[key] = pool
         return pool
+
+    def rest(self) -> None:
+        """Called after each run: if no other one follows soon, end the processes; and later the launcher."""
+        self._wake_up()
+        self._end_later(SECONDS_AT_REST, self._close_pools)
+
+    def _end_later(self, seconds: float, end: Callable[[], None]) -> None:
+        def at_last() -> None:
+            with self.lock:
+                if self._clock is clock:  # no run since then
+                    end()
+
+        self._clock = clock = Timer(seconds, at_last)
+        clock.daemon = True
+        clock.start()
+
+    def _wake_up(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _close_pools(self) -> None:
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.close()
+        self._end_later(max(0.0, SECONDS_TO_KEEP - SECONDS_AT_REST), self.close)
 
     def close(self) -> None:
         """End all processes."""
         pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.close()
+        self._wake_up()
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
@@ -72,13 +107,20 @@ class _Warm:
         self.__init__()
 
 
+def _also() -> list[str]:
+    """What else the ranks will import, so that they have it in common: torch's first optimizer imports its compiler,
+    which takes 70 MB and a second, and a program that makes one here will make one there."""
+    return [name for name in ("torch._dynamo",) if name in sys.modules]
+
+
 _warm = _Warm()
 atexit.register(_warm.close)
 os.register_at_fork(after_in_child=_warm.forget)
 
 
 def shut_down() -> None:
-    """End the processes that are kept warm; the next run starts new ones. They also end when this process does."""
+    """End the processes that are kept warm; the next run starts new ones. They also end when this process does, and
+    after a time without a run."""
     with _warm.lock:
         _warm.close()
 
@@ -115,6 +157,7 @@ def run_on_processes(
             finished = _warm.pool(mesh.size, has_gpus).run(program, parcel)
         finally:
             parcel.close()
+            _warm.rest()
     show([[printed.stdout] for printed in finished.printed], sys.stdout)
     show([[printed.stderr] for printed in finished.printed], sys.stderr)
     if finished.error is not None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 import torch.distributed as dist
 
+from tplab import spare
 from tplab.torch.processes import parcels
 from tplab.torch.processes.exchange import WAIT_FOREVER, Exchange, gloo_of
 from tplab.torch.processes.native import Native
@@ -26,6 +27,12 @@ from tplab.torch.processes.waits import Report
 
 LOOK_EVERY = 0.25
 """Seconds between two looks at whether the rank stands still; the second look that finds it in one wait reports it."""
+
+LOOKS_AT_REST = 2
+"""After so many looks without a program, a worker returns the memory that its last program has freed."""
+
+WORTH_RETURNING = 8_000_000
+"""Bytes; below that, it is not worth a search through all heaps."""
 
 
 class Ready(NamedTuple):
@@ -124,11 +131,17 @@ class Worker:
         os._exit(0)
 
     def _watch(self) -> None:
-        """Report a waiting rank, once for each wait."""
+        """Report a waiting rank, once for each wait. Between programs that follow one another at once, memory stays:
+        returning it would cost them time."""
         seen: ProcessPending | None = None
         reported: ProcessPending | None = None
+        num_at_rest, before = 0, spare.resident_bytes()
         while True:
             time.sleep(LOOK_EVERY)
+            num_at_rest = 0 if self._is_busy else num_at_rest + 1
+            if num_at_rest == LOOKS_AT_REST and spare.resident_bytes() - before >= WORTH_RETURNING:
+                spare.give_back()
+                before = spare.resident_bytes()
             number, rank = self._running or (0, None)
             waits_in = None if rank is None else rank.waits_in
             if rank is not None and waits_in is not None and waits_in is seen and waits_in is not reported:
