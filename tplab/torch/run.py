@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from tplab import spare
@@ -147,7 +148,7 @@ def run(
         if more is not None and place is not None and place.type == "cpu":
             more.map_cuda()
         with spare.returned():
-            per_rank, make_trace = run_on_simulated_ranks(
+            per_rank, chronicle = run_on_simulated_ranks(
                 program,
                 mesh,
                 args,
@@ -161,16 +162,17 @@ def run(
                 more=more,
             )
         mapped = more.mapped if more is not None else None
+        make_trace, times = (lambda: chronicle.trace), chronicle.times
     else:
         per_rank, make_trace = _on_processes(mesh, is_launched)(
             program, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
         )
-        mapped = None
+        mapped, times = None, np.asarray
     if not count_memory:
         return Result(per_rank, make_trace, mesh, out_specs, mapped)
     out = Result([result for result, _ in per_rank], make_trace, mesh, out_specs, mapped)
     unit, name = ("steps", None) if is_simulated and known is None else ("s", known.name if known else None)
-    held = [held for _, held in per_rank]
+    held = [held.at_times(times(held.times)) for _, held in per_rank]
     out.memory = Memory(mesh, held, title=title, clock=clock, unit=unit, cluster=name)
     return out
 

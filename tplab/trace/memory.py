@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -44,6 +44,10 @@ class RankMemory:
 
     def __len__(self) -> int:
         return len(self.times)
+
+    def at_times(self, times: np.ndarray) -> RankMemory:
+        """The same, at these times, of which the first counts as 0."""
+        return replace(self, times=times - times[0])
 
     @property
     def totals(self) -> np.ndarray:
@@ -111,8 +115,8 @@ class Memory(Sequence[RankMemory]):
 class Ledger:
     """Records what one rank holds while its program runs, and makes a `RankMemory` of it.
 
-    A row is opened for every operation. A piece of memory is booked when it is freed: its bytes, the row in which it
-    began, and from which row on it was of which kind.
+    A row is opened for every operation, at a moment that is a time, or stands for one. A piece of memory is booked when
+    it is freed: its bytes, the row in which it began, and from which row on it was of which kind.
     """
 
     def __init__(self) -> None:
@@ -122,8 +126,8 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def open_row(self, time: float, op: str, where: str, phase: str) -> None:
-        self._rows.append((time, op, where, phase))
+    def open_row(self, moment: float, op: str, where: str, phase: str) -> None:
+        self._rows.append((moment, op, where, phase))
 
     def book(self, num_bytes: int, kinds: Sequence[tuple[int, str]], end: int) -> None:
         """Book `num_bytes` from the first of `kinds` (row, kind) up to row `end`, which no longer has them."""
@@ -132,8 +136,8 @@ class Ledger:
                 place = KINDS.index(kind)
                 self._booked += [(start, place, num_bytes), (following, place, -num_bytes)]
 
-    def closed(self) -> RankMemory:
-        """The rows in which something changed, and the last one. Its times begin at 0."""
+    def closed(self, begin: float | None = None) -> RankMemory:
+        """The rows in which something changed, and the last one. Times count from `begin`, or from the first row."""
         num_rows = len(self._rows)
         changes = np.zeros((num_rows + 1, len(KINDS)), np.int64)
         if self._booked:
@@ -142,5 +146,6 @@ class Ledger:
         held = changes[:num_rows].cumsum(axis=0)
         changing = np.flatnonzero(changes[:num_rows].any(axis=1))
         places = np.union1d(changing, [0, num_rows - 1])
-        times, ops, where, phases = zip(*(self._rows[place] for place in places))
-        return RankMemory(np.array(times) - times[0], places, held[places], ops, where, phases)
+        moments, ops, where, phases = zip(*(self._rows[place] for place in places))
+        times = np.array(moments) - (moments[0] if begin is None else begin)
+        return RankMemory(times, places, held[places], ops, where, phases)

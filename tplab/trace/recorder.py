@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tplab.mesh import Mesh
-from tplab.trace.columns import NUMBERS, STORED, Codes, number_column
+from tplab.trace.columns import DEFAULTS, NUMBERS, STORED, Codes, number_column
 from tplab.trace.trace import Trace
 
 _BLOCK = 1 << 16
@@ -20,6 +20,20 @@ _FULL = _BLOCK * _WIDTH
 _FORMS = tuple(name for name in STORED if name not in _NOTED and name != "part")
 """The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase,
 reduction."""
+
+
+class When(NamedTuple):
+    """When everything happened that was noted by the number of an entry in a log.
+
+    start, end   of each entry
+    hops         how many hops come before each entry
+    waits        (form, entry) of what ranks have waited for, also if it took no time
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    hops: np.ndarray
+    waits: np.ndarray
 
 
 class Recorder:
@@ -236,20 +250,32 @@ class Recorder:
 
     # --- the trace -----------------------------------------------------------------------------------------------
 
-    def trace(self, clock: str = "modelled", unit: str = "s", cluster: str | None = None) -> Trace:
-        """The trace of what was recorded so far."""
+    def trace(
+        self, clock: str = "modelled", unit: str = "s", cluster: str | None = None, times: When | None = None
+    ) -> Trace:
+        """The trace of what was recorded so far. With `times`, each start and end is the number of an entry in them."""
         blocks = [*self._blocks, self._packed()]
+        if times is not None:
+            blocks.append(self._waits(times))
         noted = {name: np.concatenate([block[name] for block in blocks]) for name in _NOTED}
+        at = None if times is None else noted["start"].astype(np.int64)
+        if times is not None and at is not None:
+            noted["start"], noted["end"] = times.start[at], times.end[noted["end"].astype(np.int64)]
+            noted["step"] = np.where(noted["step"] < 0, -1, times.hops[at]).astype(np.int32)
         form = noted.pop("form")
         is_message = form < 0
         is_pair = is_message & ~np.isin(noted["message"], list(self._lost))  # it was sent and received
         note_of = np.repeat(np.arange(len(form)), is_pair + 1)  # of each event
         is_receive = np.zeros(len(note_of), bool)
         is_receive[1:] = note_of[1:] == note_of[:-1]
+        if at is not None:  # each rank's own in the order of its program, then what it received
+            order = np.lexsort((at[note_of], is_receive))
+            note_of, is_receive = note_of[order], is_receive[order]
         form = np.where(is_message, ~form, form)[note_of] + is_receive
         columns: dict[str, Any] = {name: given[note_of] for name, given in noted.items()}
         columns["contributors"] = list(self._contributors), columns["contributors"]
-        first = np.flatnonzero(~is_receive)  # the first event of each note
+        first = np.empty(len(is_pair), np.int64)  # event of each note
+        first[note_of[~is_receive]] = np.flatnonzero(~is_receive)
         parts = Codes({(): 0})
         codes = np.zeros(len(note_of), np.int32)
         codes[first[list(self._parts)]] = parts.of("part", list(self._parts.values()))
@@ -265,13 +291,19 @@ class Recorder:
                     taken = [self._takings[number][name == "phase"] for number in columns["message"][rows].tolist()]
                     codes[rows] = table.of(name, taken)
                 columns[name] = list(table), codes
-        values = {}
-        for note, kept in self._values.items():
-            values.update(dict.fromkeys(range(first[note], first[note] + 1 + is_pair[note]), kept))
+        rows = np.flatnonzero(np.isin(note_of, list(self._values)))
+        values = {row: self._values[note] for row, note in zip(rows.tolist(), note_of[rows].tolist(), strict=True)}
         about = {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
         chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
         names = [self._chunk_names.get(number, "") for number in range(len(chunks))]
         return Trace.from_columns(self.mesh, values=values, chunks=chunks, chunk_names=names, **columns, **about)
+
+    def _waits(self, times: When) -> dict[str, np.ndarray]:
+        """The waits that took time, as a block of notes."""
+        form, entry = times.waits[times.end[times.waits[:, 1]] > times.start[times.waits[:, 1]]].T
+        numbers = {"form": form, "start": entry.astype(float), "end": entry.astype(float)}
+        rest = {name: number_column(name, DEFAULTS[name], len(form)) for name in ("bytes", "message", "step", "chunk")}
+        return numbers | rest | {"contributors": self._contributors.of("contributors", [()] * len(form))}
 
     def _pack(self) -> None:
         self._blocks.append(self._packed())

@@ -1,15 +1,23 @@
-"""When each task of a traced program runs: a list scheduler on the clock of a cluster."""
+"""When each task of a traced program runs: a list scheduler on the modelled clock."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tplab.cost.clock import Clock, Request
 from tplab.cost.cluster import Cluster
-from tplab.cost.links import Links, Span
+from tplab.cost.links import Links, Route
 from tplab.jax.tracing.tasks import Task
+
+
+class Span(NamedTuple):
+    """The time from when something begins until it has ended, or arrived."""
+
+    start: float
+    end: float
 
 
 class Wait(NamedTuple):
@@ -39,8 +47,10 @@ class Timing:
         self._tasks, self._cluster, self._num_ranks = tasks, cluster, num_ranks
         self.spans: list[dict[int, Span]] = [{} for _ in tasks]
         self._links = Links(cluster)
+        self._clock = Clock(self._happens, self._booked)
+        self._routes: dict[Any, Route] = {}
+        self._in_step: dict[tuple[int, tuple[int, ...]], tuple[int, float]] = {}  # messages left, and until when
         self._arrivals: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
-        self._agenda: list[tuple[float, int, int, int]] = []
         self._queues: list[list[int]] = [[] for _ in range(num_ranks)]
         self._busy = [False] * num_ranks
         self._needed_by: dict[int, list[int]] = defaultdict(list)
@@ -48,7 +58,7 @@ class Timing:
         self._ready_at: dict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(list)
         for number in sorted(alive):
             self._enter(number)
-        self._run()
+        self._clock.run()
 
     def _enter(self, number: int) -> None:
         task = self._tasks[number]
@@ -59,22 +69,20 @@ class Timing:
             missing = sum(rank in self._tasks[need].ranks for need in task.needs)
             self._missing[number, rank] = missing
             if not missing:
-                heappush(self._agenda, (0.0, _READY, number, rank))
+                self._clock.at(0.0, _READY, number, rank)
 
-    def _run(self) -> None:
-        while self._agenda:
-            now, what, number, rank = heappop(self._agenda)
-            if what == _NEXT:
-                self._compute_next(now, rank)
-            elif what == _READY:
-                self._begin(now, number, rank)
-            elif what == _SEND:
-                self._send(now, number, rank)
-            else:
-                if self._tasks[number].kind == "compute":
-                    self._busy[rank] = False
-                    heappush(self._agenda, (now, _NEXT, -1, rank))
-                self._release(now, number, rank)
+    def _happens(self, now: float, what: int, number: int, rank: int) -> None:
+        if what == _NEXT:
+            self._compute_next(now, rank)
+        elif what == _READY:
+            self._begin(now, number, rank)
+        elif what == _SEND:
+            self._send(now, number, rank)
+        else:
+            if self._tasks[number].kind == "compute":
+                self._busy[rank] = False
+                self._clock.at(now, _NEXT, -1, rank)
+            self._release(now, number, rank)
 
     def _release(self, now: float, number: int, rank: int) -> None:
         """The task has ended on this rank: tasks that needed nothing else can begin."""
@@ -83,14 +91,14 @@ class Timing:
             if key in self._missing:
                 self._missing[key] -= 1
                 if not self._missing[key]:
-                    heappush(self._agenda, (now, _READY, following, rank))
+                    self._clock.at(now, _READY, following, rank)
 
     def _begin(self, now: float, number: int, rank: int) -> None:
         if self._tasks[number].kind == "compute":
             heappush(self._queues[rank], number)
-            heappush(self._agenda, (now, _NEXT, -1, rank))
+            self._clock.at(now, _NEXT, -1, rank)
         else:
-            heappush(self._agenda, (now, _SEND, number, rank))
+            self._clock.at(now, _SEND, number, rank)
 
     def _compute_next(self, now: float, rank: int) -> None:
         if self._busy[rank] or not self._queues[rank]:
@@ -102,7 +110,7 @@ class Timing:
             seconds = self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype, task.matmul)
         self._busy[rank] = True
         self.spans[number][rank] = Span(now, now + seconds)
-        heappush(self._agenda, (now + seconds, _ENDED, number, rank))
+        self._clock.at(now + seconds, _ENDED, number, rank)
 
     def _send(self, now: float, number: int, rank: int) -> None:
         task = self._tasks[number]
@@ -113,17 +121,14 @@ class Timing:
         # When hops are counted, a round ends with its messages: otherwise a tree's root would send to all at once.
         only_sends = gets_zeros and self._cluster is None and rank in {source for source, _ in task.pairs}
         if gets_zeros and not only_sends:
-            heappush(self._agenda, (now, _ENDED, number, rank))  # it need not wait for zeros
+            self._clock.at(now, _ENDED, number, rank)  # it need not wait for zeros
         for source, target in task.pairs:
             if source != rank:
                 continue
             if source == target:
-                heappush(self._agenda, (now, _ENDED, number, rank))
+                self._clock.at(now, _ENDED, number, rank)
                 continue
-            span = self.spans[number][rank] = Span(*self._links.message(source, target, task.num_bytes, now))
-            self._arrive(span.end, number, target)
-            if only_sends:
-                heappush(self._agenda, (span.end, _ENDED, number, rank))
+            self._ask(now, number, (source, target), (source,) if only_sends else ())
 
     def _join(self, now: float, number: int, rank: int) -> None:
         task = self._tasks[number]
@@ -132,27 +137,63 @@ class Timing:
         arrived.append(now)
         if len(arrived) < len(group):
             return
-        if task.together:
-            self._send_all(max(arrived), number, group)
+        ready = max(arrived)
+        if not task.together:
+            self._ask(ready, number, group, group)
             return
-        span = self._links.collective(task.costs, task.num_bytes, group, max(arrived))
-        for member in group:
-            self.spans[number][member] = span
-            self._arrive(span.end, number, member)
+        # Lock-step: the messages leave when all ranks are here, and no rank goes on before the last has arrived.
+        pairs = [(source, target) for source, target in task.pairs if source in group and source != target]
+        self._in_step[number, group] = len(pairs), ready
+        for pair in pairs:
+            self._ask(ready, number, pair, group)
+        if not pairs:
+            self._arrive_all(ready, number, group)
 
-    def _send_all(self, now: float, number: int, group: tuple[int, ...]) -> None:
-        """Lock-step: the messages leave when all ranks are here, and no rank goes on before the last has arrived."""
-        task, end = self._tasks[number], now
-        for source, target in sorted(task.pairs):
-            if source in group and source != target:
-                span = self.spans[number][source] = Span(*self._links.message(source, target, task.num_bytes, now))
-                end = max(end, span.end)
-        for member in group:
-            self._arrive(end, number, member)
+    def _ask(self, ready: float, number: int, ranks: tuple[int, ...], members: tuple[int, ...]) -> None:
+        """Ask for the links of a collective over these ranks, or of a message from the first to the second of them.
+        `members` are the ranks that wait for it; for a message also its receiver."""
+        task = self._tasks[number]
+        is_message = task.kind == "message"
+        key = ranks, task.num_bytes, "" if is_message else task.costs
+        route = self._routes.get(key)
+        if route is None:
+            links, size = self._links, task.num_bytes
+            if is_message:
+                route = links.message(ranks[0], ranks[1], size)
+            else:
+                route = links.collective(task.costs, size, ranks)
+            self._routes[key] = route
+        said = task.where, task.op, task.num_bytes, task.axis
+        self._clock.ask(Request(route, ready, said, dict.fromkeys(ranks, number), (number, ranks, members)))
+
+    def _booked(self, request: Request) -> None:
+        number, ranks, members = request.what
+        task, span = self._tasks[number], Span(request.start, request.end)
+        if task.kind == "collective":
+            for rank in ranks:
+                self.spans[number][rank] = span
+            self._arrive_all(span.end, number, ranks)
+            return
+        source, target = ranks
+        self.spans[number][source] = span
+        if task.together:
+            left, end = self._in_step[number, members]
+            left, end = left - 1, max(end, span.end)
+            self._in_step[number, members] = left, end
+            if not left:
+                self._arrive_all(end, number, members)
+            return
+        self._arrive(span.end, number, target)
+        for rank in members:
+            self._clock.at(span.end, _ENDED, number, rank)
+
+    def _arrive_all(self, end: float, number: int, members: tuple[int, ...]) -> None:
+        for rank in members:
+            self._arrive(end, number, rank)
 
     def _arrive(self, end: float, number: int, rank: int) -> None:
         self._arrivals[rank].append((end, number))
-        heappush(self._agenda, (end, _ENDED, number, rank))
+        self._clock.at(end, _ENDED, number, rank)
 
     def waits(self) -> list[Wait]:
         """The times when a rank neither computed nor was done: from arrival to arrival."""

@@ -186,17 +186,22 @@ class Event:
     """A moment: on the rank's modelled clock if the run has a cluster, otherwise on this machine's clock."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any):
-        self._milliseconds = 0.0
+        self._seconds = 0.0
+        self._moment: int | None = None  # on the modelled clock
 
     wait = synchronize = _nothing
 
     def record(self, stream: Any = None) -> None:
         rank = _simulated()
         is_modelled = rank.world.cluster is not None and not rank.world.is_timed
-        self._milliseconds = 1e3 * (rank.clock if is_modelled else time.perf_counter())
+        self._moment = rank.here().moment() if is_modelled else None
+        self._seconds = time.perf_counter()
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        return end_event._milliseconds - self._milliseconds
+        return 1e3 * (end_event._read() - self._read())
+
+    def _read(self) -> float:
+        return self._seconds if self._moment is None else _simulated().here().seconds_at(self._moment)

@@ -14,6 +14,7 @@ from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.ranks import faults, results
 from tplab.torch.ranks.arguments import Arguments
+from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.live_output import live_output
 from tplab.torch.ranks.printing import Sheet, beneath, show_sheets
 from tplab.torch.ranks.process_state import More, Own, ProcessState
@@ -21,7 +22,6 @@ from tplab.torch.ranks.rank import current_rank_or_none, enter
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Turns
 from tplab.torch.ranks.world import World
-from tplab.trace.trace import Trace
 
 
 def run_on_simulated_ranks(
@@ -37,9 +37,9 @@ def run_on_simulated_ranks(
     device: torch.device | None,
     title: str,
     more: More | None = None,
-) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run `fn` on every rank of `mesh`, each a thread that takes turns. Returns each rank's result and what makes the
-    trace. `more` is what each rank has of its own where the program uses torch.distributed."""
+) -> tuple[list[Any], Chronicle]:
+    """Run `fn` on every rank of `mesh`, each a thread that takes turns. Returns each rank's result and what has
+    happened. `more` is what each rank has of its own where the program uses torch.distributed."""
     world = World(
         mesh,
         title=title,
@@ -83,8 +83,7 @@ def run_on_simulated_ranks(
     pieces = Arguments(args, in_specs, mesh, device, num_here=mesh.size)
     programs = [partial(program, rank, pieces.of(rank.rank)) for rank in ranks]
     del pieces
-    unit, name = ("steps", None) if cluster is None else ("s", cluster.name)
-    make_trace = partial(world.recorder.trace, clock=clock, unit=unit, cluster=name)
+    chronicle = world.chronicle
     try:
         with ending:
             per_rank = [results.without_graph(result) for result in turns.run(programs, owns)]
@@ -92,15 +91,16 @@ def run_on_simulated_ranks(
             raise error
     except TplabError as error:
         for message in faults.not_received(world.groups.values()):
-            world.recorder.lost(message)
-        error.make_trace = make_trace
+            chronicle.recorder.lost(message)
+        error.make_trace = lambda: chronicle.trace
         raise
     finally:
         if more is not None and (found := more.named_mesh()) is not None:
-            world.recorder.rename(*found)
+            chronicle.recorder.rename(*found)
         show_sheets(sheets)
-        ranks.clear()  # so that what they hold does not wait for the garbage collector
-    return per_rank, make_trace
+        ranks.clear()
+        world.members.clear()  # so that what they hold does not wait for the garbage collector
+    return per_rank, chronicle
 
 
 def _writer(ranks: list[SimulatedRank]) -> int | None:

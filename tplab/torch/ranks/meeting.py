@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from tplab.cost import collectives as cost
+from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.texts import side_text
 from tplab.torch.ranks.turns import Seat
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
 from tplab.trace.label import Label, of_collective
-from tplab.trace.recorder import Recorder
 
 
 class Group:
@@ -64,6 +64,7 @@ class Site:
         "group",
         "index",
         "is_small",
+        "log_form",
         "num_bytes",
         "num_sent",
         "phase",
@@ -76,8 +77,9 @@ class Site:
     )
 
     def __init__(
-        self, call: Call, x: Tensor, rank: int, group: Group, where: str, phase: str, code: CodeType, recorder: Recorder
+        self, call: Call, x: Tensor, rank: int, group: Group, where: str, phase: str, code: CodeType, noted: Chronicle
     ):
+        recorder, log = noted.recorder, noted.log
         self.call, self.group, self.where, self.phase = call, group, where, phase
         self.code = code  # kept alive: sites are found by its identity
         self.index, axis = call.place.index, call.place.label
@@ -90,6 +92,7 @@ class Site:
         about = call.op, axis, group.ranks
         if self.target is not None and self.target != rank:
             self.form = recorder.message_form(rank, self.target, *about, self.shape, self.dtype, where, phase)
+            self.log_form = log.message_form(rank, self.target, self.num_bytes, where, call.op, self.num_bytes, axis)
         elif call.peers is None:
             self.form = recorder.form(
                 rank,
@@ -100,6 +103,9 @@ class Site:
                 where=where,
                 phase=phase,
                 reduction=call.reduction,
+            )
+            self.log_form = log.collective_form(
+                call.op, group.ranks, self.num_bytes, where, call.op, self.num_bytes, axis
             )
         self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where, phase=phase)
 
@@ -113,23 +119,22 @@ class Meeting:
     number       how many the group had before it
     sites        position in the group -> that member's call; the first one says which collective it is
     waiting      the seats of those that wait in it
-    messages     for a collective between pairs: receiver -> its copy, when it arrives, in which hop, its label, its
-                 number in the trace, and from where it was sent
-    inputs       for the others: the input from each position; `ready`, `hops`: when the last of them came
+    messages     for a collective between pairs: receiver -> its copy, its entry in the log (None if it comes from the
+                 receiver), its label, its number in the trace, and from where it was sent
+    inputs       for the others: the input from each position
+    entries      for the others: each position's entry in the log, where the collective has the number `log_number`
     labels       of the inputs that are not their rank's own data; then those of all results
-    outputs      each position's result, once all have come, until it is taken; `end`, `hops_end`: when
+    outputs      each position's result, once all have come, until it is taken
     """
 
     __slots__ = (
-        "end",
-        "hops",
-        "hops_end",
+        "entries",
         "inputs",
         "labels",
+        "log_number",
         "messages",
         "number",
         "outputs",
-        "ready",
         "signature",
         "sites",
         "waiting",
@@ -139,11 +144,12 @@ class Meeting:
         self.number, self.signature = number, signature
         self.sites: dict[int, Site] = {}
         self.waiting: list[Seat] = []
-        self.messages: dict[int, tuple[Tensor, float, float, Label, int, Site]] = {}
+        self.messages: dict[int, tuple[Tensor, int | None, Label, int, Site]] = {}
         self.inputs: dict[int, Tensor] = {}
         self.labels: dict[int, Label] = {}
         self.outputs: dict[int, Tensor] | None = None
-        self.ready = self.hops = self.end = self.hops_end = 0.0
+        self.entries: dict[int, int] = {}
+        self.log_number = -1
 
     @property
     def first(self) -> tuple[int, Site]:

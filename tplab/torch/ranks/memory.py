@@ -112,7 +112,7 @@ class KindsOfMemory(DispatchMode):
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> KindsOfMemory:
-        self._ledger.open_row(self._rank.now(), "start", "", "")
+        self._ledger.open_row(self._rank.moment(), "start", "", "")
         for x in pytree.tree_leaves(self._given):
             for tensor in [*x.parameters(), *x.buffers()] if isinstance(x, nn.Module) else [x]:
                 held = self._meet(tensor)
@@ -128,12 +128,12 @@ class KindsOfMemory(DispatchMode):
         self._saving.__exit__(*error)
         self._after_steps.remove()
         self._look()
-        self._ledger.open_row(self._rank.now(), "end", "", "")
+        self._ledger.open_row(self._rank.moment(), "end", "", "")
         for held in self._storages.rest():
             self._book(held)
         self._storages = Storages()
         self._parameters.clear()
-        self.memory = self._ledger.closed()
+        self.memory = self._ledger.closed(begin=0)  # moments, which get their times after the run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -141,10 +141,10 @@ class KindsOfMemory(DispatchMode):
                 if isinstance(x, nn.Parameter):
                     self._meet(x)
             return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
-        time = self._rank.now()
+        moment = self._rank.moment()
         result = func(*args, **(kwargs or {}))
         self._look()
-        self._open_row(_name(func, args), time)
+        self._open_row(_name(func, args), moment)
         for x in pytree.tree_leaves((args, kwargs)):
             self._meet(x)
         self._made(result)
@@ -181,8 +181,8 @@ class KindsOfMemory(DispatchMode):
 
     # --- what is where -------------------------------------------------------------------------------------------
 
-    def _open_row(self, op: str, time: float | None = None) -> None:
-        self._ledger.open_row(self._rank.now() if time is None else time, op, self._rank.lines.here(), phase())
+    def _open_row(self, op: str, moment: float | None = None) -> None:
+        self._ledger.open_row(self._rank.moment() if moment is None else moment, op, self._rank.lines.here(), phase())
 
     def _made(self, result: Any) -> None:
         is_again = graph_task() != -1 and torch.is_grad_enabled()

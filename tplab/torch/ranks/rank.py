@@ -227,8 +227,8 @@ class Rank(ABC):
         """Run a collective on `x` to its end."""
         return self.begin(call, x).wait()
 
-    def now(self) -> float:
-        """The time on this rank's clock, in seconds or hops, from an arbitrary beginning."""
+    def moment(self) -> float:
+        """This moment: a time in seconds, or where time is modelled, what stands for it until the run is over."""
         return time.perf_counter()
 
     def doing(self, about: Doing) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tplab.cost.lanes import AFTER, COMPUTE, ISSUE, MARK, ROUND, SEND, WAIT
 from tplab.errors import CollectiveMismatchError, OutsideRunError
 from tplab.torch.private import graph_task, no_dispatch, num_modes, phase
 from tplab.torch.ranks.burst import Burst
@@ -35,10 +36,10 @@ from tplab.trace.label import UNKNOWN, Label
 class SimulatedRank(Rank):
     """A rank that is a thread of this process and takes turns, with the seat `seat`.
 
-    `clock` is its own time: seconds of the modelled cluster, or hops without one. `hops` counts its rounds of
-    communication so far, and is the clock if there is no cluster.
+    It notes in the log, on its `lane`, what it computes, sends and waits for, in the order of its program. When all of
+    that happens on the modelled clock is worked out later (`chronicle`): the program does not depend on it.
 
-    A thread that its program starts has another object for the same rank (`beside`), with a clock of its own. `home` is
+    A thread that its program starts has another object for the same rank (`beside`), with a lane of its own. `home` is
     the object of the first thread. The threads of a rank compute one at a time, also on the clock, and each waits for
     itself.
     """
@@ -49,13 +50,14 @@ class SimulatedRank(Rank):
         self.home = home or self
         seat.member = self
         self.waits_in: tuple[Site, Meeting] | str | None = None
-        self.clock = 0.0
-        self.hops = 0.0
-        self.busy_until = 0.0  # for all threads of the rank, at `home`
+        self.log = world.chronicle.log
+        self.lane = self.log.lane(rank)
+        world.members.append(self)
         self.raised: list[str] = []  # what ended other threads, at `home`
         self.waits_as_always = False  # even if other threads of the rank could have the turn
         self.began_at = ""  # for another thread: the line that has started it
         self._called_from: FrameType | None = None
+        self._asks_time = False
         self._is_timed = world.is_timed
         self._seen_at = 0.0
         self._doing: Burst | None = None
@@ -86,16 +88,17 @@ class SimulatedRank(Rank):
         cluster = self.world.cluster
         assert cluster is not None
         dtype = dtype_name(done.output.dtype)
-        start = self._spend(cluster.compute_seconds(done.flops, done.num_bytes, dtype, done.matmul))
+        seconds = cluster.compute_seconds(done.flops, done.num_bytes, dtype, done.matmul)
+        entry = self.log.add(self.lane, COMPUTE, seconds)
         if self._doing is not None:
-            self._doing.add(start, self.clock, done.flops, done.num_bytes)
+            self._doing.add(entry, done.flops, done.num_bytes)
             return
-        self.world.recorder.add(
+        self.world.chronicle.recorder.add(
             self.rank,
             "compute",
             done.op,
-            start,
-            self.clock,
+            entry,
+            entry,
             bytes=done.num_bytes,
             flops=done.flops,
             shape=tuple(done.output.shape),
@@ -107,20 +110,40 @@ class SimulatedRank(Rank):
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         """Where computing takes no time, an addition to what was received is an event of no length."""
         if self._meter.on_cost is None and self._doing is None:
-            self.world.recorder.add(
+            now = self.moment()
+            self.world.chronicle.recorder.add(
                 self.rank,
                 "compute",
                 op,
-                self.clock,
-                self.clock,
+                now,
+                now,
                 shape=tuple(x.shape),
                 dtype=dtype_name(x.dtype),
                 phase=phase(),
                 **self._contents(x, label),
             )
 
-    def now(self) -> float:
-        return self.clock + (self._now() - self._seen_at if self._is_timed else 0.0)
+    def moment(self) -> int:
+        return self.log.add(self.lane, MARK, self._now() - self._seen_at if self._is_timed else 0.0)
+
+    def seconds_at(self, moment: int) -> float:
+        """The modelled time of a moment. Ranks that are behind catch up first: they may still hold up this one."""
+        world = self.world
+
+        def is_going(lane: int) -> bool:
+            other = world.members[lane]
+            return other is not self and other.is_going
+
+        self._asks_time = True
+        self.wait_until(lambda: world.chronicle.is_known(moment, is_going), "elapsed_time")
+        self._asks_time = False
+        return world.chronicle.time(moment)
+
+    @property
+    def is_going(self) -> bool:
+        """Whether it may note something without another rank, where it does not wait for one."""
+        seat, waits = self.seat, self.waits_in is not None and not self._asks_time
+        return seat.turns.is_running(seat) and not waits and not seat.is_at_end
 
     def _contents(self, x: Tensor, label: Label | None) -> dict[str, Any]:
         """What an event says about a computed tensor, if it holds received data."""
@@ -131,7 +154,7 @@ class SimulatedRank(Rank):
     def _number_of(self, x: Tensor, piece: int) -> int:
         """The number of a new chunk of this rank. The program may have a name for it."""
         name = name_in_program(x) if piece < NAMES_UP_TO else ""
-        return self.world.recorder.chunk(self.rank, piece, name)
+        return self.world.chronicle.recorder.chunk(self.rank, piece, name)
 
     def _now(self) -> float:
         """The seconds of this machine. A GPU runs behind the program: work that is queued there counts as done now."""
@@ -139,41 +162,34 @@ class SimulatedRank(Rank):
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
-    def _spend(self, seconds: float) -> float:
-        """Advance the clock by a computation. Returns its start, which waits for the rank's other threads."""
-        home = self.home
-        start = max(self.clock, home.busy_until)
-        self.clock = home.busy_until = start + seconds
-        return start
-
     def _catch_up(self) -> None:
         """Advance the measured clock by what this rank has done since the last time."""
-        start = self._spend(self._now() - self._seen_at)
+        entry = self.log.add(self.lane, COMPUTE, self._now() - self._seen_at)
         if self._doing is not None:
-            self._doing.add(start, self.clock)
+            self._doing.add(entry)
         else:
-            self.world.recorder.add(self.rank, "compute", "compute", start, self.clock)
+            self.world.chronicle.recorder.add(self.rank, "compute", "compute", entry, entry)
 
     @contextmanager
     def doing(self, about: Doing) -> Iterator[None]:
         if self._is_timed:
             self._catch_up()
             self._seen_at = self._now()
-        self._doing = Burst(self.world.recorder, self.rank, about, self.clock)
+        self._doing = Burst(self.rank, about, self.log.add(self.lane, MARK, 0.0))
         try:
             yield
             if self._is_timed:
                 self._catch_up()
                 self._seen_at = self._now()
             elif self.world.cluster is None:
-                self.clock += about.takes
-                self._doing.end = self.clock
-            self._doing.note(self.held)
+                self._doing.end = self.log.add(self.lane, COMPUTE, about.takes)
+            self._doing.held = self.held
+            self.world.chronicle.bursts.append(self._doing)
         finally:
             self._doing = None
 
     def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
-        return Label(self.world.recorder.chunk(origin_rank, piece), contributors)
+        return Label(self.world.chronicle.recorder.chunk(origin_rank, piece), contributors)
 
     def starts_with(self, x: Tensor) -> None:
         self._provenance.starts_with(x)
@@ -238,7 +254,7 @@ class SimulatedRank(Rank):
             sent = self._send(site, x, meeting) if site.target is not None else None
             result = self._received(site, meeting, x)
             if sent is not None and site.source is None and call.op == "ppermute":
-                self._end_of_round(site, *sent)
+                self.log.add(self.lane, ROUND, sent, site.wait_form)
         if self._is_timed:
             self._seen_at = self._now()
         return result
@@ -253,7 +269,7 @@ class SimulatedRank(Rank):
             ranks = call.place.group
             group = world.groups.setdefault(ranks, Group(ranks, world.mesh.size))
             where = self._line(frame)
-            site = self._sites[key] = Site(call, x, self.rank, group, where, phase(), code, world.recorder)
+            site = self._sites[key] = Site(call, x, self.rank, group, where, phase(), code, world.chronicle)
         return site
 
     def _arrive(self, site: Site) -> Meeting:
@@ -278,47 +294,40 @@ class SimulatedRank(Rank):
                 meeting.waiting.clear()
         return meeting
 
-    def _send(self, site: Site, x: Tensor, meeting: Meeting) -> tuple[float, float]:
-        """Put this rank's message where its receiver finds it. Returns when it arrives: on the clock, and in hops."""
+    def _send(self, site: Site, x: Tensor, meeting: Meeting) -> int | None:
+        """Put this rank's message where its receiver finds it. Returns its entry in the log, if it goes anywhere."""
         world, rank, payload, num_bytes = self.world, self.rank, own(x), site.num_bytes
         target: int = site.target  # type: ignore
         if target == rank:
-            meeting.messages[target] = payload, self.clock, self.hops, self.labels.get(x) or UNKNOWN, -1, site
-            return self.clock, self.hops
-        start, end = world.links.message(rank, target, num_bytes, self.clock)
-        hop, hop_end = start, end
-        if world.cluster is not None:
-            hop, hop_end = world.hop_links.message(rank, target, num_bytes, self.hops)
+            meeting.messages[target] = payload, None, self.labels.get(x) or UNKNOWN, -1, site
+            return None
+        entry = self.log.add(self.lane, SEND, site.log_form)
         label, values = self._provenance.of(x), None
         if site.is_small and world.num_left_to_keep > 0:
             world.num_left_to_keep -= 1
             values = values_of(payload)
-        number = world.recorder.note_message(
-            site.form, start, end, num_bytes, int(hop), label.chunk, label.contributors, values
+        number = world.chronicle.recorder.note_message(
+            site.form, entry, entry, num_bytes, 0, label.chunk, label.contributors, values
         )
-        meeting.messages[target] = payload, end, hop_end, label, number, site
+        meeting.messages[target] = payload, entry, label, number, site
         if meeting.waiting:
             for seat in [seat for seat in meeting.waiting if seat.number == target]:
                 meeting.waiting.remove(seat)
                 self.seat.turns.ready.append(seat)
         if self.seat.turns.watches.by_seat:
             self.look()
-        return end, hop_end
-
-    def _end_of_round(self, site: Site, end: float, hops: float) -> None:
-        """After a `ppermute` in which this rank only sent. A sender never waits on a cluster's clock. But when hops are
-        counted, a round ends with its messages: otherwise a tree's root would send to all at once.
-        """
-        self._stand_still(site, end if self.world.cluster is None else self.clock, hops)
+        return entry
 
     def _put_in(self, site: Site, x: Tensor, label: Label | None, meeting: Meeting) -> None:
         """Give this rank's tensor, with its label, to the meeting; the last to arrive works out every rank's result."""
         meeting.inputs[site.index] = x.detach() if x.requires_grad else x
         if label is not None:
             meeting.labels[site.index] = label
-        meeting.ready = max(meeting.ready, self.clock)
-        meeting.hops = max(meeting.hops, self.hops)
         ranks, world, call = site.group.ranks, self.world, site.call
+        if len(ranks) > 1:
+            if not meeting.entries:
+                meeting.log_number = self.log.next_collective()
+            meeting.entries[site.index] = self.log.add(self.lane, ISSUE, meeting.log_number, site.log_form)
         if len(meeting.inputs) < len(ranks):
             return
         if call.takes is not None and (text := unfit(meeting)) is not None:
@@ -329,13 +338,8 @@ class SimulatedRank(Rank):
         splits = [meeting.sites[index].call.splits or () for index in range(len(ranks))] if call.splits else ()
         meeting.outputs = dict(enumerate(results(call, inputs, splits)))
         if len(ranks) == 1:
-            meeting.end, meeting.hops_end = self.clock, self.hops
             return
-        num_bytes = max([other.num_bytes for other in meeting.sites.values()])
-        span = world.links.collective(call.op, num_bytes, ranks, meeting.ready)
-        hop = span if world.cluster is None else world.hop_links.collective(call.op, num_bytes, ranks, meeting.hops)
-        meeting.end, meeting.hops_end = span.end, hop.end
-        number = world.recorder.next_message()
+        number = world.chronicle.recorder.next_message()
         labels = meeting.labels = site.group.labels_after(call, meeting.labels)
         for index in range(len(ranks)):
             other = meeting.sites[index]
@@ -346,9 +350,9 @@ class SimulatedRank(Rank):
                 if call.op != "all_gather":  # the others' inputs may have another size each time
                     other.num_sent = num_sent
             values = world.values(meeting.outputs[index])
-            label = labels[index]
-            world.recorder.note(
-                other.form, *span, num_sent, number, int(hop.start), -1, label.contributors, values, label.part
+            entry, label = meeting.entries[index], labels[index]
+            world.chronicle.recorder.note(
+                other.form, entry, entry, num_sent, number, 0, -1, label.contributors, values, label.part
             )
         self.seat.turns.ready.extend(meeting.waiting)
         meeting.waiting.clear()
@@ -357,7 +361,7 @@ class SimulatedRank(Rank):
         """This rank's result from a meeting of all, once it is ready."""
         if meeting.outputs is None:
             self._wait(site, meeting)
-        self._stand_still(site, meeting.end, meeting.hops_end)
+        self._wait_on_clock(site, meeting.entries.get(site.index))
         result: Tensor = meeting.outputs.pop(site.index)  # type: ignore
         if 1 < site.group.size < self.mesh.size:
             self._provenance.received(result, meeting.labels[site.index])
@@ -371,22 +375,18 @@ class SimulatedRank(Rank):
         if message is None:
             self._wait(site, meeting)
             message = meeting.messages.pop(self.rank)
-        result, end, hops, label, number, sent = message
+        result, entry, label, number, sent = message
         if site.where != sent.where or site.phase != sent.phase:
-            self.world.recorder.taken(number, site.where, site.phase)
+            self.world.chronicle.recorder.taken(number, site.where, site.phase)
         if label is not UNKNOWN or not self._provenance.has_lost_track:
             self._provenance.received(result, label)
-        self._stand_still(site, end, hops)
+        self._wait_on_clock(site, entry)
         return result
 
-    def _stand_still(self, site: Site, end: float, hops: float) -> None:
-        """Wait on the clock: the result arrives at `end`, `hops` rounds from the start."""
-        if end > self.clock:
-            if self.home is self:  # while another thread waits, the rank does not
-                self.world.recorder.note_wait(site.wait_form, self.clock, end)
-            self.clock = end
-        if hops > self.hops:
-            self.hops = hops
+    def _wait_on_clock(self, site: Site, entry: int | None) -> None:
+        """Go on when this entry of the log has arrived."""
+        if entry is not None:
+            self.log.add(self.lane, WAIT, entry, site.wait_form if self.home is self else -1)  # another thread's waits
 
     def _wait(self, site: Site, meeting: Meeting) -> None:
         meeting.waiting.append(self.seat)
@@ -469,8 +469,8 @@ class SimulatedRank(Rank):
         turns.pass_on(self.seat)
         self.waits_in = None
         by = turns.watches.causes.pop(self.seat, None)
-        if by is not None and by.home is self.seat.home:
-            self.clock, self.hops = max(self.clock, by.member.clock), max(self.hops, by.member.hops)
+        if by is not None and by is not self.seat and by.home is self.seat.home:
+            self._follow(by.member.log.add(by.member.lane, MARK, 0.0))
         if self._is_timed:
             self._seen_at = self._now()
         return seconds is None or is_there()
@@ -480,6 +480,10 @@ class SimulatedRank(Rank):
         self.wait_until(lambda: False, what, seconds)
         if self._is_timed:
             self._seen_at -= seconds
+
+    def _follow(self, moment: int) -> None:
+        """Go on after a moment of another thread."""
+        self.log.add(self.lane, AFTER, moment)
 
     def look(self) -> None:
         """Let ranks go on that wait for something that this rank has done."""
@@ -516,7 +520,8 @@ class SimulatedRank(Rank):
         """This rank for `thread`, which its program is about to start."""
         home = self.home
         other = SimulatedRank(self.rank, self.world, self.seat.turns.beside(home.seat, thread), home)
-        other.labels, other.clock, other.hops = self.labels, self.now(), self.hops
+        other.labels = self.labels
+        other._follow(self.moment())
         other.began_at = self._line(self.world.lines.frame())
         other._provenance.stop()
         return other

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from tplab.cost.cluster import Cluster
-from tplab.cost.links import Links
 from tplab.mesh import Mesh
+from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.inherited import inherited_state
 from tplab.torch.ranks.meeting import Group
 from tplab.torch.ranks.rank import Lines
 from tplab.torch.ranks.values import VALUES_UP_TO, values_of
-from tplab.trace.recorder import Recorder
 
 
 class World:
-    """The mesh, the links between its ranks, the groups that meet on it, and the recorder of what happens.
+    """The mesh, the groups that meet on it, and the chronicle of what happens.
 
     is_timed           whether the ranks' own computing is timed
     num_left_to_keep   the number of messages whose values will still be kept
@@ -37,10 +38,9 @@ class World:
     ):
         self.mesh, self.cluster, self.is_timed, self.seed, self.device = mesh, cluster, is_timed, seed, device
         self.num_left_to_keep = keep_values
-        self.recorder = Recorder(mesh, title, "torch")
+        self.chronicle = Chronicle(mesh, title, cluster, "measured" if is_timed else "modelled")
+        self.members: list[Any] = []  # the rank of each lane
         self.lines = Lines()
-        self.links = Links(cluster)
-        self.hop_links = Links(None)
         self.groups: dict[tuple[int, ...], Group] = {}
         self.inherited = inherited_state(device)
 

@@ -1,0 +1,180 @@
+"""The modelled clock: against an event simulator that shares no code with it, by hand, and under renaming."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.cost.event_simulator import (
+    BANDWIDTH,
+    LATENCY,
+    Op,
+    Span,
+    random_programs,
+    renamed,
+    simulated,
+)
+from tplab.cost import Chip, Cluster, Link
+from tplab.cost.lanes import AFTER, COMPUTE, ISSUE, MARK, SEND, WAIT, Lanes, Log
+from tplab.cost.links import Links
+
+CHIP = Chip("z", {"float32": 1e9}, 1e9, 1e9)
+WIRE = Link("wire", LATENCY, BANDWIDTH)
+SWITCH = Cluster("c", CHIP, WIRE)
+LAYOUTS = [
+    (2, [(0, 1)]),
+    (3, [(0, 1, 2), (0, 1), (1, 2)]),
+    (4, [(0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3)]),
+    (6, [(0, 1, 2), (3, 4, 5), (0, 3), (1, 4), (2, 5)]),
+    (8, [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7), (0, 1, 4, 5)]),
+]
+
+
+def clocked(programs: list[list[Op]], cluster: Cluster = SWITCH, order: list[int] | None = None) -> dict[str, Span]:
+    """What `simulated` says, by the clock. Ranks note what they do one after another, in this order."""
+    log, entries, meetings = Log(), {}, {}
+    lanes = [log.lane(rank) for rank in range(len(programs))]
+    place = [0] * len(programs)
+    waits: list[str] = []
+    ends = {}
+    while any(place[rank] < len(programs[rank]) for rank in lanes):
+        for rank in order or lanes:
+            while place[rank] < len(programs[rank]):
+                kind, *about = programs[rank][place[rank]]
+                if kind == "compute":
+                    ends[rank] = log.add(rank, COMPUTE, about[0])
+                elif kind == "send":
+                    name, target, num_bytes, said = about
+                    entries[name] = log.add(rank, SEND, log.message_form(rank, target, num_bytes, *said))
+                elif kind == "issue":
+                    name, group, num_bytes, said = about
+                    if name not in meetings:
+                        meetings[name] = log.next_collective()
+                    form = log.collective_form("all_reduce", group, num_bytes, *said)
+                    entries[name] = log.add(rank, ISSUE, meetings[name], form)
+                elif about[0] not in entries:
+                    break
+                else:
+                    waits.append(about[0])
+                    ends[rank] = log.add(rank, WAIT, entries[about[0]])
+                place[rank] += 1
+    for rank in lanes:
+        ends[rank] = log.add(rank, MARK, 0.0)
+    start, end = Lanes(log, Links(cluster)).times()
+    spans = {name: (float(start[entry]), float(end[entry])) for name, entry in entries.items()}
+    return spans | {f"end {rank}": (float(end[entry]), float(end[entry])) for rank, entry in ends.items()}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_programs_with_overlap_take_as_long_as_events_say(part: int):
+    """1,000 programs in all, in which ranks disagree about the order too."""
+    for seed in range(250):
+        chance = random.Random(1000 * part + seed)
+        num_ranks, groups = chance.choice(LAYOUTS)
+        programs = random_programs(chance, groups, num_ranks)
+        wanted, found = simulated(programs), clocked(programs)
+        assert found.keys() == wanted.keys()
+        for name, span in wanted.items():
+            assert found[name] == pytest.approx(span, rel=1e-9, abs=1e-15), (seed, name)
+
+
+def test_renaming_ranks_and_another_order_of_turns_change_no_time():
+    for seed in range(150):
+        chance = random.Random(seed)
+        num_ranks, groups = chance.choice(LAYOUTS)
+        programs = random_programs(chance, groups, num_ranks)
+        names = chance.sample(range(num_ranks), num_ranks)
+        wanted = clocked(programs)
+        found = clocked(renamed(programs, names), order=chance.sample(range(num_ranks), num_ranks))
+        for rank in range(num_ranks):
+            assert found[f"end {names[rank]}"] == wanted[f"end {rank}"], seed
+        for name in wanted.keys() - {f"end {rank}" for rank in range(num_ranks)}:
+            assert found[name] == wanted[name], (seed, name)
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+UNITS = Cluster("units", CHIP, Link("wire", 0.0, 1.0))  # a message of n bytes takes n seconds
+
+
+def test_what_is_ready_first_goes_first_and_what_is_ready_later_does_not_slip_in():
+    """Rank 0's port is busy until 4, so the sum of both waits; so does rank 1's later message, whose port is free."""
+    programs: list[list[Op]] = [
+        [("send", "long", 1, 4, ()), ("issue", "sum", (0, 1), 2, ()), ("wait", "sum")],
+        [("compute", 1.0), ("issue", "sum", (0, 1), 2, ()), ("compute", 1.0), ("send", "late", 0, 1, ())],
+    ]
+    found = clocked(programs, UNITS)
+    assert (found["long"], found["sum"], found["late"]) == ((0, 4), (4, 6), (6, 7))
+
+
+def test_times_that_differ_by_rounding_are_one_instant_and_the_program_decides():
+    tenths = [("compute", 0.1)] * 3  # 0.30000000000000004
+    programs: list[list[Op]] = [
+        [*tenths, ("issue", "sum", (0, 1), 1, ()), ("wait", "sum")],
+        [("issue", "sum", (0, 1), 1, ()), ("compute", 0.3), ("send", "after", 0, 1, ()), ("wait", "sum")],
+    ]
+    found = clocked(programs, UNITS)
+    assert found["sum"] == pytest.approx((0.3, 1.3)) and found["after"] == pytest.approx((1.3, 2.3))
+
+
+def test_where_ranks_disagree_what_the_program_says_decides_and_what_is_alike_shares():
+    """Four ranks in a circle, each in two sums: each is first for one of its ranks, and second for the other."""
+
+    def in_a_circle(said: list[tuple]) -> dict[str, Span]:
+        return clocked(
+            [
+                [("issue", str(sum_), (min(sum_, (sum_ + 1) % 4), max(sum_, (sum_ + 1) % 4)), 1, said[sum_])
+                 for sum_ in (rank, (rank - 1) % 4)]
+                for rank in range(4)
+            ],
+            UNITS,
+        )  # fmt: skip
+
+    found = in_a_circle([("line 1",), ("line 2",), ("line 3",), ("line 4",)])
+    assert [found[str(number)] for number in range(4)] == [(0, 1), (3, 4), (2, 3), (1, 2)]
+    alike = in_a_circle([("line 1",)] * 4)
+    assert {alike[str(number)] for number in range(4)} == {(0, 2)}
+
+
+def test_threads_of_a_rank_compute_one_at_a_time_in_the_order_of_time():
+    log = Log()
+    first, other = log.lane(0), log.lane(0)
+    begun = log.add(first, MARK, 0.0)
+    log.add(other, AFTER, begun)
+    work = [log.add(first, COMPUTE, 2.0), log.add(other, COMPUTE, 3.0), log.add(other, COMPUTE, 1.0)]
+    work.append(log.add(first, COMPUTE, 1.0))
+    joined = log.add(other, MARK, 0.0)
+    last = log.add(first, AFTER, joined)
+    start, end = Lanes(log, Links(UNITS)).times()
+    assert [(start[entry], end[entry]) for entry in work] == [(0, 2), (2, 5), (6, 7), (5, 6)]
+    assert end[last] == 7
+
+
+def test_times_are_known_once_nobody_can_change_them_any_more():
+    """The clock goes on where it stopped, and a moment is known only when nobody can still hold it up."""
+    log = Log()
+    lanes = [log.lane(rank) for rank in range(2)]
+    clock = Lanes(log, Links(UNITS))
+    sums = log.collective_form("all_reduce", (0, 1), 1), log.message_form(1, 0, 5)
+    number = log.next_collective()
+    issued = log.add(0, ISSUE, number, sums[0])
+    log.add(0, WAIT, issued)
+    moment = log.add(0, MARK, 0.0)
+    assert not clock.is_known(moment, lambda lane: lane == 1)
+    log.add(1, COMPUTE, 1.0)
+    assert not clock.is_known(moment, lambda lane: lane == 1)
+    log.add(1, SEND, sums[1])
+    log.add(1, ISSUE, number, sums[0])
+    assert not clock.is_known(moment, lambda lane: lane == 1)  # it might issue something else at once
+    log.add(1, COMPUTE, 1.0)
+    assert clock.is_known(moment, lambda lane: lane == 1) and clock.end(moment) == 7
+    assert lanes == [0, 1] and clock.times().end.tolist()[-1] == 2
+
+
+def test_a_long_log_is_kept_in_blocks():
+    log = Log()
+    lane = log.lane(0)
+    for _ in range(100_000):
+        last = log.add(lane, COMPUTE, 1.0)
+    assert len(log) == 100_000 and Lanes(log, Links(UNITS)).times().end[last] == 100_000

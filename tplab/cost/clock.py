@@ -1,0 +1,174 @@
+"""The modelled clock: what happens first in modelled time is done first, and takes the links it needs.
+
+Time goes from instant to instant. At each instant, ranks go on as far as they can, and everything that has become ready
+to be sent asks for its links. Then these are given away, each from when it is free: what became ready earlier has been
+served before, and what becomes ready later waits behind, even if it could slip in. Of what becomes ready at the same
+instant, each rank's own goes in the order of its program. Where that does not decide, what the program says does: the
+line, the operation, its bytes, its axis. And what is the same in all this shares the links equally. So neither a rank's
+number nor the order in which threads had their turn decides anything: renaming the ranks of a program renames its
+trace, and changes no time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from heapq import heappop, heappush
+from typing import Any
+
+from tplab.cost.links import Route
+
+_ROUNDING = 1 + 2.0**-40
+"""Times that differ by less than this factor are one instant."""
+
+
+class Request:
+    """A message, or a collective whose last rank has come, that wants its links.
+
+    ready    from when on it could run
+    said     what the program says about it: decides between requests that become ready at once on different ranks
+    places   rank -> its place among what this rank asks for
+    what     what it is about
+    start    when it runs, once that is known: its links carry it from here on
+    end      when it has arrived
+    """
+
+    __slots__ = ("end", "places", "ready", "route", "said", "start", "what")
+
+    def __init__(self, route: Route, ready: float, said: tuple[Any, ...], places: Mapping[int, Any], what: Any):
+        self.route, self.ready, self.said, self.places, self.what = route, ready, said, places, what
+        self.start = self.end = ready
+
+
+class Clock:
+    """Brings things about in the order of modelled time.
+
+    happens   is called with everything that was put on the agenda, when its time has come
+    booked    is called with each request, once its start and end are known
+    until     the end of the current instant
+    """
+
+    def __init__(self, happens: Callable[..., None], booked: Callable[[Request], None]):
+        self.until = 0.0
+        self._happens, self._booked = happens, booked
+        self._agenda: list[tuple[Any, ...]] = []
+        self._asking: list[Request] = []
+        self._free: dict[int, float] = {}  # link -> from when on
+
+    def at(self, time: float, *what: Any) -> None:
+        """Call `happens(time, *what)` at that time. Of several at one time, the smallest `what` is first."""
+        heappush(self._agenda, (time, *what))
+
+    def ask(self, request: Request) -> None:
+        """Ask for links at this instant."""
+        self._asking.append(request)
+
+    def run(self, is_known: Callable[[float], bool] = lambda time: True) -> None:
+        """Go on until nothing is left, or until what could still be asked for up to a time `is_known` no longer."""
+        agenda = self._agenda
+        while agenda or self._asking:
+            if not self._asking:
+                if not is_known(agenda[0][0] / _ROUNDING):
+                    return
+                self.until = agenda[0][0] * _ROUNDING
+            while agenda and agenda[0][0] <= self.until:
+                self._happens(*heappop(agenda))
+            if self._asking:
+                if not is_known(self.until):
+                    return
+                asking, self._asking = self._asking, []
+                if len(asking) == 1:
+                    self._serve(asking[0])
+                else:
+                    self._serve_all(asking)
+
+    def _serve(self, request: Request) -> None:
+        """Give it its links from when on all of them are free."""
+        route, free, start = request.route, self._free, request.ready
+        for way in route.ways:
+            when = free.get(way, 0.0)
+            if when > start:
+                start = when
+        done = start + route.held
+        for way in route.ways:
+            free[way] = done
+        request.start, request.end = start, done + route.latency
+        self._booked(request)
+
+    def _serve_all(self, asking: list[Request]) -> None:
+        """Serve what became ready at one instant."""
+        ways = [way for request in asking for way in request.route.ways]
+        if len(set(ways)) == len(ways):
+            for request in asking:
+                self._serve(request)
+            return
+        wanted = Counter(ways)
+        contested: list[Request] = []
+        for request in asking:
+            if any(wanted[way] > 1 for way in request.route.ways):
+                contested.append(request)
+            else:
+                self._serve(request)
+        if contested:
+            for requests in _in_turn(contested):
+                self._serve_alike(requests)
+
+    def _serve_alike(self, requests: list[Request]) -> None:
+        """Serve requests that nothing tells apart: those that want the same link share it, and end together."""
+        for sharing in _sharing(requests):
+            if len(sharing) == 1:
+                self._serve(sharing[0])
+                continue
+            load = Counter(way for request in sharing for way in request.route.ways)
+            start = max(request.ready for request in sharing)
+            start = max(start, *(self._free.get(way, 0.0) for way in load))
+            for request in sharing:
+                done = start + request.route.held * max(load[way] for way in request.route.ways)
+                for way in request.route.ways:
+                    self._free[way] = max(done, self._free.get(way, 0.0))
+                request.start, request.end = start, done + request.route.latency
+                self._booked(request)
+
+
+def _in_turn(requests: list[Request]) -> Iterable[list[Request]]:
+    """The requests of one instant in their order. Those that nothing tells apart are in one list."""
+    queues: dict[tuple[int, int], list[Request]] = defaultdict(list)
+    for request in requests:
+        for owned in request.route.owned:
+            queues[owned].append(request)
+    for (_, rank), queue in queues.items():
+        queue.sort(key=lambda request: request.places[rank], reverse=True)  # the first is at the end
+    left = requests
+    while left:
+        # Where ranks disagree, in a circle, none is first everywhere.
+        first = [one for one in left if all(queues[owned][-1] is one for owned in one.route.owned)] or left
+        said = min(request.said for request in first)
+        chosen = [request for request in first if request.said == said]
+        yield chosen
+        for request in chosen:
+            for owned in request.route.owned:
+                queue = queues[owned]
+                if queue[-1] is request:
+                    queue.pop()
+                else:
+                    queue.remove(request)
+        taken = set(map(id, chosen))
+        left = [request for request in left if id(request) not in taken]
+
+
+def _sharing(requests: list[Request]) -> list[list[Request]]:
+    """The requests, together with those that want one of the same links."""
+    if max(Counter(way for request in requests for way in request.route.ways).values(), default=1) == 1:
+        return [[request] for request in requests]
+    groups: list[tuple[set[int], list[Request]]] = []
+    for request in requests:
+        ways, members = set(request.route.ways), [request]
+        apart = []
+        for group in groups:
+            if group[0].isdisjoint(ways):
+                apart.append(group)
+            else:
+                ways |= group[0]
+                members = group[1] + members
+        groups = [*apart, (ways, members)]
+    return [members for _, members in groups]

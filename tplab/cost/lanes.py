@@ -1,0 +1,285 @@
+"""Lanes: what the ranks of a program do, each in the order of its program, and when all of it happens.
+
+While a program runs, its ranks note what they do in a `Log`. No times are needed for that, and so it does not matter in
+which order ranks have their turns. `Lanes` works the times out afterwards.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable
+from math import nan
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.cost.clock import Clock, Request
+from tplab.cost.links import Links, Route
+
+COMPUTE, WAIT, SEND, ISSUE, ROUND, MARK, AFTER = range(7)
+"""What a lane can do, with two numbers (a, b) each:
+
+COMPUTE   for `a` seconds
+SEND      a message of the form `a`
+ISSUE     its part of collective `a`, of the form `b`; it goes on at once
+WAIT      until entry `a` has arrived: a SEND, or an ISSUE of its own. `b` is for the caller, -1 to pass over the wait
+ROUND     as WAIT, but only on the clock that counts hops
+MARK      nothing: a moment, `a` seconds from here
+AFTER     goes on because of another lane, after that one's MARK `a`
+"""
+
+_BLOCK = 1 << 18
+_CHUNK = 1 << 12
+
+
+class Log:
+    """What the lanes of a program have done: entries, each with a number.
+
+    A lane is a rank, or a thread of one. The lanes of a rank compute one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []  # of each lane
+        self.messages: list[tuple[int, int, int, tuple[Any, ...]]] = []  # by form: from, to, bytes, what is said of it
+        self.collectives: list[tuple[str, tuple[int, ...], int, tuple[Any, ...]]] = []  # op, group, bytes, said
+        self.num_collectives = 0
+        self._entries: list[float] = []  # flat: lane, what it does, a, b
+        self._blocks: list[np.ndarray] = []
+        self._num_packed = 0
+
+    def __len__(self) -> int:
+        return self._num_packed + (len(self._entries) >> 2)
+
+    def lane(self, rank: int) -> int:
+        """A new lane of this rank."""
+        self.ranks.append(rank)
+        return len(self.ranks) - 1
+
+    def message_form(self, source: int, target: int, num_bytes: int, *said: Any) -> int:
+        """The form of messages between these two ranks. `said` is what the program says about them, in any words."""
+        self.messages.append((source, target, num_bytes, said))
+        return len(self.messages) - 1
+
+    def collective_form(self, op: str, group: tuple[int, ...], num_bytes: int, *said: Any) -> int:
+        """The form of collectives over this group, as one rank issues them with an input of so many bytes."""
+        self.collectives.append((op, group, num_bytes, said))
+        return len(self.collectives) - 1
+
+    def next_collective(self) -> int:
+        """A number for the parts of one collective."""
+        self.num_collectives += 1
+        return self.num_collectives - 1
+
+    def add(self, lane: int, does: int, a: float, b: int = -1) -> int:
+        """Note what a lane does next. Returns the number of the entry."""
+        entries = self._entries
+        number = self._num_packed + (len(entries) >> 2)
+        entries += (lane, does, a, b)
+        if len(entries) >= _BLOCK:
+            self._pack()
+        return number
+
+    def since(self, number: int) -> np.ndarray:
+        """The entries from this number on: [entries, (lane, what it does, a, b)]."""
+        if self._entries:
+            self._pack()
+        if len(self._blocks) > 1:
+            self._blocks = [np.concatenate(self._blocks)]
+        return self._blocks[0][number:] if self._blocks else np.zeros((0, 4))
+
+    def _pack(self) -> None:
+        self._blocks.append(np.array(self._entries, np.float64).reshape(-1, 4))
+        self._num_packed += len(self._entries) >> 2
+        self._entries.clear()
+
+
+class Times(NamedTuple):
+    """When each entry of a log began and ended: a SEND on its link, an ISSUE as the collective ran, a MARK at once."""
+
+    start: np.ndarray
+    end: np.ndarray
+
+
+class Lanes:
+    """Works out when everything in `log` happens on these links; more may be noted in between.
+
+    computes   whether computing takes the time that it says; if not, none
+    rounds     whether a ROUND is waited for
+    """
+
+    def __init__(self, log: Log, links: Links, *, computes: bool = True, rounds: bool = False):
+        self._log, self._links, self._computes, self._rounds = log, links, computes, rounds
+        self._clock = Clock(self._go_on, self._booked)
+        self._lanes: list[_Lane] = []
+        self._lanes_of: dict[int, list[_Lane]] = defaultdict(list)
+        self._start, self._end = array("d"), array("d")
+        self._routes: dict[Any, Route] = {}
+        self._meetings: dict[int, _Meeting] = {}
+        self._waiting: dict[int, list[_Lane]] = {}  # entry -> lanes that wait for it
+        self._busy: dict[int, float] = {}  # rank of several lanes -> until when it computes
+
+    def times(self) -> Times:
+        """The times of all entries, if nothing follows them."""
+        self._read()
+        self._clock.run()
+        return Times(np.array(self._start), np.array(self._end))
+
+    def is_known(self, entry: int, is_going: Callable[[int], bool]) -> bool:
+        """Whether the time of an entry is certain, whatever lanes that `is_going` note next."""
+        self._read()
+        going = [lane for lane in self._lanes if is_going(lane.number)]
+        self._clock.run(lambda time: all(lane.time > time for lane in going if lane.is_done))
+        return self._end[entry] == self._end[entry]
+
+    def end(self, entry: int) -> float:
+        """When an entry ends, once that is known."""
+        return self._end[entry]
+
+    # --- reading the log -----------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        known = len(self._start)
+        entries = self._log.since(known)
+        self._start.extend([nan] * len(entries))
+        self._end.extend([nan] * len(entries))
+        for number in range(len(self._lanes), len(self._log.ranks)):
+            beside = self._lanes_of[self._log.ranks[number]]
+            lane = _Lane(number, self._log.ranks[number], len(beside))
+            beside.append(lane)
+            self._lanes.append(lane)
+        order = np.argsort(entries[:, 0], kind="stable")
+        bounds = np.searchsorted(entries[order, 0], np.arange(len(self._lanes) + 1))
+        for lane, first, last in zip(self._lanes, bounds[:-1], bounds[1:], strict=True):
+            if first < last:
+                lane.parts.extend(
+                    (entries[part], part + known)
+                    for part in (order[begin : min(begin + _CHUNK, last)] for begin in range(first, last, _CHUNK))
+                )
+                if lane.is_done:
+                    lane.is_done = False
+                    self._clock.at(lane.time, lane.number)
+
+    # --- what happens --------------------------------------------------------------------------------------------
+
+    def _go_on(self, _: float, number: int) -> None:
+        """The lane does what follows, until it has to wait or to let time pass."""
+        lane, start, end, until = self._lanes[number], self._start, self._end, self._clock.until
+        is_alone = len(self._lanes_of[lane.rank]) == 1
+        time = lane.time
+        while lane.at < lane.size or lane.read():
+            entry = lane.entries[lane.at]
+            does, a, b = lane.does[lane.at]
+            if does == COMPUTE:
+                if not is_alone:
+                    if time > until:
+                        self._later(lane, time)
+                        return
+                    time = max(time, self._busy.get(lane.rank, 0.0))
+                start[entry] = time
+                if self._computes:
+                    time += a
+                end[entry] = time
+                if not is_alone:
+                    self._busy[lane.rank] = time
+            elif does in (WAIT, AFTER) or (does == ROUND and self._rounds):
+                awaited = int(a)
+                arrives = end[awaited]
+                if arrives != arrives:  # it is not known yet
+                    lane.time = time
+                    self._waiting.setdefault(awaited, []).append(lane)
+                    return
+                start[entry] = time
+                if arrives > time:
+                    time = arrives
+                end[entry] = time
+            elif does == SEND:
+                if time > until:
+                    self._later(lane, time)
+                    return
+                self._send(lane, time, entry, int(a))
+            elif does == ISSUE:
+                if time > until:
+                    self._later(lane, time)
+                    return
+                self._issue(lane, time, entry, int(a), int(b))
+            else:
+                start[entry] = end[entry] = time + a if does == MARK else time
+                if entry in self._waiting:
+                    self._wake(entry)
+            lane.at += 1
+        lane.time, lane.is_done = time, True
+
+    def _later(self, lane: _Lane, time: float) -> None:
+        """The lane goes on at that time."""
+        lane.time = time
+        self._clock.at(time, lane.number)
+
+    def _wake(self, entry: int) -> None:
+        for lane in self._waiting.pop(entry, ()):
+            self._go_on(0.0, lane.number)
+
+    def _send(self, lane: _Lane, time: float, entry: int, form: int) -> None:
+        source, target, num_bytes, said = self._log.messages[form]
+        route = self._routes.get(form)
+        if route is None:
+            route = self._routes[form] = self._links.message(source, target, num_bytes)
+        self._clock.ask(Request(route, time, said, {lane.rank: (lane.place, entry)}, (entry,)))
+
+    def _issue(self, lane: _Lane, time: float, entry: int, number: int, form: int) -> None:
+        """The lane's part of a collective, which is ready when all ranks of the group have come."""
+        op, group, num_bytes, said = self._log.collectives[form]
+        meeting = self._meetings.get(number)
+        if meeting is None:
+            meeting = self._meetings[number] = _Meeting(time, num_bytes, said)
+        meeting.ready = max(meeting.ready, time)
+        meeting.num_bytes, meeting.said = max(meeting.num_bytes, num_bytes), min(meeting.said, said)
+        meeting.places[lane.rank] = lane.place, entry
+        if len(meeting.places) < len(group):
+            return
+        del self._meetings[number]
+        key = op, meeting.num_bytes, group
+        route = self._routes.get(key)
+        if route is None:
+            route = self._routes[key] = self._links.collective(*key)
+        entries = tuple(entry for _, entry in meeting.places.values())
+        self._clock.ask(Request(route, meeting.ready, meeting.said, meeting.places, entries))
+
+    def _booked(self, request: Request) -> None:
+        for entry in request.what:
+            self._start[entry], self._end[entry] = request.start, request.end
+            if entry in self._waiting:
+                self._wake(entry)
+
+
+class _Lane:
+    """A lane, and how far it has come: the entries that it has noted, of which some are read in."""
+
+    __slots__ = ("at", "does", "entries", "is_done", "number", "parts", "place", "rank", "size", "time")
+
+    def __init__(self, number: int, rank: int, place: int):
+        self.number, self.rank, self.place = number, rank, place
+        self.time, self.is_done = 0.0, True
+        self.parts: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        self.does: list[list[float]] = []  # what, a, b
+        self.entries: list[int] = []
+        self.at = self.size = 0
+
+    def read(self) -> bool:
+        """Read in what follows. Returns whether there is anything."""
+        if not self.parts:
+            return False
+        part, entries = self.parts.popleft()
+        self.does, self.entries = part[:, 1:].tolist(), entries.tolist()
+        self.at, self.size = 0, len(self.entries)
+        return True
+
+
+class _Meeting:
+    """A collective of which some ranks have come."""
+
+    __slots__ = ("num_bytes", "places", "ready", "said")
+
+    def __init__(self, ready: float, num_bytes: int, said: tuple[Any, ...]):
+        self.ready, self.num_bytes, self.said = ready, num_bytes, said
+        self.places: dict[int, tuple[int, int]] = {}

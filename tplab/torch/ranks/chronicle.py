@@ -1,0 +1,65 @@
+"""The chronicle of a run: what its simulated ranks have done, and, once that is asked, when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from tplab.cost.cluster import Cluster
+from tplab.cost.lanes import ROUND, WAIT, Lanes, Log
+from tplab.cost.links import Links
+from tplab.mesh import Mesh
+from tplab.torch.ranks.burst import Burst
+from tplab.trace.recorder import Recorder, When
+from tplab.trace.trace import Trace
+
+
+class Chronicle:
+    """What the ranks of one run have done: `log` says in which order, and `recorder` says what it was.
+
+    While the program runs there are no times, only the numbers of entries in the log. The times of all of them are
+    worked out together when somebody reads the trace.
+
+    bursts   the actions that were computed
+    """
+
+    def __init__(self, mesh: Mesh, title: str, cluster: Cluster | None, clock: str):
+        self.recorder, self.log = Recorder(mesh, title, "torch"), Log()
+        self.bursts: list[Burst] = []
+        self._cluster, self._clock = cluster, clock
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The trace of everything so far; nothing may follow."""
+        for burst in self.bursts:
+            burst.note(self.recorder, self._when)
+        unit, name = ("steps", None) if self._cluster is None else ("s", self._cluster.name)
+        return self.recorder.trace(clock=self._clock, unit=unit, cluster=name, times=self._when)
+
+    def times(self, moments: Sequence[float] | np.ndarray) -> np.ndarray:
+        """The times of moments that ranks have noted; nothing may follow."""
+        return self._when.end[np.asarray(moments, np.int64)]
+
+    def is_known(self, moment: int, is_going: Callable[[int], bool]) -> bool:
+        """Whether the time of a moment is certain, whatever the lanes that `is_going` still do."""
+        return self._lanes.is_known(moment, is_going)
+
+    def time(self, moment: int) -> float:
+        """The time of a moment that `is_known`."""
+        return self._lanes.end(moment)
+
+    @cached_property
+    def _lanes(self) -> Lanes:
+        return Lanes(self.log, Links(self._cluster), rounds=self._cluster is None)
+
+    @cached_property
+    def _when(self) -> When:
+        start, end = self._lanes.times()
+        hops = start
+        if self._cluster is not None:
+            hops = Lanes(self.log, Links(None), computes=False, rounds=True).times().start
+        entries = self.log.since(0)
+        waits = np.flatnonzero(np.isin(entries[:, 1], (WAIT, ROUND)) & (entries[:, 3] >= 0))
+        return When(start, end, hops, np.stack([entries[waits, 3].astype(np.int64), waits], 1))
