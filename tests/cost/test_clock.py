@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -178,3 +179,85 @@ def test_a_long_log_is_kept_in_blocks():
     for _ in range(100_000):
         last = log.add(lane, COMPUTE, 1.0)
     assert len(log) == 100_000 and Lanes(log, Links(UNITS)).times().end[last] == 100_000
+
+
+# --- ports, cards, and what communication takes from computing --------------------------------------------------------
+
+NODES = Cluster("nodes", CHIP, Link("wire", 0.0, 1.0), node_size=2, outer_link=Link("net", 0.0, 1.0))
+ONE_CARD = replace(NODES, cards=1)
+
+
+def test_messages_within_a_node_take_the_port_and_those_to_another_node_the_card():
+    programs: list[list[Op]] = [
+        [("send", "in", 1, 3, ()), ("send", "out", 2, 5, ()), ("send", "in2", 1, 1, ())],
+        [],
+        [],
+    ]
+    found = clocked([*programs, []], NODES)
+    assert (found["in"], found["out"], found["in2"]) == ((0, 3), (0, 5), (3, 4))
+
+
+def test_a_collective_between_nodes_takes_ports_and_cards_of_all_groups_and_axes():
+    """Ranks 0 and 2 are in different nodes. What rank 0 sends in its node, or to another group in a third, waits."""
+    programs: list[list[Op]] = [
+        [("issue", "sum", (0, 2), 6, ()), ("send", "in", 1, 1, ()), ("send", "out", 4, 1, ())],
+        [("send", "other", 0, 1, ()), ("send", "far", 4, 1, ("later",))],
+        [("issue", "sum", (0, 2), 6, ())],
+        [],
+        [],
+        [],
+    ]
+    own, shared = clocked(programs, NODES), clocked(programs, ONE_CARD)
+    end = NODES.collective_seconds("all_reduce", 6, (0, 2))
+    assert own["sum"] == (0, end)
+    assert (own["in"], own["out"], own["other"]) == ((end, end + 1), (end, end + 1), (0, 1))
+    assert own["far"] == (0, 1)  # rank 1 has a card of its own
+    assert (shared["sum"][0], shared["far"][0]) == (0, end)  # here it does not
+
+
+def test_a_card_that_ranks_share_goes_to_what_the_program_says_first():
+    def of(said: list[tuple]) -> list[Span]:
+        programs: list[list[Op]] = [[("send", str(rank), rank + 2, 4, said[rank])] for rank in range(2)]
+        found = clocked([*programs, [], []], ONE_CARD)
+        return [found["0"], found["1"]]
+
+    assert of([("line 1",), ("line 2",)]) == [(0, 4), (4, 8)]
+    assert of([("line 2",), ("line 1",)]) == [(4, 8), (0, 4)]
+    assert of([("line 1",), ("line 1",)]) == [(0, 8), (0, 8)]  # nothing tells them apart: each has half of it
+    assert [clocked([[("send", str(rank), rank + 2, 4, ("line",))] for rank in range(2)] + [[], []], NODES)[str(rank)]
+            for rank in range(2)] == [(0, 4), (0, 4)]  # fmt: skip
+
+
+def test_data_parallel_groups_that_cross_one_card_take_as_long_as_one_after_the_other():
+    programs: list[list[Op]] = [[("issue", f"{rank % 2}", (rank % 2, rank % 2 + 2), 4, ("line",))] for rank in range(4)]
+    seconds = ONE_CARD.collective_seconds("all_reduce", 4, (0, 2))
+    found = clocked(programs, ONE_CARD)
+    assert found["0"] == found["1"] == (0, 2 * seconds)
+    assert clocked(programs, NODES)["0"] == (0, seconds)
+
+
+def test_collectives_slow_the_computing_beside_them():
+    """Half of the chip: a sum from 0 to 4 and one from 6 to 10 leave 2, and 2, and so on of what is computed."""
+    half = replace(UNITS, communication_share=0.5)
+    programs: list[list[Op]] = [
+        [("issue", "a", (0, 1), 4, ()), ("compute", 3.0), ("compute", 4.0), ("compute", 1.0)],
+        [("issue", "a", (0, 1), 4, ()), ("compute", 4.0), ("issue", "b", (0, 1), 4, ())],
+        [("compute", 4.0)],
+    ]
+    programs[0].insert(2, ("issue", "b", (0, 1), 4, ()))
+    found = clocked(programs, half)
+    assert (found["a"], found["b"]) == ((0, 4), (6, 10))  # rank 1 computes 2 until 4, and 2 until 6
+    # rank 0 computes 3 until 5, of 4 one until 6, two until 10, one until 11, and 1 until 12
+    assert (found["end 0"][0], found["end 1"][0], found["end 2"][0]) == (12, 6, 4)
+    assert clocked(programs, UNITS)["end 0"][0] == 8
+
+
+def test_threads_of_a_rank_are_slowed_one_at_a_time():
+    log = Log()
+    first, other, peer = log.lane(0), log.lane(0), log.lane(1)
+    form, number = log.collective_form("all_reduce", (0, 1), 4), log.next_collective()
+    for lane in (first, peer):
+        log.add(lane, ISSUE, number, form)
+    work = [log.add(first, COMPUTE, 1.0), log.add(other, COMPUTE, 1.0), log.add(first, COMPUTE, 1.0)]
+    start, end = Lanes(log, Links(replace(UNITS, communication_share=0.5))).times()
+    assert [(start[entry], end[entry]) for entry in work] == [(0, 2), (2, 4), (4, 5)]

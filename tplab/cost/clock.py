@@ -46,10 +46,13 @@ class Clock:
     happens   is called with everything that was put on the agenda, when its time has come
     booked    is called with each request, once its start and end are known
     until     the end of the current instant
+    share     what a collective takes from computing on its ranks
     """
 
-    def __init__(self, happens: Callable[..., None], booked: Callable[[Request], None]):
+    def __init__(self, happens: Callable[..., None], booked: Callable[[Request], None], share: float = 0.0):
         self.until = 0.0
+        self._share = share
+        self._slow: dict[int, list[tuple[float, float]]] = {}  # rank -> when collectives run on it, one after another
         self._happens, self._booked = happens, booked
         self._agenda: list[tuple[Any, ...]] = []
         self._asking: list[Request] = []
@@ -92,8 +95,31 @@ class Clock:
         done = start + route.held
         for way in route.ways:
             free[way] = done
-        request.start, request.end = start, done + route.latency
+        self._is_served(request, start, done)
+
+    def _is_served(self, request: Request, start: float, done: float) -> None:
+        request.start, request.end = start, done + request.route.latency
+        for rank in request.route.slows:
+            _insert(self._slow.setdefault(rank, []), (start, done))
         self._booked(request)
+
+    def computed(self, rank: int, start: float, seconds: float) -> float:
+        """When a rank is done that computes from `start` on, if no collective begins meanwhile that is not known yet.
+        What it computes next begins later."""
+        slow, now, left = self._slow.get(rank, []), start, seconds
+        while slow and slow[0][1] <= start:
+            slow.pop(0)
+        for begin, end in slow:
+            if begin >= now + left:
+                break
+            if begin > now:
+                left -= begin - now
+                now = begin
+            if left <= (end - now) * (1 - self._share):
+                return now + left / (1 - self._share)
+            left -= (end - now) * (1 - self._share)
+            now = end
+        return now + left
 
     def _serve_all(self, asking: list[Request]) -> None:
         """Serve what became ready at one instant."""
@@ -126,8 +152,17 @@ class Clock:
                 done = start + request.route.held * max(load[way] for way in request.route.ways)
                 for way in request.route.ways:
                     self._free[way] = max(done, self._free.get(way, 0.0))
-                request.start, request.end = start, done + request.route.latency
-                self._booked(request)
+                self._is_served(request, start, done)
+
+
+def _insert(spans: list[tuple[float, float]], span: tuple[float, float]) -> None:
+    """Add a span to others, which come one after another; spans that touch become one."""
+    if not spans or span[0] > spans[-1][1]:
+        spans.append(span)
+        return
+    apart = [other for other in spans if other[1] < span[0] or other[0] > span[1]]
+    touching = [span, *(other for other in spans if not (other[1] < span[0] or other[0] > span[1]))]
+    spans[:] = sorted([*apart, (min(begin for begin, _ in touching), max(end for _, end in touching))])
 
 
 def _in_turn(requests: list[Request]) -> Iterable[list[Request]]:

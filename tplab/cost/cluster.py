@@ -97,12 +97,14 @@ class Cluster:
                  are more, each rank has several and sends through all of them
     oversubscription    by how much the network between nodes is too small for all cards at once: with 2, every card
                  gets half of its bandwidth
+    communication_share     the part of a chip that is taken from computing while a collective runs: 16 / 132 where its
+                 kernels run on 16 of an H100's 132 SMs. Computing that is under way is slowed by it
 
     forecast     what was measured on such nodes; None: everything comes from data sheets
 
-    wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages share
-                 (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and down
-                 a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus
+    wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages within the node
+                 share (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and
+                 down a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus
     """
 
     name: str
@@ -114,6 +116,7 @@ class Cluster:
     cards: int | None = None
     oversubscription: float = 1.0
     forecast: Forecast | None = None
+    communication_share: float = 0.0
 
     def __post_init__(self):
         what = f"cluster {self.name!r}"
@@ -128,6 +131,9 @@ class Cluster:
                 f"{what}: node_size is {self.node_size!r} and outer_link is {self.outer_link!r}; "
                 "give both (nodes of so many ranks, and what joins them) or neither (one node holds every rank)"
             )
+        check(what, "communication_share", self.communication_share, zero=True)
+        if self.communication_share >= 1:
+            raise ClusterError(f"{what}: communication_share is {self.communication_share!r}; it must be less than 1")
         check(what, "oversubscription", self.oversubscription)
         if self.oversubscription < 1:
             raise ClusterError(f"{what}: oversubscription is {self.oversubscription!r}; it must be 1 or more")

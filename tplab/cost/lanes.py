@@ -110,14 +110,15 @@ class Lanes:
 
     def __init__(self, log: Log, links: Links, *, computes: bool = True, rounds: bool = False):
         self._log, self._links, self._computes, self._rounds = log, links, computes, rounds
-        self._clock = Clock(self._go_on, self._booked)
+        self._share = links.share if computes else 0.0
+        self._clock = Clock(self._go_on, self._booked, self._share)
         self._lanes: list[_Lane] = []
         self._lanes_of: dict[int, list[_Lane]] = defaultdict(list)
         self._start, self._end = array("d"), array("d")
         self._routes: dict[Any, Route] = {}
         self._meetings: dict[int, _Meeting] = {}
         self._waiting: dict[int, list[_Lane]] = {}  # entry -> lanes that wait for it
-        self._busy: dict[int, float] = {}  # rank of several lanes -> until when it computes
+        self._computing: dict[int, deque[_Lane]] = {}  # rank -> its lanes that compute, or want to, in this order
 
     def times(self) -> Times:
         """The times of all entries, if nothing follows them."""
@@ -165,23 +166,21 @@ class Lanes:
     def _go_on(self, _: float, number: int) -> None:
         """The lane does what follows, until it has to wait or to let time pass."""
         lane, start, end, until = self._lanes[number], self._start, self._end, self._clock.until
-        is_alone = len(self._lanes_of[lane.rank]) == 1
+        is_alone = len(self._lanes_of[lane.rank]) == 1 and not self._share  # nothing can hold up its computing
         time = lane.time
         while lane.at < lane.size or lane.read():
             entry = lane.entries[lane.at]
             does, a, b = lane.does[lane.at]
             if does == COMPUTE:
-                if not is_alone:
-                    if time > until:
-                        self._later(lane, time)
-                        return
-                    time = max(time, self._busy.get(lane.rank, 0.0))
-                start[entry] = time
-                if self._computes:
-                    time += a
-                end[entry] = time
-                if not is_alone:
-                    self._busy[lane.rank] = time
+                if is_alone or not self._computes:
+                    start[entry] = time
+                    if self._computes:
+                        time += a
+                    end[entry] = time
+                elif not self._compute(lane, time, entry, a):
+                    return
+                else:
+                    time = end[entry]
             elif does in (WAIT, AFTER) or (does == ROUND and self._rounds):
                 awaited = int(a)
                 arrives = end[awaited]
@@ -209,6 +208,29 @@ class Lanes:
                     self._wake(entry)
             lane.at += 1
         lane.time, lane.is_done = time, True
+
+    def _compute(self, lane: _Lane, time: float, entry: int, seconds: float) -> bool:
+        """Compute on a rank where something may hold it up. Returns whether that is done; if not, it goes on later."""
+        lane.time = time
+        if time > self._clock.until:
+            self._clock.at(time, lane.number)
+            return False
+        queue = self._computing.setdefault(lane.rank, deque())
+        if lane not in queue:
+            queue.append(lane)
+        if queue[0] is not lane:
+            return False
+        if self._start[entry] != self._start[entry]:
+            self._start[entry] = time
+        done = self._clock.computed(lane.rank, self._start[entry], seconds)
+        if done > self._clock.until:
+            self._later(lane, done)
+            return False
+        self._end[entry] = lane.time = done
+        queue.popleft()
+        if queue:
+            self._later(queue[0], done)
+        return True
 
     def _later(self, lane: _Lane, time: float) -> None:
         """The lane goes on at that time."""

@@ -47,7 +47,7 @@ class Timing:
         self._tasks, self._cluster, self._num_ranks = tasks, cluster, num_ranks
         self.spans: list[dict[int, Span]] = [{} for _ in tasks]
         self._links = Links(cluster)
-        self._clock = Clock(self._happens, self._booked)
+        self._clock = Clock(self._happens, self._booked, self._links.share)
         self._routes: dict[Any, Route] = {}
         self._in_step: dict[tuple[int, tuple[int, ...]], tuple[int, float]] = {}  # messages left, and until when
         self._arrivals: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
@@ -80,6 +80,13 @@ class Timing:
             self._send(now, number, rank)
         else:
             if self._tasks[number].kind == "compute":
+                begun = self.spans[number][rank].start
+                done = self._clock.computed(rank, begun, self._seconds(number))
+                if done > self._clock.until:  # collectives that have begun meanwhile slow it
+                    self._clock.at(done, _ENDED, number, rank)
+                    return
+                self.spans[number][rank] = Span(begun, done)
+                now = done
                 self._busy[rank] = False
                 self._clock.at(now, _NEXT, -1, rank)
             self._release(now, number, rank)
@@ -104,13 +111,16 @@ class Timing:
         if self._busy[rank] or not self._queues[rank]:
             return
         number = heappop(self._queues[rank])
-        task = self._tasks[number]
-        seconds = task.seconds or 0.0
-        if self._cluster is not None:
-            seconds = self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype, task.matmul)
         self._busy[rank] = True
-        self.spans[number][rank] = Span(now, now + seconds)
-        self._clock.at(now + seconds, _ENDED, number, rank)
+        self.spans[number][rank] = Span(now, now)
+        self._clock.at(self._clock.computed(rank, now, self._seconds(number)), _ENDED, number, rank)
+
+    def _seconds(self, number: int) -> float:
+        """How long a task computes, if nothing slows it."""
+        task = self._tasks[number]
+        if self._cluster is None:
+            return task.seconds or 0.0
+        return self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype, task.matmul)
 
     def _send(self, now: float, number: int, rank: int) -> None:
         task = self._tasks[number]
