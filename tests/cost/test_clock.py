@@ -212,7 +212,7 @@ def test_a_collective_between_nodes_takes_ports_and_cards_of_all_groups_and_axes
     assert own["sum"] == (0, end)
     assert (own["in"], own["out"], own["other"]) == ((end, end + 1), (end, end + 1), (0, 1))
     assert own["far"] == (0, 1)  # rank 1 has a card of its own
-    assert (shared["sum"][0], shared["far"][0]) == (0, end)  # here it does not
+    assert (shared["sum"][0], shared["out"][0], shared["far"][0]) == (0, end, end + 1)  # here it does not
 
 
 def test_a_card_that_ranks_share_goes_to_what_the_program_says_first():
