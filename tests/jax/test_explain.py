@@ -206,6 +206,51 @@ def test_on_gpus_and_tpus_bfloat16_is_sent_as_such():
         assert "GPUs" not in total.causes[0].why
 
 
+def test_on_gpus_and_tpus_sums_of_two_types_are_sent_as_each_is():
+    """XLA for CPUs sends them together, as float32."""
+    low, high = jnp.bfloat16, jnp.float32
+    kinds = [
+        ((16, 32), low, (None, "dp")),
+        ((32, 32), low, ("dp",)),
+        ((16, 32), high, (None, "dp")),
+        ((32, 32), high, ("dp",)),
+    ]
+    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on(*spec, mesh=DP)) for shape, dtype, spec in kinds]
+    narrow, wide = 2 * 3 * 16 * 32 * 2 // 4, 2 * 3 * 16 * 32 * 4 // 4
+    programs = {  # and what is sent in bfloat16, and in float32
+        lambda a, b, c, d: (a @ b, c @ d): (narrow, wide),
+        lambda a, b, c, d: (a @ b, (c @ d).astype(low)): (narrow, wide),
+        lambda a, b, c, d: ((a @ b).astype(high), c @ d): (narrow, wide),
+        lambda a, b, c, d: (jnp.tanh(a @ b), jnp.exp(c @ d)): (narrow, wide),
+        lambda a, b, c, d: (jnp.dot(a, b, preferred_element_type=high), c @ d, a @ b): (narrow, 2 * wide),
+        lambda a, b, c, d: (a @ b, jnp.tanh(a) @ b): (2 * narrow, 0),
+    }
+    for fn, expected in programs.items():
+        sent = [e for e in trace(fn, *given, accelerator=True).events if e.rank == 0 and e.kind == "collective"]
+        assert tuple(sum(e.bytes for e in sent if e.dtype == dtype) for dtype in ("bfloat16", "float32")) == expected
+        assert explain(fn, *given, accelerator=True).bytes == sum(expected)
+
+
+def test_on_gpus_and_tpus_a_step_of_mixed_precision():
+    """Data parallel: gradients of products are summed in bfloat16; those of a gain that is used in float32, the norm of
+    all and the loss in float32."""
+
+    def loss(params, x):
+        h = jnp.tanh(x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)).astype(jnp.float32)
+        return jax.nn.log_softmax(h * params["gain"])[:, 0].sum()
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return value, grads, sum((g**2).sum() for g in grads.values())
+
+    params = {"w": placed((16, 32), mesh=DP), "gain": placed((32,), mesh=DP)}
+    found = trace(step, params, placed((64, 16), "dp", mesh=DP), accelerator=True)
+    sent = [e for e in found.events if e.rank == 0 and e.kind == "collective"]
+    by_dtype = {dtype: sum(e.bytes for e in sent if e.dtype == dtype) for dtype in ("bfloat16", "float32")}
+    assert by_dtype["bfloat16"] == found.bytes_sent(rank=0) - by_dtype["float32"] == 2 * 3 * 16 * 32 * 2 // 4
+    assert 2 * 3 * 32 * 4 // 4 <= by_dtype["float32"] <= 2 * 3 * 36 * 4 // 4  # the gain's gradient, the loss
+
+
 def test_on_gpus_and_tpus_a_sum_is_scattered():
     """Where several sums are sent together, each is what it is."""
 

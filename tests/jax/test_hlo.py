@@ -152,6 +152,20 @@ def test_what_is_sent_together():
     ]  # fmt: skip
 
 
+def test_numbers_that_share_a_byte():
+    """Layouts with E(4) have two numbers in a byte; without, XLA gives each number a byte of its own."""
+    packed = TEXT.replace("bf16[8,4]{1,0}", "s4[8,4]{1,0:T(8,128)E(4)}").replace("bf16[2,4]{1,0}", "s4[2,4]{1,0:E(4)}")
+    plain = TEXT.replace("bf16", "s4")
+    for text, per_byte in ((packed, 2), (plain, 1)):
+        found = unrolled(Module(text), Recorder(Mesh(dp=2, tp=2), "step", "jax"), TOY).select(rank=0, kind="collective")
+        sent = {e.op: (e.bytes, e.shape, e.dtype) for e in found.events}
+        assert sent["reduce_scatter"] == (3 * 32 // 4 // per_byte, (8, 4), "int4")
+        assert sent["all_gather"] == (8 // per_byte, (2, 4), "int4")
+        listed = {one.op: one.bytes for one in collectives_in_text(text)}
+        assert (listed["reduce_scatter"], listed["all_gather"]) == (3 * 8 // per_byte, 16 // per_byte)
+    assert Array("int4", (5,), 4).num_bytes == 3
+
+
 def test_half_a_message_is_refused():
     text = TEXT.replace("custom-call(%p0, %p0), custom_call_target", "send(%p0, %p0), channel_id=1, a")
     with pytest.raises(TraceError, match="one half of a message"):

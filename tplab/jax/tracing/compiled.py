@@ -159,7 +159,7 @@ def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
     if one.op in ("all-gather-start", "collective-permute-start") and one.kind.startswith("("):
         arrays = arrays[1:2]  # a start returns its operand, the result, and what else the chip needs
     if op == "all_to_all" and len(arrays) > 1:
-        arrays = [Array(arrays[0].dtype, (len(arrays), *arrays[0].shape))]
+        arrays = [arrays[0]._replace(shape=(len(arrays), *arrays[0].shape))]
     for array in arrays:
         sent = _bytes_sent(op, array, len(groups[0]))
         yield CompiledCollective(
@@ -171,9 +171,9 @@ def _bytes_sent(op: str, array: Array, num_ranks: int) -> int:
     """The bytes that a rank sends, worked out from what it receives."""
     if op == "ppermute":
         return array.num_bytes
-    elements = array.size
+    elements, itemsize = array.units
     if op == "all_gather":
         elements //= num_ranks
     elif op == "reduce_scatter":
         elements *= num_ranks
-    return max(cost.bytes_sent(op, elements, array.itemsize, num_ranks, index) for index in range(num_ranks))
+    return max(cost.bytes_sent(op, elements, itemsize, num_ranks, index) for index in range(num_ranks))

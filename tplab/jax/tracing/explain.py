@@ -152,7 +152,7 @@ class _Why:
         causes = self._causes(place, sent, axis, num_ranks)
         for op in dict.fromkeys(op for op, _ in sent):
             num_bytes = sum(
-                max(cost.bytes_sent(op, array.size, array.itemsize, num_ranks, index) for index in range(num_ranks))
+                max(cost.bytes_sent(op, *array.units, num_ranks, index) for index in range(num_ranks))
                 for _, array in merged(each for each in sent if each.op == op)
             )
             # the pieces of one array have one cause

@@ -31,10 +31,11 @@ BRANCHES = "true_computation", "false_computation", "branch_computations"
 
 
 class Array(NamedTuple):
-    """An array, as a type describes it."""
+    """An array, as a type describes it. `bits` are those of an element where several share a byte, else 0."""
 
     dtype: str
     shape: tuple[int, ...]
+    bits: int = 0
 
     @property
     def size(self) -> int:
@@ -49,7 +50,12 @@ class Array(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.size * self.itemsize
+        return -(-self.size * self.bits // 8) if self.bits else self.size * self.itemsize
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """What it is sent as: how many units, of how many bytes each: elements, or bytes that elements share."""
+        return (self.num_bytes, 1) if self.bits else (self.size, self.itemsize)
 
 
 class Instruction:
@@ -62,9 +68,9 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> list[Array]:
-        """The arrays that it makes: "(f32[8,4]{1,0}, s32[])" -> float32 [8, 4], int32 []."""
-        found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", self.kind)
-        return [Array(dtype_of(name), _numbers(dims)) for name, dims in found]
+        """The arrays that it makes: "(f32[8,4]{1,0}, s4[6]{0:E(4)})" -> float32 [8, 4], int4 [6] of 4 bits each."""
+        found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\](?:\{[^{}]*\bE\((\d+)\)[^{}]*\})?", self.kind)
+        return [Array(dtype_of(name), _numbers(dims), int(bits or 0)) for name, dims, bits in found]
 
     @property
     def collective(self) -> str | None:

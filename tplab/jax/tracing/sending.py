@@ -41,10 +41,10 @@ def sent_by(flow: Flow, place: Place, accelerator: bool = False) -> list[Sent]:
 def merged(sent: Iterable[Sent]) -> Iterator[Sent]:
     """The same, with those of one dtype concatenated, as XLA sends them."""
     listed = list(sent)
-    for key in dict.fromkeys((op, array.dtype) for op, array in listed):
-        alike = [one for one in listed if (one.op, one.array.dtype) == key]
+    for key in dict.fromkeys((op, array.dtype, array.bits) for op, array in listed):
+        alike = [one for one in listed if (one.op, one.array.dtype, one.array.bits) == key]
         size = sum(one.array.size for one in alike)
-        yield alike[0] if len(alike) == 1 else Sent(key[0], Array(key[1], (size,)))
+        yield alike[0] if len(alike) == 1 else Sent(key[0], Array(key[1], (size,), key[2]))
 
 
 def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
@@ -59,12 +59,15 @@ def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
 
 def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:
     """The 16-bit dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says so."""
-    if not any(array.dtype == "float32" for array in place.one.arrays):
+    one = place.one
+    if not any(array.dtype == "float32" for array in one.arrays):
         return ""
-    if place.one.op.startswith("all-reduce"):
-        is_promoted = any("promoted" in name for name in place.one.called("to_apply"))
-        return _narrow_after(flow, place, index) or "bfloat16" if is_promoted else ""
-    return _narrow_before(flow, flow.operands(place)[index or 0])
+    if not one.op.startswith("all-reduce"):
+        return _narrow_before(flow, flow.operands(place)[index or 0])
+    found = [_narrow_after(flow, place, each) for each in ([None] if index is None else range(len(one.arrays)))]
+    if any(found):
+        return found[index or 0]
+    return "bfloat16" if any("promoted" in name for name in one.called("to_apply")) else ""
 
 
 def _narrow_before(flow: Flow, place: Place) -> str:
@@ -81,7 +84,12 @@ def _narrow_before(flow: Flow, place: Place) -> str:
 
 
 def _narrow_after(flow: Flow, place: Place, index: int | None) -> str:
-    return next((dtype for user in flow.handed_on(place, index) if (dtype := _narrow(user.one))), "")
+    """The dtype to which XLA converts a sum that it has widened. What the program itself converts was a sum of float32,
+    also where XLA sends both together."""
+    for user in flow.handed_on(place, index):
+        if user.one.op == "convert" and (dtype := _narrow(user.one)):
+            return "" if user.one.primitive == "convert_element_type" else dtype
+    return ""
 
 
 def _narrow(one: Instruction) -> str:

@@ -172,6 +172,8 @@ class _Taking:
             if group[0] not in spans:
                 continue
             message = self.recorder.next_message()
+            if task.num_bytes < elements:  # packed: several elements share a byte
+                elements = task.num_bytes
             itemsize = task.num_bytes // elements if elements else 0
             for index, rank in enumerate(group):
                 self.recorder.add(
