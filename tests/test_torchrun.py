@@ -40,7 +40,7 @@ def test_a_run_ends_with_one_screen(script: Path, capsys):
     assert "[rank 3] sum 4.0 ['--lr', '1']" in shown
     # a ring over 4 ranks: 2 * 3/4 of 4,000 bytes, on each of 4 ranks
     assert ["world", "all_reduce", "1", "23.4", "KiB"] in [line.split() for line in shown.splitlines()]
-    assert "train on Mesh(world=4), modelled on h100" in shown
+    assert "train on Mesh(world=4), modelled on h100, data sheet" in shown
     assert "in all_reduce over world at train.py:5; 4 ranks wait there" in shown
     assert "peak memory of tensors: " in shown and "ranks are idle (not computing) for" in shown
 

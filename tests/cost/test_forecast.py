@@ -292,3 +292,20 @@ def test_what_cannot_be_is_refused():
         H100_MEASURED.collective_seconds("all_reduce", -1, 8)
     with pytest.raises(ClusterError, match="NCCL's constant hop is -1"):
         replace(known(H100_MEASURED).nccl, hop=-1.0)
+
+
+def test_traces_of_runs_say_which_clock_they_have():
+    import torch
+
+    from tplab import Mesh
+    from tplab import jax as tj
+    from tplab import torch as tt
+
+    for name in ("h100", "b200-measured"):
+        ran = tt.run(lambda x: tt.all_reduce(x, "tp"), Mesh(tp=2), torch.ones(4), cluster=name, count_memory=True)
+        assert ran.trace.place == f"{name}, {find(name).kind_text}"
+        assert ran.memory.cluster == ran.trace.place
+        assert (
+            tj.run(lambda x: tj.all_reduce(x, "tp"), Mesh(tp=2), np.ones(4), cluster=name).trace.place
+            == ran.trace.place
+        )

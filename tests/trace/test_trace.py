@@ -501,3 +501,15 @@ def test_asking_for_what_is_not_there_is_an_error_and_no_empty_answer():
         trace.select(axis="dp")
     with pytest.raises(TraceError, match=r"an event's kind is one of compute, .*, not 'sent'"):
         trace.select(kind="sent")
+
+
+def test_a_trace_says_where_its_clocks_figures_come_from():
+    """In words for people, beside the cluster's name, and in files."""
+    sheet = example(cluster="h100", figures="data sheet")
+    assert sheet.place == "h100, data sheet"
+    assert Trace.from_json(sheet.to_json()) == sheet != example(cluster="h100")
+    assert repr(sheet).endswith("modelled on h100, data sheet")
+    assert (example(cluster="h100").place, example().place) == ("h100", "")
+    old = json.loads(sheet.to_json())
+    del old["figures"]  # as files from before have it
+    assert Trace.from_json(json.dumps(old)) == example(cluster="h100")

@@ -99,3 +99,13 @@ def test_what_a_staircase_is_at_the_steps_of_another():
         ("seconds: 3", {"a": "3 KiB", "b": "1 KiB"}),
         ("seconds: 4", {"a": "0 B"}),
     ]
+
+
+def test_measured_points_say_by_whom():
+    sizes, line = [1024, 2048], {"all_reduce": {"ring": [1e-5, 2e-5]}}
+    points = {"all_reduce": [(1500.0, 1.2e-5)]}
+    drawn = curves(sizes, line, title="t", sentence="s", measured=points, by="aiconfigurator, 8 H100").figure
+    assert [line.get_label() for line in drawn.axes[0].lines] == ["ring", "measured by aiconfigurator, 8 H100"]
+    assert drawn.axes[0].lines[1].get_xydata().tolist() == [[1500.0, 1.2e-5]]
+    with pytest.raises(ValueError, match="measured points need `by`"):
+        curves(sizes, line, title="t", sentence="s", measured=points)

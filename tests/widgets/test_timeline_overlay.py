@@ -314,7 +314,7 @@ def test_real_runs_over_their_predictions():
     assert widget.comparison and widget.comparison.residual >= -1e-9
     trace = run(step(dualpipe(2, 4)), Mesh(dp=2, pp=2), cluster="h100").trace
     widget = timeline(trace, compare(dualpipe(2, 4), trace))
-    assert "modelled, h100" in repr(widget)
+    assert "modelled, h100, data sheet" in repr(widget)
     assert widget.comparison and (widget.comparison.lag >= -1e-12).all()  # pairs run one after the other
     trace = run(step(schedule, costs=Costs(2, 1, 1)), Mesh(pp=2)).trace
     widget = timeline(trace, simulate(schedule, Costs(2, 1, 1, transfer=1)))

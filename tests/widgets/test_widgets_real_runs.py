@@ -84,7 +84,7 @@ def test_a_real_layer_has_its_compute_and_its_collective(framework: str):
     assert "after computing" in told
     assert set(frame(piece, 1).cells) == {(rank, 0) for rank in range(4)}
     for make in (animate, timeline):
-        assert "1 step, each rank sends 24 KiB (modelled, h100)" in repr(make(piece.trace))
+        assert "1 step, each rank sends 24 KiB (modelled, h100, data sheet)" in repr(make(piece.trace))
 
 
 def test_who_computes_is_named_where_it_is_not_who_sends():

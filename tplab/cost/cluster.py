@@ -164,8 +164,13 @@ class Cluster:
     @property
     def label(self) -> str:
         """What a clock on this cluster is called: "modelled, data sheet", or "forecast, ±5 %"."""
+        return "modelled, data sheet" if self.forecast is None else self.kind_text
+
+    @property
+    def kind_text(self) -> str:
+        """The kind, and a forecast's median error on rows that it has not seen: "data sheet", "forecast, ±5 %"."""
         if self.forecast is None:
-            return "modelled, data sheet"
+            return "data sheet"
         return f"forecast, ±{ceil(100 * self.forecast.typical_error)} %"
 
     def link(self, a: int, b: int) -> Link:

@@ -172,6 +172,8 @@ def run(
         return Result(per_rank, make_trace, mesh, out_specs, mapped)
     out = Result([result for result, _ in per_rank], make_trace, mesh, out_specs, mapped)
     unit, name = ("steps", None) if is_simulated and known is None else ("s", known.name if known else None)
+    if known is not None and unit == "s":
+        name = f"{known.name}, {known.kind_text}"
     held = [held.at_times(times(held.times)) for _, held in per_rank]
     out.memory = Memory(mesh, held, title=title, clock=clock, unit=unit, cluster=name)
     return out

@@ -139,7 +139,7 @@ def _args(event: Event) -> dict[str, Any]:
 def _about(trace: Trace) -> dict[str, str]:
     about = {"title": trace.title, "framework": trace.framework, "mesh": repr(trace.mesh), "clock": trace.clock}
     about["time"] = "1 step is shown as 1 us" if trace.unit == "steps" else f"{trace.clock} seconds"
-    return about | ({"cluster": trace.cluster} if trace.cluster else {})
+    return about | ({"cluster": trace.place} if trace.cluster else {})
 
 
 def _nanoseconds(trace: Trace, name: str) -> list[int]:

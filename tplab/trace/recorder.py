@@ -251,7 +251,12 @@ class Recorder:
     # --- the trace -----------------------------------------------------------------------------------------------
 
     def trace(
-        self, clock: str = "modelled", unit: str = "s", cluster: str | None = None, times: When | None = None
+        self,
+        clock: str = "modelled",
+        unit: str = "s",
+        cluster: str | None = None,
+        times: When | None = None,
+        figures: str = "",
     ) -> Trace:
         """The trace of what was recorded so far. With `times`, each start and end is the number of an entry in them."""
         blocks = [*self._blocks, self._packed()]
@@ -294,6 +299,7 @@ class Recorder:
         rows = np.flatnonzero(np.isin(note_of, list(self._values)))
         values = {row: self._values[note] for row, note in zip(rows.tolist(), note_of[rows].tolist(), strict=True)}
         about = {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
+        about["figures"] = figures
         chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
         names = [self._chunk_names.get(number, "") for number in range(len(chunks))]
         return Trace.from_columns(self.mesh, values=values, chunks=chunks, chunk_names=names, **columns, **about)

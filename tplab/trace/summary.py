@@ -18,7 +18,7 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
     peaks       the most bytes of tensors that each rank held at once, if they were counted
     num_waits   how many of the longest waits to list
     """
-    on = f" on {trace.cluster}" if trace.cluster else ""
+    on = f" on {trace.place}" if trace.cluster else ""
     parts = [f"{trace.title or 'a program'} on {trace.mesh}, {trace.clock}{on}", _sent(trace), _shares(trace)]
     if waits := _longest_waits(trace, num_waits):
         parts.append(waits)

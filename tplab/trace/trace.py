@@ -25,6 +25,7 @@ class Trace:
     clock       "modelled" (from a cluster's figures) or "measured" (on this machine)
     unit        "s"; or "steps" if no cluster was given: a hop takes 1 and computing takes 0
     cluster     the name of the modelled cluster, or None
+    figures     where that cluster's figures come from: "data sheet", "forecast, ±5 %"; "" if that is unknown
     chunks      what travelled: (the rank it came from, how many that rank had sent before it)
     chunk_names each chunk's name in the program: "Z", or "x[3]" for piece 3 of x; "" if that is unknown
 
@@ -42,6 +43,7 @@ class Trace:
         clock: str = "modelled",
         unit: str = "s",
         cluster: str | None = None,
+        figures: str = "",
         chunks: Sequence[tuple[int, int]] = (),
         chunk_names: Sequence[str] = (),
         values: Mapping[int, np.ndarray] | None = None,
@@ -50,11 +52,11 @@ class Trace:
             raise TraceError(f"a clock is 'modelled' or 'measured', not {clock!r}")
         if unit not in ("s", "steps"):
             raise TraceError(f"a trace counts its time in 's' or 'steps', not {unit!r}")
-        for text in (title, framework, cluster or ""):
+        for text in (title, framework, cluster or "", figures):
             if not isinstance(text, str):
                 raise TraceError(f"the title, the framework and the cluster of a trace are text, not {text!r:.80}")
         self.mesh, self.title, self.framework = mesh, title, framework
-        self.clock, self.unit, self.cluster = clock, unit, cluster
+        self.clock, self.unit, self.cluster, self.figures = clock, unit, cluster, figures
         self.chunks = [(int(origin), int(piece)) for origin, piece in chunks]
         self.chunk_names = list(chunk_names)
         # The sort is stable: events of one rank that start together keep the order in which they were recorded.
@@ -89,6 +91,11 @@ class Trace:
         given["chunk_names"] = names_of(given.get("chunk_names", ()), len(given["chunks"]))
         check(mesh, columns, len(given["chunks"]), values or ())
         return cls(mesh, columns, values={row: _plain_array(array) for row, array in (values or {}).items()}, **given)
+
+    @property
+    def place(self) -> str:
+        """The cluster, and where its times come from: "h100, data sheet"; "" without a cluster."""
+        return ", ".join(text for text in (self.cluster, self.figures) if text) if self.cluster else ""
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -262,7 +269,7 @@ class Trace:
         return hash((self.mesh, self.title, len(self)))
 
     def __repr__(self) -> str:
-        about = f"{self.clock}" + (f" on {self.cluster}" if self.cluster else "")
+        about = f"{self.clock}" + (f" on {self.place}" if self.cluster else "")
         return f"Trace of {self.title or 'a program'}: {self.mesh.size} ranks, {len(self):,} events, {about}"
 
 

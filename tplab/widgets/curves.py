@@ -74,6 +74,8 @@ def curves(
     floor: Mapping[str, Numbers] | None = None,
     dots: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     crossings: Mapping[str, float] | None = None,
+    measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    by: str = "",
 ) -> Curves:
     """Draw seconds over bytes, in panels side by side.
 
@@ -83,9 +85,13 @@ def curves(
     floor       panel title -> lower bound in seconds: a dotted line, with the area below it tinted
     dots        panel title -> (bytes, seconds) of runs
     crossings   panel title -> a size in bytes to mark on the first curve
+    measured    panel title -> (bytes, seconds) that others have measured
+    by          who has measured them: the legend says it
     """
     if not len(nbytes):
         raise ValueError("there are no sizes to draw over; give at least one in nbytes")
+    if measured and not by:
+        raise ValueError("measured points need `by`: who measured them, and where it is published")
     figure, axes = figure_of(panels, "bytes of the tensor")
     drawn = [value for lines in (*panels.values(), floor or {}) for seconds in lines.values() for value in seconds]
     for ax, (name, lines) in zip(axes, panels.items()):
@@ -99,6 +105,9 @@ def curves(
             ax.plot(nbytes, floor[name], color=DIM, ls=(0, (1, 1.6)), lw=1.4, label="lower bound", zorder=2)
         if dots:
             ax.plot(*zip(*dots[name]), "o", ms=5.5, mfc=PAPER, mec=INK, mew=1.3, label="runs", zorder=4)
+        if measured and measured.get(name):
+            label = f"measured by {by}"
+            ax.plot(*zip(*measured[name]), "D", ms=5, mfc=INK, mec=PAPER, mew=0.8, label=label, zorder=5)
         if crossings:
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
     explain(figure, axes[0])

@@ -35,8 +35,9 @@ class Chronicle:
         """The trace of everything so far; nothing may follow."""
         for burst in self.bursts:
             burst.note(self.recorder, self._when)
-        unit, name = ("steps", None) if self._cluster is None else ("s", self._cluster.name)
-        return self.recorder.trace(clock=self._clock, unit=unit, cluster=name, times=self._when)
+        cluster = self._cluster
+        unit, name, figures = ("steps", None, "") if cluster is None else ("s", cluster.name, cluster.kind_text)
+        return self.recorder.trace(clock=self._clock, unit=unit, cluster=name, times=self._when, figures=figures)
 
     def times(self, moments: Sequence[float] | np.ndarray) -> np.ndarray:
         """The times of moments that ranks have noted; nothing may follow."""

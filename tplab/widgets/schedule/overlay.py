@@ -182,7 +182,7 @@ def sentence(over: Overlay) -> str:
     """One plain sentence, the same for the same program. It has no measured times, because they differ from run to
     run."""
     beside, trace, schedule = over.comparison, over.trace, over.predicted.schedule
-    clock = trace.clock + (", unit times" if trace.unit == "steps" else f", {trace.cluster}" if trace.cluster else "")
+    clock = trace.clock + (", unit times" if trace.unit == "steps" else f", {trace.place}" if trace.cluster else "")
     figures = about(over).replace(" · ", ", ")
     if trace.clock == "measured":
         batch = f"batch {beside.batch + 1} of {beside.num_batches}, " if beside.num_batches > 1 else ""

@@ -55,10 +55,10 @@ def badge(score: Score) -> str:
 
 
 def clock(trace: Trace) -> str:
-    """Which clock: "modelled · h100", "modelled · unit times", "measured"."""
+    """Which clock: "modelled · h100, data sheet", "modelled · unit times", "measured"."""
     if trace.unit == "steps":
         return f"{trace.clock} · unit times"
-    return f"{trace.clock} · {trace.cluster}" if trace.cluster else trace.clock
+    return f"{trace.clock} · {trace.place}" if trace.cluster else trace.clock
 
 
 def summary(score: Score, verb: str = "Animation") -> str:
