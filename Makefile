@@ -7,6 +7,7 @@ ROWS ?=
 AGAINST ?=
 WRITE ?=
 UPGRADE ?=
+TESTS ?=
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -19,7 +20,7 @@ from_torch_index = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 colab_torch = $(shell grep '^torch==' requirements/colab.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint unit labs-test browser test-oldest labs site bench lock clean
+.PHONY: help lab test lint unit labs-test browser test-oldest labs site torchs-tests bench lock clean
 
 help: ## list what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +31,7 @@ help: ## list what there is
 	@echo 'ROWS="torch_hops train"                            the rows that `make bench` measures'
 	@echo 'AGAINST=HEAD~1                                     `make bench` measures that commit too, in turns: the ratio'
 	@echo 'WRITE=1                                            `make bench` writes the figures into docs/figures.md'
+	@echo 'TESTS="barrier all_gather"                         run only those of PyTorch'"'"'s tests whose names contain one of these'
 	@echo 'UPGRADE=--upgrade                                  let `make lock` take the newest versions'
 
 lab: .venv/lab ## set up on the first run, then open JupyterLab on your own copies of the labs
@@ -62,6 +64,9 @@ labs: .venv/test ## execute the labs from labs/source and rewrite their outputs
 
 site: .venv/test ## make the static site in build/site; labs that have changed are run once
 	$(BIN)/python -m website $(LABS)
+
+torchs-tests: .venv/test ## PyTorch's own tests of torch.distributed on three simulated ranks; 15 minutes
+	$(BIN)/python -m tests.torch.distributed.torchs $(TESTS)
 
 bench: .venv/test ## print the table of figures
 	$(BIN)/python -m benchmarks $(ROWS) $(if $(AGAINST),--against $(AGAINST)) $(if $(WRITE),--write)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import unittest
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -124,7 +124,9 @@ def outcome(name: str, path: Path) -> Outcome:
             os.environ.clear()
             os.environ.update(kept)
         reports = _reports(folder)
-    return _judged(name, error, reports)
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    return judged(name, error, reports, {skip.exit_code: skip.message for skip in TEST_SKIPS.values()})
 
 
 def _variables(folder: str) -> dict[str, str]:
@@ -140,18 +142,15 @@ def _reports(folder: str) -> Sequence[tuple[int | None, list[str]]]:
     return [json.loads(file.read_text()) if file.exists() else (None, []) for file in files]
 
 
-def _judged(name: str, error: str, reports: Sequence[tuple[int | None, list[str]]]) -> Outcome:
-    """What the ranks' exit codes mean in PyTorch's harness."""
-    from torch.testing._internal.common_distributed import TEST_SKIPS
-
+def judged(name: str, error: str, reports: Sequence[tuple[int | None, list[str]]], skips: Mapping[int, str]) -> Outcome:
+    """What the ranks' exit codes mean in PyTorch's harness, where `skips` are those of a test that is left out."""
     codes, said = [code for code, _ in reports], [text for _, texts in reports for text in texts]
     if not error and set(codes) == {0}:
         return Outcome(name, PASSED, "")
-    skips = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
-    generic = TEST_SKIPS["generic"].exit_code
-    why = {said[0] if code == generic and said else skips[code] for code in codes if code in skips}
-    if why and all(code in skips or code in (0, None) for code in codes):
-        reason = "; ".join(sorted(why))
+    if set(codes) <= {*skips, 0, None} and (
+        left_out := [skips[code] for code in codes if code is not None and code in skips]
+    ):
+        reason = "; ".join(dict.fromkeys(said or left_out))
         return Outcome(name, NEEDS_CUDA if re.search("(?i)cuda|gpu|nccl", reason) else NOT_HERE, reason)
     reason = "\n".join(dict.fromkeys([*said, error])).strip() or f"exit codes {codes}"
     kind = next((kind for pattern, kind in _OF_THIS_MACHINE.items() if re.search(pattern, reason)), FAILED)

@@ -56,8 +56,14 @@ def logging_data(model: Any) -> dict[str, Any]:
     if name is None:
         return found
     unseen = [key for key, value in found.items() if isinstance(value, str) and key.upper() in os.environ]
-    seen = {key: os.environ[key.upper()] for key in unseen}
+    seen: dict[str, Any] = {key: os.environ[key.upper()] for key in unseen}
+    if "gloo" in name:
+        seen |= {key: os.environ.get(key.upper(), "N/A") for key in ("gloo_socket_ifname", "gloo_device_transport")}
+        seen["gloo_num_threads"] = _GLOOS_THREADS
     return {**found, **seen, "backend_name": name}
+
+
+_GLOOS_THREADS = 2
 
 
 IDENTITY: list[tuple[Any, str, Any]] = [
