@@ -489,7 +489,7 @@ check_puzzle(3, puzzle_3)
 # **Sources.** Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce](https://doi.org/10.1016/j.jpdc.2008.09.002).
 # Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521).
 #
-# Next: [03 Hierarchies](03_hierarchies.ipynb), where some links are slower than others.
+# Next: [03 Levels of a network](03_network_levels.ipynb), where some links are slower than others.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

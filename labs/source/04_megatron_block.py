@@ -292,7 +292,7 @@ except ReplicationError as error:
 # ## Why people stop at eight
 #
 # Here is the large block on more and more H100s, in nodes of eight. Across nodes, each sum is done on two levels, as in
-# [lab 03](03_hierarchies.ipynb). Change the number of tokens. How much does each doubling of the ranks save?
+# [lab 03](03_network_levels.ipynb). Change the number of tokens. How much does each doubling of the ranks save?
 
 # %%
 from tplab import cost

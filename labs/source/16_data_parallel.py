@@ -234,7 +234,7 @@ for name, nodes in [("h100", 1), ("h100", 2), ("h100", 64), ("a100", 64)]:
           f"{two_levels:5,.0f} with two levels")
 
 # %% [markdown]
-# "Two levels" is the `all_reduce` of [lab 03](03_hierarchies.ipynb): it reduces inside the node first, so that each GPU
+# "Two levels" is the `all_reduce` of [lab 03](03_network_levels.ipynb): it reduces inside the node first, so that each GPU
 # sends only an eighth between nodes. NCCL can reach about the same with several rings, one for each network card.
 #
 # **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it before the gradients no longer hide?

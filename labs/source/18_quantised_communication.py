@@ -3,7 +3,7 @@
 #
 # **How can a training step send a quarter of the bytes between nodes, and still learn as well?**
 #
-# Prerequisites: ZeRO's stage 3 ([lab 17](17_zero.ipynb)), and the two levels of [lab 03](03_hierarchies.ipynb).
+# Prerequisites: ZeRO's stage 3 ([lab 17](17_zero.ipynb)), and the two levels of [lab 03](03_network_levels.ipynb).
 # Time: 50 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/18_quantised_communication.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/18_quantised_communication.ipynb)
@@ -451,7 +451,7 @@ check_reduce_twice(reduce_twice)
 # [a GPT on DeepSpeed and ZeRO](https://brunomaga.github.io/GPT-lite-DeepSpeed). PyTorch's
 # [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 #
-# Next: [22 Your own program](22_your_own_program.ipynb), for the scripts that you already have.
+# Next: [19 Axes and nodes](19_axes_and_nodes.ipynb), and which of your axes may cross the network.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

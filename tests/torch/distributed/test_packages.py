@@ -90,11 +90,11 @@ def test_what_pip_has_put_into_a_folder_is_no_program(tmp_path: Path, monkeypatc
     "name, expected",
     [
         ("/usr/lib/python3/dist-packages/numpy/linalg.py", False),
-        ("/home/me/.local/lib/python3.12/site-packages/einops/einops.py", False),
-        ("/opt/conda/envs/train/lib/python3.11/site-packages/wandb/sdk.py", False),
-        ("/home/me/project/.venv/lib/python3.11/site-packages/torch/nn.py", False),
-        ("/home/me/project/train.py", True),
-        ("/home/me/site-packages.py", True),
+        ("/srv/me/.local/lib/python3.12/site-packages/einops/einops.py", False),
+        ("/srv/conda/envs/train/lib/python3.11/site-packages/wandb/sdk.py", False),
+        ("/srv/me/project/.venv/lib/python3.11/site-packages/torch/nn.py", False),
+        ("/srv/me/project/train.py", True),
+        ("/srv/me/site-packages.py", True),
         ("<string>", True),
     ],
 )

@@ -1,4 +1,4 @@
-"""The exercises of lab 03: average over the right group, and gather in two levels with few bytes across nodes."""
+"""The exercise of lab 03: gather in two levels, with few bytes across nodes."""
 
 from __future__ import annotations
 
@@ -8,72 +8,11 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, added_up_again
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.trace import Trace
 from tplab.widgets.matrices import Panel
-
-# --- the bug to repair ---------------------------------------------------------------------------------------------
-
-
-def _over(axis: str | tuple[str, ...], divide: bool) -> Callable[[Seen], np.ndarray]:
-    """The sum over `axis` of the mesh, or its mean."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        dp, tp = seen.mesh.axis_size("dp"), seen.mesh.axis_size("tp")
-        pieces = seen.tensors["gradient"].reshape(dp, tp, -1)
-        i, j = seen.mesh.index(seen.rank, "dp"), seen.mesh.index(seen.rank, "tp")
-        found = {"dp": pieces.sum(0)[j], "tp": pieces.sum(1)[i], ("dp", "tp"): pieces.sum((0, 1))}[axis]
-        return found[None] / (seen.mesh.axis_size(axis) if divide else 1)
-
-    return wrong
-
-
-AVERAGE = Exercise(
-    name="average",
-    # One row for each sample of the batch, one column block for each piece of the weight.
-    tensors=lambda rng, mesh: {
-        "gradient": rng.integers(0, 10, (mesh.axis_size("dp"), 3 * mesh.axis_size("tp"))).astype(float)
-    },
-    specs={"gradient": P("dp", "tp")},
-    plain=lambda tensors: {"mean": tensors["gradient"].mean(0, keepdims=True)},
-    results={"mean": P(None, "tp")},
-    meshes=(Mesh(dp=2, tp=3), Mesh(dp=4, tp=2), Mesh(dp=3, tp=1), Mesh(dp=1, tp=4)),
-    mistakes=(
-        Mistake(
-            "mean",
-            "It is too small by a factor: the sum runs over the ranks of dp, but it is divided by the total number of "
-            "ranks.\nDivide by the size of the group that the sum runs over.",
-            lambda seen: seen.want / seen.mesh.axis_size("tp"),
-        ),
-        Mistake(
-            "mean",
-            "This is the mean over all ranks. Along tp, ranks have different pieces of the gradient, "
-            "and pieces must not be mixed.",
-            _over(("dp", "tp"), divide=True),
-        ),
-        Mistake(
-            "mean",
-            "This is the mean over tp. Along tp, ranks have different pieces of the gradient; the samples differ along "
-            "dp.",
-            _over("tp", divide=True),
-        ),
-        Mistake("mean", "This is the rank's own gradient: nothing is added to it.", lambda seen: seen.own["gradient"]),
-        added_up_again("mean", "dp", "This is the sum over dp. The mean is the sum divided by the size of the group."),
-    ),
-)
-
-
-def check_average(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` averages gradients over "dp", and over nothing else.
-
-    gradient [..], this rank's   ->   its mean over the ranks of axis "dp"; along "tp", ranks have different pieces
-    """
-    return grade(fn, AVERAGE, framework)
-
-
-# --- gather in two levels ------------------------------------------------------------------------------------------
 
 
 def _gpus_first(seen: Seen) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The checks of lab 03: solutions pass in both frameworks, and each known mistake is told by name."""
+"""The check of lab 03: solutions pass in both frameworks, and each known mistake is told by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,56 +9,15 @@ import tplab.jax as tj
 import tplab.torch as tt
 from labs.source import build
 from tests.exercises.test_exercises import expect
-from tplab.exercises.hierarchies import check_average, check_gather_all
-
-# ------------------------------------------------------------------------------------------------------------ average
+from tplab.exercises.network_levels import check_gather_all
 
 
 def in_the_lab(start: str) -> dict[str, Any]:
     """The names that the cell which begins so defines."""
-    cells = [cell.source for cell in build.read_source("03_hierarchies").cells if cell.cell_type == "code"]
+    cells = [cell.source for cell in build.read_source("03_network_levels").cells if cell.cell_type == "code"]
     names: dict[str, Any] = {"tt": tt}
     exec(next(source for source in cells if source.startswith(start)), names)
     return names
-
-
-def test_the_labs_bug_is_told():
-    expect(check_average(in_the_lab("def average")["average"]), False, "divided by the total number of ranks", "tp=3")
-
-
-@pytest.mark.parametrize(
-    "average",
-    [
-        lambda gradient: tt.all_reduce(gradient, "dp", op="mean"),
-        lambda gradient: tt.all_reduce(gradient, "dp") / tt.axis_size("dp"),
-    ],
-)
-def test_repairs_pass(average: Callable):
-    expect(check_average(average), True, "mean equals the unsharded result")
-
-
-def test_a_repair_in_jax_passes():
-    expect(check_average(lambda gradient: tj.all_reduce(gradient, "dp", op="mean"), "jax"), True)
-
-
-@pytest.mark.parametrize(
-    ("average", "hint"),
-    [
-        (lambda gradient: tt.all_reduce(gradient, "dp"), "This is the sum over dp"),
-        (lambda gradient: gradient, "the rank's own gradient"),
-        (lambda gradient: tt.all_reduce(gradient, ("dp", "tp"), op="mean"), "the mean over all ranks"),
-        (lambda gradient: tt.all_reduce(gradient, "tp", op="mean"), "the mean over tp"),
-        (lambda gradient: tt.all_reduce(gradient, "dp") / 8, "entries are off"),
-    ],
-    ids=["sum", "own", "all ranks", "tp", "eight"],
-)
-def test_what_is_wrong_with_an_average_is_told(average: Callable, hint: str):
-    verdict = check_average(average)
-    expect(verdict, False, hint)
-    assert verdict.panels
-
-
-# --------------------------------------------------------------------------------------------------------- gather_all
 
 
 def across_first(ops: Any) -> Callable:

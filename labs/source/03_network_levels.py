@@ -1,0 +1,267 @@
+# %% [markdown]
+# # 03 Levels of a network
+#
+# **Sixteen GPUs are in two nodes. How few bytes must cross the slow network between them, and how fast can they cross?**
+#
+# Prerequisites: reduce-scatter, all-gather and the ring of [lab 02](02_collectives.ipynb). Time: 50 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/03_network_levels.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/03_network_levels.ipynb)
+#
+# ![Two nodes with four GPUs each. They add up inside each node, then across the nodes, then gather inside each node.](images/03_network_levels.png)
+#
+# *Two nodes with four GPUs each add up a tensor in three steps: inside each node, across the nodes, and inside each
+# node again. Each GPU sends only a quarter of the tensor to the other node.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, install tplab; torch, jax and ipywidgets are already there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
+
+# %%
+import numpy as np
+import torch
+import tplab.torch as tt
+from tplab import Mesh, P, cost
+from tplab.cost.measured import network
+from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
+
+# %% [markdown]
+# ## By hand: add up inside first
+#
+# Inside a **node**, which is one machine, GPUs are connected by NVLink. Between nodes there is a network, and it is
+# much slower: in a cluster of H100s, each GPU sends 450 GB/s within its node and 50 GB/s across. So we count the bytes
+# that cross it separately.
+#
+# Take two nodes with two GPUs each. Every GPU has a row of four numbers, and all of them need the four sums. First, the
+# GPUs of a node do a reduce-scatter: each GPU ends with half of its node's sums.
+
+# %%
+table = np.array([[0, 7, 6, 4], [4, 8, 0, 6], [2, 0, 5, 9], [7, 7, 7, 7]], "float32")
+node_0, node_1 = table[:2].sum(0), table[2:].sum(0)
+halves = np.stack([node_0[:2], node_0[2:], node_1[:2], node_1[2:]])
+across = np.stack([halves[0] + halves[2], halves[1] + halves[3]] * 2)
+gathered = np.concatenate([across[[0, 0, 2, 2]], across[[1, 1, 3, 3]]], axis=1)
+steps = {"1: inside": halves, "2: across": across, "3: inside": gathered}
+matrices({"one row per GPU": table, **steps})
+
+# %% [markdown]
+# Then the two GPUs that have the *same half* add up across the nodes: row 0 with row 2, and row 1 with row 3. Only now
+# do messages cross the network, and each is only half as large as the tensor. Finally, an all-gather inside each node
+# gives every GPU both halves.
+#
+# ## Build it
+#
+# On a mesh, the two levels are two axes. Each line of the program uses one of them.
+
+# %% tags=["opening-picture"]
+def two_levels(x):
+    piece = tt.reduce_scatter(x, "gpu")  # inside each node
+    piece = tt.all_reduce(piece, "node")  # across, with the GPUs that have this piece
+    return tt.all_gather(piece, "gpu")  # inside each node
+
+numbers = np.arange(64, dtype="float32")  # 8 numbers for each of 8 GPUs
+BOTH = P(("node", "gpu"))  # dim 0 is split over both axes
+out = tt.run(two_levels, Mesh(node=2, gpu=4), numbers, in_specs=BOTH, out_specs=P())
+assert np.array_equal(out.value, numbers.reshape(8, 8).sum(0))
+animate(out.trace)
+
+# %% [markdown]
+# **Predict.** The tensor has $n$ bytes, and there are two nodes of eight GPUs. How many bytes does one GPU send to the
+# other node? And how many leave a node in total?
+#
+# <details><summary>Answer</summary>
+#
+# Each GPU all-reduces an eighth of the tensor with one GPU of the other node, so it sends
+# $2 \cdot \frac12 \cdot \frac n8 = \frac n8$. Its node has eight such GPUs, so $n$ bytes leave the node.
+#
+# </details>
+#
+# ## It cannot be less
+#
+# Could a cleverer program send fewer bytes across? No. Look at a node from outside, as if it were one large rank. The
+# other node needs the sums of its eight GPUs, and these are $n$ bytes that nobody else can compute. So **each of two nodes
+# must send $n$ bytes**, and our program sends just that.
+#
+# For $k$ nodes, a node is one of $k$ large ranks in an all-reduce, and lab 02 has its lower bound:
+# $2\,\frac{k-1}{k}\,n$ bytes leave each node. The number of GPUs in a node does not matter. What matters is how many of
+# them can send at the same time.
+#
+# ## One ring, two levels, or eight rings
+#
+# In a DGX node, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each node at only
+# one GPU, through one card. The other seven cards are idle, and everybody waits. Here is that ring, our two levels, and
+# the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets, so they are
+# a bound. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
+
+# %%
+def one_ring(x):
+    return tt.ring_all_reduce(x, ("node", "gpu"))
+
+def library(x):
+    return tt.all_reduce(x, ("node", "gpu"))
+
+gradients = torch.empty(2**29, dtype=torch.bfloat16, device="meta")
+for program in (one_ring, two_levels, library):
+    out_1g = tt.run(program, Mesh(node=2, gpu=8), gradients, cluster="h100", device="meta")
+    milliseconds = out_1g.trace.makespan * 1e3
+    sent = bytes_text(out_1g.trace.bytes_sent(rank=0))
+    print(f"{program.__name__:<10} {milliseconds:5.1f} ms, and each GPU sends {sent} in total")
+
+# %% [markdown]
+# All three send the same number of bytes. Only the way differs:
+#
+# - **One ring** sends $2 \cdot \frac{15}{16}\,n$ through one card.
+# - **Two levels** send $n$ per node through eight cards. While they cross, NVLink is idle, and the other way around. So the
+#   times of the two levels add up.
+# - **Eight rings** is what NCCL does. It cuts the tensor into eight parts and sends each around a ring of its own, and every
+#   ring leaves the node at another GPU. Now all cards and all NVLinks are busy all the time, and the slower of the two
+#   levels sets the pace:
+#
+# $$t = \max\left(2\,\frac{R-1}{R}\,\frac{n}{B_\text{NVLink}},\;\; 2\,\frac{R-1}{R}\,\frac{n}{8\,B_\text{card}}\right)$$
+#
+# plus the latency of the hops, for $R$ ranks. It is a maximum and not a sum.
+#
+# ## Turn the knob
+#
+# How many cards should a node of eight H100s have? Change the number of nodes, and look where more cards stop helping.
+
+# %%
+from dataclasses import replace
+
+h100 = cost.find("h100")
+
+def bars(nodes):
+    rows = []
+    for cards in (1, 2, 4, 8, 16):
+        cluster = replace(h100, cards=cards)
+        seconds = cluster.collective_seconds("all_reduce", 2**30, range(8 * nodes))
+        rows.append(Row(f"{cards} cards" if cards > 1 else "1 card", {"all-reduce": seconds * 1e3}))
+    return Bars(rows, f"{nodes} nodes of eight H100s add up 1 GiB. Modelled, data sheet.")
+
+knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, unit="ms")
+
+# %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# Every doubling halves the time, up to eight cards. Sixteen would gain hardly anything: eight cards of 50 GB/s carry
+# 400 GB/s, and an NVLink port carries 450 GB/s. The two levels are nearly balanced, and this is why a DGX has just one
+# card per GPU. Surprisingly, the number of nodes hardly matters.
+#
+# </details>
+#
+# ## What was measured
+#
+# The last sentence is true on paper. People usually report an all-reduce by its **bus bandwidth**,
+# $2\,\frac{R-1}{R}\,\frac{n}{t}$: the bandwidth that each GPU's busiest link must have had. Here it is for 256 MB on 1 to
+# 64 nodes of a real cluster, as its users measured it, with the data sheet and with tplab's forecast for this cluster.
+
+# %%
+nodes = [2**k for k in range(7)]
+
+def bus_bandwidth(name):
+    ranks = [8 * k for k in nodes]
+    seconds = [cost.find(name).collective_seconds("all_reduce", 256e6, range(R)) for R in ranks]
+    return [2 * (R - 1) / R * 256e6 / t / 1e9 for R, t in zip(ranks, seconds)]
+
+measured = {row.nodes: row.bus_bandwidth / 1e9 for row in network() if row.op == "all_reduce"}
+place = list(range(7))  # one step is twice as many nodes
+lines = {
+    "data sheet": (place, bus_bandwidth("h100")),
+    "forecast": (place, bus_bandwidth("h100-measured")),
+    "measured": (place, [measured[k] for k in nodes]),
+}
+levels(
+    {"Bus bandwidth of an all-reduce": lines}, along="1, 2, 4, ... 64 nodes, as a power of two", unit="GB/s",
+    title="What a network delivers", about="256 MB, 8 H100s per node",
+    sentence="The data sheet says that bandwidth stays. In reality it falls to a tenth.",
+)
+
+# %%
+for k, sheet, forecast in zip(nodes, lines["data sheet"][1], lines["forecast"][1]):
+    print(f"{k:>2} nodes: measured {measured[k]:3.0f} GB/s, forecast {forecast:3.0f}, data sheet {sheet:3.0f}")
+
+# %% [markdown]
+# On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises ten times too much. The fabric of
+# this cluster is shared with other jobs and **oversubscribed**: its upper switches carry less than all cards together could
+# send. The forecast has two constants for this fabric. They were fitted to these very points, so that it is near them
+# proves nothing; half of the 21 points (three collectives) are within 9 %, and the worst, at four nodes, are 40 % off.
+# There, the users' own runs differed by a factor of five. The lesson: **measure your network before you choose a layout**,
+# and cross it as seldom as you can.
+#
+# ## The same in JAX
+#
+# The program is the same, and XLA keeps its three collectives. Look at the ranks: the first and the last stay in a
+# node, and the middle one pairs GPUs of different nodes.
+
+# %%
+import tplab.jax as tj
+
+def two_levels_in_jax(x):
+    piece = tj.reduce_scatter(x, "gpu")
+    piece = tj.all_reduce(piece, "node")
+    return tj.all_gather(piece, "gpu")
+
+in_jax = tj.run(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH)
+print(np.array_equal(in_jax.per_rank[5], out.value))
+tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH)
+
+# %% [markdown]
+# ## Your turn: gather on two levels
+#
+# Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. On $N$
+# nodes, each GPU may send only $N - 1$ rows to other nodes, as many as there are other nodes. All other messages must
+# stay inside a node. A GPU's rank is node × (GPUs per node) + gpu.
+#
+# `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
+#
+# <details><summary>A hint</summary>
+#
+# There are two orders: first inside the node and then across, or first across and then inside. One of them sends each
+# row across once. Its rows arrive in a different order, so sort them: `reshape`, `transpose`, `flatten`.
+#
+# </details>
+
+# %%
+def gather_all(x):  # x [1, n]   ->   [R, n], row r from rank r
+    ...
+
+# %%
+from tplab.exercises.network_levels import check_gather_all
+
+check_gather_all(gather_all)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | torch | NCCL | JAX |
+# |---|---|---|---|
+# | `tt.all_reduce(x, ("node", "gpu"))` | `dist.all_reduce(x)` over all ranks | several rings, or a tree, over all cards | `lax.psum(x, ("node", "gpu"))` |
+# | bus bandwidth | | the column `busbw` of nccl-tests | |
+# | `two_levels`, of gradients | `fully_shard` on a mesh of two dims (HSDP) | | parameters with `P("gpu")` |
+# | nodes of a cluster | the order of ranks in `torchrun` | `NCCL_TOPO_FILE`, found by itself | `mesh_utils.create_hybrid_device_mesh` |
+#
+# You rarely write `two_levels` for one all-reduce, because NCCL's rings are better. You write its three steps when something
+# happens between them: hybrid sharding (HSDP) updates the weights before it gathers them.
+#
+# ## To take away
+#
+# - Two nodes that add up $n$ bytes must send $n$ bytes each, and $k$ nodes $2\,\frac{k-1}{k}\,n$, however many GPUs they have.
+# - A ring of your own uses one card per node. A library's rings use all of them, and the slower level sets the pace.
+# - A data sheet is a bound. On a shared network, a real cluster may have a tenth of it: measure.
+#
+# **Sources.** Bus bandwidths on 1 to 64 nodes: the interactive plot of the
+# [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), Apache-2.0, commit 924e4d0. NVIDIA,
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) (bus bandwidth). Hu et al. 2025,
+# [Demystifying NCCL](https://arxiv.org/abs/2507.04786). Thakur et al. 2005, [Collectives in
+# MPICH](https://doi.org/10.1177/1094342005051521). Zhao et al. 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277)
+# (hybrid sharding).
+#
+# Next: [04 A Megatron block](04_megatron_block.ipynb), where one layer becomes a whole transformer block.
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

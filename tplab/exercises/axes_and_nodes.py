@@ -1,0 +1,165 @@
+"""The exercises of lab 19: average over the right group, and find the mesh that sends the fewest bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import Verdict, grade, not_started, untouched
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, added_up_again
+from tplab.mesh import Mesh
+from tplab.sharding import P
+from tplab.widgets.matrices import Panel
+
+# --- the bug to repair -----------------------------------------------------------------------------------------------
+
+
+def _over(axis: str | tuple[str, ...], divide: bool) -> Callable[[Seen], np.ndarray]:
+    """The sum over `axis` of the mesh, or its mean."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        dp, tp = seen.mesh.axis_size("dp"), seen.mesh.axis_size("tp")
+        pieces = seen.tensors["gradient"].reshape(dp, tp, -1)
+        i, j = seen.mesh.index(seen.rank, "dp"), seen.mesh.index(seen.rank, "tp")
+        found = {"dp": pieces.sum(0)[j], "tp": pieces.sum(1)[i], ("dp", "tp"): pieces.sum((0, 1))}[axis]
+        return found[None] / (seen.mesh.axis_size(axis) if divide else 1)
+
+    return wrong
+
+
+AVERAGE = Exercise(
+    name="average",
+    # One row for each sample of the batch, one column block for each piece of the weight.
+    tensors=lambda rng, mesh: {
+        "gradient": rng.integers(0, 10, (mesh.axis_size("dp"), 3 * mesh.axis_size("tp"))).astype(float)
+    },
+    specs={"gradient": P("dp", "tp")},
+    plain=lambda tensors: {"mean": tensors["gradient"].mean(0, keepdims=True)},
+    results={"mean": P(None, "tp")},
+    meshes=(Mesh(dp=2, tp=3), Mesh(dp=4, tp=2), Mesh(dp=3, tp=1), Mesh(dp=1, tp=4)),
+    mistakes=(
+        Mistake(
+            "mean",
+            "It is too small by a factor: the sum runs over the ranks of dp, but it is divided by the total number of "
+            "ranks.\nDivide by the size of the group that the sum runs over.",
+            lambda seen: seen.want / seen.mesh.axis_size("tp"),
+        ),
+        Mistake(
+            "mean",
+            "This is the mean over all ranks. Along tp, ranks have different pieces of the gradient, "
+            "and pieces must not be mixed.",
+            _over(("dp", "tp"), divide=True),
+        ),
+        Mistake(
+            "mean",
+            "This is the mean over tp. Along tp, ranks have different pieces of the gradient; the samples differ along "
+            "dp.",
+            _over("tp", divide=True),
+        ),
+        Mistake("mean", "This is the rank's own gradient: nothing is added to it.", lambda seen: seen.own["gradient"]),
+        added_up_again("mean", "dp", "This is the sum over dp. The mean is the sum divided by the size of the group."),
+    ),
+)
+
+
+def check_average(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn` averages gradients over "dp", and over nothing else.
+
+    gradient [..], this rank's   ->   its mean over the ranks of axis "dp"; along "tp", ranks have different pieces
+    """
+    return grade(fn, AVERAGE, framework)
+
+
+# --- the best mesh ---------------------------------------------------------------------------------------------------
+
+SIZES = (
+    (32_768, 4096, 16_384, 16),
+    (2**12, 4096, 16_384, 16),
+    (2**18, 4096, 16_384, 16),
+    (2**14, 1000, 12_288, 12),
+    (96, 8, 48, 6),
+    (14, 8, 4, 8),  # a batch that 4 does not divide
+    (4096, 512, 9, 4),  # a hidden width that neither 2 nor 4 divides
+    (2**16, 8192, 28_672, 64),
+    (10, 10, 10, 1),
+)
+"""(batch, width, hidden, ranks) of the cases."""
+
+
+def sent(batch: int, width: int, hidden: int, dp: int, tp: int) -> dict[str, float]:
+    """The elements that a rank sends in a step: two all-reduces of activations along tp, two of gradients along dp."""
+    return {
+        "activations, tp": 4 * (tp - 1) / tp * batch * width / dp,
+        "gradients, dp": 4 * (dp - 1) / dp * width * hidden / tp,
+    }
+
+
+def _meshes(batch: int, hidden: int, ranks: int) -> list[tuple[int, int]]:
+    pairs = [(dp, ranks // dp) for dp in range(1, ranks + 1) if ranks % dp == 0]
+    return [(dp, tp) for dp, tp in pairs if batch % dp == 0 and hidden % tp == 0]
+
+
+def check_best_mesh(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn(batch, width, hidden, ranks)` returns a (dp, tp) with which a rank sends the fewest bytes."""
+    if not_started(fn):
+        return untouched("best_mesh")
+    for case in SIZES:
+        batch, width, hidden, ranks = case
+        where = f"batch {batch:,}, width {width:,}, hidden width {hidden:,}, {ranks} ranks"
+        try:
+            given = fn(batch, width, hidden, ranks)
+        except Exception as error:
+            return Verdict(False, f"{where}: best_mesh raises {type(error).__name__}: {error}")
+        if fault := _fault(given, case):
+            return Verdict(False, f"best_mesh returns {given!r} for {where}.\n{fault}", _panels(case, given))
+    text = "best_mesh finds a mesh that sends the fewest bytes, for every size tried.\n"
+    return Verdict(
+        True, f"{text}One row per mesh, one column for activations and one for gradients.", _panels(SIZES[0])
+    )
+
+
+def _is_pair(given: Any) -> bool:
+    whole = (int, np.integer)
+    return (
+        isinstance(given, tuple | list)
+        and len(given) == 2
+        and all(isinstance(number, whole) and not isinstance(number, bool) for number in given)
+    )
+
+
+def _fault(given: Any, case: tuple[int, int, int, int]) -> str | None:
+    """What is wrong with an answer."""
+    batch, width, hidden, ranks = case
+    if not _is_pair(given):
+        return "It must be two whole numbers, (dp, tp)."
+    dp, tp = (int(n) for n in given)
+    if dp * tp != ranks:
+        return f"dp times tp must be {ranks}."
+    allowed = _meshes(batch, hidden, ranks)
+    if (dp, tp) not in allowed:
+        return f"{dp} must divide the batch of {batch:,}, and {tp} the hidden width of {hidden:,}."
+    mine = sum(sent(batch, width, hidden, dp, tp).values())
+    least = min(sum(sent(batch, width, hidden, *mesh).values()) for mesh in allowed)
+    if mine <= least * (1 + 1e-9):
+        return None
+    parts = sent(batch, width, hidden, dp, tp)
+    more = max(parts, key=lambda name: parts[name])
+    return f"Another mesh sends {1 - least / mine:.0%} less. In yours, most bytes are {more}."
+
+
+def _panels(case: tuple[int, int, int, int], given: Any = None) -> list[Panel]:
+    """What a rank sends on each possible mesh: activations and gradients, in hundredths of the least total.
+
+    A mesh that the learner has chosen is marked.
+    """
+    batch, width, hidden, ranks = case
+    meshes = _meshes(batch, hidden, ranks)
+    table = np.array([list(sent(batch, width, hidden, *mesh).values()) for mesh in meshes])
+    least = table.sum(1).min()
+    if not least:
+        return []
+    marked = np.array([[_is_pair(given) and tuple(given) == mesh] * 2 for mesh in meshes])
+    title = ", ".join(f"{dp} × {tp}" for dp, tp in meshes)
+    return [Panel(f"{title}: in % of the least", np.round(100 * table / least), marked)]
