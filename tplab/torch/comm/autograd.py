@@ -52,7 +52,8 @@ def varying(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _is_followed(x: Tensor) -> bool:
-    check_no_forward_mode()
+    if forward_level() >= 0:
+        check_no_forward_mode()
     return (x.requires_grad or transform() is not None) and torch.is_grad_enabled()
 
 

@@ -24,6 +24,10 @@ class Labels:
         entry = self._entries.get(id(x))
         return entry[1] if entry is not None and entry[0]() is x else None
 
+    def may_have(self, x: Tensor) -> bool:
+        """Whether `x` may have a label; quicker than `get`."""
+        return id(x) in self._entries
+
     def is_changed(self, x: Tensor) -> bool:
         """Whether `x`, which has a label, has been written to since it was given."""
         return self._entries[id(x)][2] != _version(x)

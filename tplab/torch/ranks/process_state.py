@@ -70,18 +70,23 @@ class ProcessState:
         self._generators = generators(device)
         self._gets = [generator.get for generator in self._generators]
         self._sets = [generator.set for generator in self._generators]
+        self._is_one = len(self._generators) == 1  # as on a machine without a GPU; this runs at every turn
 
     def take(self) -> Own:
         """The state as it is now."""
         more = None if self._more is None else self._more.take()
-        return [get() for get in self._gets], torch.get_default_dtype(), sys.stdout, more
+        draws = [self._gets[0]()] if self._is_one else [get() for get in self._gets]
+        return draws, torch.get_default_dtype(), sys.stdout, more
 
     def put(self, own: Own) -> None:
         draws, dtype, sys.stdout, more = own
         if self._more is not None:
             self._more.put(more)
-        for set_state, state in zip(self._sets, draws):
-            set_state(state)
+        if self._is_one:
+            self._sets[0](draws[0])
+        else:
+            for set_state, state in zip(self._sets, draws):
+                set_state(state)
         if torch.get_default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
 

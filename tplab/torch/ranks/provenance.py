@@ -54,6 +54,8 @@ class Provenance:
 
     def of(self, x: Tensor) -> Label:
         """What is known about a tensor that is about to be sent."""
+        if self.has_lost_track and not self.labels.may_have(x) and not self._sent.may_have(x):
+            return UNKNOWN
         if self._is_lost():
             return self._unchanged(self.labels, x) or self._unchanged(self._sent, x) or UNKNOWN
         label = self.labels.get(x) or self._sent.get(x)

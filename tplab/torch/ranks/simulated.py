@@ -233,7 +233,8 @@ class SimulatedRank(Rank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
-            self._put_in(site, kept(x), self._provenance.put_in(x), meeting)
+            label = None if site.group.is_all else self._provenance.put_in(x)
+            self._put_in(site, kept(x), label, meeting)
         elif site.target is not None:
             self._send(site, x, meeting)
         if self._is_timed:
@@ -247,7 +248,7 @@ class SimulatedRank(Rank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
-            label = self._provenance.put_in(x)
+            label = None if site.group.is_all else self._provenance.put_in(x)
             self._put_in(site, x if x.is_contiguous() else x.contiguous(), label, meeting)
             result = self._outcome(site, meeting, is_lent)
         else:
@@ -363,7 +364,7 @@ class SimulatedRank(Rank):
             self._wait(site, meeting)
         self._wait_on_clock(site, meeting.entries.get(site.index))
         result: Tensor = meeting.outputs.pop(site.index)  # type: ignore
-        if 1 < site.group.size < self.mesh.size:
+        if not site.group.is_all and site.group.size > 1:
             self._provenance.received(result, meeting.labels[site.index])
         return result if is_lent else settled(result)
 

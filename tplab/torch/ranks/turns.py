@@ -271,18 +271,20 @@ class Turns:
         self._end_turn(seat)
 
     def pass_on(self, seat: Seat) -> None:
-        """Give the turn away until this waiting thread is ready again."""
-        if self.is_let_go(seat):
+        """Give the turn away until this waiting thread is ready again. This runs at every wait, so what rarely is the
+        case is asked first, without a call."""
+        home = seat.home
+        if self.failure is not None or (seat is not home and self.is_let_go(seat)):
             raise Released
-        if not self._can_go_on(seat):
+        if (self.watches.by_seat or not self.ready) and not self._can_go_on(seat):
             self.fail(self._stuck())
             raise Released
         self._core.turn_ends()
-        seat.home.own = self._state.take()
+        home.own = self._state.take()
         self._give_turn()
         seat.turn.acquire()
         self._core.turn_begins()
-        if self.is_let_go(seat):
+        if self.failure is not None or (seat is not home and self.is_let_go(seat)):
             raise Released
         if seat.begins is not None:
             seat.begins()
