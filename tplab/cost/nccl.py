@@ -12,8 +12,8 @@ NCCL does not take what is fastest: it guesses, by a table of its own. So at `sw
 rows. ramp sqrt(x) is not NCCL's formula but what its time looks like: bandwidth is reached only by and by, as more
 channels and larger pieces are used.
 
-Eight constants belong to a kind of GPU. What the protocols have to do with each other is the same for all: RATIOS, a
-second set of eleven, fitted to all kinds together. `python -m tplab.cost.fit` fits them again.
+Eight constants belong to a kind of GPU. How the protocols compare is the same for all: `Ratios`, of which eight are
+fitted to all kinds together and one, peer_ramp, was chosen. `python -m tplab.cost.fit` fits them again.
 
 Sources. NCCL, src/graph/tuning.cc (protocols, start and hops); Hu et al. 2025, "Demystifying NCCL".
 """

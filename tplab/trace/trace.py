@@ -94,8 +94,9 @@ class Trace:
 
     @property
     def place(self) -> str:
-        """The cluster, and where its times come from: "h100, data sheet"; "" without a cluster."""
-        return ", ".join(text for text in (self.cluster, self.figures) if text) if self.cluster else ""
+        """The cluster, and for modelled times where they come from: "h100, data sheet"; "" without a cluster."""
+        figures = self.figures if self.clock == "modelled" else ""  # of a measured run, only messages are modelled
+        return ", ".join(text for text in (self.cluster, figures) if text) if self.cluster else ""
 
     # --- reading -------------------------------------------------------------------------------------------------
 
