@@ -93,3 +93,7 @@ def one_of(name: str, given: str, choices: Sequence[str]) -> None:
     """Raise ValueError if `given`, which the caller knows as `name`, is not one of the choices."""
     if given not in choices:
         raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(choices)}")
+
+
+class CrossedOrderWarning(UserWarning):
+    """Ranks issue two collectives in opposite orders: the program runs here, and may hang on GPUs."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from tplab.commands import add_flags, check_files, leave_working_directory_out, mesh_from, whole, write_files
-from tplab.errors import RankError, TplabError
+from tplab.errors import CrossedOrderWarning, RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.trace import summary
 
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tplab.torch.scripts import launch
 
     try:
+        warnings.simplefilter("ignore", CrossedOrderWarning)  # they come below
         out = launch(
             given.script,
             given.args,
@@ -85,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         return _refuse(error)
     print("\n" + summary(out.trace, out.peaks))
+    for text in out.warnings:
+        print("\nwarning: " + text)
     if out.mapped:
         print("\n" + out.mapped)
     write_files(out.trace, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -14,8 +15,9 @@ from tests.cost.event_simulator import BANDWIDTH, LATENCY, Op, random_programs, 
 from tests.torch.distributed.test_collectives import group_of
 from tplab import Mesh
 from tplab.cost import Chip, Cluster, Link
-from tplab.errors import DeadlockError
+from tplab.errors import CrossedOrderWarning, DeadlockError
 from tplab.torch import Result, all_reduce, axis_index, receive, ring_shift, run, send, start
+from tplab.torchrun import main as torchrun
 
 CHIP = Chip("z", {"float32": 1e9}, 1e9, 1e9)
 SLOW = Cluster("c", CHIP, Link("i", 1e-6, 1e6))
@@ -295,3 +297,79 @@ def test_the_trace_of_a_program_that_hangs_has_times():
         ("compute", 0.0, 0.2),
         ("wait", 0.2, SUM),
     }
+
+
+# --- what may hang on GPUs --------------------------------------------------------------------------------------------
+
+
+def in_opposite_orders(is_same: bool, waits: bool = False) -> None:
+    x, axes = torch.ones(4), ["tp", "dp,tp"]
+    if axis_index(("dp", "tp")) == 1 and not is_same:
+        axes.reverse()
+    works = []
+    for axis in axes:
+        works.append(start(all_reduce, x, tuple(axis.split(","))))
+        if waits:
+            works[-1].wait()
+    for work in works:
+        work.wait()
+
+
+def test_collectives_in_flight_together_in_opposite_orders_are_a_warning_that_names_both():
+    mesh, first = Mesh(dp=2, tp=2), in_opposite_orders.__code__.co_firstlineno
+    with pytest.warns(CrossedOrderWarning, match="NCCL may hang here") as caught:
+        out = run(in_opposite_orders, mesh, False)
+    (text,) = out.warnings
+    assert str(caught[0].message) == text and Path(caught[0].filename).name == "test_event_order.py"
+    assert f"all_reduce over 'tp' at test_event_order.py:{first + 6}" in text and "all_reduce over 'dp,tp'" in text
+    assert "rank 0 the one, then the other; rank 1 the other way" in text
+
+
+def test_the_same_order_is_no_warning():
+    assert run(in_opposite_orders, Mesh(dp=2, tp=2), True).warnings == []
+    assert run(in_opposite_orders, Mesh(dp=2, tp=2), True, True).warnings == []
+
+    def apart() -> None:  # one rank is in both groups: it cannot disagree with anybody
+        axes = ["dp", "tp"] if axis_index("dp") == axis_index("tp") else ["tp", "dp"]
+        for work in [start(all_reduce, torch.ones(4), axis) for axis in axes]:
+            work.wait()
+
+    assert run(apart, Mesh(dp=2, tp=2)).warnings == []
+
+
+def test_groups_of_torch_distributed_with_the_same_ranks_are_two_communicators():
+    def program(is_same: bool) -> None:
+        groups = [group_of([0, 1]), None]
+        if dist.get_rank() == 1 and not is_same:
+            groups.reverse()
+        works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in groups]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
+    with pytest.warns(CrossedOrderWarning, match="NCCL may hang here"):
+        run(program, Mesh(dp=2), False, distributed=True)
+    assert run(program, Mesh(dp=2), True, distributed=True).warnings == []
+
+
+def test_torchrun_says_what_may_hang_once(tmp_path: Path, capfd: pytest.CaptureFixture):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]\n"
+        "order = groups if dist.get_rank() else groups[::-1]\n"
+        "works = [dist.all_reduce(torch.ones(4), group=g, async_op=True) for g in order]\n"
+        "[work.wait() for work in works]\n"
+    )
+    assert torchrun(["--nproc-per-node", "2", str(script)]) == 0
+    shown = "".join(capfd.readouterr())
+    assert shown.count("NCCL may hang here") == 1 and "warning: all_reduce over" in shown and "train.py:5" in shown
+
+
+@pytest.mark.parametrize("cards, wanted", [(None, 1.0), (1, 2.0)])
+def test_groups_that_cross_one_card_in_a_run_wait_for_each_other(cards: int | None, wanted: float):
+    """Two sums over dp, each between the same two nodes: together they take twice as long if they share a card."""
+    cluster = Cluster("n", CHIP, Link("i", 0.0, 1e6), node_size=2, outer_link=Link("o", 0.0, 1e6), cards=cards)
+    trace = run(lambda: all_reduce(HALF, "dp"), Mesh(dp=2, tp=2), cluster=cluster).trace
+    alone = cluster.collective_seconds("all_reduce", HALF.nbytes, (0, 2))
+    assert {(e.start, e.end) for e in trace.events if e.kind == "collective"} == {(0.0, wanted * alone)}

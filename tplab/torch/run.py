@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
+from warnings import warn
 
 import numpy as np
 import torch
 
 from tplab import spare
 from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
-from tplab.errors import MeshError, SpecError
+from tplab.errors import CrossedOrderWarning, MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.options import check_run
 from tplab.torch.ranks import results
@@ -36,9 +37,11 @@ class Result:
     memory     what each rank held at every moment, by kind, where `run` was asked to count it
     peaks      the most bytes of tensors that each rank held at once, where memory was counted
     mapped     a sentence that says which lines of the program said cuda and got the CPU; None where none did
+    warnings   what may hang on GPUs though it runs here: collectives that ranks issue in opposite orders
     """
 
     peaks: list[int] | None = None
+    warnings: Sequence[str] = ()
     _memory: Memory | None = None
 
     def __init__(
@@ -162,15 +165,19 @@ def run(
                 more=more,
             )
         mapped = more.mapped if more is not None else None
-        make_trace, times = (lambda: chronicle.trace), chronicle.times
+        make_trace, times, may_hang = (lambda: chronicle.trace), chronicle.times, chronicle.warnings
+        for text in may_hang:
+            warn(text, CrossedOrderWarning, stacklevel=2)
     else:
         per_rank, make_trace = _on_processes(mesh, is_launched)(
             program, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
         )
-        mapped, times = None, np.asarray
+        mapped, times, may_hang = None, np.asarray, ()
+    returned = [result for result, _ in per_rank] if count_memory else per_rank
+    out = Result(returned, make_trace, mesh, out_specs, mapped)
+    out.warnings = may_hang
     if not count_memory:
-        return Result(per_rank, make_trace, mesh, out_specs, mapped)
-    out = Result([result for result, _ in per_rank], make_trace, mesh, out_specs, mapped)
+        return out
     unit, name = ("steps", None) if is_simulated and known is None else ("s", known.name if known else None)
     if known is not None and unit == "s":
         name = f"{known.name}, {known.kind_text}"

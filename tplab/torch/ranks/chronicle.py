@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from tplab.cost.cluster import Cluster
+from tplab.cost.crossed import crossed
 from tplab.cost.lanes import ROUND, WAIT, Lanes, Log
 from tplab.cost.links import Links
 from tplab.mesh import Mesh
@@ -23,11 +24,13 @@ class Chronicle:
     worked out together when somebody reads the trace.
 
     bursts   the actions that were computed
+    overlaps whether a rank has started a collective and gone on without its result
     """
 
     def __init__(self, mesh: Mesh, title: str, cluster: Cluster | None, clock: str):
         self.recorder, self.log = Recorder(mesh, title, "torch"), Log()
         self.bursts: list[Burst] = []
+        self.overlaps = False
         self._cluster, self._clock = cluster, clock
 
     @cached_property
@@ -38,6 +41,11 @@ class Chronicle:
         cluster = self._cluster
         unit, name, figures = ("steps", None, "") if cluster is None else ("s", cluster.name, cluster.kind_text)
         return self.recorder.trace(clock=self._clock, unit=unit, cluster=name, times=self._when, figures=figures)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What may hang on real GPUs. Blocking programs would already hang here."""
+        return crossed(self.log) if self.overlaps else []
 
     def times(self, moments: Sequence[float] | np.ndarray) -> np.ndarray:
         """The times of moments that ranks have noted; nothing may follow."""

@@ -233,6 +233,7 @@ class SimulatedRank(Rank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
+            self.world.chronicle.overlaps = True
             label = None if site.group.is_all else self._provenance.put_in(x)
             self._put_in(site, kept(x), label, meeting)
         elif site.target is not None:
