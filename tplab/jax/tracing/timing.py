@@ -29,7 +29,7 @@ class Wait(NamedTuple):
     task: int
 
 
-_ENDED, _READY, _NEXT, _SEND = range(4)  # the order at one instant, so that all that is ready goes first
+_ENDED, _READY, _SEND, _NEXT = range(4)  # the order at one instant, so that all that is ready goes first
 
 
 class Timing:
