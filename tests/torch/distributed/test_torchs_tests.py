@@ -13,24 +13,19 @@ from tests.torch.distributed import torchs
 
 PASS = [
     "test_all_gather_coalesced_with_empty",  # profiled, with the events that it expects
-    "test_all_reduce_coalesced_max",
-    "test_all_reduce_product",
     "test_all_to_all_single_unequal_split",
-    "test_barrier_full_group",
     "test_batch_isend_irecv_gloo",
     "test_ddp_logging_data_cpu",
-    "test_dump_DDP_relevant_env_vars",
     "test_get_rank",  # each rank writes a file that is named after os.getpid()
     "test_isend_torch_profiler",
     "test_monitored_barrier_gloo",
-    "test_reduce_min",
-    "test_scatter_object_list",
     "test_send_recv_any_source_autograd_profiler",
     "test_sparse_all_reduce_sum",
 ]
 SKIPPED = {"test_all_gather_cuda": torchs.NEEDS_CUDA, "test_barrier_group": torchs.NOT_HERE}
 
 
+@pytest.mark.timeout(300)  # 20 s on a machine that has nothing else to do
 def test_a_selection_passes():
     """In a process of their own: torch's test harness changes much in the one where it runs."""
     command = [sys.executable, "-W", "ignore", "-m", torchs.__name__, "--each", *PASS, *SKIPPED]
