@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", "--nproc_per_node", metavar="N", help="simulated ranks per node (default: 1)")
     add("--nnodes", default="1", metavar="N", help="number of nodes (default: 1)")
     add("--mesh", metavar="dp=2,tp=4", help="axes of the mesh: they name the groups of ranks in the output")
-    add("--cluster", metavar="h100", help="hardware to model: h100, a100, tpu_v5e, laptop or ethernet")
+    add("--cluster", metavar="h100", help="hardware to model: h100, a100, b200, h100-measured, laptop, ...")
     add("--clock", choices=("modelled", "measured"), help="measured: time the ranks' computing on this machine")
     add("--seed", type=int, default=0, metavar="N", help="seed of every rank's random numbers (default: 0)")
     add("--device", metavar="cpu", help="cpu: run a script that asks for GPUs on the CPU")

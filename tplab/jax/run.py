@@ -107,8 +107,8 @@ def run(
                 be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's is not
     on          "simulated": on GPUs or TPUs if there are as many as ranks, otherwise on CPU devices that JAX simulates.
                 "cpu", "gpu" or "tpu": on those. None: "simulated"
-    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes
-                one unit of time and computing takes none
+    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name: "h100" from data sheets, or a forecast,
+                "h100-measured". Without one, a hop takes one unit of time and computing takes none
     clock       "modelled"; None means the same
     seed        each rank's `rank_key()` is derived from it and the rank's number
     keep_values the number of messages whose values the trace keeps (if they have at most 64 elements)

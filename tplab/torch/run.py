@@ -105,8 +105,9 @@ def run(
     on          "simulated": ranks in this process that take turns; runs in several threads run one at a time.
                 "processes": one process per rank, through torch.distributed. None: under torchrun the processes that
                 it has started are the ranks; elsewhere ranks are simulated
-    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name ("h100"). Without one, a hop takes one
-                unit of time and computing takes none. On processes everything is real, and a cluster is refused
+    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name: "h100" from data sheets, or a forecast,
+                "h100-measured". Without one, a hop takes one unit of time and computing takes none. On processes
+                everything is real, and a cluster is refused
     clock       "modelled", or "measured": the ranks' own computing is timed on this machine, and messages are modelled
                 (on `cluster`, or this laptop) where they are not real. None: measured on processes, elsewhere modelled
     seed        every rank draws from a torch generator of its own, derived from (seed, rank); the caller's is untouched
