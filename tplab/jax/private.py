@@ -69,6 +69,11 @@ def pvary(x: Any, axes: tuple[str, ...]) -> Any:
     return jax.lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
+def out_shardings_of(traced: Any) -> tuple[Any, ...]:
+    """The shardings that were asked of a traced function's results, in order; () where JAX does not say."""
+    return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
+
+
 def own_copy(constant: Any) -> Any:
     """A copy of a constant that JAX may have left in somebody else's memory; anything else as it is. What JAX wraps a
     NumPy array in is itself one since 0.8."""

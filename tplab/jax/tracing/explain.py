@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tplab.cost import collectives as cost
+from tplab.jax.tracing.asked import Ask, Asked, spec_text
 from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.compiled import Run, runs_of
 from tplab.jax.tracing.exchange import EXCHANGES
@@ -120,10 +121,12 @@ def explain(fn: Callable[..., Any], *args: Any, accelerator: bool = False, **kwa
     A collective that is in your program is marked as such. One that XLA inserted is explained by what computes with its
     result, or made its operand: a sum over a dim that is sharded, an array that is needed whole or cut in another way.
     An argument is identified by its name and sharding, and an array between two operations by the one that made it.
+    XLA carries a sharding that is asked for backwards, and moves an array before the operations that compute with it
+    element by element: then the constraint or `out_shardings` that asks is named, and the spec that would send nothing.
     Lines are those that XLA kept with its instructions; JAX 0.7 gives it only the innermost, which may be a library's.
     """
     program = compiled_for(fn, args, kwargs)
-    why = _Why(Flow(program.module, program.mesh, program.names), accelerator)
+    why = _Why(Flow(program.module, program.mesh, program.names), program.asked, accelerator)
     explanation = Explanation(one for run in runs_of(program.module) for one in why.explained(run))
     explanation.title, explanation.mesh = program.title, program.mesh
     return explanation
@@ -133,12 +136,16 @@ _WRITTEN = {*EXCHANGES, "psum_scatter", "pbroadcast", "ragged_all_to_all", "all_
 _ASKED = {"reshard", "sharding_constraint", "device_put"}
 """Primitives that say how an array is to lie."""
 _MOST_OPERANDS = 4
+_CONSTANT = ("constant", "iota", "partition-id", "broadcast")
+_NAMES = {"argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+"""What XLA knows as the reductions that it becomes."""
 
 
 class _Why:
     """Finds causes in the flow of a module."""
 
-    def __init__(self, flow: Flow, accelerator: bool):
+    def __init__(self, flow: Flow, asked: Asked, accelerator: bool):
+        self.asked = asked
         self.flow, self.module, self.mesh, self.accelerator = flow, flow.module, flow.mesh, accelerator
 
     def explained(self, run: Run) -> Iterator[Explained]:
@@ -194,25 +201,98 @@ class _Why:
 
     def _of_move(self, place: Place, given: Place, sent: Sent, axis: str) -> Cause:
         """An array that is not where it is needed."""
-        made, user = self.flow.source(given), next(self.flow.needed_by(place), None)
+        made, user = self.flow.source(given), self._user(place)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
         array, operand = sent.array, self._text(made, where)
         wide = self._as_wide(place, sent, None)
         operation = place.one.primitive
+        is_second = self.flow.is_moved(given)
+        shards = " after another collective has moved it" if is_second else f", which is sharded over {axis}"
+        if operation in _ASKED and (ask := self.asked.constraint_at(where)) is not None:
+            why = self._as_asked(ask, place, made, sent, axis, operand + shards * (sent.op == "all_gather"))
+            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
         if operation in _WRITTEN or operation in _ASKED:
             why = self._as_written(place, operation, operand)
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
-        operation, who = "", "the function returns"
+        operation, who, more = "", "the function returns", ""
+        first = self._name_in_program(made), self._line(made), self._argument(made)
+        ask = None if user is not None else self.asked.of(*first)
         if user is not None:
-            operation, line = _operation(user.one) or user.one.op, self._line(user)
+            operation, line = self._name_in_program(user), self._line(user)
             who = f"{operation}{f' ({line})' * (line not in ('', where))} needs"
-        is_second = self.flow.is_moved(given)
-        shards = " after another collective has moved it" if is_second else f", which is sharded over {axis}"
+            found = self.asked.of(operation, line)
+            if found is not None and self.asked.is_by_element(operation, line):
+                ask = found
+            elif found is not None and (sent.op != "all_gather" or set(axis.split(",")) & _axes_in(found.spec)):
+                more = f"; {found} of its result"
+        if ask is not None:
+            why = self._as_asked(ask, place, made, sent, axis, operand + shards * (sent.op == "all_gather"))
+            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
+        if user is not None and made.one.op == user.one.op == "reduce" and sent.op == "all_gather":
+            operands = self._operands(made, where)
+            why = f"{operation} of {' and '.join(operands)} goes over a dim that is sharded over {axis}, so each rank "
+            why += "has only its part"
+            return Cause(where, array.dtype, array.shape, operation, operands, why + wide)
+        if sent.op == "all_gather" and (shape := self.asked.reshaped(*first)) is not None:
+            operation, who = "reshape", "reshape needs"
+            more = f": its pieces are no pieces of the new shape {list(shape)}" + more
         why = {
             "all_gather": f"{who} all of {operand}{shards}",
             "all_to_all": f"{who} {operand} cut along another dim than it is",
         }.get(sent.op, f"{who} {operand} on other ranks than those that have it")
-        return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
+        return Cause(where, array.dtype, array.shape, operation, (operand,), why + more + wide)
+
+    def _as_asked(self, ask: Ask, place: Place, made: Place, sent: Sent, axis: str, operand: str) -> str:
+        """An array that is moved because somebody asks how it is to lie, and what to ask for instead."""
+        why = {
+            "all_gather": f"{ask}, which takes all of {operand}",
+            "all_to_all": f"{ask}, which cuts {operand} along another dim than now",
+        }.get(sent.op, f"{ask}, which puts {operand} on other ranks than those that have it")
+        if (spec := self._as_it_is(ask, place, made, sent, axis)) is not None:
+            why += f"; with {spec_text(spec)} {'in out_shardings' if not ask.line else 'there'} it would not be sent"
+        return why
+
+    def _as_it_is(self, ask: Ask, place: Place, made: Place, sent: Sent, axis: str) -> tuple[Any, ...] | None:
+        """The spec that the array has already, if we know it."""
+        while self.flow.slot(made) is None and self.asked.is_by_element(_operation(made.one), self._line(made)):
+            sources = {self.flow.source(given) for given in self.flow.operands(made)}
+            sources = {source for source in sources if source.one.op not in _CONSTANT}
+            if len(sources) != 1 or made in sources:
+                break
+            made = sources.pop()
+        if (slot := self.flow.slot(made)) is not None:
+            if slot.axes is None or len(slot.axes) != ask.num_dims:
+                return None
+            return tuple(tuple(name.split(",")) if "," in name else name or None for name in slot.axes)
+        dims = place.one.dims("dimensions")
+        if sent.op != "all_gather" or len(dims) != 1 or len(sent.array.shape) != ask.num_dims:
+            return None
+        spec = [*ask.spec, *[None] * (ask.num_dims - len(ask.spec))]
+        if spec[dims[0]] is not None:
+            return None
+        spec[dims[0]] = tuple(axis.split(",")) if "," in axis else axis
+        return tuple(spec)
+
+    def _argument(self, place: Place) -> int | None:
+        """The number of the argument that an array is."""
+        return None if self.flow.slot(place) is None else self.asked.argument(place.one.origin)
+
+    def _name_in_program(self, place: Place) -> str:
+        """The program's name of an operation."""
+        name = _operation(place.one) or place.one.op
+        if name == "reduce" or name.startswith("reduce_window"):
+            names = self.asked.names_at(self._line(place)) & _NAMES
+            return names.pop() if len(names) == 1 else name
+        return name
+
+    def _user(self, place: Place) -> Place | None:
+        """What computes with an array, in the program: XLA may pad or cut it before, under an argument's name."""
+        user = next(self.flow.needed_by(place), None)
+        for _ in range(_MOST_OPERANDS):
+            if user is None or "/" in user.one.origin:
+                break
+            user = next(self.flow.needed_by(user), None)
+        return user
 
     def _as_wide(self, place: Place, sent: Sent, index: int | None) -> str:
         """Where 16-bit numbers are sent as float32."""
@@ -221,7 +301,7 @@ class _Why:
 
     def _as_written(self, place: Place, primitive: str, operand: str) -> str:
         who = "the gradient of your program has" if "transpose(" in place.one.origin else "your program has"
-        return f"{who} {primitive} of {operand}"
+        return f"{who} {primitive.removesuffix('_invariant')} of {operand}"
 
     # --- what is it? ---------------------------------------------------------------------------------------------
 
@@ -234,7 +314,7 @@ class _Why:
             for given in self.flow.operands(place):
                 source = self.flow.source(given)
                 key = source.computation, source.one.name
-                if key in seen or source.one.op in ("constant", "iota", "partition-id", "broadcast"):
+                if key in seen or source.one.op in _CONSTANT:
                     continue
                 seen.add(key)
                 is_part = source.one.op != "parameter" and source.one.origin in ("", made.one.origin)
@@ -261,3 +341,8 @@ class _Why:
 def _operation(one: Instruction) -> str:
     """JAX's name for what an instruction does. XLA puts transposes into products, and may keep only their names."""
     return "dot_general" if one.op == "dot" and "dot" not in one.primitive else one.primitive
+
+
+def _axes_in(spec: Sequence[Any]) -> set[str]:
+    """The axes that a spec names."""
+    return {name for dim in spec if dim is not None for name in ((dim,) if isinstance(dim, str) else dim)}

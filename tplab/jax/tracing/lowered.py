@@ -18,6 +18,8 @@ from jax.tree_util import SequenceKey
 
 from tplab import spare
 from tplab.errors import TraceError
+from tplab.jax.private import out_shardings_of
+from tplab.jax.tracing.asked import Asked
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.jaxprs import equations_of
 from tplab.mesh import Mesh
@@ -26,12 +28,14 @@ from tplab.mesh import Mesh
 class Lowered(NamedTuple):
     """title   the function's name
     names   JAX's names of arguments -> the reader's, where they differ
+    asked   who asks how arrays are to lie
     """
 
     title: str
     module: Module
     mesh: Mesh
     names: dict[str, str]
+    asked: Asked
 
 
 def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowered:
@@ -50,7 +54,7 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
         raise TypeError("this function is compiled already, for arguments of its own: trace(compiled), without any")
     if type(fn).__module__.startswith("equinox"):
         fn = getattr(fn, "__wrapped__", fn)  # filter_jit traces arrays and uses the rest as it is, as we do
-    jaxpr = None
+    jaxpr = traced = None
     if hasattr(fn, "as_text"):
         compiled = fn
     elif hasattr(fn, "lower"):
@@ -69,7 +73,7 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
     module = Module(compiled.as_text() or "")
     mesh = _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks)
     title = module.name if hasattr(fn, "as_text") else _title(fn)
-    return Lowered(title, module, mesh, _names(fn, args, kwargs))
+    return Lowered(title, module, mesh, _names(fn, args, kwargs), Asked(jaxpr, out_shardings_of(traced)))
 
 
 def _title(fn: Any) -> str:
