@@ -173,23 +173,24 @@ animate(out.trace)
 
 # %% [markdown]
 # Each of the three collectives combines one number per token. Here are these numbers, on each rank and combined. A row
-# is a token, and the columns are $m$, $s$ and $z_t$. There are now twelve words, three on each rank, and the correct
+# is a token, and the columns are $m$, $s$ and $z_t - m$. There are now twelve words, three on each rank, and the correct
 # ones are 7, 2, 9 and 4.
 
 # %% tags=["opening-picture"]
-def three_numbers(own, m, rank):  # own [T, 3]: the logits of this rank's words
-    z, tokens = own - m[:, None], np.arange(4)
-    z_t = np.where(ids // 3 == rank, z[tokens, ids % 3], 0)
-    return np.stack([own.max(1), np.exp(z).sum(1), z_t], 1)
+def three_numbers(logits, ids):  # what a rank puts into the three collectives
+    begin, count = own_words(12)
+    own_m = logits.amax(-1)
+    z = logits - tt.all_reduce(own_m, "tp", "max")[:, None]
+    here = (ids >= begin) & (ids < begin + count)
+    z_t = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
+    return torch.stack([own_m, z.exp().sum(-1), torch.where(here, z_t, 0)], 1)
 
-m = twelve.max(1)
-per_rank = [three_numbers(one, m, r) for r, one in enumerate(np.split(twelve, 4, 1))]
-_, s, z_t = sum(per_rank).T
-panels = {f"rank {rank}": three for rank, three in enumerate(per_rank)}
-four_losses = np.log(s) - z_t
-panels["max, sum, sum"] = np.stack([m, s, z_t], 1)
-panels["loss = log s - z_t"] = four_losses[:, None]
-matrices(panels, "Largest logit m, sum of exponentials s, correct word's logit z_t")
+put_in = tt.run(three_numbers, Mesh(tp=4), twelve, ids, in_specs=SPECS).per_rank
+panels = {f"rank {rank}": three.numpy() for rank, three in enumerate(put_in)}
+combined = out.trace.select(kind="collective", rank=0).events  # of the run above
+panels["max, sum, sum"] = np.stack([event.values for event in combined], 1)
+panels["loss = log s - (z_t - m)"] = out.value.numpy()[:, None]
+matrices(panels, "Largest logit m, sum of exponentials s, correct word's logit minus m")
 
 # %% [markdown]
 # Now we compare the loss and its gradient with torch's own loss on all the logits, even for logits as large as ten

@@ -513,3 +513,13 @@ def test_a_trace_says_where_its_clocks_figures_come_from():
     old = json.loads(sheet.to_json())
     del old["figures"]  # as files from before have it
     assert Trace.from_json(json.dumps(old)) == example(cluster="h100")
+
+
+def test_what_starts_later_is_a_trace_of_its_own():
+    trace = example()
+    times = sorted({event.start for event in trace.events})
+    for time in (times[0], times[1], times[-1], times[-1] + 1):
+        later = trace.since(time)
+        assert list(later.events) == [event for event in trace.events if event.start >= time]
+        assert later.about() == trace.about()
+        assert later.start == (time if time in times else 0.0)

@@ -24,7 +24,7 @@ from tplab.widgets.score import words
 from tplab.widgets.score.frame import frame
 from tplab.widgets.score.holds import PASSED, UNSURE
 from tplab.widgets.score.score import Score, score
-from tplab.widgets.score.still_table import cell_text
+from tplab.widgets.score.still_table import cell_text, few_numbers
 
 ALL = 10**6
 BITS = 16  # of a word: JAX counts in int32
@@ -288,3 +288,23 @@ def test_what_is_not_followed_is_said_to_be_unknown():
     assert {cell_text(piece, int(piece.holds["item"][hold]), hold)[0] for hold in sums} == {
         piece.items[int(piece.holds["item"][hold])].name for hold in sums
     }
+
+
+def test_codes_show_their_numbers_and_how_wide_they_are():
+    """Where collectives are of several types, as codes and their scales, columns and sentences say which."""
+    import torch
+
+    import tplab.torch as tt
+
+    def program() -> None:
+        codes = torch.tensor([[7, -3]], dtype=torch.int8)
+        tt.all_gather(codes, "dp")
+        tt.all_gather(torch.full((1, 1), 0.5), "dp")
+
+    piece = score(tt.run(program, Mesh(dp=2)).trace)
+    assert [piece.heading(item) for item in (0, 1)] == ["a int8", "b float32"]
+    assert words.sentences(piece)[1].startswith("all_gather over dp of int8 [1, 2]: every rank of the 2 ends with")
+    cells = frame(piece, 2).cells
+    assert [cell_text(piece, item, cells[0, item]) for item in (0, 1)] == [("0,1", "7 -3 7 -3"), ("0,1", "0.5 0.5")]
+    assert few_numbers(["123456", "7", "8", "9"]) == "123456 7 …"
+    assert few_numbers(["1.2345e+10", "2"]) == ""

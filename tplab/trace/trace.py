@@ -138,7 +138,16 @@ class Trace:
         self, *, rank: int | None = None, kind: str | None = None, op: str | None = None, axis: Axis | None = None
     ) -> Trace:
         """The trace of only those events that match."""
-        rows = np.flatnonzero(self._rows(rank=rank, kind=kind, op=op, axis=axis))
+        return self._only(np.flatnonzero(self._rows(rank=rank, kind=kind, op=op, axis=axis)))
+
+    def since(self, time: float) -> Trace:
+        """The trace of only those events that start at `time` or later: a step without what was made ready for it.
+
+        time   on the clock of the trace, as the `start` of its events
+        """
+        return self._only(np.flatnonzero(self._numbers["start"] >= time))
+
+    def _only(self, rows: np.ndarray) -> Trace:
         places = {int(row): place for place, row in enumerate(rows)} if self._values else {}
         return Trace(
             self.mesh,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
 
 MARKS = "osD^"  # so that colour is not the only distinction
+MOST_RUNS = 8  # that are marked one by one on the axis
 MOST_MARKED = 24  # a line with more points gets no marks: it would look like a string of beads
 Line = tuple[Numbers, Numbers]
 """x and y of every point."""
@@ -45,7 +46,7 @@ def levels(
     least, most = 0.0 if from_zero else min(drawn, default=0.0), max(drawn, default=0.0)
     step, room = round_step(most - least, unit), 0.06 * (most - least)
     for ax, (name, lines) in zip(axes, panels.items()):
-        _dress(ax, step, unit)
+        _dress(ax, step, unit, () if stairs else {float(at) for x, _ in lines.values() for at in x})
         for index, (label, (x, y)) in enumerate(lines.items()):
             looks = {"color": HUES[index % 8], "lw": 2, "ms": 6, "mfc": PAPER, "mew": 1.6, "label": label}
             if stairs and len(y):  # a mark where the peak is first reached
@@ -62,10 +63,14 @@ def levels(
     return Curves(title, about, sentence, figure, lambda x: f"{along}: {plain(x)}")
 
 
-def _dress(ax: Any, step: float, unit: str) -> None:
-    from matplotlib.ticker import MaxNLocator, MultipleLocator
+def _dress(ax: Any, step: float, unit: str, runs: Collection[float]) -> None:
+    """runs   the places of the points, if each is a run: where they are few, only these are marked on the axis"""
+    from matplotlib.ticker import FixedLocator, MaxNLocator, MultipleLocator
 
-    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    is_few = 0 < len(runs) <= MOST_RUNS
+    ax.xaxis.set_major_locator(FixedLocator(sorted(runs)) if is_few else MaxNLocator(8, integer=True))
+    if is_few:
+        ax.xaxis.set_major_formatter(lambda value, place: plain(value))
     ax.yaxis.set_major_locator(MultipleLocator(step))
     text = bytes_text if unit == "B" else lambda value: f"{plain(value)} {unit}".strip()
     ax.yaxis.set_major_formatter(lambda value, place: text(value))

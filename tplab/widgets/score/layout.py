@@ -76,7 +76,7 @@ def columns(score: Score) -> Columns:
         of_item.append(index)
     names = []
     for index in range(len(taken)):
-        here = list(dict.fromkeys(item.name for item, at in zip(score.items, of_item) if at == index))
+        here = list(dict.fromkeys(score.heading(item) for item, at in enumerate(of_item) if at == index))
         names.append(" ".join(here) if len(here) <= 3 else f"{here[0]} …")
     page_size = 16 if score.trace.mesh.size <= 16 else 64
     first = np.full(score.num_steps + 1, len(taken))

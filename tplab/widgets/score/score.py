@@ -85,6 +85,18 @@ class Score:
         """Bytes that each rank sends in total."""
         return np.bincount(self.bars["rank"], weights=self.bars["bytes"], minlength=self.trace.mesh.size)
 
+    @cached_property
+    def _dtypes(self) -> dict[int, str]:
+        """The dtype of each item that a collective makes, if these are not all the same: codes are narrow."""
+        names, codes = self.trace.codes("dtype")
+        rows = np.flatnonzero((self.bars["kind"] == COLLECTIVE) & (self.bars["item"] >= 0)).tolist()
+        found = {int(self.bars["item"][row]): names[codes[self.bars["row"][row]]] for row in rows}
+        return found if len(set(found.values())) > 1 else {}
+
+    def heading(self, item: int) -> str:
+        """What is written over an item's column: "a", "b int8"."""
+        return f"{self.items[item].name} {self._dtypes.get(item, '')}".strip()
+
     def item_colour(self, item: int) -> str:
         """In a pipeline, activations have the colour of F; otherwise, each item has its own colour."""
         return KINDS["F"] if self.is_pipeline else hue(item)

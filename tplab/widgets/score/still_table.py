@@ -165,6 +165,24 @@ def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple
     if len(pool) > 1 and not score.part(hold) and score.holds["state"][hold] != UNSURE:
         label = contributors(score.members(hold), pool, score.items[item].how, most)
     index = score.holds["value"][hold]
-    if index < 0 or score.values[index].size != 1 or most == 1:
+    if index < 0 or most == 1:
         return label, ""
-    return label, number_text(float(score.values[index].ravel()[0]))
+    return label, few_numbers([number_text(float(number)) for number in score.values[index].ravel()[:SHOWN]])
+
+
+SHOWN, ROOM = 8, 10  # of a few numbers: how many, and letters
+
+
+def few_numbers(texts: list[str]) -> str:
+    """As many of these as there is room for in a cell: "24 28", "7 -3 4 …"; static/score.js does the same."""
+    if len(texts) == 1:
+        return texts[0]
+    whole = " ".join(texts)
+    if len(whole) <= ROOM and len(texts) < SHOWN:
+        return whole
+    shown = ""
+    for text in texts:
+        if len(shown) + len(text) + 1 > ROOM - 1:
+            break
+        shown += f"{text} "
+    return f"{shown}…" if shown else ""

@@ -142,6 +142,7 @@ class _News:
         who, codes = score.trace.codes("contributors")
         self.members = [frozenset(who[code]) for code in codes[score.bars["row"]]]
         self.kinds = kinds(score.trace)
+        self.all_joint = score.bars["row"][(score.bars["kind"] == COLLECTIVE) & (score.bars["item"] >= 0)]
         self.full = [max(map(len, item.pools), default=0) for item in score.items]
 
     def sentence(self, rows: np.ndarray) -> str:
@@ -290,7 +291,15 @@ class _News:
         text = _TOGETHER.get(op, "the ranks of {group} work together").format(group=group, result=result)
         before = {len(self.members[row]) for row in rows.tolist()}
         beyond = f", which then has data of {before.pop()} ranks" if len(before) == 1 and max(before) > size else ""
-        return f"{op}{f' over {over}' if over else ''}: {text}{beyond}"
+        return f"{op}{f' over {over}' if over else ''}{self._tensor(rows)}: {text}{beyond}"
+
+    def _tensor(self, rows: np.ndarray) -> str:
+        """What each rank puts into a collective, where a program's collectives are of several types."""
+        if len(np.unique(self.score.trace.codes("dtype")[1][self.all_joint])) < 2:
+            return ""
+        events = self.score.trace.events_at(self.score.bars["row"][rows])
+        kinds = {f" of {event.dtype} {list(event.shape)}" for event in events}
+        return kinds.pop() if len(kinds) == 1 else ""
 
 
 def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:

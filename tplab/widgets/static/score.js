@@ -88,7 +88,23 @@ export function cellText(score, hold, most = 4) {
   const label = all.length > 1 && !partOf(score, hold) ? contributors(inside, all, how, most) : holdName(score, hold);
   const numbers = values(score, hold);
   if (score.layout?.numbers && numbers.length) return { label: numberText(numbers[0]), value: "", inside, all };
-  return { label, value: numbers.length === 1 ? numberText(numbers[0]) : "", inside, all };
+  const value = most === 1 && numbers.length !== 1 ? "" : fewNumbers(Array.from(numbers.subarray ? numbers.subarray(0, SHOWN) : [], numberText));
+  return { label, value, inside, all };
+}
+
+const SHOWN = 8, ROOM = 10; // of a few numbers in a cell: how many, and letters
+
+// As many of these as there is room for in a cell: "24 28", "7 -3 4 …".
+export function fewNumbers(texts) {
+  if (texts.length <= 1) return texts[0] ?? "";
+  const whole = texts.join(" ");
+  if (whole.length <= ROOM && texts.length < SHOWN) return whole;
+  let shown = "";
+  for (const text of texts) {
+    if (shown.length + text.length + 1 > ROOM - 1) break;
+    shown += `${text} `;
+  }
+  return shown ? `${shown}…` : "";
 }
 
 // [index, count] if it is one of `count` equal parts of a tensor.
