@@ -56,4 +56,5 @@ def _ratio(pieces: Sequence[np.ndarray], wanted: Sequence[np.ndarray], slack: fl
     weight = sum(float((want * want).sum()) for want in wanted)
     ratio = sum(float((piece * want).sum()) for piece, want in zip(pieces, wanted)) / max(weight, 1e-300)
     gap = max(float(np.abs(piece - ratio * want).max(initial=0)) for piece, want in zip(pieces, wanted))
-    return ratio if ratio > 0 and gap <= slack * max(ratio, 1.0) else None
+    is_other = abs(ratio - 1) > 1e-3  # a factor of 1 is no difference: the scores are off in another way
+    return ratio if ratio > 0 and is_other and gap <= slack * max(ratio, 1.0) else None

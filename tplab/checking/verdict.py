@@ -18,6 +18,9 @@ from tplab.layout import Layout, layouts_for, take
 from tplab.mesh import Mesh
 from tplab.units import ranks_text
 
+_SMALL = 0.02
+"""Relative to the largest element: one part of a sum more or less would not leave so small an error."""
+
 NEITHER = "neither a multiple of the reference nor parts of it"
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -190,14 +193,27 @@ class _Case:
             if answer := question():
                 return answer
         error = max(_largest(g - w) for g, w in zip(self.got, self.want)) / max(self.size, 1e-300)
-        return (
-            "other",
-            f"off by {error:.2g} of its largest element; {NEITHER}",
-            (),
-        )
+        if error < _SMALL and self._are_copies():
+            words = (
+                f"off by {error:.2g} of its largest element, the same on every rank: no sum is missing or made too "
+                "often; a function (such as GELU's tanh approximation), a constant (such as eps) or a dtype differs"
+            )
+            return "other", words, ()
+        return "other", f"off by {error:.2g} of its largest element; {NEITHER}", ()
 
     def _close(self, got: np.ndarray, want: np.ndarray, slack: float = 1.0) -> bool:
         return got.shape == want.shape and _largest(got - want) <= slack * self.tolerance * self.size
+
+    def _are_copies(self) -> bool:
+        """Whether all ranks that should hold the same hold the same: then none of them has only its part of a sum."""
+        return self._gap() <= self.tolerance * self.size
+
+    def _gap(self) -> float:
+        spare = tuple(name for name in self.mesh.axis_names if name not in self.layout.spec.axis_names)
+        groups = self.mesh.groups(spare) if spare else []
+        return max(
+            (_largest(self.got[a] - self.got[b]) for group in groups for a, b in combinations(group, 2)), default=0.0
+        )
 
     def _zero(self) -> Answer | None:
         ranks = [r for r in self.mesh.ranks if _largest(self.got[r]) == 0 and _largest(self.want[r]) > 0]
@@ -217,6 +233,8 @@ class _Case:
         if not scales or (self.reference.size == 1 and max(scales) - min(scales) > 1e-3):
             return None  # a single number is a multiple of any other
         first = scales[0]
+        if all(abs(scale - 1) <= 4 * self.tolerance for scale in scales):
+            return None  # a factor of 1 is no difference
         if all(abs(scale - first) <= 4 * self.tolerance * max(abs(first), 1) for scale in scales):
             return self._multiple(first)
         listed = ", ".join(f"{scale:.5g}" for scale in scales)
@@ -257,7 +275,7 @@ class _Case:
             if all(self._close(total[rank], count * self.want[rank], slack=count) for rank in self.mesh.ranks):
                 words = f"ranks disagree, and their mean is the reference: an all_reduce with op='mean' over {label}"
                 return "mean", f"{words} is missing", names
-            if scale := self._scale_of_sum(total, count):
+            if not self._are_copies() and (scale := self._scale_of_sum(total, count)):
                 words = (
                     f"each rank has only its own part, and together they are {scale:.5g} times too large: the sum over "
                     f"{label}"
@@ -295,11 +313,8 @@ class _Case:
         return None
 
     def _disagree(self) -> Answer | None:
+        gap = self._gap()
         spare = [name for name in self.mesh.axis_names if name not in self.layout.spec.axis_names]
-        groups = self.mesh.groups(tuple(spare)) if spare else []
-        gap = max(
-            (_largest(self.got[a] - self.got[b]) for group in groups for a, b in combinations(group, 2)), default=0
-        )
         if gap <= self.tolerance * self.size:
             return None
         right = [rank for rank in self.mesh.ranks if self._close(self.got[rank], self.want[rank])]

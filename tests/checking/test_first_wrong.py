@@ -1,0 +1,140 @@
+"""check_parallel blames the first thing that is wrong, in plain functions too, and says nothing that is not so."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tplab.torch as lab
+from tplab import Mesh
+from tplab.torch import check_parallel
+
+WIDTH, HIDDEN = 8, 24
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp, self.head = nn.LayerNorm(WIDTH), MLP(), nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        return self.head(x + self.mlp(self.norm(x)))
+
+
+class Linear(nn.Module):
+    """This rank's part of a layer, whose output is what the ranks have to add up."""
+
+    weight: Any
+    bias: Any
+
+    def forward(self, x, bias=None):
+        return F.linear(x, self.weight, bias)
+
+
+class Bare(nn.Module):
+    """The same block with its collectives in plain code. `mistake` is what is wrong in it."""
+
+    def __init__(self, whole, mistake):
+        super().__init__()
+        self.mistake, ranks, index = mistake, lab.axis_size("tp"), lab.axis_index("tp")
+        self.up, self.down = Linear(), Linear()
+        for layer, name, dim in ((self.up, "up", 0), (self.down, "down", 1)):
+            weight = getattr(whole, name).weight.detach()
+            layer.weight = nn.Parameter(weight.chunk(ranks, dim)[index].clone())
+        self.up.bias = nn.Parameter(whole.up.bias.detach().chunk(ranks)[index].clone())
+        self.down.bias = nn.Parameter(whole.down.bias.detach().clone())
+
+    def forward(self, x):
+        mistake, ranks = self.mistake, lab.axis_size("tp")
+        h = self.up(lab.copy_to(x, "tp"), self.up.bias)
+        if mistake == "relu":
+            h = F.relu(h)
+        elif mistake == "silu":
+            h = F.silu(h)
+        else:
+            h = F.gelu(h, approximate="tanh" if mistake == "tanh" else "none")
+        bias = self.down.bias
+        if mistake == "bias before the sum":
+            return lab.reduce_from(self.down(h, bias), "tp")
+        if mistake == "a share of the bias":
+            return lab.reduce_from(self.down(h, lab.copy_to(bias, "tp") / ranks), "tp")
+        y = self.down(h)
+        if mistake == "divided":
+            y = lab.reduce_from(y, "tp") / ranks
+        elif mistake == "mean":
+            y = lab.all_reduce(y, "tp", "mean")
+        elif mistake == "doubled":
+            y = lab.reduce_from(lab.reduce_from(y, "tp"), "tp")
+        elif mistake == "largest":
+            y = lab.all_reduce(y, "tp", "max")
+        elif mistake != "missing":
+            y = lab.reduce_from(y, "tp")
+        if mistake == "no bias":
+            return y
+        if mistake == "bias twice":
+            return y + bias + bias
+        return y + bias
+
+
+SUM = r"what mlp\.down\.bias is added to is"
+FUNCTION = "the same on every rank: no sum is missing or made too often"
+REPORTS = {
+    "missing": "each rank has only its own part, without its bias: an all_reduce over 'tp' is missing",
+    "doubled": rf"{SUM} 3 times the reference: the sum over the 3 ranks of 'tp' is made once too often",
+    "mean": rf"{SUM} 1/3 of the reference: it is divided by the 3 ranks of 'tp' \(a mean, not a sum\)",
+    "divided": rf"{SUM} 1/3 of the reference: it is divided by the 3 ranks of 'tp'",
+    "bias before the sum": r"bias is added 3 times, because every rank adds it before the sum",
+    "bias twice": r"bias is added 2 times",
+    "no bias": r"bias is not added",
+    "tanh": FUNCTION,
+    "relu": "off by .* of its largest element",
+    "silu": "off by .* of its largest element",
+    "largest": "off by .* of its largest element",
+}
+
+
+def report_of(mistake: str, num_ranks: int = 3) -> Any:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(4, WIDTH)
+
+    def sharded(whole: Any) -> nn.Module:
+        model = copy.deepcopy(whole)
+        model.mlp = Bare(whole.mlp, mistake)
+        return model
+
+    return check_parallel(sharded, net, inputs=(x,), mesh=Mesh(tp=num_ranks))
+
+
+@pytest.mark.parametrize("mistake", REPORTS)
+def test_what_happens_in_a_plain_function_is_blamed_on_it(mistake: str):
+    report = report_of(mistake)
+    first = next(row for row in report.rows if not row.ok)
+    # the module in which it happens: no part of a sum that it adds up, and nothing behind it
+    where = "mlp.down" if mistake == "missing" else "mlp"
+    assert (first.kind, first.name) == ("activation", where)
+    assert re.search(REPORTS[mistake], first.words), first.words
+    assert all(row.ok or row.follows or row is first for row in report.rows)
+    assert not re.search(r"\b1 times|only its own part, and together", str(report))
+    if mistake not in ("bias before the sum", "bias twice"):
+        assert "is added" not in first.words.replace("is added to", "").replace("is not added", "")
+
+
+@pytest.mark.parametrize("mistake", ["", "a share of the bias"])
+def test_what_is_right_is_blamed_for_nothing(mistake: str):
+    for num_ranks in (2, 3, 4):
+        assert report_of(mistake, num_ranks).ok
