@@ -6,13 +6,14 @@ import copy
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import tplab.torch as lab
-from tplab import Mesh
+from tplab import Mesh, P
 from tplab.torch import check_parallel
 
 WIDTH, HIDDEN = 8, 24
@@ -138,3 +139,47 @@ def test_what_happens_in_a_plain_function_is_blamed_on_it(mistake: str):
 def test_what_is_right_is_blamed_for_nothing(mistake: str):
     for num_ranks in (2, 3, 4):
         assert report_of(mistake, num_ranks).ok
+
+
+FUNCTIONS = {
+    "": None,
+    "a share of the bias": None,
+    "doubled": "what down_bias is added to is 3 times the reference: the sum over the 3 ranks of 'tp' is made once too",
+    "mean": "what down_bias is added to is 1/3 of the reference",
+    "missing": "each rank has its own part plus down_bias: an all_reduce over 'tp' is missing before the bias",
+    "bias before the sum": "down_bias is added 3 times",
+    "tanh": FUNCTION,
+}
+
+
+@pytest.mark.parametrize("mistake", FUNCTIONS)
+def test_functions_in_jax(mistake: str):
+    import jax
+
+    import tplab.jax as on_jax
+
+    draw = np.random.default_rng(0)
+    shapes = {"up": (WIDTH, HIDDEN), "up_bias": (HIDDEN,), "down": (HIDDEN, WIDTH), "down_bias": (WIDTH,)}
+    params = {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def whole(p, x):
+        return jax.nn.gelu(x @ p["up"] + p["up_bias"], approximate=False) @ p["down"] + p["down_bias"]
+
+    def model(p, x):
+        y = jax.nn.gelu(x @ p["up"] + p["up_bias"], approximate=mistake == "tanh") @ p["down"]
+        if mistake == "bias before the sum":
+            return on_jax.all_reduce(y + p["down_bias"], "tp")
+        if mistake == "a share of the bias":
+            return on_jax.all_reduce(y + p["down_bias"] / 3, "tp")
+        if mistake != "missing":
+            y = on_jax.all_reduce(y, "tp", "mean" if mistake == "mean" else "sum")
+        return (3 * y if mistake == "doubled" else y) + p["down_bias"]
+
+    specs = {"up": P(None, "tp"), "up_bias": P("tp"), "down": P("tp"), "down_bias": P()}
+    x = draw.normal(size=(4, WIDTH)).astype(np.float32)
+    report = on_jax.check_parallel(model, whole, params=params, inputs=(x,), mesh=Mesh(tp=3), specs=specs)
+    words = FUNCTIONS[mistake]
+    assert report.ok == (words is None)
+    if words is not None:
+        first = next(row for row in report.rows if not row.ok)
+        assert first.kind == "output" and words in first.words
