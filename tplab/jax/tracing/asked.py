@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
-from tplab.jax.tracing.jaxprs import called, line_of, opened
+from tplab.jax.tracing.jaxprs import called, is_transposed, line_of, opened
 
 _NOT_BY_ELEMENT = {
     "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "dot_general", "transpose", "reshape",
@@ -81,9 +81,9 @@ class Asked:
         found = [step.eqn for step in self._steps if (step.name, step.line) == (name, line)]
         return bool(found) and all(map(_by_element, found))
 
-    def reshaped(self, name: str, line: str, argument: int | None = None) -> tuple[int, ...] | None:
+    def reshaped(self, name: str, line: str, backward: bool, argument: int | None = None) -> tuple[int, ...] | None:
         """The shape into which the result of an operation is brought, or an argument, if nothing else is done to it."""
-        users = [step for start in self._starts(name, line, argument) for step in self._users.get(start, ())]
+        users = [step for start in self._starts(name, line, backward, argument) for step in self._users.get(start, ())]
         shapes = {tuple(step.eqn.outvars[0].aval.shape) if step.name == "reshape" else None for step in users}
         return shapes.pop() if len(shapes) == 1 else None
 
@@ -95,16 +95,16 @@ class Asked:
         }
         return Ask(line, specs.pop(), len(found[0].outvars[0].aval.shape)) if len(specs) == 1 else None
 
-    def of(self, name: str, line: str, argument: int | None = None) -> Ask | None:
+    def of(self, name: str, line: str, backward: bool, argument: int | None = None) -> Ask | None:
         """Who asks how the result of an operation at a line is to lie, or an argument, by its number. None if nobody or
         several do."""
-        found = {ask for start in self._starts(name, line, argument) for ask in self._asks(start)}
+        found = {ask for start in self._starts(name, line, backward, argument) for ask in self._asks(start)}
         return found.pop() if len(found) == 1 else None
 
-    def _starts(self, name: str, line: str, argument: int | None) -> list[int]:
+    def _starts(self, name: str, line: str, backward: bool, argument: int | None) -> list[int]:
         if argument is not None:
             return [self.inputs[argument]] if argument < len(self.inputs) else []
-        named = [step for step in self._steps if step.name == name]
+        named = [step for step in self._steps if step.name == name and is_transposed(step.eqn) == backward]
         # XLA does not know the lines of what JAX's own functions do
         steps = [step for step in named if step.line == line] or (named if len(named) == 1 else [])
         return [number for step in steps for number in step.makes]

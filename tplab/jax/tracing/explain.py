@@ -215,12 +215,12 @@ class _Why:
             why = self._as_written(place, operation, operand)
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
         operation, who, more = "", "the function returns", ""
-        first = self._name_in_program(made), self._line(made), self._argument(made)
+        first = self._name_in_program(made), self._line(made), made.one.phase == "backward", self._argument(made)
         ask = None if user is not None else self.asked.of(*first)
         if user is not None:
             operation, line = self._name_in_program(user), self._line(user)
             who = f"{operation}{f' ({line})' * (line not in ('', where))} needs"
-            found = self.asked.of(operation, line)
+            found = self.asked.of(operation, line, user.one.phase == "backward")
             if found is not None and self.asked.is_by_element(operation, line):
                 ask = found
             elif found is not None and (sent.op != "all_gather" or set(axis.split(",")) & _axes_in(found.spec)):
