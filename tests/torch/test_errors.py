@@ -575,6 +575,10 @@ def test_a_threads_own_thread_is_no_rank():
         raise found[0]
 
     failure(program, OutsideRunError)
+    with pytest.raises(
+        OutsideRunError, match=r"this thread belongs to no rank.*distributed=True\), where threads belong"
+    ):
+        run(program, FOUR)
 
 
 def test_the_end_of_a_run_is_the_end_of_its_ranks():

@@ -254,6 +254,12 @@ def this_rank() -> Rank:
     try:
         return _thread.rank
     except AttributeError:
+        if threading.current_thread() is not threading.main_thread():
+            raise OutsideRunError(
+                "this thread belongs to no rank: collectives, axis_index and axis_size work in the thread in which run "
+                "calls a rank's program. If the program starts threads that use them, call "
+                "run(function, mesh, ..., distributed=True), where threads belong to the rank that starts them"
+            ) from None
         raise OutsideRunError(
             "there are no ranks here: collectives, axis_index and axis_size work only inside a function that "
             "tplab.torch.run runs on a mesh; call run(function, Mesh(tp=4), ...)"
