@@ -78,8 +78,6 @@ print("cut part by part: ", *by_part)
 # `c_proj` becomes row-parallel. A plan says which layer replaces which module, and `by_own_plan` carries it out:
 
 # %%
-from fnmatch import fnmatch
-
 class MyColumn(nn.Module):
     def __init__(self, given):  # given: a Conv1D, weight [in, out], bias [out]
         super().__init__()
@@ -100,12 +98,12 @@ class MyRow(nn.Module):
     def forward(self, x):  # x [B, S, in/tp]   ->   [B, S, out]
         return tt.reduce_from(x @ self.weight + self.bias, "tp")
 
-PLAN = {"*.mlp.c_fc": MyColumn, "*.mlp.c_proj": MyRow}
+PLAN = {"mlp.c_fc": MyColumn, "mlp.c_proj": MyRow}
 
 def by_own_plan(model):
     for name, module in list(model.named_modules()):
-        for pattern, layer in PLAN.items():
-            if fnmatch(name, pattern):
+        for ending, layer in PLAN.items():
+            if name.endswith(ending):
                 parent, _, last = name.rpartition(".")
                 setattr(model.get_submodule(parent), last, layer(module))
     return model

@@ -361,17 +361,18 @@ for where, bandwidth in links:
 #
 # ## A bug to repair
 #
-# Here is stage 1 for one matrix and plain gradient descent. The program runs without an error. Run the check, then repair
-# `my_step`.
+# Here is stage 1 for one matrix and gradient descent with momentum, $m \leftarrow 0.9\,m + dW$ and $W \leftarrow W -
+# 0.5\,m$. Each rank keeps only its own rows of $m$. The program runs without an error. Run the check, then repair
+# `my_step`. It may send no more than data parallelism does.
 
 # %%
-def my_step(w, dw):  # w [D, F], on every rank; dw [D, F], this rank's own gradient
-    size = len(w) // tt.axis_size("dp")
+def my_step(w, dw, m):  # w [D, F], on every rank; dw [D, F], this rank's own gradient
+    size = len(m)  # m [D/dp, F], this rank's rows of the momentum
     begin = size * tt.axis_index("dp")
-    mine = tt.reduce_scatter(dw, "dp", op="mean")
+    m = 0.9 * m + tt.reduce_scatter(dw, "dp", op="mean")
     w = w.clone()
-    w[begin : begin + size] -= 0.5 * mine
-    return w
+    w[begin : begin + size] -= 0.5 * m
+    return w, m
 
 # %%
 from tplab.exercises.zero import check_layer, check_step

@@ -407,6 +407,16 @@ from tplab.exercises.quantised_communication import check_add_up
 check_add_up(add_up)
 
 # %% [markdown]
+# <details><summary>Why not one common scale?</summary>
+#
+# If all ranks use the largest scale, found by `all_reduce(scale, "dp", "max")`, their codes have the same meaning, and a
+# `reduce_scatter` may add them. That is a real design, with two prices. A rank whose gradients are small rounds them to
+# steps made for the largest, and loses most of its bits. And a sum of $R$ codes needs $\log_2 R$ more bits than a code.
+# Here, where ranks' scales differ by powers of two, the first one makes the result wrong.
+#
+# </details>
+
+# %% [markdown]
 # ## Your turn: reduce on two levels
 #
 # Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and rank =

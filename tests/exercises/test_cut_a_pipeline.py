@@ -87,6 +87,41 @@ def test_known_mistakes_in_the_cut(cut, said: str):
     assert verdict.passed is False and said in verdict.text, verdict
 
 
+def first_that_fits(costs, weights, kept, ranks, limit):
+    """Counts as many microbatches on every rank as on the first, and relies on there being a cut."""
+    best = None
+    for bounds in cuts(len(costs), ranks):
+        pieces = list(pairwise(bounds))
+        fits = all(sum(weights[a:b]) + ranks * sum(kept[a:b]) + 5 <= limit for a, b in pieces)
+        largest = max(sum(costs[a:b]) for a, b in pieces)
+        if fits and (best is None or largest < best[0]):
+            best = largest, bounds
+    return best[1]  # type: ignore[index]
+
+
+def test_a_formula_that_counts_too_much_is_told_so():
+    verdict = checked(first_that_fits)
+    assert verdict.passed is False and "it counts more bytes than a rank takes" in verdict.text, verdict
+    none = checked(lambda *args: None if args[4] < 22 else best_cut(max)(*args))
+    assert none.passed is False and "There are cuts that fit. If yours finds none" in none.text, none
+
+
+def by_the_library(costs, weights, kept, ranks, limit):
+    from tplab.pipeline.partition import partition
+
+    return partition(weights, ranks, costs, memory_limit=limit).bounds
+
+
+def test_what_is_left_behind_and_the_librarys_own():
+    assert "`partition` does the work" in checked(by_the_library).text
+    sorts = checked(lambda costs, *rest: costs.sort() or best_cut(max)(costs, *rest))
+    assert sorts.passed is False and "it changes the lists that it is given" in sorts.text
+
+
+def test_another_cut_that_is_as_good_is_right_too():
+    assert checked(lambda costs, *rest: tuple(best_cut(lambda sums: (max(sums), sums[0]))(costs, *rest))).passed
+
+
 def test_an_untouched_stub():
     def my_cut(costs, weights, kept, ranks, limit): ...
 

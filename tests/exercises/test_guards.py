@@ -6,16 +6,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import tplab.jax as tj
 import tplab.torch as tt
 from tests.exercises.test_exercises import backward, expect, gated, largest, row_linear
+from tplab.exercises.axes_and_nodes import check_average
 from tplab.exercises.calls import library_call
 from tplab.exercises.collectives import check_sum_up
 from tplab.exercises.first_look import check_largest
+from tplab.exercises.overlap import check_gather_product
+from tplab.exercises.pipeline_in_jax import check_pipeline
+from tplab.exercises.pipeline_schedules import check_one_f_one_b
+from tplab.exercises.pipeline_schedules import check_puzzle as check_schedule
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear
+from tplab.schedules import auto_schedule, one_f_one_b
 
 # ------------------------------------------------------------------------------------------------ the library's own
 
@@ -207,3 +215,42 @@ def test_sum_up_must_be_built_of_hops_with_one_piece_each():
     halves = check_sum_up(lambda x: tt.all_gather(tt.reduce_scatter(x[0], "tp"), "tp")[None])
     expect(halves, False, "`all_gather` and `reduce_scatter` do the work")
     expect(check_sum_up(gathers_by_hand), False, "a message is one piece, and never a whole tensor")
+
+
+# ----------------------------------------------------------------------- right numbers in the wrong way: 03, 08, 10, 12
+
+
+def test_an_average_may_not_gather_the_other_pieces():
+    def of_all(gradient):
+        dp, tp = tt.axis_size("dp"), tt.axis_size("tp")
+        whole = tt.all_gather(gradient, ("dp", "tp"), 0).reshape(dp, tp, -1)
+        return whole.mean(0)[tt.axis_index("tp")][None]
+
+    expect(check_average(of_all), False, "the numbers are right, but on Mesh(dp=2, tp=3) it sends")
+    expect(check_average(lambda gradient: gradient.copy_(tt.all_reduce(gradient, "dp", "mean"))), False, "in place")
+    expect(check_average(lambda gradient: tt.all_reduce(gradient / tt.axis_size("dp"), "dp")), True)
+
+
+def test_the_librarys_overlapped_layers_and_schedules_are_not_answers():
+    def gather_product(x, w):
+        return tt.all_gather_matmul(x, w, "tp")
+
+    def row(rank, ranks, microbatches):
+        return str(one_f_one_b(ranks, microbatches)).splitlines()[rank]
+
+    def puzzle():
+        return auto_schedule(2, 2, memory_limit=2)
+
+    expect(check_gather_product(gather_product), False, "`all_gather_matmul` does the work")
+    expect(check_one_f_one_b(row), False, "`one_f_one_b` does the work")
+    expect(check_schedule(1, puzzle), False, "`auto_schedule` does the work")
+
+
+def test_a_pipeline_that_gathers_all_stages_is_refused():
+    def whole(w, xs):
+        stages = tj.all_gather(w, "pp")
+        for number in range(stages.shape[0]):
+            xs = jnp.tanh(xs @ stages[number])
+        return tj.all_reduce(xs, "pp", "mean")
+
+    expect(check_pipeline(whole), False)

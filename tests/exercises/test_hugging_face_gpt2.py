@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tplab.torch
-from tplab.exercises.hugging_face_gpt2 import check_llama_plan, check_row
+from tplab.exercises.hugging_face_gpt2 import check_llama_plan, check_row, small_llama
 from tplab.torch import all_reduce, axis_index, axis_size, copy_to, gather_from
 
 pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
@@ -127,6 +127,7 @@ def test_a_notebook_shows_the_report_below_the_text():
 
 
 def test_the_plan():
+    assert check_llama_plan(dict(PLAN)).passed  # without a function
     verdict = check_llama_plan(lambda: dict(PLAN))
     assert verdict.passed and "each of 4 ranks holds 26% of the parameters" in verdict.text, verdict
 
@@ -163,6 +164,21 @@ def test_a_plan_that_computes_something_else_is_told_where_it_begins(monkeypatch
 def test_wrong_plans(change: dict | None, said: str):
     verdict = check_llama_plan(lambda: change if change is None else {**PLAN, **change})
     assert verdict.passed is False and said in verdict.text, verdict
+
+
+@pytest.mark.parametrize("given", [None, 7, "column", [("lm_head", "column")]])
+def test_what_is_no_plan_is_told(given: Any):
+    verdict = check_llama_plan(given)
+    assert verdict.passed is False
+    assert f"a plan is a dict from module names to what becomes of them, not {given!r}" in verdict.text, verdict
+
+
+def by_the_library():
+    return tplab.torch.llama_plan(small_llama())
+
+
+def test_the_librarys_plan_is_not_an_answer():
+    assert "`llama_plan` does the work" in check_llama_plan(by_the_library).text
 
 
 def untouched(): ...

@@ -71,7 +71,7 @@ def test_right_and_blocking():
         check_gather_product(lambda x, w: gather_by_hand(x, w, waits_at_once=True)),
         check_product_scatter(lambda x, w: reduce_scatter(x @ w.T, "tp", -1)),
     ):
-        assert verdict.passed is False and "is right, but hides 0% of" in verdict.text, verdict
+        assert verdict.passed is False and ": the numbers are right, but it hides 0% of" in verdict.text, verdict
         shows_a_timeline(verdict)
 
 
@@ -101,7 +101,7 @@ def test_the_lab_shows_the_bug():
     """Its numbers are right; nothing is hidden. If each pair of hops starts before the product above it, all is."""
     cells = [cell.source for cell in build.read_source("08_overlap").cells if cell.cell_type == "code"]
     bug = next(source for source in cells if "def tidied(" in source)
-    assert "tidied is right, but hides 0% of" in check_gather_product(made("tidied", bug)).text
+    assert "tidied: the numbers are right, but it hides 0% of" in check_gather_product(made("tidied", bug)).text
     first, wait = "    y = x @ columns[i].T\n", "        up, down = going_up.wait(), going_down.wait()\n"
     up, down = (f"{line.strip()}\n" for line in bug.splitlines() if " = tt.start(" in line)
     starts, indent = f"        {up}        {down}", " " * 12

@@ -52,7 +52,34 @@ def test_the_labs_bug_is_told():
     expect(check_add_up(in_the_lab("def add_up")["add_up"]), False, "times this rank's scale", "dp=2")
 
 
-@pytest.mark.parametrize("fn", [repaired, a_scale_for_each_row])
+def with_float32_scales(x):
+    """The scale in float32, and the sum in another order."""
+    scale = (x.abs().max() / 7).float()
+    codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes.flip(0) * scales.flip(0)[:, None]).double().sum(0, keepdim=True)
+
+
+def half(x):
+    return tt.all_to_all(x.half(), "dp").to(x.dtype).sum(0, keepdim=True)
+
+
+def of_one_row(which):
+    """The scale of one row for all rows of the rank."""
+
+    def add_up(x):
+        scale = x[which()].abs().max() / 7
+        codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1), "dp")
+        return (codes * scales[:, None]).sum(0, keepdim=True)
+
+    return add_up
+
+
+def common_scale(x):
+    scale = tt.all_reduce(x.abs().max() / 7, "dp", "max")
+    return tt.reduce_scatter(codes_of(x, scale), "dp") * scale
+
+
+@pytest.mark.parametrize("fn", [repaired, a_scale_for_each_row, with_float32_scales])
 def test_repairs_pass(fn: Callable):
     expect(check_add_up(fn), True, "total equals the unsharded result", "of codes and scales")
 
@@ -81,6 +108,13 @@ def only_codes(x):
         (mean_scale, "times the mean of all scales"),
         (largest_scale, "times the largest scale"),
         (only_codes, "These are sums of codes. A code times"),
+        (half, "These are sums of numbers in half precision"),
+        (common_scale, "it is the best of the wrong answers"),
+        (of_one_row(lambda: 0), "entries are off"),
+        (of_one_row(lambda: -1), "entries are off"),
+        (of_one_row(lambda: tt.axis_index("dp")), "entries are off"),
+        (lambda x: repaired(x.div_(1)) + 0 * x.zero_()[:1], "it changes its argument x in place"),
+        (lambda x: tt.all_to_all(x.float(), "dp").sum(0, keepdim=True), "where 120 are enough"),
         (lambda x: x[:1], "entries are off"),
         (lambda x: tt.reduce_scatter(x, "dp"), "Send the codes"),
     ],

@@ -278,7 +278,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
         return verdict
     for trace in traces:
         if fault := _fault(trace, puzzle):
-            return Moving(False, f"{name} is right, but {fault}", trace)
+            return Moving(False, f"{name}: the numbers are right, but {fault}", trace)
     tried = " and ".join(str(ranks) for ranks in puzzle.sizes[1:] if ranks > 2)
     text = f"{name} is solved.\n{puzzle.budget()}. It also keeps its budgets on {tried} ranks."
     return Moving(True, text, traces[0])
@@ -295,7 +295,7 @@ def _fault(trace: Trace, puzzle: Puzzle) -> str:
             text = f"on {ranks} ranks, rank {event.rank} sends to rank {event.peer}, {away} places on.\n"
             return f"{text}Only neighbours are linked here: ring_shift by 1 and by -1."
     if trace.num_steps > puzzle.rounds(ranks):
-        text = f"takes {_rounds(trace.num_steps)} on {ranks} ranks, where {puzzle.rounds(ranks)} will do."
+        text = f"it takes {_rounds(trace.num_steps)} on {ranks} ranks, where {puzzle.rounds(ranks)} will do."
         return f"{text}\n{puzzle.late}"
     if not puzzle.neighbours and (crowd := _crowd(sends, puzzle.rounds(ranks))):
         return f"on {ranks} ranks, {crowd}"

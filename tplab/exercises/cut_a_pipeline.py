@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from tplab.errors import ShapeError
-from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.calls import library_call
+from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.mesh import Mesh
 from tplab.pipeline.partition import Partition, partition
 from tplab.schedules import Costs, interleaved_1f1b, measured_costs, one_f_one_b, simulate
@@ -47,6 +48,16 @@ class Trial:
     def takes(self, bounds: Sequence[int]) -> list[int]:
         """The bytes that each rank needs."""
         return [sum(row[a:b]) for row, (a, b) in zip(self.memory(), pairwise(bounds))]
+
+    def parts(self, bounds: Sequence[int]) -> list[dict[str, int]]:
+        """The same by what they are for, for a picture."""
+        alone = replace(self, kept=[0] * len(self.kept)).takes(bounds)
+        rest = [total - own for total, own in zip(self.takes(bounds), alone)]
+        return [{"parameters and Adam": own, "activations": more} for own, more in zip(alone, rest)]
+
+    def within(self, limit: float) -> Partition:
+        """The best cut for ranks with this limit."""
+        return replace(self, limit=limit).best()
 
     def has(self, bounds: Sequence[int]) -> list[float]:
         """The cost of one microbatch on each rank."""
@@ -96,19 +107,33 @@ def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     name = "my_cut"
     if not_started(cut):
         return untouched(name)
+    if lazy := library_call(cut, ("partition",), ("tplab",)):
+        return borrowed(name, lazy)
     trial, bounds = SMALL[0], []
     try:
         for trial in (*SMALL, *_real(layers, ids)):
-            given = cut(list(trial.costs), list(trial.weights), list(trial.kept), trial.ranks, trial.limit)
+            lists = list(trial.costs), list(trial.weights), list(trial.kept)
+            given = cut(*lists, trial.ranks, trial.limit)
+            if given is None and trial.limit < math.inf:
+                return Verdict(False, f"{name}, {trial.name}: it returned None.\n{NONE_FITS}")
             if wrong := _form(trial, given):
                 return Verdict(False, f"{name}, {trial.name}: {wrong}.")
-            bounds = [int(bound) for bound in given]
+            if lists != (list(trial.costs), list(trial.weights), list(trial.kept)):
+                return Verdict(False, f"{name}, {trial.name}: it changes the lists that it is given.")
+            bounds = [int(bound) for bound in (() if given is None else given)]
             if verdict := _graded(name, trial, bounds):
                 return verdict
         text = f"{name} is right: no cut within the limit has a smaller largest stage."
         return Verdict(True, f"{text}\n{_run_it(trial, bounds, layers, ids)}", _panels(trial, bounds)[:2])
     except Exception as error:
-        return Verdict(False, raised(error, cut, name, Mesh(pp=trial.ranks)))
+        text = raised(error, cut, name, Mesh(pp=trial.ranks))
+        return Verdict(False, f"{text}\nThis was with {trial.name}." + f" {NONE_FITS}" * (trial.limit < math.inf))
+
+
+NONE_FITS = (
+    "There are cuts that fit. If yours finds none, it counts more bytes than a rank takes: how many microbatches does "
+    "each rank hold?"
+)
 
 
 SMALL = (

@@ -8,7 +8,8 @@ from typing import Any
 
 from tplab.checking.report import ParallelReport
 from tplab.errors import PlanError, RankError
-from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.calls import library_call
+from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.mesh import Mesh
 
 MOST_RANKS = 4
@@ -131,19 +132,22 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
     return Reported(True, text, report)
 
 
-def check_llama_plan(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict:
-    """Whether `plan_of()` is a correct plan for `small_llama()`: with it, the model computes the same as before, and no
-    matrix is whole on every rank."""
+def check_llama_plan(plan: Callable[[], Mapping[str, Any] | None] | Mapping[str, Any]) -> Verdict:
+    """Whether `plan()`, or `plan` itself, is a correct plan for `small_llama()`: with it, the model computes the same
+    as before, and no matrix is whole on every rank."""
     from tplab.torch import check_parallel, parallelize, run
 
-    name = getattr(plan_of, "__name__", "the plan")
-    if not_started(plan_of):
+    name = getattr(plan, "__name__", "the plan")
+    plan_of = plan if callable(plan) else lambda: plan
+    if callable(plan) and not_started(plan):
         return untouched(name)
+    if lazy := library_call(plan_of, ("llama_plan",), ("tplab",)):
+        return borrowed(name, lazy)
 
     def sharded(whole: Any) -> Any:
         plan = plan_of()
         if not isinstance(plan, Mapping):
-            raise TypeError(f"a plan is a dict from module names to what becomes of them; it returned {plan!r}")
+            raise TypeError(f"a plan is a dict from module names to what becomes of them, not {plan!r}")
         return parallelize(whole, plan)
 
     def sizes(model: Any) -> dict[str, int]:

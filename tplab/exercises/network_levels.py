@@ -74,8 +74,8 @@ def _too_much_across(trace: Trace, mesh: Mesh) -> Verdict | None:
     shape = mesh.axis_size("node"), mesh.axis_size("gpu")
     sent = np.array(across).reshape(shape)
     text = (
-        f"gather_all is right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than gpu, where "
-        f"{enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
+        f"gather_all: the numbers are right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than "
+        f"gpu, where {enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
         "Which of the two levels should come first?"
     )
     return Verdict(False, text, [Panel("yours", sent, sent > enough), Panel("enough", np.full(shape, enough))])

@@ -63,6 +63,7 @@ GATHER = Exercise(
     specs={"x": FEATURES, "w": ROWS},
     plain=_plain,
     results={"y": FEATURES},
+    not_with=("all_gather_matmul",),
     mistakes=(
         Mistake(
             "y",
@@ -84,6 +85,7 @@ SCATTER = Exercise(
     specs={"x": FEATURES, "w": COLUMNS},
     plain=_plain,
     results={"y": FEATURES},
+    not_with=("matmul_reduce_scatter",),
     mistakes=(
         Mistake("y", "This is the rank's own term alone. Add it to the sum that arrives, and pass that on.", _own_part),
         Mistake(
@@ -124,7 +126,7 @@ def _graded(fn: Callable[..., Any], exercise: Exercise) -> Verdict:
     hidden = overlap(trace).share_of_possible
     if hidden < ENOUGH:
         text = (
-            f"{name} is right, but hides {hidden:.0%} of the communication that it could hide.\n"
+            f"{name}: the numbers are right, but it hides {hidden:.0%} of the communication that it could hide.\n"
             f"Below is your layer with {TOKENS:,} tokens on a modelled H100 node. What is there to compute between\n"
             "`start` and `wait`?"
         )

@@ -18,11 +18,16 @@ from tplab.widgets.matrices import Panel
 
 
 def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Integer multiples of each rank's own step, at most 7 steps: 4 bits hold them without an error."""
+    """Integer multiples of each rank's own step, at most 7 steps: 4 bits hold them without an error, with a scale for
+    the rank or one for each row. Only one row has 7 of them: in the others all numbers are 0 or 3 steps."""
     num_ranks = mesh.axis_size("dp")
-    codes = rng.integers(-6, 7, (num_ranks, num_ranks, 24))
-    codes[..., 0] = 7
-    steps = 2.0 ** rng.permutation(np.arange(num_ranks))
+    codes = 3 * rng.integers(-1, 2, (num_ranks, num_ranks, 24))
+    codes[..., 0] = 3
+    for rank in range(num_ranks):
+        row = (rank + 1) % num_ranks
+        codes[rank, row] = rng.integers(-6, 7, 24)
+        codes[rank, row, 0] = 7
+    steps = 0.1 * 2.0 ** rng.permutation(np.arange(num_ranks))  # that float16 cannot hold
     return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24)}
 
 
@@ -43,6 +48,18 @@ def _one_scale_for_all(seen: Seen, scale: Callable[[np.ndarray, int], float]) ->
     x = _by_rank(seen.tensors["x"], num_ranks)
     scales = np.abs(x).max((1, 2)) / 7
     return (x[:, index] / scales[:, None]).sum(0)[None] * scale(scales, index)
+
+
+def _common_scale(seen: Seen) -> np.ndarray:
+    """The sum of codes that all have the largest scale, times that."""
+    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
+    scale = np.abs(seen.tensors["x"]).max() / 7
+    return (_by_rank(seen.tensors["x"], num_ranks)[:, index] / scale).round().sum(0)[None] * scale
+
+
+def _in_half(seen: Seen) -> np.ndarray:
+    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
+    return _by_rank(seen.tensors["x"].astype(np.float16), num_ranks)[:, index].astype(float).sum(0)[None]
 
 
 ADD_UP = Exercise(
@@ -74,7 +91,16 @@ ADD_UP = Exercise(
             "These are sums of codes. A code times the scale of its rank is a number.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: 1.0),
         ),
+        Mistake(
+            "total",
+            "All ranks have quantised with one common scale, the largest. Then codes can be added, and it is the best "
+            "of the wrong answers. But the numbers\nof a rank with a smaller scale are rounded to steps that are too "
+            "long for them. Keep each rank's own scale.",
+            _common_scale,
+        ),
+        Mistake("total", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
     ),
+    tolerance=1e-6,  # a scale may be float32
 )
 
 
@@ -91,8 +117,9 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     x = ADD_UP.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
     sent = run_of(framework)(fn, mesh, x, in_specs=ADD_UP.specs["x"]).trace.bytes_sent(rank=0)
     in_full = 3 * 24 * 4  # rows for three other ranks, in float32
-    if sent > in_full // 2:
-        text = f"add_up is right, but on {mesh} a rank sends {sent} bytes, and numbers in full would take {in_full}."
+    enough = 3 * (24 + 4 * 4)  # codes of a byte each, and with each row all scales of the rank
+    if sent > enough:
+        text = f"add_up: the numbers are right, but on {mesh} a rank sends {sent} bytes, where {enough} are enough."
         return Verdict(False, f"{text}\nSend the codes, which take a byte each here, along with the scales.")
     remark = f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
     return Verdict(True, f"{verdict.text}\n{remark}", verdict.panels)
@@ -161,8 +188,8 @@ def _too_much_across(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -
         return None
     sent = np.array(across).reshape(nodes, gpus)
     text = (
-        f"reduce_twice is right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than gpu, and "
-        f"{enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
+        f"reduce_twice: the numbers are right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than "
+        f"gpu, and {enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
         "Which of the two levels should come first?"
     )
     return Verdict(False, text, [Panel("yours", sent, sent > enough), Panel("enough", np.full((nodes, gpus), enough))])

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, own_part
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
 from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P, cut
 
-RATE = 0.5
+RATE, DECAY = 0.5, 0.9
 MESHES = (Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=2, tp=2), Mesh(dp=1))
 
 
@@ -28,7 +28,9 @@ def _to_each(mesh: Mesh, array: np.ndarray, times: int) -> int:
 
 def _step_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     num_ranks = mesh.axis_size("dp")
-    return {"w": rng.normal(size=(2 * num_ranks, 3)), "dw": rng.normal(size=(num_ranks * 2 * num_ranks, 3))}
+    rows = 2 * num_ranks
+    sizes = {"w": (rows, 3), "dw": (num_ranks * rows, 3), "m": (rows, 3)}
+    return {name: rng.normal(size=size) for name, size in sizes.items()}
 
 
 def _gradients(tensors: Tensors) -> np.ndarray:
@@ -36,24 +38,37 @@ def _gradients(tensors: Tensors) -> np.ndarray:
     return tensors["dw"].reshape(-1, *tensors["w"].shape)
 
 
-def _stepped(tensors: Tensors) -> Tensors:
-    return {"w": tensors["w"] - RATE * _gradients(tensors).mean(0)}
+def _stepped(tensors: Tensors, times: float = 1) -> Tensors:
+    m = DECAY * tensors["m"] + times * _gradients(tensors).mean(0)
+    return {"w": tensors["w"] - RATE * m, "m": m}
+
+
+def _own_rows(seen: Seen) -> range:
+    return cut(len(seen.tensors["w"]), seen.mesh.axis_size("dp"), "equal")[seen.mesh.index(seen.rank, "dp")]
 
 
 def _stale(seen: Seen) -> np.ndarray:
     """This rank's rows are new, and all others are old."""
-    w, num_ranks = seen.tensors["w"].copy(), seen.mesh.axis_size("dp")
-    own = cut(len(w), num_ranks, "equal")[seen.mesh.index(seen.rank, "dp")]
+    w, own = seen.tensors["w"].copy(), _own_rows(seen)
     w[own] = seen.want[own]
     return w
+
+
+def _alone(seen: Seen) -> np.ndarray:
+    """A step with this rank's own gradient."""
+    return _stepped({**seen.tensors, "dw": seen.own["dw"]})["w"]
+
+
+def _without_momentum(seen: Seen) -> np.ndarray:
+    return seen.tensors["w"] - RATE * _gradients(seen.tensors).mean(0)
 
 
 STEP = Exercise(
     name="my_step",
     tensors=_step_tensors,
-    specs={"w": P(), "dw": P("dp")},
+    specs={"w": P(), "dw": P("dp"), "m": P("dp")},
     plain=_stepped,
-    results={"w": P()},
+    results={"w": P(), "m": P("dp")},
     mistakes=(
         Mistake(
             "w",
@@ -61,24 +76,30 @@ STEP = Exercise(
             "has a different model.\nWhich collective gives each rank the rows of all others?",
             _stale,
         ),
-        own_part(
-            _stepped, "w", "This is a step with this rank's own gradient. The other ranks' gradients are missing."
-        ),
+        Mistake("w", "This is a step with this rank's own gradient. The other ranks' gradients are missing.", _alone),
         Mistake(
             "w",
-            "The gradients of all ranks were added up, so the step is R times too long: take their mean.",
-            lambda seen: seen.tensors["w"] - RATE * _gradients(seen.tensors).sum(0),
+            "The gradients of all ranks were added up, so the step is too long: take their mean.",
+            lambda seen: _stepped(seen.tensors, seen.mesh.axis_size("dp"))["w"],
         ),
+        Mistake("w", "This step leaves out the momentum of before.", _without_momentum),
+        Mistake("m", "w is right, but m is as it was before the step.", lambda seen: seen.own["m"]),
     ),
     fewest=lambda mesh, tensors: _to_each(mesh, tensors["w"], 2),
+    excess=(
+        "ZeRO 1 sends as much as one all_reduce of the gradients, which is a reduce_scatter and an all_gather. A rank "
+        "needs the mean\nof its own rows only, then steps them with its own rows of m, and gathers what has changed."
+    ),
     meshes=MESHES,
 )
 
 
 def check_step(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is a step of gradient descent (rate 0.5) in which each rank steps its own rows.
+    """Whether `fn` is a step of gradient descent with momentum (m = 0.9 m + dw, w = w - 0.5 m) in which each rank has
+    its own rows of m, and steps its own rows of w.
 
-    w [D, F], the same on every rank   dw [D, F], this rank's own gradient   ->   the new w [D, F] on every rank
+    w [D, F], the same on every rank   dw [D, F], this rank's own gradient   m [D/dp, F], its rows of the momentum
+      ->   the new w [D, F] on every rank, and the new m [D/dp, F]
     """
     return grade(fn, STEP, framework)
 
@@ -162,6 +183,7 @@ LAYER = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: _to_each(mesh, tensors["piece"], 3),
+    divided="dp",
     meshes=MESHES,
 )
 
