@@ -1,17 +1,24 @@
-"""Draws docs/train.png and train-dark.png, the README's first picture, from a real run: python docs/pictures.py"""
+"""Draws the README's pictures, for light and for dark paper, from real runs: python docs/pictures.py"""
 
-import base64
+import runpy
 from pathlib import Path
 
-from tplab.torch import launch
+from tplab import Mesh
+from tplab.torch import launch, run
 from tplab.widgets import timeline
 from tplab.widgets.paper.dark import darkened
+from tplab.widgets.score.score import score
+from tplab.widgets.score.still import moving
 
 FOLDER = Path(__file__).parent
 
+
+def write(name: str, picture: bytes) -> None:
+    (FOLDER / f"{name}.png").write_bytes(picture)
+    (FOLDER / f"{name}-dark.png").write_bytes(darkened(picture))
+
+
 if __name__ == "__main__":
-    trace = launch(FOLDER / "train.py", ranks=8, cluster="h100").trace
-    card = timeline(trace)
-    picture = base64.b64decode(card._repr_mimebundle_()[0]["image/png"])
-    (FOLDER / "train.png").write_bytes(picture)
-    (FOLDER / "train-dark.png").write_bytes(darkened(picture))
+    around = runpy.run_path(str(FOLDER / "ring.py"))["add_up_around_a_ring"]
+    write("ring", moving(score(run(around, Mesh(tp=8)).trace), frames=44))
+    write("train", timeline(launch(FOLDER / "train.py", ranks=8, cluster="h100").trace).picture())

@@ -46,7 +46,7 @@ class Pages:
         texts |= reference.pages()
         texts[monday.PATH] = self.linked(monday.page(self.shown), monday.PATH)
         texts |= {"index.md": self.front(), "readme.md": self.readme()}
-        pictures = ["docs/train.png", *(f"labs/images/{name}.png" for name in build.names())]
+        pictures = ["docs/train.png", "docs/ring.png", *(f"labs/images/{name}.png" for name in build.names())]
         for old in self.folder.rglob("*.*"):
             if old.is_file() and old.relative_to(self.folder).as_posix() not in {*texts, *pictures}:
                 old.unlink()
@@ -144,6 +144,8 @@ class Pages:
 
     def _card(self, picture: str) -> Output | None:
         """The widget of which this is the picture."""
+        if picture == "docs/ring.png":
+            return self.opening
         found = re.fullmatch(r"labs/images/(\w+)\.png", picture)
         shown = self.opening_of(found[1]) if found and found[1] in self.shown else None
         return shown if shown and shown.state else None

@@ -21,7 +21,6 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tplab.widgets.paper.dark import darkened
 
 SOURCE = Path(__file__).parent
 LABS = SOURCE.parent
@@ -154,10 +153,7 @@ def build(name: str) -> None:
     book = read_source(name)
     peak = execute(book, name)
     clean(book)
-    picture, dark = opening_picture(book), LABS / "images" / f"{name}-dark.png"
-    (LABS / "images" / f"{name}.png").write_bytes(picture)
-    if dark.exists():  # the README shows this one, also to those who read on dark paper
-        dark.write_bytes(darkened(picture))
+    (LABS / "images" / f"{name}.png").write_bytes(opening_picture(book))
     nbformat.write(book, LABS / f"{name}.ipynb")
     memory = f", {peak / 1e6:.0f} MB at most" if peak else ""
     _progress(f"{name}: {len(book.cells)} cells in {time.monotonic() - start:.1f} s{memory}\n")
