@@ -275,7 +275,8 @@ print(done.stderr if done.returncode else done.stdout)
 # backward pass, as [lab 16](16_data_parallel.ipynb) does. With overlap, data parallelism across the nodes would cost less.
 #
 # </details>
-#
+
+# %% [markdown]
 # ## A bug to repair
 #
 # Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would
