@@ -62,13 +62,14 @@ totals = [total.item() for total in in_torch.per_rank]
 print(totals)
 
 # %% [markdown]
-# **Predict.** In each step every rank sends one float32, which takes four bytes. How many bytes would sixteen ranks send
-# in total? Is that twice as many as eight ranks send?
+# **Predict.** In each step every rank sends one float32, which takes four bytes. So each of the eight ranks has sent 28
+# bytes at the end. How many bytes would sixteen ranks send, all of them together? Is that twice as many as eight ranks
+# send?
 #
 # <details><summary>Answer</summary>
 #
-# 960 bytes: sixteen ranks make fifteen steps, and 16 · 15 · 4 = 960. Eight ranks send 8 · 7 · 4 = 224 bytes in total. So
-# twice the ranks send more than four times the bytes.
+# 960 bytes: sixteen ranks make fifteen steps, and 16 · 15 · 4 = 960. Eight ranks send 8 · 28 = 224 bytes together. So
+# twice as many ranks send more than four times as many bytes.
 #
 # </details>
 #
@@ -140,12 +141,25 @@ except RankError as error:
     print(f"rank {error.rank} raised: {error.__cause__}")
 
 # %% [markdown]
-# ## The same sum for a quarter of the bytes
+# ## Cut it into pieces
 #
-# Now every rank has eight numbers, and we want all eight sums on every rank. If ranks pass on whole tensors, each of
-# them sends eight numbers seven times: 224 bytes. `ring_all_reduce` cuts the tensors into eight pieces, and each rank
-# sends only one piece at a time. The small marks under a piece show which ranks' numbers are in it. In the first seven
-# steps the sums grow; in the next seven the finished sums travel around the ring.
+# Adding up a tensor over all ranks, so that every rank ends with the result, is called an **all-reduce**. You will meet
+# it in nearly every lab.
+#
+# Now every rank has a tensor of eight numbers. If ranks pass on whole tensors, as above, each of them sends eight
+# numbers seven times: 224 bytes. `ring_all_reduce` cuts the tensors into eight pieces, and each rank sends only one
+# piece at a time. In the first seven steps the sums grow; in the next seven the finished sums travel around the ring.
+#
+# **Predict.** That is twice as many steps. How many bytes does each rank send now?
+#
+# <details><summary>Answer</summary>
+#
+# Fourteen steps with one number of four bytes are 56 bytes. This is only a quarter, although every rank ends with the
+# same eight sums.
+#
+# </details>
+#
+# The small marks under a piece show which ranks' numbers are in it.
 
 # %%
 def add_up_in_pieces(x):
@@ -186,14 +200,18 @@ check_largest(largest)
 # | `ring_shift` | `dist.batch_isend_irecv` | `lax.ppermute` |
 # | `all_reduce` | `dist.all_reduce` | `lax.psum` |
 #
+# `dist.all_reduce` overwrites its tensor, and autograd does not know about it. [Lab 01](01_split_a_layer.ipynb) says what
+# that means for gradients.
+#
 # ## To take away
 #
 # - You write one rank's program; `run` runs it on every rank of a mesh, in torch or in JAX.
 # - A rank sees only its own tensors. Whatever it learns about the others was sent, and the trace has every message.
-# - How the ranks add up decides the cost: 224 bytes per rank, or 56, for the same result.
+# - An all-reduce adds up a tensor over all ranks. How they do it decides the cost: 224 bytes per rank, or 56, for the
+#   same result.
 #
-# Next: [01 Split a layer](01_split_a_layer.ipynb), where ranks share one matrix product. [02
-# Collectives](02_collectives.ipynb) explains why the busiest rank cannot send less than 56 bytes.
+# Next: [01 Split a layer](01_split_a_layer.ipynb), where ranks share one matmul. [02 Collectives](02_collectives.ipynb)
+# explains why 56 bytes are the least that the busiest rank can send.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
