@@ -168,20 +168,18 @@ def bus_bandwidth(name):
     return [2 * (R - 1) / R * 256e6 / t / 1e9 for R, t in zip(ranks, seconds)]
 
 measured = {row.nodes: row.bus_bandwidth / 1e9 for row in network() if row.op == "all_reduce"}
-place = list(range(7))  # one step is twice as many nodes
-lines = {
-    "data sheet": (place, bus_bandwidth("h100")),
-    "forecast": (place, bus_bandwidth("h100-measured")),
-    "measured": (place, [measured[k] for k in nodes]),
-}
+sheets, forecasts = bus_bandwidth("h100"), bus_bandwidth("h100-measured")
+panel = "Bus bandwidth of an all-reduce"
 levels(
-    {"Bus bandwidth of an all-reduce": lines}, along="1, 2, 4, ... 64 nodes, as a power of two", unit="GB/s",
+    {panel: {"data sheet": (nodes, sheets), "forecast": (nodes, forecasts)}},
+    measured={panel: list(measured.items())}, by="users of one cluster, Ultra-Scale Playbook",
+    along="nodes", doubling=True, unit="GB/s",
     title="What a network delivers", about="256 MB, 8 H100s per node",
     sentence="The data sheet says that bandwidth stays. In reality it falls to a tenth.",
 )
 
 # %%
-for k, sheet, forecast in zip(nodes, lines["data sheet"][1], lines["forecast"][1]):
+for k, sheet, forecast in zip(nodes, sheets, forecasts):
     print(f"{k:>2} nodes: measured {measured[k]:3.0f} GB/s, forecast {forecast:3.0f}, data sheet {sheet:3.0f}")
 
 # %% [markdown]

@@ -109,3 +109,24 @@ def test_measured_points_say_by_whom():
     assert drawn.axes[0].lines[1].get_xydata().tolist() == [[1500.0, 1.2e-5]]
     with pytest.raises(ValueError, match="measured points need `by`"):
         curves(sizes, line, title="t", sentence="s", measured=points)
+
+
+def test_measured_points_are_never_cut_off():
+    """They may be far above the lines, beside the sizes of the lines, or in the second panel only."""
+    sizes, line = [1024, 2048], {"ring": [1e-5, 2e-5]}
+    points = {"two": [(512.0, 1e-6), (8192.0, 5e-2)]}
+    figure = curves(sizes, {"one": line, "two": line}, title="t", sentence="s", measured=points, by="us").figure
+    ax = figure.axes[1]
+    for (low, high), least, most in ((ax.get_xlim(), 512, 8192), (ax.get_ylim(), 1e-6, 5e-2)):
+        assert low <= least < most <= high
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ring", "measured by us"]
+    with pytest.raises(ValueError, match="measured has points for 'three'; the panels are 'one', 'two'"):
+        curves(sizes, {"one": line, "two": line}, title="t", sentence="s", measured={"three": points["two"]}, by="us")
+
+
+def test_between_two_points_the_tooltip_reads_the_line_that_is_drawn():
+    """On logarithmic axes, the line from (1 KiB, 10 us) to (4 KiB, 40 us) goes through (2 KiB, 20 us)."""
+    line, points = {"all_reduce": {"ring": [1e-5, 4e-5]}}, {"all_reduce": [(2048.0, 3e-5)]}
+    card = curves([1024, 4096], line, title="t", sentence="s", measured=points, by="us")
+    _, (_, x, values), _ = card.content["panels"][0]["stops"]
+    assert (x, values) == ("2 KiB", [["ring", "20 µs"], ["measured by us", "30 µs"]])

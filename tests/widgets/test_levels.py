@@ -94,3 +94,36 @@ def test_other_amounts_have_their_own_grid():
     (many_axes,), (few_axes,) = many.figure.axes, few.figure.axes
     assert many_axes.yaxis.get_major_formatter()(3.5, 0) == "3.5"
     assert (many_axes.lines[0].get_marker(), few_axes.lines[0].get_marker()) == ("", "o")
+
+
+def test_an_axis_of_powers_of_two_is_evenly_spaced():
+    nodes = [1, 2, 4, 8, 16, 32, 64]
+    card = levels({"": {"a": (nodes, nodes)}}, title="T", sentence="S.", along="nodes", unit="GB/s", doubling=True)
+    (ax,) = card.figure.axes
+    assert ax.get_xscale() == "log"
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["1", "2", "4", "8", "16", "32", "64"]
+    places = [at for at, _, _ in card.content["panels"][0]["stops"]]
+    assert np.diff(places) == pytest.approx([np.diff(places)[0]] * 6, abs=1e-3)
+    assert card.content["panels"][0]["stops"][3][1:] == ["nodes: 8", [["a", "8 GB/s"]]]
+    with pytest.raises(ValueError, match="a line has a point at 0; an axis of powers of two needs positive numbers"):
+        levels({"": {"a": ([0, 1], [1, 2])}}, title="T", sentence="S.", along="nodes", doubling=True)
+
+
+def test_an_axis_of_powers_of_two_leaves_some_out_where_there_are_many():
+    sizes = [2**power for power in range(3, 33)]
+    card = levels({"": {"a": (sizes, sizes)}}, title="T", sentence="S.", along="bytes", doubling=True)
+    ticks = card.figure.axes[0].get_xticks()
+    assert len(ticks) <= 9
+    assert np.diff(np.log2(ticks)).tolist() == [4] * (len(ticks) - 1)
+
+
+def test_measured_points_are_on_the_scale_and_say_by_whom():
+    modelled = {"one": {"forecast": ([1, 2, 4], [5, 4, 3])}}
+    card = levels(modelled, title="T", sentence="S.", along="nodes", unit="GB/s", measured={"one": [(2, 9)]}, by="us")
+    (ax,) = card.figure.axes
+    assert ax.get_ylim()[1] > 9
+    assert [text.get_text() for text in card.figure.legends[0].get_texts()] == ["forecast", "measured by us"]
+    (stop,) = [stop for stop in card.content["panels"][0]["stops"] if stop[1] == "nodes: 2"]
+    assert stop[2] == [["forecast", "4 GB/s"], ["measured by us", "9 GB/s"]]
+    with pytest.raises(ValueError, match="measured points need `by`"):
+        levels(modelled, title="T", sentence="S.", along="nodes", measured={"one": [(2, 9)]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,12 +90,14 @@ def curves(
     """
     if not len(nbytes):
         raise ValueError("there are no sizes to draw over; give at least one in nbytes")
-    if measured and not by:
-        raise ValueError("measured points need `by`: who measured them, and where it is published")
+    check_measured(panels, measured, by)
     figure, axes = figure_of(panels, "bytes of the tensor")
+    points = [point for points in (measured or {}).values() for point in points]
     drawn = [value for lines in (*panels.values(), floor or {}) for seconds in lines.values() for value in seconds]
+    drawn += [seconds for _, seconds in points]
+    width = [min(nbytes[0], *sizes), max(nbytes[-1], *sizes)] if (sizes := [size for size, _ in points]) else nbytes
     for ax, (name, lines) in zip(axes, panels.items()):
-        _dress(ax, nbytes, drawn)
+        _dress(ax, width, drawn)
         if floor:
             ax.fill_between(nbytes, floor[name], 1e-9, color=SOFT, lw=0, zorder=1)
             ax.text(0.97, 0.06, "out of reach", transform=ax.transAxes, ha="right", color=DIM, size=9, style="italic")
@@ -106,12 +108,26 @@ def curves(
         if dots:
             ax.plot(*zip(*dots[name]), "o", ms=5.5, mfc=PAPER, mec=INK, mew=1.3, label="runs", zorder=4)
         if measured and measured.get(name):
-            label = f"measured by {by}"
-            ax.plot(*zip(*measured[name]), "D", ms=5, mfc=INK, mec=PAPER, mew=0.8, label=label, zorder=5)
+            draw_measured(ax, measured[name], by)
         if crossings:
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
-    explain(figure, axes[0])
+    explain(figure, axes)
     return Curves(title, about, sentence, figure, bytes_text)
+
+
+def check_measured(panels: Collection[str], measured: Collection[str] | None, by: str) -> None:
+    """Raises ValueError if measured points do not say who measured them, or belong to a panel that is not there."""
+    if measured and not by:
+        raise ValueError("measured points need `by`: who measured them, and where it is published")
+    for name in measured or ():
+        if name not in panels:
+            raise ValueError(f"measured has points for {name!r}; the panels are {', '.join(map(repr, panels))}")
+
+
+def draw_measured(ax: Any, points: Sequence[tuple[float, float]], by: str) -> None:
+    """Diamonds at these (x, y), above everything else, even where they are on the edge of the panel."""
+    looks = {"ms": 5.5, "mfc": INK, "mec": PAPER, "mew": 0.8, "zorder": 5, "clip_on": False}
+    ax.plot(*zip(*points), "D", label=f"measured by {by}", **looks)
 
 
 def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
@@ -132,9 +148,12 @@ def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def explain(figure: Any, ax: Any) -> None:
-    """The legend below the panels: what the lines of one panel are, each name once."""
-    handles = {one_line(name): handle for handle, name in zip(*ax.get_legend_handles_labels())}
+def explain(figure: Any, axes: Iterable[Any]) -> None:
+    """The legend below the panels: what their lines are, each name once."""
+    handles: dict[str, Any] = {}
+    for ax in axes:
+        for handle, name in zip(*ax.get_legend_handles_labels()):
+            handles.setdefault(one_line(name), handle)
     legend = figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=9, frameon=False, labelcolor=INK, fontsize=9
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tplab.units import bytes_text, plain
-from tplab.widgets.curves import DASHES, Curves, Numbers, explain, figure_of
+from tplab.widgets.curves import DASHES, Curves, Numbers, check_measured, draw_measured, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
 
 MARKS = "osD^"  # so that colour is not the only distinction
 MOST_RUNS = 8  # that are marked one by one on the axis
+MOST_POWERS = 9  # of two that are written below an axis
 MOST_MARKED = 24  # a line with more points gets no marks: it would look like a string of beads
 Line = tuple[Numbers, Numbers]
 """x and y of every point."""
@@ -29,6 +31,9 @@ def levels(
     predicted: Mapping[str, Mapping[str, Line]] | None = None,
     unit: str = "B",
     from_zero: bool = True,
+    doubling: bool = False,
+    measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    by: str = "",
 ) -> Curves:
     """Draw bytes, or other amounts, over anything that grows, in panels side by side on one scale.
 
@@ -39,10 +44,18 @@ def levels(
     predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in the colour of text
     unit        "B", or what to write after each number: "" for a loss
     from_zero   whether the scale begins at 0, for comparing heights; otherwise it fits the data, as suits a loss
+    doubling    whether x is drawn on a logarithmic axis with powers of two: 1, 2, 4, ... 64
+    measured    panel title -> (x, bytes) that others have measured, or x and an amount in the unit of the lines
+    by          who has measured them: the legend says it
     sentence    what there is to see; it replaces the picture where none can be shown
     """
+    check_measured(panels, measured, by)
+    if doubling:
+        _check_positive([x for lines in panels.values() for xs, _ in lines.values() for x in xs])
+        _check_positive([x for points in (measured or {}).values() for x, _ in points])
     figure, axes = figure_of(panels, along)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
+    drawn += [y for points in (measured or {}).values() for _, y in points]
     least, most = 0.0 if from_zero else min(drawn, default=0.0), max(drawn, default=0.0)
     step, room = round_step(most - least, unit), 0.06 * (most - least)
     for ax, (name, lines) in zip(axes, panels.items()):
@@ -58,8 +71,12 @@ def levels(
             style = {"color": INK, "lw": 1, "ls": (0, (1, 2)), "ds": "steps-post" if stairs else "default"}
             ax.plot(x, y, zorder=4, **style)
             ax.lines[-1].set_label("predicted")
+        if measured and measured.get(name):
+            draw_measured(ax, measured[name], by)
+        if doubling:
+            _double(ax)
     axes[0].set_ylim(least if from_zero else least - room, most + room if most > least else least + 1.0)
-    explain(figure, axes[0])
+    explain(figure, axes)
     return Curves(title, about, sentence, figure, lambda x: f"{along}: {plain(x)}")
 
 
@@ -76,6 +93,24 @@ def _dress(ax: Any, step: float, unit: str, runs: Collection[float]) -> None:
     ax.yaxis.set_major_formatter(lambda value, place: text(value))
     ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
     ax.spines["bottom"].set(visible=True, color=LINE)
+
+
+def _check_positive(places: Sequence[float]) -> None:
+    least = min(places, default=1.0)
+    if least <= 0:
+        raise ValueError(f"a line has a point at {plain(least)}; an axis of powers of two needs positive numbers")
+
+
+def _double(ax: Any) -> None:
+    """A logarithmic axis, with powers of two written below it, no more of them than can be read."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    places = [float(x) for line in ax.lines for x in line.get_xdata()] or [1.0]
+    first, last = math.floor(math.log2(min(places))), math.ceil(math.log2(max(places)))
+    every = -(-(last - first + 1) // MOST_POWERS)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set(major_locator=FixedLocator([2.0**power for power in range(first, last + 1, every)]))
+    ax.xaxis.set(minor_locator=NullLocator(), major_formatter=lambda value, place: plain(value))
 
 
 def round_step(most: float, unit: str = "B") -> float:

@@ -91,5 +91,5 @@ class LossCurve(Curves):
         ax.set_ylabel("nats per byte", color=DIM, fontsize=9)
         ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
         ax.spines["bottom"].set(visible=True, color=LINE)
-        explain(figure, ax)
+        explain(figure, [ax])
         return figure

@@ -49,7 +49,8 @@ def _values(lines: list[Any], x: float, y_text: Callable[..., str]) -> list[list
 
 
 def _value(line: Any, x: float) -> float | None:
-    """A line's value at x: dots have one only at their own x, a staircase has its step's, other lines interpolate."""
+    """A line's value at x: dots have one only at their own x, a staircase has its step's, other lines are straight
+    between two points as they are drawn, also on logarithmic axes."""
     xs, ys = (np.asarray(values, float) for values in (line.get_xdata(), line.get_ydata()))
     here = np.flatnonzero(xs == x)
     if len(here):
@@ -58,4 +59,6 @@ def _value(line: Any, x: float) -> float | None:
         return None
     if line.get_drawstyle() == "steps-post":
         return float(ys[np.searchsorted(xs, x) - 1])
-    return float(np.interp(x, xs, ys))
+    along, up = (axis.get_transform() for axis in (line.axes.xaxis, line.axes.yaxis))
+    height = np.interp(along.transform(np.array([x])), along.transform(xs), up.transform(ys))
+    return float(up.inverted().transform(height)[0])
