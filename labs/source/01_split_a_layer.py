@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 01 Split a layer
 #
-# **Why does a row-parallel layer need a sum, when a column-parallel layer does not?**
+# **Why does a row-parallel layer need an all-reduce, when a column-parallel layer does not?**
 #
-# Prerequisites: matrix products, the chain rule, and [lab 00](00_first_look.ipynb). Time: 50 minutes.
+# Prerequisites: matmuls, the chain rule, and the all-reduce of [lab 00](00_first_look.ipynb). Time: 50 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/01_split_a_layer.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/01_split_a_layer.ipynb)
 #
 # ![Four ranks, each with its own term of Z. The terms are added up around a ring, and the sums are passed on.](images/01_split_a_layer.png)
 #
-# *Two layers split over four ranks. Each rank has computed one term of the result, Z. Now each entry is added up on its
-# way around the ring, and then the finished sums travel on.*
+# *Two layers split over four ranks. Each rank has computed one term of the result, Z. In the all-reduce, each entry is
+# added up on its way around the ring, and then the finished sums travel on.*
 
 # %%
 import subprocess
@@ -31,7 +31,7 @@ from tplab.widgets import animate, matrices, shards, timeline
 # %% [markdown]
 # ## By hand: two ways to split a matrix
 #
-# A layer is a product, `Y = X A`. Two ranks will share the work, and neither should have to hold all of `A`.
+# A layer is a matmul, `Y = X A`. Two ranks will share the work, and neither should have to hold all of `A`.
 
 # %%
 X = np.array([[1.0, 2], [3, 4]])
@@ -59,7 +59,7 @@ matrices(terms, "Rows of A give terms of Y")
 # %% [markdown]
 # This answers the question at the top. In $Y_{ij} = \sum_k X_{ik} A_{kj}$, splitting the columns of `A` means splitting
 # $j$, and every sum stays on one rank. Splitting the rows means splitting $k$. Then every sum is divided between the
-# ranks, and they have to add up their terms.
+# ranks, and they have to add up their terms: an all-reduce.
 #
 # `P` says how a tensor is split. It has one entry per dim: the name of a mesh axis, or `None` for a dim that is not
 # split. Dims without an entry are not split either, so `P()` describes a tensor that every rank has whole. Hover over a
@@ -72,9 +72,9 @@ shards(Mesh(tp=4), x=((8, 16), P()), a=((16, 12), P(None, "tp")))
 shards(Mesh(tp=4), x=((8, 16), P(None, "tp")), a=((16, 12), P("tp", None)))
 
 # %% [markdown]
-# ## Two layers, one sum
+# ## Two layers, one all-reduce
 #
-# **Predict.** After the product comes an activation, say `relu`. If `A` is split by rows, rank 0 has the term 3 of the
+# **Predict.** After the matmul comes an activation, say `relu`. If `A` is split by rows, rank 0 has the term 3 of the
 # upper right entry, and rank 1 has the term −4. Can each rank apply `relu` to its own term, before the terms are added?
 #
 # <details><summary>Answer</summary>
@@ -120,8 +120,8 @@ for ranks in (1, 2, 3, 4, 6, 12):  # powers of two alone would hide some mistake
     print(f"{Mesh(tp=ranks)}: {'equal' if difference < 1e-12 else 'not equal'}")
 
 # %% [markdown]
-# `ring_all_reduce` computes the same sum in single hops. Follow one entry: it collects a term at each stop. After three
-# hops it is finished, and three more hops bring it to every rank.
+# `ring_all_reduce` does the same in single hops. Follow one entry: it collects a term at each stop, and three more hops
+# bring the sum to every rank.
 
 # %% tags=["opening-picture"]
 def mlp_on_a_ring(x, a, b):
@@ -132,7 +132,7 @@ out = tt.run(mlp_on_a_ring, Mesh(tp=4), X, A, B, in_specs=SPECS, out_specs=P())
 animate(out.trace)
 
 # %% [markdown]
-# What if you forget the sum? Then each rank returns its own term, `out_specs=P()` is no longer true, and `run` raises
+# What if you forget the all-reduce? Then each rank returns its own term, `out_specs=P()` is no longer true, and `run` raises
 # an error:
 
 # %%
@@ -147,19 +147,18 @@ except ReplicationError as error:
     print(error)
 
 # %% [markdown]
-# In a deeper network the next activation must see the finished sum. So each column-row pair needs a sum of its own.
+# In a deeper network the next activation must see the finished sum. So each column-row pair needs an all-reduce of its
+# own.
 #
 # ## Backward
 #
-# Take the loss $\sum (Z - T)^2$ with a target $T$, and $Y = \tanh U$ with $U = XA$. (Unlike relu, tanh is smooth, so
-# small changes test it well. Its derivative is $1 - Y^2$.) The chain rule works backward from the loss ($\circ$
-# multiplies entry by entry):
+# Take the loss $\sum (Z - T)^2$ with a target $T$, and $Y = \tanh U$ with $U = XA$. (Unlike relu, tanh is smooth. Its
+# derivative is $1 - Y^2$.) The chain rule works backward from the loss ($\circ$ multiplies entry by entry):
 #
 # $$dZ = 2\,(Z - T) \qquad dB = Y^\top dZ \qquad dU = (dZ\, B^\top) \circ (1 - Y^2)$$
 # $$dA = X^\top dU \qquad dX = dU\, A^\top$$
 #
-# The previous layer needs `dX` to learn. To test the formulas, we take new numbers, nudge each entry up and down, and
-# see how the loss changes.
+# The previous layer needs `dX` to learn. To test the formulas, we nudge each entry and see how the loss changes.
 
 # %%
 from tplab.exercises.split_a_layer import finite_differences
@@ -215,17 +214,17 @@ matrices({**terms, "right": grads["dX"]}, "dX")
 # %% [markdown]
 # ## f and g
 #
-# The forward pass sums where the divided work *ends*. The backward pass sums where it *begins*, because the gradient
-# comes out there. Megatron-LM calls the two operations $f$ and $g$:
+# The forward pass adds up where the divided work *ends*. The backward pass adds up where it *begins*, because the
+# gradient comes out there. Megatron-LM calls the two operations $f$ and $g$:
 #
 # | | forward | backward |
 # |---|---|---|
 # | $f$, `copy_to` | nothing | `all_reduce` |
 # | $g$, `reduce_from` | `all_reduce` | nothing |
 #
-# Why does $g$ do nothing in the backward pass? Every rank computes the same loss, so it already has all of $dZ$, and a
-# sum would count it once per rank. In the program you write $f$ and $g$, and autograd does the rest. (In torch,
-# `reduce_from` is another name for `all_reduce`, because tplab's sum passes the gradient on unchanged.)
+# Why does $g$ do nothing in the backward pass? Every rank computes the same loss, so it already has all of $dZ$, and
+# another all-reduce would count it once per rank. In the program you write $f$ and $g$, and autograd does the rest. (In
+# torch, `reduce_from` is another name for `tt.all_reduce`, which passes the gradient on unchanged.)
 
 # %%
 def step(x, a, b, target, enter=tt.copy_to):
@@ -280,8 +279,8 @@ for name, grad in zip(("dX", "dA", "dB"), in_jax.value):
 
 # %% [markdown]
 # JAX's types record along which axes a value may differ from rank to rank. `x` is the same on all ranks, and `a` is
-# not. Where the two meet, JAX converts `x` to a value that may differ. This conversion is $f$: its backward pass is a
-# sum. So JAX sends the same two sums as torch. `collectives_in` lists them in the program that XLA compiled:
+# not. Where the two meet, JAX converts `x` to a value that may differ. This conversion is $f$: its backward pass is an
+# all-reduce. So JAX does the same two as torch. `collectives_in` lists them in the program that XLA compiled:
 
 # %%
 tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
@@ -292,14 +291,16 @@ tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 # Take $N$ tokens, width $D$, hidden width $F$ and $R$ ranks. Then each rank
 #
 # - holds $2DF/R$ weights,
-# - does $4NDF/R$ operations in its two products,
+# - does $4NDF/R$ operations in its two matmuls,
 # - sends $2\frac{R-1}{R}ND$ elements forward (`Z`), and the same number backward (`dX`).
 #
-# With a `cluster`, times are **modelled**, so they are the same on every machine. A product takes as long as the chip's
-# data sheet says, plus 5 µs for the launch. A message takes its latency plus bytes over bandwidth. Here are four ranks
-# of a node with H100 GPUs:
+# With a `cluster`, times are **modelled**, so they are the same on every machine. In `"h100"` they come from the data
+# sheet: peak rates, plus 5 µs for each launch, and for a message its latency. That is a bound, which real GPUs do not
+# reach. `"h100-measured"` is a **forecast** from what others have measured. Here are four ranks of a node:
 
 # %%
+from tplab.cost import find
+
 R, size = 4, 4  # ranks; bytes per float32
 sizes = tokens, width, hidden = 1024, 1024, 4096
 shapes = (tokens, width), (width, hidden), (hidden, width)
@@ -313,63 +314,69 @@ assert sent == 2 * (R - 1) * tokens * width * size // R
 print(f"per rank: {computed:,} operations, {sent:,} bytes sent,")
 time, waits = on_h100.makespan * 1e6, on_h100.idle_share()[0]
 print(f"{time:.1f} µs, of which it waits {waits:.0%}")
+for name in ("h100", "h100-measured"):
+    alone = find(name).collective_seconds("all_reduce", tokens * width * size, ranks=R)
+    print(f"the all-reduce alone: {alone * 1e6:.1f} µs on {name}")
 timeline(on_h100)
 
 # %% [markdown]
-# The sum begins after the last product, when nothing is left to compute. So every rank waits: the sum is **exposed**.
-# Lab 08 shows how to hide it.
+# The authors of aiconfigurator measured NCCL's all-reduce of just these 4 MiB on four H100s: 42.2 µs, while the data
+# sheet promises 25.4.
 #
-# Now the products are **measured** on your machine. (The messages are still modelled.) Ranks that finish early wait for
-# the last one.
+# The all-reduce begins after the last matmul, when nothing is left to compute. So every rank waits: the all-reduce is
+# **exposed**. [Lab 08](08_overlap.ipynb) shows how to hide it.
+#
+# Now the computing is **measured** on your machine, and only the messages are modelled:
 
 # %%
 tt.run(mlp, Mesh(tp=4), *large, **options, clock="measured")  # to warm up
 timeline(tt.run(mlp, Mesh(tp=4), *large, **options, clock="measured").trace)
 
 # %% [markdown]
-# When are eight ranks worth having? Change the hidden width. Then set `TOKENS` to 256, run the cell again, and compare.
+# When are eight ranks worth having? Change the hidden width. Then set `TOKENS` to 256 and run the cell again.
 
 # %%
-from tplab.cost import collective, find, matmul_bytes, matmul_flops
 from tplab.widgets import Bars, Row, knob
-
-h100 = find("h100")
-
-def seconds(ranks, tokens, width, hidden, dtype="bfloat16", size=2):
-    mine = hidden // ranks  # and size is the bytes per number
-    up = matmul_flops(tokens, width, mine), matmul_bytes(tokens, width, mine, size)
-    activation = tokens * mine, 2 * tokens * mine * size  # entries are read and written
-    down = matmul_flops(tokens, mine, width), matmul_bytes(tokens, mine, width, size)
-    parts = up, activation, down
-    work = sum(h100.compute_seconds(flops, moved, dtype) for flops, moved in parts)
-    link = h100.group_link(range(ranks))
-    the_sum = collective("all_reduce", tokens * width * size, ranks, link).seconds
-    return {"computing": work, "the sum": the_sum}
 
 TOKENS, WIDTH = 4096, 4096
 
-def bars(hidden):
-    parts = {ranks: seconds(ranks, TOKENS, WIDTH, hidden) for ranks in (1, 2, 4, 8)}
-    total = {ranks: sum(part.values()) for ranks, part in parts.items()}
-    rows = [Row("1 rank", parts[1])]
+def seconds(ranks, hidden, cluster):
+    chip, mine = cluster.chip, hidden // ranks
+    up = chip.matmul_seconds(TOKENS, mine, WIDTH, "bfloat16")
+    moved = 2 * TOKENS * mine * 2  # each entry is read and written, with 2 bytes
+    activation = chip.seconds(TOKENS * mine, moved, "bfloat16")
+    down = chip.matmul_seconds(TOKENS, WIDTH, mine, "bfloat16")
+    reduce = cluster.collective_seconds("all_reduce", TOKENS * WIDTH * 2, ranks)
+    return {"computing": up + activation + down, "all-reduce": reduce}
+
+def rows_of(hidden, cluster):
+    rows = [Row("1 rank", seconds(1, hidden, cluster))]
     for n in (2, 4, 8):
-        faster = f"{total[1] / total[n]:.1f} × as fast"
-        rows.append(Row(f"{n} ranks", parts[n], faster))
-    share = parts[8]["the sum"] / total[8]
-    return Bars(rows, f"On 8 ranks the sum takes {share:.0%} of the time.")
+        row = Row(f"{n} ranks", seconds(n, hidden, cluster))
+        rows.append(Row(row.label, row.parts, f"{rows[0].total / row.total:.1f} × as fast"))
+    return rows
+
+def bars(hidden):
+    rows = rows_of(hidden, find("h100-measured"))
+    *_, sheet = rows_of(hidden, find("h100"))
+    share = rows[-1].parts["all-reduce"] / rows[-1].total
+    sentence = f"On 8 ranks the all-reduce takes {share:.0%} of the time."
+    return Bars(rows, f"{sentence} By the data sheet, they are {sheet.note}.")
 
 widths = {hidden: bars(hidden) for hidden in (2**n for n in range(10, 17))}
-about = f"{TOKENS:,} tokens, width {WIDTH:,}, bfloat16, modelled on an H100 node"
+kind = find("h100-measured").label
+about = f"{TOKENS:,} tokens, width {WIDTH:,}, bfloat16, H100 node: {kind}"
 knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about)
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# A wider hidden layer makes the computing longer, but not the sum, so eight ranks gain more. With few tokens they gain
-# little, or even lose, because latencies and launches take most of the time. With many, only $F$ and the hardware
-# matter. In bfloat16, an H100 does 2,198 operations in the time it takes to send one byte. With 2 bytes per element,
-# the formulas above then give sum and products the same time at $F = (R - 1) \cdot 2198$, about 15,000 on eight ranks.
-# (Real products do not reach the peak of the data sheet. So the sums weigh less, and a smaller width is enough.)
+# A wider hidden layer makes the computing longer, but not the all-reduce, so eight ranks gain more. With 256 tokens they
+# lose up to a width of 4,096, because latencies and launches take most of the time. With many tokens, only $F$ and the
+# hardware matter. By its data sheet, an H100 does 2,198 bfloat16 operations in the time that it takes to send one byte.
+# With 2 bytes per element, all-reduce and matmuls then take the same time at $F = (R - 1) \cdot 2198$, about 15,000 on
+# eight ranks. Surprisingly, the forecast agrees, although every part of it is slower: real matmuls miss the data sheet
+# by about as much as real messages do.
 #
 # </details>
 
@@ -395,8 +402,8 @@ unsplit = tt.run(backward, Mesh(tp=1), X, A, B, T, in_specs=specs, out_specs=SPE
 print(all(torch.allclose(one, other) for one, other in zip(split.value, unsplit.value)))
 
 # %% [markdown]
-# Both have the same mistake, so they agree. The check changes every weight a little and watches the loss. Fix
-# `backward` above, run its cell, and then run this one.
+# Both have the same mistake, so they agree. The check nudges every weight and watches the loss. Fix `backward` above,
+# run its cell, and then this one.
 
 # %%
 from tplab.exercises.split_a_layer import check_backward
@@ -407,9 +414,8 @@ check_backward(backward)
 # ## Your turn
 #
 # **A bias, added once.** Write a row-parallel layer in torch, `x @ w + bias`. Each rank holds some rows of `w`, all of
-# `x` and all of the bias. A well-known library once got this
-# [wrong](https://github.com/huggingface/text-generation-inference/issues/1036). The layer will be trained, so the check
-# also compares the gradients of `w` and of the bias, on every rank.
+# `x` and all of the bias. The layer will be trained, so the check also compares the gradients of `w` and of the bias, on
+# every rank.
 
 # %%
 def row_linear(x, w, bias):  # x [N, D]   w [D/tp, K]   bias [K]   ->   [N, K]
@@ -448,12 +454,16 @@ check_gated(gated)
 # | $f$, `copy_to` | `copy_to_tensor_model_parallel_region` | done by `DTensor` | done by JAX's types |
 # | $g$, `reduce_from` | `reduce_from_tensor_model_parallel_region` | done by `DTensor` | `lax.psum` |
 #
+# Neither $f$ nor $g$ is in torch.distributed. `dist.all_reduce` works in place, and autograd goes past it as if it were
+# not there. The all-reduce of `torch.distributed.nn.functional` adds up *again* in the backward pass: as $g$, it makes
+# every gradient before it $R$ times too large, and no error is raised.
+#
 # ## To take away
 #
-# - Columns of a matrix give finished columns of the result. Rows give terms, and terms need a sum.
+# - Columns of a matrix give finished columns of the result. Rows give terms, and terms need an all-reduce.
 # - Columns first, then rows: each pair of layers needs one `all_reduce` forward ($g$, of `Z`) and one backward ($f$, of
 #   `dX`).
-# - The sum is exposed. Splitting pays when there are enough tokens and the hidden width is large.
+# - The all-reduce is exposed. Splitting pays when there are enough tokens and the hidden width is large.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053) ($f$, $g$, columns then rows).
 # Misha Laskin, [Sharding Large Models with Tensor Parallelism](https://www.mishalaskin.com/posts/tensor_parallel)
