@@ -127,7 +127,8 @@ what each GPU has. Microseconds.
             errors.append(found / row.seconds - 1)
             size = f"{row.gpus} GPUs, {bytes_text(int(row.bytes))}"
             lines.append([size, *map(_us, (row.seconds, found)), _off(found, row.seconds), _us(bound)])
-        title = f"{NAMES[gpu]}, {op}: median {_pair(fit.summary(errors))} for nine of ten"
+        middle, most = fit.summary(errors)
+        title = f"{NAMES[gpu]}, {op}: half are within {100 * middle:.1f} %, nine of ten within {100 * most:.0f} %"
         head = ["size", "measured", "forecast", "off by", "data sheet"]
         text += f"\n<details>\n<summary>{title}</summary>\n\n{_table(head, lines)}\n</details>\n"
     return text

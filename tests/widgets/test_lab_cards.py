@@ -63,6 +63,33 @@ def test_a_knobs_unit(unit: str, text: str):
     assert turned(unit=unit).content["options"][0]["rows"][0]["total"] == text
 
 
+def test_a_knobs_measured_value_is_a_mark_that_says_by_whom():
+    """A mark is on the scale of the bars, also where it is beyond the longest of them."""
+    rows = [Row("1 rank", {"computing": 4e-6}), Row("2 ranks", {"computing": 2e-6}, "faster", measured=8e-6)]
+    card = knob("A title", "the size", {1: Bars(rows, "A sentence.")}, by="the NCCL team, 2 H100")
+    one, two = card.content["options"][0]["rows"]
+    assert (one["parts"], two["parts"]) == ([["computing", 0.5, "4 µs"]], [["computing", 0.25, "2 µs"]])
+    assert (one["measured"], two["measured"]) == (None, [1.0, "8 µs"])
+    assert card.content["by"] == "the NCCL team, 2 H100"
+    said = "A sentence. Measured by the NCCL team, 2 H100: 2 ranks 8 µs."
+    assert card.content["options"][0]["sentence"] == said
+    assert repr(card) == f"A title. the size: 1. At 1: {said}"
+    less = [rows[0], Row("2 ranks", {"computing": 2e-6}, "faster", measured=7e-6)]
+    other = knob("A title", "the size", {1: Bars(less, "A sentence.")}, by="the NCCL team, 2 H100")
+    assert other.picture() != card.picture()
+
+
+def test_a_knobs_measured_value_needs_who_measured_it():
+    bars = {1: Bars([Row("1 rank", {"computing": 1.0}, measured=2.0)], "")}
+    with pytest.raises(ValueError, match="'1 rank' has a measured value; say in `by` who measured it"):
+        knob("A title", "the size", bars)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        bars = {1: Bars([Row("1 rank", {"computing": 1.0}, measured=wrong)], "")}
+        with pytest.raises(ValueError, match="give a number from 0"):
+            knob("A title", "the size", bars, by="us")
+    assert turned(by="us").content["by"] == ""  # nothing was measured, so no legend says it
+
+
 def test_a_knob_without_a_kernel_is_a_sentence_and_a_picture():
     card = turned(start=1024)
     assert repr(card) == "A title. the size: 1, 1,024. At 1,024: seen at 1024"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, INK, LINE, WORK, mix
-from tplab.widgets.paper.pen import Pen, text_width
+from tplab.widgets.paper.pen import Pen, fitted, text_width
 
 MARGIN, LINE_HEIGHT, WIDTH = 18, 34, 720
 
@@ -22,18 +23,25 @@ MARGIN, LINE_HEIGHT, WIDTH = 18, 34, 720
 class Row:
     """One bar.
 
-    label   what the bar is for: "4 ranks"
-    parts   its parts, in order: {"computing": seconds, "all_reduce": seconds}
-    note    the text after its total: "2.5 x as fast"
+    label      what the bar is for: "4 ranks"
+    parts      its parts, in order: {"computing": seconds, "all_reduce": seconds}
+    note       the text after its total: "2.5 x as fast"
+    measured   what others have measured for the whole bar, in the unit of its parts: a mark on its row
     """
 
     label: str
     parts: Mapping[str, float]
     note: str = ""
+    measured: float | None = None
 
     @property
     def total(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def reach(self) -> float:
+        """How far its bar or its mark goes."""
+        return max(self.total, self.measured or 0.0)
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,16 @@ class Knob(Card):
     content = traitlets.Dict().tag(sync=True)
     index = traitlets.Int(0).tag(sync=True)
 
-    def __init__(self, title: str, control: str, options: Mapping[Any, Bars], start: Any, about: str, unit: str):
+    def __init__(
+        self, title: str, control: str, options: Mapping[Any, Bars], start: Any, about: str, unit: str, by: str = ""
+    ):
         self.title, self.control, self.about, self.unit, self.options = title, control, about, unit, dict(options)
+        self.by = by
         if start not in self.options:
             raise ValueError(f"start is {start!r}; it must be one of the options, {', '.join(map(repr, self.options))}")
         listed = ", ".join(map(option_text, self.options))
-        self.sentence = f"{title}. {control}: {listed}. At {option_text(start)}: {self.options[start].sentence}"
+        shown = f"{self.options[start].sentence} {self.said(self.options[start])}".strip()
+        self.sentence = f"{title}. {control}: {listed}. At {option_text(start)}: {shown}"
         names = list(dict.fromkeys(name for bars in self.options.values() for row in bars.rows for name in row.parts))
         hued = [name for name in names if not name.startswith("comput")]  # computing is grey, as on a timeline
         self.colours = {name: hued.index(name) if name in hued else -1 for name in names}
@@ -81,16 +93,20 @@ class Knob(Card):
             "about": self.about,
             "control": self.control,
             "colours": self.colours,
+            "by": self.by
+            if any(row.measured is not None for bars in self.options.values() for row in bars.rows)
+            else "",
             "options": [
                 {
                     "name": option_text(option),
-                    "sentence": bars.sentence,
+                    "sentence": f"{bars.sentence} {self.said(bars)}".strip(),
                     "rows": [
                         {
                             "label": row.label,
                             "parts": [[name, share, self.text(row.parts[name])] for name, share in _shares(bars, row)],
                             "total": self.text(row.total),
                             "note": row.note,
+                            "measured": self._mark(bars, row),
                         }
                         for row in bars.rows
                     ],
@@ -104,9 +120,23 @@ class Knob(Card):
             return bytes_text(amount)
         return time_text(amount, self.unit) if self.unit in ("s", "steps") else f"{plain(amount)} {self.unit}".strip()
 
+    def said(self, bars: Bars) -> str:
+        """ "Measured by the NCCL team: 2.4 ms on 4 ranks.", or nothing if nothing was measured."""
+        values = [f"{row.label} {self.text(row.measured)}" for row in bars.rows if row.measured is not None]
+        return f"Measured by {self.by}: {', '.join(values)}." if values else ""
+
+    def _mark(self, bars: Bars, row: Row) -> list[Any] | None:
+        """Where a measured value is, as a share of the longest row, and its text."""
+        return None if row.measured is None else [row.measured / _longest(bars), self.text(row.measured)]
+
+    def _behind(self, row: Row) -> str:
+        """The text after a bar's total."""
+        measured = "" if row.measured is None else f"measured {self.text(row.measured)}"
+        return " · ".join(filter(None, [row.note, measured]))
+
     def picture(self) -> bytes:
         bars = self.options[self.option]
-        sentence = textwrap.wrap(bars.sentence, int((WIDTH - 2 * MARGIN) / 6.8))
+        sentence = textwrap.wrap(f"{bars.sentence} {self.said(bars)}".strip(), int((WIDTH - 2 * MARGIN) / 6.8))
         pen = Pen(WIDTH, 2 * MARGIN + 89 + LINE_HEIGHT * len(bars.rows) + 17 * len(sentence))
         pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
         x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
@@ -114,7 +144,7 @@ class Knob(Card):
         x = MARGIN + pen.text(MARGIN, 54, f"{self.control}: ", size=11.5, fill=DIM, anchor="lm")
         self._track(pen, x + pen.text(x, 54, option_text(self.option), size=11.5, bold=True, anchor="lm") + 16, 54)
         label = max(text_width(row.label, 11) for row in bars.rows) + 12
-        behind = max(text_width(f"{self.text(row.total)}  {row.note}", 11) for row in bars.rows) + 12
+        behind = max(text_width(f"{self.text(row.total)}  {self._behind(row)}", 11) for row in bars.rows) + 12
         room = WIDTH - 2 * MARGIN - label - behind
         y = 80
         x = MARGIN + label
@@ -122,6 +152,10 @@ class Knob(Card):
             tint = WORK if colour < 0 else HUES[colour % 8]
             pen.box(x, y + 4, 16, 10, fill=mix(tint, 0.3), edge=tint, radius=3)
             x += 22 + pen.text(x + 22, y + 9, name, size=10.5, fill=DIM, anchor="lm") + 18
+        if any(row.measured is not None for row in bars.rows):
+            pen.diamond(x + 8, y + 9)
+            text = fitted(f"measured by {self.by}", 10.5, WIDTH - MARGIN - x - 22)
+            pen.text(x + 22, y + 9, text, size=10.5, fill=DIM, anchor="lm")
         y += 24
         for row in bars.rows:
             pen.text(MARGIN + label - 10, y + 12, row.label, size=11, anchor="rm")
@@ -133,8 +167,15 @@ class Knob(Card):
                 if text_width(name, 10) + 10 < width:
                     pen.text(x + width / 2, y + 12, name, size=10)
                 x += width
+            if row.measured is not None:
+                at = MARGIN + label + room * row.measured / _longest(bars)
+                if at > x:
+                    pen.line([(x, y + 12), (at, y + 12)], DIM, 1)
+                pen.line([(at, y - 2), (at, y + 24)], INK, 1.6)
+                pen.diamond(at, y + 25)
+                x = max(x, at)
             end = x + 8 + pen.text(x + 8, y + 12, self.text(row.total), size=11, bold=True, fill=INK, anchor="lm")
-            pen.text(end + 7, y + 12, row.note, size=11, fill=DIM, anchor="lm")
+            pen.text(end + 7, y + 12, self._behind(row), size=11, fill=DIM, anchor="lm")
             y += LINE_HEIGHT
         for number, line in enumerate(sentence):
             pen.text(MARGIN, y + 14 + 17 * number, line, size=11.5, anchor="lm")
@@ -153,19 +194,38 @@ class Knob(Card):
 
 
 def knob(
-    title: str, control: str, options: Mapping[Any, Bars], *, start: Any = None, about: str = "", unit: str = "s"
+    title: str,
+    control: str,
+    options: Mapping[Any, Bars],
+    *,
+    start: Any = None,
+    about: str = "",
+    unit: str = "s",
+    by: str = "",
 ) -> Knob:
     """Show the bars of one option, and a slider that goes through all options.
 
     options   what the control can be set to, in order -> the bars to show for it
     start     the option to begin with; the first, if None
     unit      the unit of the bars: "s", "steps", "B", or a word of your own
+    by        who has measured the values that rows have as `measured`; legend, tooltip and sentence say it
 
     Everything is computed in advance, so turning the knob needs no kernel.
     """
     if not options or any(not bars.rows for bars in options.values()):
         raise ValueError("knob needs an option at least, and a bar at least for each")
-    return Knob(title, control, options, next(iter(options)) if start is None else start, about, unit)
+    for row in (row for bars in options.values() for row in bars.rows):
+        if row.measured is not None:
+            check_measured(row.label, row.measured, by)
+    return Knob(title, control, options, next(iter(options)) if start is None else start, about, unit, by)
+
+
+def check_measured(name: str, amount: float, by: str) -> None:
+    """Raises ValueError if this amount does not say who measured it, or cannot have been measured."""
+    if not by:
+        raise ValueError(f"{name!r} has a measured value; say in `by` who measured it, and where it is published")
+    if not 0 <= amount < math.inf:
+        raise ValueError(f"{name!r} has {amount} as its measured value; give a number from 0")
 
 
 def option_text(option: Any) -> str:
@@ -173,6 +233,9 @@ def option_text(option: Any) -> str:
 
 
 def _shares(bars: Bars, row: Row) -> list[tuple[str, float]]:
-    """The parts of a row as shares of the longest bar."""
-    longest = max(row.total for row in bars.rows) or 1.0
-    return [(name, amount / longest) for name, amount in row.parts.items() if amount > 0]
+    """The parts of a row as shares of the longest row."""
+    return [(name, amount / _longest(bars)) for name, amount in row.parts.items() if amount > 0]
+
+
+def _longest(bars: Bars) -> float:
+    return max(row.reach for row in bars.rows) or 1.0

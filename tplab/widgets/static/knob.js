@@ -1,5 +1,5 @@
 // One control, and bars that change with it.
-import { card, el, followTheme } from "./shell.js";
+import { card, el, followTheme, hint } from "./shell.js";
 
 const BAR_WIDTH = 900, ROW = 34, HEIGHT = 24, TRACK = 400;
 
@@ -11,8 +11,11 @@ function named(names) {
   return found.at(-1) === last ? found : [...found, last];
 }
 
+// What is written after a bar's total.
+const behindTotal = ({ note, measured }) => [note, measured ? `measured ${measured[1]}` : ""].filter(Boolean).join(" · ");
+
 function render({ model, el: host }) {
-  const { title, about, control, colours, options } = model.get("content");
+  const { title, about, control, colours, by, options } = model.get("content");
   const root = card(host, { title, about, label: title });
   const value = el("b"), marks = el("div.tpl-marks", { "aria-hidden": "true" }, ...options.map(() => el("i")));
   const slider = el("input.tpl-slider", {
@@ -28,10 +31,12 @@ function render({ model, el: host }) {
   const tint = (name) => (colours[name] < 0 ? "var(--work)" : `var(--c${colours[name] % 8})`);
   const paint = (name) => `fill:color-mix(in srgb,${tint(name)} 30%,var(--paper));stroke:${tint(name)}`;
   root.append(el("div.tpl-tools", {}, ...Object.keys(colours).map((name) => el("span.tpl-key", {},
-    el("i", { style: `background:color-mix(in srgb,${tint(name)} 30%,var(--paper));border:1px solid ${tint(name)}` }), name))));
+    el("i", { style: `background:color-mix(in srgb,${tint(name)} 30%,var(--paper));border:1px solid ${tint(name)}` }), name)),
+    by ? el("span.tpl-key", {}, el("i.tpl-keydiamond"), `measured by ${by}`) : null));
   const bars = el("svg", { role: "img", style: "width:100%;height:auto;display:block" });
   const words = el("p.tpl-say", { "aria-live": "polite" });
   root.append(bars, words);
+  const tip = hint(root);
 
   function turn(index) {
     model.set("index", Math.min(Math.max(index, 0), options.length - 1));
@@ -52,6 +57,7 @@ function render({ model, el: host }) {
 
   function draw() {
     const { name, sentence, rows } = options[model.get("index")];
+    tip.hide();
     slider.value = model.get("index");
     slider.setAttribute("aria-valuetext", name);
     track.style.setProperty("--at", `${(100 * model.get("index")) / Math.max(options.length - 1, 1)}%`);
@@ -59,10 +65,10 @@ function render({ model, el: host }) {
     every.forEach((place, at) => ends.children[at].classList.toggle("tpl-on", place === model.get("index")));
     words.textContent = sentence;
     const label = 16 + 7 * Math.max(...rows.map((row) => row.label.length));
-    const behind = 30 + 7 * Math.max(...options.flatMap((option) => option.rows).map((row) => `${row.total} ${row.note}`.length));
+    const behind = 30 + 7 * Math.max(...options.flatMap((option) => option.rows).map((row) => `${row.total} ${behindTotal(row)}`.length));
     const room = BAR_WIDTH - label - behind;
     bars.setAttribute("viewBox", `0 0 ${BAR_WIDTH} ${ROW * rows.length}`);
-    bars.setAttribute("aria-label", rows.map((row) => `${row.label}: ${row.total} ${row.note}`).join("; "));
+    bars.setAttribute("aria-label", rows.map((row) => `${row.label}: ${row.total} ${behindTotal(row)}`).join("; "));
     bars.replaceChildren(...rows.flatMap((row, place) => {
       const middle = place * ROW + HEIGHT / 2, drawn = [];
       drawn.push(el("text", { x: label - 10, y: middle, style: "text-anchor:end;font-size:13px" }, row.label));
@@ -74,8 +80,20 @@ function render({ model, el: host }) {
         drawn.push(el("text", { x: x + width / 2, y: middle, style: "font-size:12px" }, shown));
         x += width;
       }
+      if (row.measured) {
+        const [share, text] = row.measured, at = label + share * room, top = place * ROW, foot = top + HEIGHT + 1;
+        const rows = [["", row.label], ["measured", text], ["by", by], ["bar", row.total]];
+        drawn.push(el("path", { d: `M${x} ${middle}H${Math.max(at, x)}`, style: "stroke:var(--dim);stroke-width:1;fill:none" }));
+        drawn.push(el("path", { d: `M${at} ${Math.max(top - 2, 0)}V${foot}`, style: "stroke:var(--ink);stroke-width:1.6" }));
+        drawn.push(el("path.tpl-diamond", { d: `M${at} ${foot - 6}l6 6l-6 6l-6 -6Z` }));
+        drawn.push(el("rect", {
+          x: at - 8, y: top, width: 16, height: ROW - 2, style: "fill:transparent",
+          onpointermove: (event) => tip.show(event, rows), onpointerleave: () => tip.hide(),
+        }));
+        x = Math.max(x, at);
+      }
       drawn.push(el("text", { x: x + 8, y: middle, style: "text-anchor:start;font-size:13px" },
-        el("tspan", { style: "font-weight:600" }, row.total), el("tspan", { dx: 7, style: "fill:var(--dim)" }, row.note)));
+        el("tspan", { style: "font-weight:600" }, row.total), el("tspan", { dx: 7, style: "fill:var(--dim)" }, behindTotal(row))));
       return drawn;
     }));
   }
