@@ -9,7 +9,7 @@
 #
 # ![Three numbers per token on each of four ranks, the combined numbers, and the loss that follows from them.](images/06_vocabulary.png)
 #
-# *The loss of four tokens, one per row. Each rank has the logits of a quarter of the words, and computes three numbers
+# *The loss of four tokens, one per row. Each rank has the logits of a quarter of the vocabulary, and computes three numbers
 # per token from them. The ranks combine these with one maximum and two sums. Then every rank knows the loss.*
 
 # %%
@@ -30,36 +30,36 @@ from tplab import Mesh, P
 from tplab.widgets import animate, matrices, timeline
 
 # %% [markdown]
-# ## By hand: ten words on four ranks
+# ## By hand: a vocabulary of ten on four ranks
 #
-# A model knows a word by its number, the **id**. The **embedding** is a table with one row per word. In GPT-2 it has
-# 39 million of the 124 million parameters. No rank should have to hold all of that, so each rank gets the rows of some
-# words. Here are ten words on four ranks:
+# A model knows each entry of its vocabulary by a number, the **id**. The **embedding** is a table with one row per entry.
+# In GPT-2 it has 39 million of the 124 million parameters. No rank should have to hold all of that, so each rank gets the
+# rows of some entries. Here are ten entries on four ranks:
 
 # %%
 V = 10
-table = 10 * np.arange(V)[:, None] + np.array([1.0, 2])  # row w: [10 w + 1, 10 w + 2]
-most = -(-V // 4)  # ten words on four ranks, rounded up: 3
+table = 10 * np.arange(V)[:, None] + np.array([1.0, 2])  # row v: [10 v + 1, 10 v + 2]
+most = -(-V // 4)  # ten entries on four ranks, rounded up: 3
 pieces = [table[most * rank : most * (rank + 1)] for rank in range(4)]
 by_rank = {f"rank {rank}": piece for rank, piece in enumerate(pieces)}
-matrices(by_rank, "The rows of ten words, on four ranks")
+matrices(by_rank, "The rows of ten entries, on four ranks")
 
 # %% [markdown]
-# Every rank reads the same text. It looks up the words whose rows it has, and writes zeros for all other words.
+# Every rank reads the same tokens. It looks up those whose rows it has, and writes zeros for all others.
 
 # %%
 ids = np.array([7, 2, 9, 4])
 
 def look_up(rank):
     rows = np.zeros((len(ids), 2))
-    for token, word in enumerate(ids):
-        if word // most == rank:
-            rows[token] = pieces[rank][word % most]
+    for token, entry in enumerate(ids):
+        if entry // most == rank:
+            rows[token] = pieces[rank][entry % most]
     return rows
 
 found = [look_up(rank) for rank in range(4)]
 panels = {f"rank {rank}": rows for rank, rows in enumerate(found)}
-matrices({**panels, "the sum": sum(found)}, "The rows of words 7, 2, 9 and 4")
+matrices({**panels, "the sum": sum(found)}, "The rows of entries 7, 2, 9 and 4")
 
 # %% [markdown]
 # One `all_reduce` of a tensor [tokens, width] then gives every rank all the rows.
@@ -75,23 +75,23 @@ matrices({**panels, "the sum": sum(found)}, "The rows of words 7, 2, 9 and 4")
 #
 # ## Build the embedding
 #
-# Four ranks cannot share ten words equally. You can pad the table with unused rows, as Megatron-LM does, or the last
-# ranks can have fewer words, as above and in tplab's torch layers. So each rank has to know where its words begin:
+# Four ranks cannot share ten entries equally. You can pad the table with unused rows, as Megatron-LM does, or the last
+# ranks can have fewer entries, as above and in tplab's torch layers. So each rank has to know where its entries begin:
 
 # %%
-def own_words(vocab_size):  # the first word of this rank, and how many it has
+def own_ids(vocab_size):  # this rank's first id, and how many it has
     most = -(-vocab_size // tt.axis_size("tp"))
     begin = min(tt.axis_index("tp") * most, vocab_size)
     return begin, min(most, vocab_size - begin)
 
 def own_rows(table):
-    begin, count = own_words(len(table))
+    begin, count = own_ids(len(table))
     return table[begin : begin + count]
 
 def embed(rows, ids, vocab_size):  # rows [n, D]   ids [T]   ->   [T, D], replicated
-    begin, count = own_words(vocab_size)
+    begin, count = own_ids(vocab_size)
     here = (ids >= begin) & (ids < begin + count)
-    y = rows[torch.where(here, ids - begin, 0)]  # row 0 for words of other ranks,
+    y = rows[torch.where(here, ids - begin, 0)]  # row 0 for ids of other ranks,
     return tt.reduce_from(y * here[:, None], "tp")  # which is then set to zero
 
 def whole_to_rows(table, ids):
@@ -106,13 +106,13 @@ for mesh in (Mesh(tp=1), Mesh(tp=3), Mesh(tp=4), Mesh(tp=5)):
 #
 # ## By hand: a loss without the logits
 #
-# At the other end, the model computes a **logit** $z_v$ for each word $v$. A model predicts the *next* word of a text.
-# The loss of a token whose correct next word is $t$ is
+# At the other end, the model predicts the *next* token of a text. It computes a **logit** $z_v$ for each entry $v$ of the
+# vocabulary. If the correct next token is entry $t$, the loss is
 #
 # $$-\log \frac{e^{z_t}}{\sum_v e^{z_v}} = \log \sum_v e^{z_v} - z_t$$
 #
-# A rank has the logits of its own words. Here they are logarithms of small integers, so you can add up the exponentials
-# in your head. The correct word is number 3, the first word of rank 1.
+# A rank has the logits of its own entries. Here they are logarithms of small integers, so you can add up the exponentials
+# in your head. The correct entry is number 3, the first one of rank 1.
 
 # %%
 exps = [np.array(piece, float) for piece in ([1, 2, 1], [4, 1, 1], [2, 1, 2], [1])]
@@ -126,7 +126,7 @@ matrices({**by_rank, "sums": sums}, "The exponentials of ten logits, on four ran
 #
 # <details><summary>Answer</summary>
 #
-# The exponentials add up to $4 + 6 + 5 + 1 = 16$, and that of the correct word is 4. So the loss is
+# The exponentials add up to $4 + 6 + 5 + 1 = 16$, and that of the correct entry is 4. So the loss is
 # $\log \frac{16}{4} = \log 4$. Each rank has one term of the 16. Only rank 1 knows the 4, and the other ranks add 0 to
 # it. That makes two sums of one number per token.
 #
@@ -142,60 +142,54 @@ print(f"exp(loss) = {np.exp(loss):.3g}")
 #
 # $$\log \sum_v e^{z_v - m} - (z_t - m) = \log \sum_v e^{z_v} - z_t$$
 #
-# If $m$ is the largest logit of *all* words, no exponent is above zero. So the third number is a maximum.
+# If $m$ is the largest logit on *all* ranks, no exponent is above zero. So the third number is a maximum.
 #
 # ## Build the loss
 
 # %%
 def cross_entropy(logits, ids, vocab_size):
-    """logits [T, n]   ids [T]   ->   loss [T], replicated"""
-    begin, count = own_words(vocab_size)
-    m = logits.detach().amax(-1)  # [T]  the largest logit of each token
-    m = tt.all_reduce(m, "tp", "max")
+    """logits [T, n]   ids [T]   ->   loss [T], replicated; this rank's three numbers"""
+    begin, count = own_ids(vocab_size)
+    own_m = logits.detach().amax(-1)  # [T]  the largest logit of each token
+    m = tt.all_reduce(own_m, "tp", "max")
     z = logits - m[:, None]
-    s = z.exp().sum(-1)  # [T]
-    s = tt.all_reduce(s, "tp")
+    own_s = z.exp().sum(-1)  # [T]
+    s = tt.all_reduce(own_s, "tp")
     here = (ids >= begin) & (ids < begin + count)
-    z_t = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
-    z_t = torch.where(here, z_t, 0)  # [T]  0 on all ranks but one
-    z_t = tt.all_reduce(z_t, "tp")
-    return s.log() - z_t
+    own_z = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
+    own_z = torch.where(here, own_z, 0)  # [T]  0 on all ranks but one
+    z_t = tt.all_reduce(own_z, "tp")
+    return s.log() - z_t, (own_m, own_s, own_z)
 
 def loss_of_four_tokens(logits, ids):
-    return cross_entropy(logits, ids, 12)
+    loss, three = cross_entropy(logits, ids, 12)
+    return loss, torch.stack(three, 1)
 
 rng = np.random.default_rng(0)
-twelve = rng.integers(-2, 3, (4, 12)).astype(float)  # logits of 4 tokens, for 12 words
+twelve = rng.integers(-2, 3, (4, 12)).astype(float)  # 4 tokens, 12 entries
 SPECS = P(None, "tp"), P()
 on_four = {"in_specs": SPECS, "out_specs": P()}
-out = tt.run(loss_of_four_tokens, Mesh(tp=4), twelve, ids, **on_four)
+out = tt.run(loss_of_four_tokens, Mesh(tp=4), twelve, ids, in_specs=SPECS)
 animate(out.trace)
 
 # %% [markdown]
-# Each of the three collectives combines one number per token. Here are these numbers, on each rank and combined. A row
-# is a token, and the columns are $m$, $s$ and $z_t - m$. There are now twelve words, three on each rank, and the correct
-# ones are 7, 2, 9 and 4.
+# Each of the three collectives combines one number per token. Here are the numbers of this run, on each rank and combined.
+# A row is a token, and the columns are $m$, $s$ and $z_t - m$. The vocabulary now has twelve entries, three on each rank,
+# and the correct ones are 7, 2, 9 and 4.
 
 # %% tags=["opening-picture"]
-def three_numbers(logits, ids):  # what a rank puts into the three collectives
-    begin, count = own_words(12)
-    own_m = logits.amax(-1)
-    z = logits - tt.all_reduce(own_m, "tp", "max")[:, None]
-    here = (ids >= begin) & (ids < begin + count)
-    z_t = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
-    return torch.stack([own_m, z.exp().sum(-1), torch.where(here, z_t, 0)], 1)
-
-put_in = tt.run(three_numbers, Mesh(tp=4), twelve, ids, in_specs=SPECS).per_rank
+losses, put_in = zip(*out.per_rank)
 panels = {f"rank {rank}": three.numpy() for rank, three in enumerate(put_in)}
-combined = out.trace.select(kind="collective", rank=0).events  # of the run above
+combined = out.trace.select(kind="collective", rank=0).events
 panels["max, sum, sum"] = np.stack([event.values for event in combined], 1)
-panels["loss = log s - (z_t - m)"] = out.value.numpy()[:, None]
-matrices(panels, "Largest logit m, sum of exponentials s, correct word's logit minus m")
+panels["loss = log s - (z_t - m)"] = losses[0].numpy()[:, None]
+title = "Largest logit m, sum of exponentials s, correct entry's logit minus m"
+matrices(panels, title)
 
 # %% [markdown]
 # Now we compare the loss and its gradient with torch's own loss on all the logits, even for logits as large as ten
 # thousand. The backward pass sends nothing: the gradient of $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the correct
-# word, and each rank already has these numbers.
+# entry, and each rank already has these numbers.
 
 # %%
 def own_columns(logits):
@@ -203,18 +197,18 @@ def own_columns(logits):
 
 def loss_and_gradient(logits, ids):
     own = own_columns(logits).clone().requires_grad_()
-    loss = cross_entropy(own, ids, logits.shape[-1])
+    loss, _ = cross_entropy(own, ids, logits.shape[-1])
     loss.sum().backward()
     return loss.detach(), own.grad
 
 for ranks, scale in ((2, 1), (3, 1), (4, 1), (5, 1), (4, 1e4)):
-    z, words = rng.normal(size=(6, 41)) * scale, rng.integers(0, 41, 6)
+    z, correct = rng.normal(size=(6, 41)) * scale, rng.integers(0, 41, 6)
     plain = torch.tensor(z, requires_grad=True)
-    right = F.cross_entropy(plain, torch.tensor(words), reduction="none")
+    right = F.cross_entropy(plain, torch.tensor(correct), reduction="none")
     right.sum().backward()
-    out = tt.run(loss_and_gradient, Mesh(tp=ranks), z, words)
-    losses, grads = zip(*out.per_rank)
-    is_right = all(torch.allclose(one, right.detach()) for one in losses)
+    out = tt.run(loss_and_gradient, Mesh(tp=ranks), z, correct)
+    found, grads = zip(*out.per_rank)
+    is_right = all(torch.allclose(one, right.detach()) for one in found)
     is_right = is_right and torch.allclose(torch.cat(grads, 1), plain.grad)
     num_sums = len(out.trace.select(rank=0, kind="collective"))
     said = f"{'equal' if is_right else 'off'}; {num_sums} all_reduces"
@@ -222,21 +216,21 @@ for ranks, scale in ((2, 1), (3, 1), (4, 1), (5, 1), (4, 1e4)):
 
 # %% [markdown]
 # tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same, but
-# there are fewer hops.
-
-# %% [markdown]
+# there are fewer hops. Tokens that do not count, such as padding, have an `ignore_index` instead of an id. No rank has that
+# entry, their loss is zero, and the mean is taken over the tokens that are left.
+#
 # ## One table, used twice
 #
-# Where do logits come from? Each token has a vector $x$, and the logit of a word is the product of $x$ with a row:
-# $z = x W^\top$. In GPT-2 $W$ is the table of the embedding: its head is **tied** to the embedding. The rank that has a
-# word's row also computes its logit. So the head is a column-parallel layer, with $f$ before it and nothing gathered
+# Where do logits come from? Each token has a vector $x$, and the head multiplies it with one row per entry:
+# $z = x W^\top$. In GPT-2 $W$ is the table of the embedding: its head is **tied** to the embedding. The rank that has an
+# entry's row also computes its logit. So the head is a column-parallel layer, with $f$ before it and nothing gathered
 # after it.
 #
 # **Predict.** A table that is used twice receives a gradient from each use. What has to be sent to add the two up?
 #
 # <details><summary>Answer</summary>
 #
-# Nothing. Both uses of a word's row are on the same rank, and autograd adds their gradients there.
+# Nothing. Both uses of a row are on the same rank, and autograd adds their gradients there.
 #
 # </details>
 
@@ -274,13 +268,13 @@ for event in out.trace.select(rank=0, kind="collective").events:
 broken_losses, broken = zip(*tt.run(step, Mesh(tp=4), W, ids, targets, 2).per_rank)
 print("the same loss:", broken_losses[0].item() == losses[0].item())
 panels = {"tied": grads[2], "tie broken": broken[2], "lost": grads[2] - broken[2]}
-matrices(panels, "Rank 2: the gradient of the rows of words 6, 7 and 8")
+matrices(panels, "Rank 2: the gradient of the rows of entries 6, 7 and 8")
 
 # %% [markdown]
 # ## The same in JAX
 #
 # `detach` becomes `stop_gradient`, and `gather` becomes `take_along_axis`. JAX compiles one program for all ranks, so
-# all pieces must have the same width, and ten words on four ranks have to be padded.
+# all pieces must have the same width, and ten entries on four ranks have to be padded.
 
 # %%
 import jax
@@ -298,7 +292,7 @@ def loss_in_jax(logits, ids):  # logits [T, n]   ids [T]   ->   [T], replicated
 
 right = F.cross_entropy(torch.tensor(twelve), torch.tensor(ids), reduction="none")
 ours = tj.run(loss_in_jax, Mesh(tp=4), twelve, ids, **on_four).value
-print("twelve words:", "equal" if np.allclose(ours, right, rtol=1e-5) else "off")
+print("twelve entries:", "equal" if np.allclose(ours, right, rtol=1e-5) else "off")
 
 # %% [markdown]
 # **Predict.** We pad the ten logits from above to twelve with two zeros. The right loss is $\log 4$. What does
@@ -312,18 +306,17 @@ print("twelve words:", "equal" if np.allclose(ours, right, rtol=1e-5) else "off"
 
 # %%
 padded = np.asarray(tj.pad_vocabulary(logits[:, None], 4)).T  # [1, 12]
-right_word = np.array([target])
+right_id = np.array([target])
 
-def masked(logits, ids):  # tplab's loss knows that there are ten words
+def masked(logits, ids):  # tplab's loss knows that there are ten entries
     return tj.vocab_parallel_cross_entropy(logits, ids, "tp", V, "none")
 
 for loss_of in (loss_in_jax, masked):
-    one = tj.run(loss_of, Mesh(tp=4), padded, right_word, **on_four).value[0]
+    one = tj.run(loss_of, Mesh(tp=4), padded, right_id, **on_four).value[0]
     print(f"{loss_of.__name__}: exp(loss) = {np.exp(one):.3g}")
 
 # %% [markdown]
-# In torch, tplab raises an error for an id that is not a word. A compiled JAX program cannot, so the loss is NaN
-# instead.
+# In torch, tplab raises an error for an id that no entry has. A compiled JAX program cannot, so the loss is NaN instead.
 #
 # ## See it run
 #
@@ -331,7 +324,7 @@ for loss_of in (loss_in_jax, masked):
 # **modelled**. (On torch's `meta` device, tensors have shapes but no numbers.) First with gathered logits:
 
 # %%
-WORDS, WIDTH = 50_260, 768  # GPT-2's words, padded so that 4 divides them
+VOCABULARY, WIDTH = 50_260, 768  # GPT-2's, padded so that 4 divides it
 
 def gathering(x, head, ids):
     logits = tt.gather_from(tt.copy_to(x, "tp") @ head.T, "tp")
@@ -339,10 +332,10 @@ def gathering(x, head, ids):
 
 def in_place(x, head, ids):
     logits = tt.copy_to(x, "tp") @ head.T
-    return tt.vocab_parallel_cross_entropy(logits, ids, "tp", WORDS)
+    return tt.vocab_parallel_cross_entropy(logits, ids, "tp", VOCABULARY)
 
 def traced(fn, tokens):
-    x, head = ((tokens, WIDTH), (WORDS, WIDTH))
+    x, head = ((tokens, WIDTH), (VOCABULARY, WIDTH))
     sizes = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in (x, head)]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     specs = P(), P("tp"), P()
@@ -354,7 +347,7 @@ timeline(traced(gathering, 2048))
 timeline(traced(in_place, 2048))
 
 # %% [markdown]
-# The long message is gone. But computing takes longer, although each rank now works on a quarter of the words: torch's
+# The long message is gone. But computing takes longer, although each rank now works on a quarter of the logits: torch's
 # loss is two operations, and ours is more than twenty. Several of these read and write all of the rank's logits.
 #
 # Now turn the knob. With fewer tokens, which way is faster, and why?
@@ -387,7 +380,8 @@ knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 #
 # Up to 512 tokens gathering is faster, because each of our many operations has to be launched. The model charges 5 µs
 # per launch. Take the launches off the bars, and the three numbers win from about 128 tokens on. A compiler or a
-# hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most launches. A
+# hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most launches. A fused
+# linear cross-entropy goes further. It computes head and loss together, a few tokens at a time, and never keeps the logits. A
 # server that generates text has few tokens at a time, and there
 # [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/logits_processor.py) does gather.
 #
@@ -395,7 +389,7 @@ knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 #
 # ## What it costs
 #
-# For $T$ tokens, width $D$, $V$ words and $R$ ranks, each rank
+# For $T$ tokens, width $D$, a vocabulary of $V$ entries and $R$ ranks, each rank
 #
 # - holds $VD/R$ weights and $TV/R$ logits. If they are gathered, every rank holds $TV$, and as much again for the
 #   gradient;
@@ -407,7 +401,7 @@ tokens = 2048
 for fn in (gathering, in_place):
     trace = traced(fn, tokens)
     print(f"{fn.__name__:<10} {trace.bytes_sent(rank=0):>12,} bytes sent by rank 0")
-whole_logits = tokens * WORDS * 2
+whole_logits = tokens * VOCABULARY * 2
 print(f"all logits {whole_logits:>12,} bytes, on each rank if they are gathered")
 
 # %% [markdown]
@@ -428,10 +422,10 @@ def token_loss(logits, ids):  # logits [T, V/tp]   ids [T]   ->   [T], replicate
     of_id = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
     return total.log() - tt.all_reduce(torch.where(here, of_id, 0), "tp")
 
-no_words = np.array([[-np.inf, -np.inf]])  # the two empty places of rank 3: exp is 0
-ten = np.hstack([logits[None], no_words])
+empty = np.array([[-np.inf, -np.inf]])  # the two empty places of rank 3: exp is 0
+ten = np.hstack([logits[None], empty])
 for mesh in (Mesh(tp=1), Mesh(tp=4)):
-    one = tt.run(token_loss, mesh, ten, right_word, **on_four).value
+    one = tt.run(token_loss, mesh, ten, right_id, **on_four).value
     print(f"{mesh}: exp(loss) = {one.exp().item():.3g}")
 
 # %% [markdown]
@@ -443,10 +437,10 @@ from tplab.exercises.vocabulary import check_token_loss
 check_token_loss(token_loss)
 
 # %% [markdown]
-# ## Your turn: the most likely word
+# ## Your turn: the most likely token
 #
-# To generate text, a model needs the word with the largest logit. Find its id for each token, without gathering the
-# logits: what you send must not grow with the vocabulary. If several words are equally likely, take the lowest id.
+# To generate text, a model needs the entry with the largest logit. Find its id for each token, without gathering the
+# logits: what you send must not grow with the vocabulary. If several entries are equally likely, take the lowest id.
 # (The check takes a torch function, or with `framework="jax"` a JAX function.)
 #
 # <details><summary>A hint</summary>
@@ -477,14 +471,14 @@ check_most_likely(most_likely)
 #
 # ## To take away
 #
-# - Each word's row is on one rank. The others add zeros, so a look-up is one sum. Tying the table needs no sum.
+# - Each entry's row is on one rank. The others add zeros, so a look-up is one all-reduce. Tying the table needs none.
 # - A loss needs three numbers per token: one maximum and two sums. For GPT-2, gathering the logits sends about 4,000
 #   times as many bytes.
 # - With few tokens, launches decide, and gathering is faster until the loss is a single kernel.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3. [transformers
 # 37051](https://github.com/huggingface/transformers/issues/37051) (tied tables, and vocabularies that do not divide).
-# [vLLM 440](https://github.com/vllm-project/vllm/issues/440) (250,682 words on 8 ranks).
+# [vLLM 440](https://github.com/vllm-project/vllm/issues/440) (a vocabulary of 250,682 on 8 ranks).
 #
 # Next: [07 Dropout](07_dropout.ipynb). Ranks that draw random numbers have to agree on some of them.
 

@@ -215,6 +215,32 @@ for drop in (F.dropout, tt.dropout):
 # `dropout` itself. This answers the second half of the question at the top: to agree on a mask, ranks have to share a
 # seed, and they do not have to send anything.
 #
+# The backward pass has to agree as well. With activation recomputation ([lab 15](15_recomputation.ipynb)), dropout runs a
+# second time, and needs the mask of the first. `torch.utils.checkpoint` sets torch's global generators back for this, but
+# it does not know a generator of your own:
+
+# %%
+from torch.utils.checkpoint import checkpoint
+
+def own_generator(x, p):
+    return x * (torch.rand(x.shape, generator=GENERATOR) >= p)
+
+def one_mask(drop):  # whether the recomputed mask is the one of the forward pass
+    x = torch.ones(64, requires_grad=True)
+    y = checkpoint(drop, x, p=0.5, use_reentrant=False)
+    y.sum().backward()
+    return torch.equal(y > 0, x.grad > 0)
+
+GENERATOR = torch.Generator().manual_seed(0)
+programs = {"torch": F.dropout, "own": own_generator, "tplab": tt.dropout}
+for name, drop in programs.items():
+    found = tt.run(partial(one_mask, drop), Mesh(tp=1)).per_rank[0]
+    print(f"{name:6}{'the same mask' if found else 'another mask'}")
+
+# %% [markdown]
+# Another mask gives a wrong gradient, and again no error. This is why Megatron-LM has a `checkpoint` of its own, which
+# also restores the second generator. A mask that is made from a key can simply be made again.
+#
 # ## Keys in JAX
 #
 # JAX has no generator with a state. You pass a **key**, and the same key always gives the same numbers. So `dropout`

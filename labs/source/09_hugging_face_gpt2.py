@@ -3,14 +3,14 @@
 #
 # **How do you shard a model that you did not write, and know that the result is right?**
 #
-# Prerequisites: [lab 04](04_megatron_block.ipynb), and [lab 06](06_vocabulary.ipynb) for the loss. Time: one hour.
+# Prerequisites: [lab 04](04_megatron_block.ipynb), and [lab 06](06_vocabulary.ipynb) for the loss. Time: 50 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/09_hugging_face_gpt2.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/09_hugging_face_gpt2.ipynb)
 #
-# ![A timeline of four ranks, forward and backward through two layers of a GPT-2, with sums between them.](images/09_hugging_face_gpt2.png)
+# ![Bars, one for each module of a GPT-2: of most of them, a rank holds a quarter; norms and positions are whole on every rank.](images/09_hugging_face_gpt2.png)
 #
-# *One training step of a GPT-2 from the `transformers` library, sharded over four ranks by a plan of eleven lines.
-# Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from its config.*
+# *A plan, and what it does to a GPT-2 from the `transformers` library on four ranks: how many parameters of each module a
+# rank holds. Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from its config.*
 
 # %%
 import subprocess
@@ -22,21 +22,23 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
+import re
+
 import numpy as np
 import torch
 import tplab.torch as tt
 from torch import nn
 from tplab import Mesh, P
-from tplab.widgets import Bars, Row, knob, timeline
+from tplab.widgets import Bars, Row, knob
 from transformers import GPT2Config, GPT2LMHeadModel
 
 # %%
-def gpt2(layers=2, words=97):
+def gpt2(layers=2):
     torch.manual_seed(0)
     sizes = {"n_layer": layers, "n_embd": 64, "n_head": 4, "n_positions": 64}
     no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     no_ends = {"bos_token_id": 0, "eos_token_id": None}
-    config = GPT2Config(vocab_size=words, **sizes, **no_dropout, **no_ends)
+    config = GPT2Config(vocab_size=97, **sizes, **no_dropout, **no_ends)
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that it has none
     return model
@@ -44,15 +46,29 @@ def gpt2(layers=2, words=97):
 ids = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
 
 # %% tags=["opening-picture"]
-def step(model, ids):
-    tt.parallelize(model, tt.gpt2_plan(model))
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    return loss
+def by_plan(model):
+    return tt.parallelize(model, tt.gpt2_plan(model))
 
-sharded = tt.run(step, Mesh(tp=4), gpt2(), ids, cluster="h100")
-begin = sharded.trace.select(op="embedding").start
-timeline(sharded.trace.since(begin))  # without cutting the weights, which no later step does
+def sizes(model):  # of each line of the plan; h.* stands for every block
+    found = {}
+    for name, parameter in model.named_parameters():
+        line = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
+        found[line] = found.get(line, 0) + parameter.numel()
+    return found
+
+def bars(ranks):
+    whole, plan = sizes(gpt2()), tt.gpt2_plan(gpt2())
+    here = tt.run(lambda: sizes(by_plan(gpt2())), Mesh(tp=ranks)).per_rank[0]
+    rows = []
+    for line, count in here.items():
+        label = f"{line.removeprefix('transformer.')}: {plan[line]}"
+        held = "a copy on every rank" if plan[line] == "replicate" else "on this rank"
+        rows.append(Row(label, {held: count, "on other ranks": whole[line] - count}))
+    total = sum(here.values())
+    return Bars(rows, f"Rank 0 holds {total:,} of {sum(whole.values()):,} parameters.")
+
+options = {ranks: bars(ranks) for ranks in (1, 2, 4)}
+knob("A plan for GPT-2", "ranks", options, start=4, about="parameters", unit="")
 
 # %% [markdown]
 # ## By hand: three matrices in one
@@ -154,12 +170,12 @@ from tplab.exercises.hugging_face_gpt2 import check_row
 check_row(MyRow)
 
 # %% [markdown]
-# ## A plan
+# ## A plan for the whole model
 #
 # tplab's `parallelize` does the same for whole models. Its plan says what happens to each module that has parameters, and
 # `*` stands for any block. "column" and "row" are the layers above, `FusedColumn(parts=3)` cuts three matrices part by
-# part, and "replicate" leaves a copy on every rank. "vocab" splits the words as in lab 06, both for the embedding and for
-# the head that is **tied** to it: they are one matrix. "local" is a dropout inside, where each rank draws its own mask
+# part, and "replicate" leaves a copy on every rank. "vocab" splits the vocabulary as in lab 06, both for the embedding and
+# for the head that is **tied** to it: they are one matrix. "local" is a dropout inside, where each rank draws its own mask
 # ([lab 07](07_dropout.ipynb)). The other dropouts are outside. They need no line, and draw one mask for all ranks.
 
 # %%
@@ -171,17 +187,21 @@ for name, kind in plan.items():
 # The model's own `forward`, its loss and its `generate` stay as they are. The attention modules are set to the number
 # of heads that they have left.
 #
-# **Predict.** The model has two blocks. How many times do the ranks add something up, forward and backward?
+# **Predict.** The model has two blocks. How many all-reduces does a training step need, forward and backward?
 #
 # <details><summary>Answer</summary>
 #
-# Ten times. There are four sums per block: two forward (after the attention and after the MLP) and two backward (before
-# them). The embedding adds one in the forward pass, and the head adds one in the backward pass. There is also one
-# `all_gather` of the logits, because the model's own loss needs all of them.
+# Ten. There are four per block: two forward (after the attention and after the MLP) and two backward (before them). The
+# embedding adds one in the forward pass, and the head adds one in the backward pass. There is also one `all_gather` of the
+# logits, because the model's own loss needs all of them. (With `gather_logits=False` they stay where they are, and the
+# loss is that of lab 06.)
 #
 # </details>
 
 # %%
+def step(model, ids):
+    by_plan(model)(ids, labels=ids).loss.backward()
+
 for layers in (1, 2, 3):
     trace = tt.run(step, Mesh(tp=4), gpt2(layers), ids).trace
     ops = [event.op for event in trace.select(rank=0, kind="collective").events]
@@ -205,9 +225,6 @@ print(tt.run(refused, Mesh(tp=4), gpt2()).per_rank[0])
 # Now we run the check, including one step of AdamW:
 
 # %%
-def by_plan(model):
-    return tt.parallelize(model, tt.gpt2_plan(model))
-
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
@@ -219,11 +236,11 @@ for mesh in (Mesh(tp=1), Mesh(tp=2), Mesh(tp=4)):
 report
 
 # %% [markdown]
-# ## Train, generate, and get the weights back
+# ## Train, and get the weights back
 #
 # `whole_state` puts the pieces together again under their old names. Here is the state after five steps of training,
-# compared with the same five steps of the unsharded model. Generation works as well: each rank caches the keys and
-# values of its own heads, and all ranks choose the same tokens.
+# compared with the same five steps of the unsharded model. (`generate` works as well, with the keys and values of a rank's
+# own heads in its cache.)
 
 # %%
 def train(model, ids):
@@ -242,71 +259,32 @@ unsharded = train(gpt2(), ids).state_dict()
 apart = max((state[name] - value).abs().max() for name, value in unsharded.items())
 print("equal after five steps, up to rounding:", bool(apart < 1e-4))  # a step is 1e-3
 
-def generate(model, ids):
-    start = {"attention_mask": torch.ones_like(ids[:, :4]), "pad_token_id": 0}
-    greedy = {"max_new_tokens": 12, "do_sample": False}
-    return model.eval().generate(ids[:, :4], **start, **greedy)
-
-def generate_sharded(model, ids):
-    return generate(by_plan(model), ids)
-
-alone = generate(gpt2(), ids)
-tokens = tt.run(generate_sharded, Mesh(tp=4), gpt2(), ids).per_rank
-agree = all(torch.equal(one, alone) for one in tokens)
-print("the same 12 tokens on every rank:", agree)
-
 # %% [markdown]
 # ## What it costs
 #
-# For $L$ layers, $T$ tokens, width $D$, $V$ words and $R$ ranks, each rank
+# For $L$ layers, $T$ tokens, width $D$, a vocabulary of $V$ and $R$ ranks, each rank
 #
 # - holds $(12 L D^2 + V D)/R$ parameters, and a copy of what is replicated: norms, positions, some biases;
-# - sends $2\frac{R-1}{R} T D$ numbers for each of the $4L + 2$ sums;
-# - sends $\frac{R-1}{R} T V$ numbers for the loss if the logits are gathered. With `gather_logits=False` they stay
-#   where they are, and the loss is that of [lab 06](06_vocabulary.ipynb): three numbers per token.
+# - sends $2\frac{R-1}{R} T D$ numbers for each of the $4L + 2$ all-reduces.
 
 # %%
+sharded = tt.run(step, Mesh(tp=4), gpt2(), ids).trace
 R, L, T, D = 4, 2, ids.numel(), 64
-sums = sharded.trace.bytes_sent(rank=0, op="all_reduce")
+counted = sharded.bytes_sent(rank=0, op="all_reduce")
 formula = (4 * L + 2) * 2 * (R - 1) * T * D * 4 // R  # float32: 4 bytes
-print(f"{sums:,} bytes for the sums; by the formula {formula:,}")
-
-def held(model):
-    return sum(parameter.numel() for parameter in by_plan(model).parameters())
-
-total = sum(parameter.numel() for parameter in gpt2().parameters())
-print(f"{total:,} parameters, on each rank", tt.run(held, Mesh(tp=R), gpt2()).per_rank)
+print(f"{counted:,} bytes for the all-reduces; by the formula {formula:,}")
+per_rank = tt.run(lambda: sum(sizes(by_plan(gpt2())).values()), Mesh(tp=4)).per_rank
+print("parameters on each rank:", per_rank)
 
 # %% [markdown]
-# The last rank holds less than the others: it has 22 of the 97 words, and they have 25 each.
+# The last rank holds less than the others: it has 22 of the 97 vocabulary entries, and they have 25 each. Turn the knob at
+# the top: what does a rank hold with fewer ranks, and what never shrinks?
 #
-# Turn the knob: how do the bytes for the loss grow with the vocabulary?
-
-# %%
-def loss_only(model, ids, gather):
-    tt.parallelize(model, tt.gpt2_plan(model), gather_logits=gather)
-    with torch.no_grad():
-        return model(ids, labels=ids).loss
-
-def bars(words):
-    sent = {}
-    for gather in (True, False):
-        trace = tt.run(loss_only, Mesh(tp=4), gpt2(1, words), ids, gather).trace
-        three_sums = 3 * 2 * (R - 1) * T * D * 4 // R  # embedding, attention, MLP
-        sent[gather] = trace.bytes_sent(rank=0) - three_sums
-    rows = [Row("gathered", {"for the loss": sent[True]})]
-    rows.append(Row("left in place", {"for the loss": sent[False]}))
-    return Bars(rows, f"Gathering sends {sent[True] / sent[False]:,.0f} × the bytes.")
-
-options = {words: bars(words) for words in (97, 500, 2000, 8000)}
-about = f"{T} tokens, 4 ranks"
-knob("Bytes that rank 0 sends for the loss", "words", options, about=about, unit="B")
-
-# %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# If the logits are gathered, the bytes grow in proportion to the vocabulary. If they are left in place, the bytes do
-# not grow at all.
+# What a rank holds of a split module halves when the ranks double. Norms and positions never shrink, and neither do the
+# biases of rows, which you can hardly see. In this toy, positions are a large part of the model. In GPT-2 they are 0.8 of
+# 124 million parameters.
 #
 # </details>
 #
@@ -326,74 +304,32 @@ params = tj.shard_params(params, network.specs, Mesh(tp=4))
 specs = {"in_specs": (network.specs, P()), "out_specs": P(None, None, "tp")}
 logits = tj.run(network, Mesh(tp=4), params, ids.numpy(), **specs).value
 want = model(ids).logits.detach().numpy()
-in_jax = np.asarray(logits)[..., :97]  # without the padding, which makes it 100 words
+in_jax = np.asarray(logits)[..., :97]  # without the padding, which makes it 100 entries
 print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 
 # %% [markdown]
 # **What truly differs.** There is no module to change, so you cannot forget one. The program is a function of its
 # parameters, and a tree of `P` with the same structure says how each of them is split.
 #
-# ## Compared with DTensor and jit
-#
-# torch's own `parallelize_module` also takes a plan, and turns parameters into tensors that know how they are split
-# (`DTensor`). `jax.jit` needs no plan: you say how the parameters are split, and XLA works out what an *unsharded*
-# program has to send. Here is one training step of the same GPT-2 on four ranks. For DTensor and `jit`, query, key and
-# value are three layers, and each of them sums the gradient of its input. DTensor can be told that they share one
-# input.
-
-# %%
-from functools import partial
-
-import jax
-from torch.distributed.tensor.parallel import loss_parallel
-from tplab.jax.models.plain import plain_loss
-from tplab.torch.models.dtensor import shard_with_dtensor, whole, with_dtensor
-from tplab.torch.models.plain import PlainGPT
-from tplab.trace import Traffic, traffic_table
-
-model = gpt2(words=96)
-config = tj.gpt2_config(model.config)
-state = tt.gpt2_state(model.state_dict(), config)
-state = {name: torch.tensor(array) for name, array in state.items()}
-text, targets = ids % 96, ids.roll(-1, 1) % 96
-
-def by_tplab(text, targets):
-    tt.GPT(config).loss(text, targets).backward()
-
-def by_dtensor(mesh, share_input):
-    plain = PlainGPT(config).load(state)
-    sharded = shard_with_dtensor(plain, mesh, share_input=share_input)
-    with loss_parallel():
-        loss = sharded.loss(text, targets)
-        loss.backward()
-    return whole(loss)
-
-def traffic_of_dtensor(share_input):
-    return with_dtensor(partial(by_dtensor, share_input=share_input), 4)[1]
-
-params = tj.gpt2_params(model.state_dict(), config)
-params = tj.shard_params(params, tj.GPT(config).specs, Mesh(tp=4))
-by_jit = jax.jit(jax.value_and_grad(partial(plain_loss, config=config)))
-compiled = tj.collectives_in(by_jit, params, text.numpy(), targets.numpy())
-sent = {
-    "tplab": Traffic.of_trace(tt.run(by_tplab, Mesh(tp=4), text, targets).trace),
-    "DTensor": traffic_of_dtensor(share_input=False),
-    "shared input": traffic_of_dtensor(share_input=True),
-    "jit": Traffic.of_compiled(compiled),
-}
-print(traffic_table(sent))
-
-# %% [markdown]
-# With a shared input, DTensor sends exactly as many bytes as tplab, in one more message: its loss sends two sums that
-# tplab puts into one. The 17 of `jit` come from XLA's CPU compiler, which this notebook uses. On a GPU or TPU there may
-# be fewer, because XLA has a pass,
-# [all-reduce-reassociate](https://github.com/openxla/xla/blob/main/xla/hlo/transforms/collectives/all_reduce_reassociate.cc),
-# which replaces the sum of two `all_reduce`s with the `all_reduce` of their sum.
-#
 # ## Your turn: a plan for a Llama
 #
-# A Llama has separate `q_proj`, `k_proj` and `v_proj`, a gate beside `up_proj`, and a head that is not tied. Write
-# its plan. Print `small_llama()` to see its modules. Every module with parameters needs a line. A module that every
+# A Llama differs from GPT-2 in three ways that matter here. Its head is not tied. Its MLP, a **SwiGLU**, has two matrices
+# side by side, and multiplies their results number by number: $\mathrm{silu}(xG) \odot xU$. And `q_proj`, `k_proj` and
+# `v_proj` are separate, with **grouped queries**: several query heads share one key-value head.
+#
+# **Predict.** `small_llama()` has eight query heads and four key-value heads. Which heads does each of four ranks get? What
+# would happen on eight ranks?
+#
+# <details><summary>Answer</summary>
+#
+# Each of four ranks gets two query heads, and the key-value head that these two share. Eight ranks would get half a
+# key-value head each, and `parallelize` refuses.
+# [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/linear.py) copies heads in that case, so
+# that two ranks hold the same one.
+#
+# </details>
+#
+# Write the plan. Print `small_llama()` to see its modules. Every module with parameters needs a line. A module that every
 # rank should have whole is "replicate".
 
 # %%

@@ -3,12 +3,12 @@
 #
 # **What does my training script really send, and why does it hang?**
 #
-# Time: 50 minutes. Prerequisites: [lab 02](02_collectives.ipynb) for the collectives, and some experience with PyTorch. If
-# you have a script that runs under `torchrun`, keep it at hand for the end.
+# Time: 50 minutes. Prerequisites: [lab 16](16_data_parallel.ipynb) for data parallelism and its buckets, and some experience
+# with PyTorch. If you have a script that runs under `torchrun`, keep it at hand for the end.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/22_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/22_your_own_program.ipynb)
 #
-# ![A timeline of four ranks. In the second backward pass, gradients are summed while the ranks still compute.](images/22_your_own_program.png)
+# ![A timeline of four ranks. In the second backward pass, all-reduces of gradients run while the ranks still compute.](images/22_your_own_program.png)
 #
 # *Two training steps with PyTorch's DistributedDataParallel (DDP) on four simulated H100s. The program uses nothing from
 # tplab. In the second step, the gradients travel while the backward pass is still running.*
@@ -106,9 +106,9 @@ timeline(ddp.trace)
 
 # %% [markdown]
 # The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does
-# not yet know the order in which gradients become ready, so it puts them all in one **bucket**, which is sent as one
-# message. In the second step there are four buckets, and the first three are sent while the backward pass goes on. Two
-# tiny broadcasts before them make sure that all ranks fill the same buckets.
+# not yet know the order in which gradients become ready, so it puts them all in one bucket. In the second step there are
+# four buckets, and the first three are sent while the backward pass goes on, as in lab 16. Two tiny broadcasts before them
+# make sure that all ranks fill the same buckets.
 #
 # `overlap` says how much of the traffic is hidden. It counts the whole run: the start and the first step, which hide
 # nothing, are included. A rank can hide no more than it computes. Here it computes for longer than it sends, so all of
@@ -150,8 +150,8 @@ print(traffic_table(columns))
 # an `all_reduce` it sends twice that. So FSDP sends 3/2 of what DDP sends in a step, and stores a quarter of the model.
 #
 # **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and then in
-# two nodes of two ranks, where each ring crosses the slow link between the nodes. We subtract a run of two steps from one
-# of six, so that the start and the first step do not count:
+# two nodes of two ranks, so that every collective also crosses the slower network between the nodes. We subtract a run of
+# two steps from one of six, so that the start and the first step do not count:
 
 # %%
 two_nodes = replace(NAMED["h100"], node_size=2)
@@ -167,11 +167,10 @@ for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
         print(f"{nodes}, {program.__name__}: {took:.0f} us per step, idle {idle:.0%}")
 
 # %% [markdown]
-# In one node, a step of FSDP takes 30% longer than one of DDP. Across two nodes it takes 46% longer, because its gathers
-# cross the slow link as well. That is worth it if the model does not fit on one GPU, and not otherwise. Across two nodes,
-# the ranks are idle for about half of the time: with 256 rows per rank and layers of 512, there is too little computing to
-# hide the traffic. With larger batches and layers, computing grows faster than traffic. All this assumes that nothing
-# else uses the links.
+# By the data sheet, a step of FSDP takes 30% longer than one of DDP in one node, and 45% longer across two, because its
+# gathers cross the network as well. This model fits on one GPU, so that would be a bad bargain. But it is a toy: with 256
+# rows per rank and layers of 512, there is too little computing to hide the traffic. With larger batches and layers,
+# computing grows faster than traffic, and the difference all but disappears.
 #
 # ## It hangs
 #
@@ -298,6 +297,7 @@ check_accumulate(accumulate)
 # | you have | you run |
 # |---|---|
 # | a script for `torchrun` | `python -m tplab.torchrun --nproc-per-node 8 --cluster h100 train.py` |
+# | the same, on real GPUs | `torchrun --nproc-per-node 8 -m tplab.record train.py`, then `python -m tplab.merge tplab_trace --html run.html` |
 # | the same, and a page that plays the run in any browser | `... --html run.html train.py` |
 # | a script that asks for GPUs, on a laptop | `... --device cpu train.py` |
 # | a script that you start from a notebook | `tplab.torch.launch("train.py", ["--lr", "0.1"], ranks=8)` |
@@ -306,7 +306,8 @@ check_accumulate(accumulate)
 # | a JAX function with shardings | `tplab.jax.trace(fn, *args)` and `tplab.jax.explain(fn, *args)` |
 #
 # In a script, each rank imports its own copy of your modules. A module can therefore keep its process groups in a global
-# variable, as Megatron-LM does.
+# variable, as Megatron-LM does. `torch.profiler`, loops that wait for a file, and checkpoints work too, and what a rank
+# prints appears at once. `tplab.record` writes down what real ranks send and when, also if the run hangs or is killed.
 
 # %% [markdown]
 # ## To take away
