@@ -1,11 +1,28 @@
 """The automatic scheduler: within its limits, never worse than the rules, near or at the proven best."""
 
+import inspect
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tplab.errors import ScheduleError
-from tplab.schedules import Costs, auto_schedule, check, linear, one_f_one_b, simulate, v_shape, wrapped, zb_h1
+from tplab.schedules import (
+    Costs,
+    auto_schedule,
+    check,
+    linear,
+    one_f_one_b,
+    simulate,
+    v_half,
+    v_shape,
+    wrapped,
+    zb_h1,
+)
+from tplab.schedules.rules import stamp
+from tplab.schedules.rules.greedy import list_schedule
+from tplab.schedules.search import auto
 
 # F = I = W = 1, p = 4, m = 8: memory in microbatches, proven least makespan, proven least span; None: not known
 PROVEN_LINEAR = [(2, 41, 41), (3, 31, 31), (4, 27, 27), (5, 27, 26), (7, 27, 24)]
@@ -101,3 +118,64 @@ def test_the_exact_solver_proves_the_table():
     assert simulate(unsplit).makespan == (4 + 3 - 1) * 3
     with pytest.raises(ScheduleError, match="links that queue"):
         auto_schedule(2, 2, Costs(links="queue"), solver="exact")
+
+
+def test_the_guesses_for_a_large_pipeline_are_few(monkeypatch):
+    placed = []
+
+    def counted(held, microbatches, *more, **options):
+        placed.append(3 * sum(map(len, held)) * microbatches)
+        return list_schedule(held, microbatches, *more, **options)
+
+    monkeypatch.setattr(auto, "list_schedule", counted)
+    auto_schedule(12, 12)
+    assert len(placed) > 20
+    placed.clear()
+    monkeypatch.setattr(auto, "_MANY", 400)
+    schedule = auto_schedule(12, 12)
+    check(schedule)
+    assert simulate(schedule).gap == 0
+    assert set(placed) == {len(schedule)} and len(placed) <= 6
+    limited = auto_schedule(12, 24, placement="wrapped", memory_limit=7)  # no rule fits: a building block does
+    check(limited, memory_limit=7)
+    guessed = auto_schedule(12, 24, placement="wrapped", memory_limit=7, solver="quick")
+    assert simulate(limited).makespan < simulate(guessed).makespan
+
+
+@pytest.mark.parametrize(
+    "ranks, microbatches, words",
+    [
+        (1000, 1000, r"3,000,000 actions \(1,000 ranks x 1,000 microbatches\).*at most 250,000: take at most 83 micro"),
+        (10_000, 400, r"12,000,000 actions .*at most 250,000: take at most 8 microbatches.*or take a rule, such as zb"),
+    ],
+)
+@pytest.mark.parametrize("solver", ["heuristic", "quick", "exact"])
+def test_what_would_take_minutes_is_refused_before_any_work(ranks, microbatches, words, solver, monkeypatch):
+    monkeypatch.setattr(auto, "_candidates", None)
+    with pytest.raises(ScheduleError, match=words):
+        auto_schedule(ranks, microbatches, solver=solver)
+
+
+def test_the_work_of_stamping_a_block_is_linear_in_its_actions():
+    """Counted in lines of Python; each move looks for its slot in one call, however far that is."""
+    file = inspect.getfile(stamp)
+
+    def lines(p: int) -> float:
+        num_lines = 0
+
+        def tracer(frame, event, argument):
+            nonlocal num_lines
+            if frame.f_code.co_filename != file:
+                return None
+            num_lines += event == "line"
+            return tracer
+
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            v_half(p, p)
+        finally:
+            sys.settrace(before)
+        return num_lines / (6 * p * p)
+
+    assert lines(24) < 1.15 * lines(8)

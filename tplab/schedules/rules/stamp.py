@@ -8,15 +8,18 @@ schedule's memory off its block.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from tplab.errors import ScheduleError
 from tplab.schedules.action import F, I, W
 from tplab.schedules.placement import Placement
 from tplab.schedules.rules.greedy import Durations, Step, Taste, list_schedule
 from tplab.schedules.schedule import Schedule
+
+_FREE = b"\0"
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,12 @@ class Block:
         """
         if self.collides():
             raise ScheduleError(f"two stampings of {self} meet in one slot of a rank; choose other slots")
-        slot = {
-            (kind, stage, k): first + self.interval * k
-            for kind, firsts in ((F, self.forward), (I, self.backward))
-            for stage, first in enumerate(firsts)
-            for k in range(microbatches)
-        }
         home = {stage: rank for rank, stages in enumerate(self.placement) for stage in stages}
-        used = [_with_weight_grads(slot, set(stages)) for stages in self.placement]
-        for rank in used:
-            slot |= {step: at for at, step in rank.items()}
+        used = [self._stamped(stages, microbatches) for stages in self.placement]
+        slot = {step: at for rank in used for at, step in rank.items()}
         held = [_held(rank) for rank in used]
-        peaks = [max(amounts) for amounts in held]
+        filled = [bytearray(at in rank for at in range(max(rank) + 1)) for rank in used]
+        peaks = [int(amounts.max()) for amounts in held]
         limits = [max(peaks)] * len(used) if limits is None else limits
         if any(peak > limit for peak, limit in zip(peaks, limits)):
             raise ScheduleError(
@@ -95,40 +92,41 @@ class Block:
             sources += [(kind, stage, k - 1)] if k else []
             earliest = max((slot[source] + 1 for source in sources), default=0)
             if kind == F:
-                fits = now
-                while fits > earliest and amounts[fits - 1] < limits[home[stage]]:
-                    fits -= 1
-                earliest = max(earliest, fits)
-            to = next((free for free in range(earliest, now) if free not in rank), now)
-            if to < now:
+                full = np.flatnonzero(amounts[earliest:now] >= limits[home[stage]])
+                earliest += int(full[-1]) + 1 if full.size else 0
+            to = filled[home[stage]].find(_FREE, earliest, now)
+            if to >= 0:
                 del rank[now]
                 rank[to], slot[step] = step, to
-                moved = range(to, now) if kind == F else range(to + 1, now + 1) if kind == W else range(0)
-                for at in moved:
-                    amounts[at] += 1 if kind == F else -1
+                filled[home[stage]][to], filled[home[stage]][now] = 1, 0
+                if kind == F:
+                    amounts[to:now] += 1
+                elif kind == W:
+                    amounts[to + 1 : now + 1] -= 1
         order = [[step for _, step in sorted(rank.items()) if step[0] != W] for rank in used]
         return order, [max(peaks)] * len(used)
 
-
-def _with_weight_grads(slot: dict[Step, int], stages: set[int]) -> dict[int, Step]:
-    """slot -> action of one rank: its F and I, and each W in the first free slot after its I."""
-    taken = {at: step for step, at in slot.items() if step[1] in stages}
-    owed, at = deque(step for _, step in sorted(taken.items()) if step[0] == I), 0
-    while owed:
-        _, stage, k = owed[0]
-        at = max(at, slot[owed[0]] + 1)
-        if at not in taken:
+    def _stamped(self, stages: Sequence[int], microbatches: int) -> dict[int, Step]:
+        """slot -> action of the rank with these stages: its F and I, and each W in the first free slot after its I."""
+        taken: dict[int, Step] = {
+            firsts[stage] + self.interval * k: (kind, stage, k)
+            for kind, firsts in ((F, self.forward), (I, self.backward))
+            for stage in stages
+            for k in range(microbatches)
+        }
+        at = 0
+        for since, (_, stage, k) in sorted(item for item in taken.items() if item[1][0] == I):
+            at = max(at, since + 1)
+            while at in taken:
+                at += 1
             taken[at] = (W, stage, k)
-            owed.popleft()
-        at += 1
-    return taken
+            at += 1
+        return taken
 
 
-def _held(taken: dict[int, Step]) -> list[int]:
+def _held(taken: dict[int, Step]) -> np.ndarray:
     """How many activations the rank holds in each slot: F adds one in its slot, W frees one after its own."""
-    change = [0] * (max(taken) + 2)
-    for at, (kind, _, _) in taken.items():
-        change[at + (kind == W)] += {F: 1, I: 0, W: -1}[kind]
-    for at in range(1, len(change)):
-        change[at] += change[at - 1]
-    return change
+    change = np.zeros(max(taken) + 2, np.intp)
+    change[[at for at, (kind, _, _) in taken.items() if kind == F]] += 1
+    change[[at + 1 for at, (kind, _, _) in taken.items() if kind == W]] -= 1
+    return np.cumsum(change)

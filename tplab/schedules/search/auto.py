@@ -26,6 +26,10 @@ from tplab.schedules.simulation import peak_activations
 
 _TASTES = [Taste(*choice) for choice in product((True, False), (True, False), (0.0, 0.5, 1.0))]
 
+_MANY, _MOST = 20_000, 250_000
+"""Actions. Each guess places them one by one, in Python: above the first number there are fewer guesses, so that an
+answer takes seconds; above the second there is none."""
+
 
 def auto_schedule(
     ranks: int,
@@ -53,8 +57,9 @@ def auto_schedule(
 
     The heuristic tries the known rules that fit, building blocks stamped and squeezed into the limit, and list
     scheduling with several sets of preferences, and returns the best, which is the same every time. On small
-    pipelines the result is within a few per cent of the proven optimum, and usually equal to it.
-    Raises ScheduleError if no schedule fits.
+    pipelines the result is within a few per cent of the proven optimum, and usually equal to it. For more than 20,000
+    actions (80 ranks x 80 microbatches) it makes fewer guesses.
+    Raises ScheduleError if no schedule fits, or if there would be more than 250,000 actions.
     """
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     costs = costs or Costs()
@@ -63,6 +68,7 @@ def auto_schedule(
         raise ScheduleError(f"the objective is 'makespan' or 'span', not {objective!r}")
     if solver not in ("heuristic", "quick", "exact"):
         raise ScheduleError(f"the solver is 'heuristic', 'quick' or 'exact', not {solver!r}")
+    _refuse_too_many(held, microbatches, split_backward)
     virtual = sum(map(len, held)) / ranks
     limits = memory_limits(memory_limit, ranks)
     slots = [len(stages) * microbatches if np.isinf(limit) else int(limit * virtual + 1e-9)
@@ -83,6 +89,22 @@ def auto_schedule(
     return solve(min(alike, key=lambda schedule: _score(schedule, costs, objective)), costs, slots, objective, seconds)
 
 
+def _num_actions(held: Placement, microbatches: int, split: bool) -> int:
+    return sum(map(len, held)) * microbatches * (3 if split else 2)
+
+
+def _refuse_too_many(held: Placement, microbatches: int, split: bool) -> None:
+    actions = _num_actions(held, microbatches, split)
+    if actions > _MOST:
+        fewer = _MOST // _num_actions(held, 1, split)
+        less = f"take at most {fewer:,} microbatches, since the steady state in between only repeats" if fewer else ""
+        ways = [less, "take a rule, such as zb_h1 or one_f_one_b, which makes a schedule of this size at once"]
+        raise ScheduleError(
+            f"auto_schedule would place {actions:,} actions ({len(held):,} ranks x {microbatches:,} microbatches) one "
+            f"by one, several times over; it takes at most {_MOST:,}: " + "; or ".join(way for way in ways if way)
+        )
+
+
 def _score(schedule: Schedule, costs: Costs, objective: str) -> tuple[float, float]:
     run = simulate(schedule, costs)
     return (run.makespan, run.span) if objective == "makespan" else (run.span, run.makespan)
@@ -93,22 +115,27 @@ def _candidates(
 ) -> Iterator[Schedule]:
     """Schedules that fit into `slots` stage activations: from rules, building blocks and list scheduling."""
     durations = _durations(held, microbatches, costs, split)
+    many = _num_actions(held, microbatches, split) > _MANY
     chooses = any(len(stages) > 1 for stages in held)  # between a later stage and an earlier one
     for taste in _TASTES:
-        if not (taste.deep_first or chooses) or (quick and not (taste.backward_first and taste.deep_first)):
+        if not (taste.deep_first or chooses) or ((quick or many) and not (taste.backward_first and taste.deep_first)):
             continue
         yield Schedule(list_schedule(held, microbatches, durations, slots, split, taste), held)
     known = [rule for rule in _rules(held, microbatches, split) if _fits(rule, slots)]
     yield from known
     if not split:
         return
-    plans = [_plan(rule) for rule in known if rule.splits_backward]
+    split_rules = [rule for rule in known if rule.splits_backward]
+    if many:
+        split_rules = sorted(split_rules, key=lambda rule: simulate(rule, costs).makespan)[:1]
+    plans = [_plan(rule) for rule in split_rules]
     if quick:
         for plan in plans[-1:]:
             yield Schedule(list_schedule(held, microbatches, durations, slots, True, Taste(), plan), held)
         return
-    if name_of(held) != "custom":
-        plans += [block.squeezed(microbatches, slots)[0] for block in _best_blocks(held, microbatches, costs, slots)]
+    if name_of(held) != "custom" and not (many and plans):
+        best = _best_blocks(held, microbatches, costs, slots, tries=4 if many else 16)[: 1 if many else 4]
+        plans += [block.squeezed(microbatches, slots)[0] for block in best]
     for plan, patience in product(plans, (0.0, 0.5, 1.0)):
         taste = Taste(patience=patience)
         yield Schedule(list_schedule(held, microbatches, durations, slots, True, taste, plan), held)
@@ -129,8 +156,8 @@ def _rules(held: Placement, microbatches: int, split: bool) -> list[Schedule]:
     return [schedule for schedule in made if split or not schedule.splits_backward]
 
 
-def _best_blocks(held: Placement, microbatches: int, costs: Costs, slots: Sequence[int]) -> list[Block]:
-    """The blocks that do best on a few microbatches; those also do best on many."""
+def _best_blocks(held: Placement, microbatches: int, costs: Costs, slots: Sequence[int], tries: int) -> list[Block]:
+    """`tries` blocks, those that do best on a few microbatches first; they also do best on many."""
     few = min(microbatches, 2 * len(held))
     durations, tried = _durations(held, few, costs, True), []
     for block in islice(blocks(held, slots), 60):
@@ -139,9 +166,9 @@ def _best_blocks(held: Placement, microbatches: int, costs: Costs, slots: Sequen
         except ScheduleError:  # holds more than its slope promised
             continue
         tried.append((simulate(schedule, costs).makespan, len(tried), block))
-        if len(tried) == 16:
+        if len(tried) == tries:
             break
-    return [block for *_, block in sorted(tried)[:4]]
+    return [block for *_, block in sorted(tried)]
 
 
 def _plan(schedule: Schedule) -> list[list[tuple[int, int, int]]]:
