@@ -352,8 +352,9 @@ def seconds(ranks, hidden, cluster):
 def rows_of(hidden, cluster):
     rows = [Row("1 rank", seconds(1, hidden, cluster))]
     for n in (2, 4, 8):
-        row = Row(f"{n} ranks", seconds(n, hidden, cluster))
-        rows.append(Row(row.label, row.parts, f"{rows[0].total / row.total:.1f} × as fast"))
+        parts = seconds(n, hidden, cluster)
+        faster = rows[0].total / sum(parts.values())
+        rows.append(Row(f"{n} ranks", parts, f"{faster:.1f} × as fast"))
     return rows
 
 def bars(hidden):

@@ -48,9 +48,8 @@ after = {
 matrices({"before, one row per rank": table, **after})
 
 # %% [markdown]
-# The last two tables differ by one more collective. `all_gather` starts with one number on each rank, and ends with all
-# of them on every rank. So an all-reduce is a reduce-scatter followed by an all-gather. tplab's collectives do what the
-# tables say:
+# One more collective leads from the third table to the last: `all_gather` starts with one number on each rank, and ends
+# with all of them on every rank. So an all-reduce is a reduce-scatter followed by an all-gather:
 
 # %%
 rows = table.ravel()  # cut into four, one row per rank
@@ -96,8 +95,7 @@ for rank, arrived in enumerate(out.per_rank):
 #
 # Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that its
 # third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is
-# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around at the bottom. Find the other three before you run the
-# cell.
+# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around. Find the other three before you run the cell.
 
 # %%
 def add_on(parts):  # R parts, in the order in which a passing sum collects them
@@ -157,7 +155,6 @@ def star(x):
 
 wheel = tt.run(star, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P())
 print("the same sums:", torch.equal(wheel.value, ring.value))
-animate(wheel.trace)
 
 # %% [markdown]
 # **Predict.** Each rank's tensor takes 16 bytes. How many bytes does each rank send in the star, and which method sends
@@ -174,12 +171,12 @@ animate(wheel.trace)
 for name, out in (("star", wheel), ("ring", ring)):
     sent = [out.trace.bytes_sent(rank=rank) for rank in range(4)]
     print(f"{name}: {sent}, in total {sum(sent)}")
+animate(wheel.trace)
 
 # %% [markdown]
 # So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on a slow network. In the star,
-# rank 0 receives three tensors at once, and then sends three, one after another, while the others wait. In the ring,
-# every rank sends at every step. (The model lets tensors arrive side by side. On a shared link, the star would be
-# slower still.)
+# rank 0 receives three tensors at once, and then sends three, one after another, while the others wait. (If tensors
+# could not arrive side by side, it would be slower still.)
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -203,8 +200,12 @@ for piece in range(4):
 #
 # $$2\,\frac{R-1}{R}\,n$$
 #
-# So some rank must send at least that much, and in the ring no rank sends more. Only with a switch that adds (NVIDIA's
-# SHARP) can each rank send its tensor just once.
+# So some rank must send at least that much, and in the ring no rank sends more.
+#
+# This fraction is in every benchmark. If an all-reduce takes $t$ seconds, its **algorithm bandwidth** is $n / t$. Its
+# **bus bandwidth** (`busbw`) is $2\frac{R-1}{R}\frac nt$: what every link of a ring must have carried. It can be compared
+# with the link's own speed, whatever $R$ is. For an all-gather or a reduce-scatter, the factor is $\frac{R-1}{R}$, and
+# $n$ is the whole tensor.
 
 # %% [markdown]
 # ## What it costs
@@ -302,9 +303,11 @@ animate(out.trace)
 # </details>
 #
 # In this **modelled** picture a message takes its latency plus bytes over bandwidth, from data sheets. The lines are
-# formulas, and the circles are runs.
+# formulas, and the circles are runs. The diamonds are NCCL on eight real H100s.
 
 # %%
+from tplab.cost.measured import collectives
+
 BUILT = {"ring": my_all_reduce, "recursive_doubling": doubling}
 WAYS = (*BUILT, "halving_doubling")
 CLUSTERS = {
@@ -330,30 +333,45 @@ for title, cluster in CLUSTERS.items():
     dots[title] = [(n, as_run(way, n, cluster)) for n in sizes for way in BUILT]
     meet[title] = (14 - 3) / (3 - 2 * 7 / 8) * link.latency * link.bandwidth
     print(f"{title}: equal at {meet[title] / 1024:,.0f} KiB")
+
+def of_eight(op, gpu):  # bytes of the whole tensor, and seconds
+    found = [row for row in collectives() if row[:3] == (gpu, op, 8)]
+    return [(row.bytes, row.seconds) for row in found]
+
 curves(
     nbytes, lines, floor=floor, dots=dots, crossings=meet,
-    title="All-reduce over eight ranks", about="modelled",
+    measured={"H100 node, NVLink": of_eight("all_reduce", "h100")}, by="aiconfigurator",
+    title="All-reduce over eight ranks", about="modelled, data sheet; NCCL measured",
     sentence="Recursive doubling is faster for small tensors, the ring for large ones.",
 )
 
 # %% [markdown]
 # The third curve, halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few
-# hops *and* few bytes. Then why use rings at all? That curve assumes a link for every pair of ranks. Where ranks are
-# wired as a ring or a torus, messages to ranks four places away share links. A ring sends to neighbours only.
+# hops *and* few bytes. Then why use rings at all? That curve assumes that any two ranks can talk at full speed, as
+# through NVIDIA's switch. Where ranks are wired as a ring or a torus, messages to ranks four places away share links. A
+# ring sends to neighbours only.
 #
-# Next we **measure** star and ring on four processes. On a quiet machine the star wins for the small tensor, with 6
-# messages against 24. For the large one it depends on how many cores are free. (The `laptop` model has one for each
-# rank, and leaves out copying data and waking a process. So compare star with ring, not measured with modelled.)
+# For small tensors NCCL is faster than our ring: its protocol LL has short hops, and pays with half of the bandwidth or
+# more. Between many nodes it takes **trees**, whose hops grow with the logarithm of $R$.
+#
+# **Predict.** In a ring, an all-reduce is a reduce-scatter and an all-gather. So both should reach the same bus
+# bandwidth, the speed of the links. Do they?
 
-# %% tags=["nbval-ignore-output"]
-for nbytes in (2**10, 2**22):
-    x = torch.ones(4, nbytes // 4)
-    for program in (star, my_all_reduce):
-        run = partial(tt.run, program, Mesh(tp=4), x, in_specs=P("tp"))
-        measured = [run(on="processes").trace.makespan * 1e3 for _ in range(4)]
-        modelled = run(cluster="laptop").trace.makespan * 1e3
-        took = f"{min(measured):6.1f} ms measured, {modelled:5.1f} ms modelled"
-        print(f"{nbytes:>9,} bytes, {program.__name__:<14}{took}")
+# %%
+for gpu in ("a100", "h100"):
+    for op, laps in (("all_gather", 1), ("all_reduce", 2)):
+        bus = max(laps * 7 / 8 * n / seconds for n, seconds in of_eight(op, gpu))
+        print(f"eight {gpu.upper()}s, {op}: at most {bus / 1e9:.0f} GB/s")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# On A100s they nearly do. On H100s the all-reduce is a quarter *faster* than its own second half, although no link is.
+# NVIDIA's newer switches can add (**NVLS**, or SHARP): each rank sends its tensor once and receives the sum once, about
+# $n$ bytes instead of $2\frac{R-1}{R}n$. The lower bound holds for ranks that only talk to each other, and a switch that
+# adds is one more participant. Bus bandwidth still counts as if there were a ring, so it can exceed what a link carries.
+#
+# </details>
 
 # %% [markdown]
 # ## The same in JAX
@@ -381,9 +399,8 @@ print(in_jax.per_rank[2][0])
 print(in_jax.trace.bytes_sent(rank=2), "bytes sent by rank 2")
 
 # %% [markdown]
-# Two things differ. **A rank does not know its index while Python runs**, because Python runs once, for all ranks, to
-# compile the program. You can compute with `axis_index` and index an *array* with it, but no Python list and no `if`
-# can use it.
+# Two things differ. **A rank does not know its index while Python runs**, because Python runs once, for all ranks. You
+# can index an *array* with `axis_index`, but no Python list and no `if` can use it.
 #
 # **`out_specs=P()` needs a proof.** In torch, `run` compares the numbers. JAX's types cannot prove that what came
 # around a ring is the same on every rank:
@@ -401,8 +418,8 @@ except ReplicationError as error:
 #
 # In [NCCL's ring](https://github.com/NVIDIA/nccl/blob/master/src/device/all_reduce.h), as in ours, rank $i$ ends with
 # the sum of piece $i$. In [Baidu's](https://github.com/baidu-research/baidu-allreduce), it ends with piece $i + 1$.
-# This program has the first half of one and the second half of the other. It passes the usual tests: ones are added up
-# correctly, all ranks agree, and total and norm are right.
+# This program has the first half of one and the second half of the other. Ones are added up correctly, all ranks agree,
+# and total and norm are right.
 
 # %%
 def sum_up(x):
@@ -477,17 +494,21 @@ check_puzzle(3, puzzle_3)
 # | `ring_shift`, `ppermute` | `dist.batch_isend_irecv` | `lax.ppermute` |
 # | `start`, `wait` | `async_op=True`, `work.wait()` | XLA decides |
 #
-# NCCL chooses between ring, tree and others, unless you set `NCCL_ALGO`.
+# `dist.all_reduce` is in place, and autograd goes past it; that of `torch.distributed.nn.functional` adds up again in the
+# backward pass ([lab 01](01_split_a_layer.ipynb)). NCCL chooses between ring, tree and NVLS, unless you set `NCCL_ALGO`.
 #
 # ## To take away
 #
 # - A reduce-scatter adds on the way, an all-gather passes on, and an all-reduce does one after the other.
-# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes. In any other method, some rank sends at least as much,
-#   unless a switch adds.
+# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes, and `busbw` counts these. In any other method, some rank
+#   sends at least as much, unless a switch adds.
 # - The price is $2(R-1)$ hops. Small tensors are faster with fewer hops.
 #
 # **Sources.** Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce](https://doi.org/10.1016/j.jpdc.2008.09.002).
-# Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521).
+# Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521). Hu et al. 2025, [Demystifying
+# NCCL](https://arxiv.org/abs/2507.04786) (protocols, trees). NVIDIA,
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) (bus bandwidth). Measured: the authors
+# of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator), commit 095f58a, Apache-2.0.
 #
 # Next: [03 Levels of a network](03_network_levels.ipynb), where some links are slower than others.
 
