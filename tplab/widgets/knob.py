@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import traitlets
 from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.measured import check_measured
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, INK, LINE, WORK, mix
 from tplab.widgets.paper.pen import Pen, fitted, text_width
 
@@ -218,14 +218,6 @@ def knob(
         if row.measured is not None:
             check_measured(row.label, row.measured, by)
     return Knob(title, control, options, next(iter(options)) if start is None else start, about, unit, by)
-
-
-def check_measured(name: str, amount: float, by: str) -> None:
-    """Raises ValueError if this amount does not say who measured it, or cannot have been measured."""
-    if not by:
-        raise ValueError(f"{name!r} has a measured value; say in `by` who measured it, and where it is published")
-    if not 0 <= amount < math.inf:
-        raise ValueError(f"{name!r} has {amount} as its measured value; give a number from 0")
 
 
 def option_text(option: Any) -> str:

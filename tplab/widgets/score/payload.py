@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tplab.trace.critical_path import critical_path
+from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import words
 from tplab.widgets.score.layout import columns, layout
@@ -44,12 +45,13 @@ def picture(score: Score) -> bytes:
     return pack(header, {**_bars(score), **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)})
 
 
-def lanes(score: Score) -> bytes:
+def lanes(score: Score, measured: Durations | None = None) -> bytes:
     """For `timeline`: the bars with everything known about them, and which of them are on the critical path."""
     items = [[item.name, item.origin, item.text, item.op, [], item.how] for item in score.items]
     header = {**_about(score), "items": items, "sentences": words.sentences(score)}
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
     header |= {"work": score.work_legend, "talk": score.talk_legend}
+    header |= {"measured": measured.rows, "by": measured.by} if measured and measured.rows else {}
     return pack(header, {**_bars(score), "flops": flops, "critical": critical_rows(score)})
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 from tplab.units import plain, range_text, time_text
 from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, LINE, OPS, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, fitted, on_curve, text_width
 from tplab.widgets.score import words
@@ -186,12 +187,15 @@ def still(score: Score, position: float) -> bytes:
     return encode([Picture(score).draw(position)], [0])
 
 
-def timeline(score: Score) -> bytes:
+def timeline(score: Score, measured: Durations | None = None) -> bytes:
     """The timeline alone, as PNG."""
     width = 760
-    lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN, by_kind=True)
+    lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN, by_kind=True, measured=measured)
     legend = [] if score.is_pipeline else score.work_legend + score.talk_legend
-    lines = _lines_of([*legend, ("idle", "idle")], width - 2 * MARGIN) if legend else []
+    legend += [("idle", "idle")] if legend else []
+    if measured and measured.rows:
+        legend.append(("measured", fitted(f"measured by {measured.by}", 11, width - 2 * MARGIN - _KEY)))
+    lines = _lines_of(legend, width - 2 * MARGIN) if legend else []
     pen = Pen(width, 52 + lanes.height + 38 + (4 + 18 * len(lines) if lines else 0))
     _head(pen, score)
     lanes.draw(pen)
@@ -225,6 +229,8 @@ def _draw_legend(pen: Pen, score: Score, line: list[tuple[str, str]], y: float) 
         if kind == "idle":
             pen.box(x, y - 5, 18, 11, fill=SOFT)
             pen.hatch(x, y - 5, 18, 11, HATCH)
+        elif kind == "measured":
+            pen.diamond(x + 9, y)
         else:
             share = 0.24 if kind in score.talk_kinds else 0.55
             pen.box(x, y - 5, 18, 11, fill=mix(OPS[kind], share), edge=OPS[kind], radius=2)

@@ -6,26 +6,41 @@ import numpy as np
 
 from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, SOFT, mix
-from tplab.widgets.paper.pen import Pen, text_width
+from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, PAPER, SOFT, mix
+from tplab.widgets.paper.pen import Pen, fitted, text_width
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
+
+_MEASURED = 17.0  # the height of what was measured
 
 
 class Lanes:
     """The timeline under the picture: one lane per rank.
 
-    by_kind   colour collectives by what they do; otherwise each bar has the colour of what it carries
+    by_kind    colour collectives by what they do; otherwise each bar has the colour of what it carries
+    measured   durations to draw below the lanes
     """
 
-    def __init__(self, score: Score, left: float, top: float, width: float, by_kind: bool = False):
+    def __init__(
+        self,
+        score: Score,
+        left: float,
+        top: float,
+        width: float,
+        by_kind: bool = False,
+        measured: Durations | None = None,
+    ):
+        self.measured = measured = measured or Durations()
         self.score, self.top, self.by_kind = score, top, by_kind and not score.is_pipeline
         ranks = score.trace.mesh.size
         self.lane = 19.0 if ranks <= 4 else 15.0 if ranks <= 16 else max(2.5, 160 / ranks)
         if score.computes and ranks <= 16:
             self.lane *= 1.6
         self.left, self.width = left + 56, width - 56
-        self.height = ranks * self.lane + 20
-        self.start, self.end = float(score.times[0]), float(score.times[-1])
+        self.bottom = top + ranks * self.lane + _MEASURED * len(measured.rows)
+        self.height = self.bottom - top + 20
+        self.start, self.last = float(score.times[0]), float(score.times[-1])
+        self.end = max(self.last, self.start + measured.longest)
 
     def x(self, time: float) -> float:
         span = self.end - self.start
@@ -36,12 +51,12 @@ class Lanes:
         gap = 2 if self.lane > 8 else 0.5
         work = (self.lane - gap) / 2 if score.computes else 0.0
         talk = self.lane - gap - work
-        ranks = score.trace.mesh.size
+        ranks, width = score.trace.mesh.size, self.x(self.last) - self.left if self.end > self.last else self.width
         for rank in range(ranks):
             y = self.top + rank * self.lane
-            pen.box(self.left, y, self.width, self.lane - gap, fill=SOFT)
+            pen.box(self.left, y, width, self.lane - gap, fill=SOFT)
             if score.computes and self.lane > 8:
-                pen.hatch(self.left, y, self.width, work, HATCH)
+                pen.hatch(self.left, y, width, work, HATCH)
             if ranks <= 16 or rank % 8 == 0:
                 pen.text(self.left - 10, y + self.lane / 2 - 1, f"rank {rank}", size=10.5, fill=DIM, anchor="rm")
         for row in np.argsort(bars["kind"], kind="stable").tolist():
@@ -65,7 +80,19 @@ class Lanes:
                 text = f"send {score.items[item].name}" if right - x > 50 else score.items[item].name
             if height > 8 and text_width(text, 9.5) < right - x - 8:
                 pen.text(x + 6, y + height / 2, text, size=9.5, anchor="lm", fill=INK)
-        y = self.top + ranks * self.lane + 9
+        for place, (name, seconds, text) in enumerate(self.measured.rows):
+            y = self.bottom + _MEASURED * (place - len(self.measured.rows)) + 7
+            x = self.x(self.start + seconds)
+            pen.text(self.left - 10, y, fitted(name, 10.5, 46), size=10.5, fill=DIM, anchor="rm")
+            pen.line([(self.left, y), (x, y)], INK, 1.4)
+            pen.diamond(x, y)
+            room = text_width(text, 10.5) + 8
+            if x + 10 + room > self.left + self.width:
+                pen.box(x - 8 - room, y - 7, room + 2, 14, fill=PAPER)
+                pen.text(x - 12, y, text, size=10.5, anchor="rm")
+            else:
+                pen.text(x + 10, y, text, size=10.5, anchor="lm")
+        y = self.bottom + 9
         for time in ticks(0.0, self.end - self.start, 6, score.trace.unit):
             text = time_text(time, score.trace.unit, self.end - self.start)
             pen.text(min(self.x(self.start + time), self.left + self.width - 12), y, text, size=10, fill=DIM)

@@ -6,18 +6,29 @@ import { describeBar } from "./bars.js";
 import { actionBar, hatch, shape } from "./canvas.js";
 
 export const LANES_TOP = 6, LANES_AXIS = 20;
+const MEASURED = 17; // the height of what was measured
+
+// As much of a text as fits.
+function fitted(pen, text, room) {
+  let short = text;
+  while (short.length > 1 && pen.measureText(short).width > room) short = `${short.slice(0, -2)}…`;
+  return short;
+}
 
 export class Lanes {
   // seek(time): the reader points at a time. zoom: whether one can look closer; busy: each rank's share, to write.
   constructor(root, host, score, { seek, hint, zoom = false, busy = null }) {
     Object.assign(this, { root, score, seek, hint, zoom, busy });
     this.begin = score.times[0];
-    this.end = Math.max(score.times[score.times.length - 1], this.begin + 1e-12);
+    this.last = Math.max(score.times[score.times.length - 1], this.begin + 1e-12);
+    this.measured = score.measured ?? []; // [what, seconds from the start, in words]
+    this.end = Math.max(this.last, ...this.measured.map(([, seconds]) => this.begin + seconds));
     this.view = [this.begin, this.end];
     this.left = score.ranks > 16 ? 34 : 58;
     this.right = busy ? 50 : 8;
     this.measure();
-    this.canvas = el("canvas", { role: "img", "aria-label": `timeline of ${score.ranks} ranks, ${timeText(this.end - this.begin, score.unit)} long` });
+    const beside = this.measured.map(([name, , text]) => `, ${name} ${text} measured by ${score.by}`).join("");
+    this.canvas = el("canvas", { role: "img", "aria-label": `timeline of ${score.ranks} ranks, ${timeText(this.last - this.begin, score.unit)} long${beside}` });
     this.head = el("div.tpl-playhead");
     this.veil = zoom ? null : el("div.tpl-veil"); // what is still to come is paler
     this.mark = el("div.tpl-barmark", { hidden: "" });
@@ -53,7 +64,7 @@ export class Lanes {
     this.work = score.computes ? size : 0;
     this.talk = tracks > 1 ? Math.max(2, Math.round((size * 1.5) / tracks)) : score.computes ? Math.max(2, Math.round(size * 0.8)) : size;
     this.lane = this.work + this.talk * tracks + (size > 6 ? 5 : 1);
-    this.bottom = LANES_TOP + this.lane * score.ranks;
+    this.bottom = LANES_TOP + this.lane * score.ranks + MEASURED * this.measured.length;
     this.height = this.bottom + LANES_AXIS;
   }
 
@@ -91,11 +102,39 @@ export class Lanes {
     this.rows.forEach((rows, rank) => this.drawLane(pen, paint, rows, rank));
     if (this.critical) this.drawCritical(pen, paint);
     pen.restore();
+    this.measured.forEach((row, place) => this.drawMeasured(pen, paint, row, this.measuredTop(place) + 7));
     this.moveHead(this.now ?? this.begin);
   }
 
+  measuredTop(place) {
+    return this.bottom - MEASURED * (this.measured.length - place);
+  }
+
+  // A line from the start to the end of what was measured, its name where the ranks have theirs, its value at the end.
+  drawMeasured(pen, paint, [name, seconds, text], y) {
+    const x = this.x(this.begin + seconds), left = this.left, right = left + this.width;
+    pen.font = `11px ${paint.font}`;
+    pen.fillStyle = paint.dim;
+    pen.textAlign = "left";
+    pen.fillText(fitted(pen, name, left - 8), 0, y);
+    if (x < left) return;
+    pen.fillStyle = paint.ink;
+    pen.fillRect(left, y - 0.7, Math.min(x, right) - left, 1.4);
+    if (x > right + 0.5) return;
+    pen.beginPath();
+    for (const [dx, dy] of [[0, -5.2], [5.2, 0], [0, 5.2], [-5.2, 0]]) pen.lineTo(x + dx, y + dy);
+    pen.fill();
+    const room = pen.measureText(text).width + 8, inside = x + 10 + room <= right;
+    pen.fillStyle = paint.paper;
+    if (!inside) pen.fillRect(x - 8 - room, y - 7, room + 2, 14);
+    pen.fillStyle = paint.ink;
+    pen.textAlign = inside ? "left" : "right";
+    pen.fillText(text, inside ? x + 10 : x - 12, y);
+  }
+
   drawGround(pen, paint) {
-    const { score, left, width } = this, every = this.lane < 12 ? 8 : 1;
+    const { score, left } = this, every = this.lane < 12 ? 8 : 1;
+    const width = Math.max(0, Math.min(this.width, this.end > this.last ? this.x(this.last) - left : this.width)); // of the trace
     pen.textBaseline = "middle";
     pen.fillStyle = paint.dim;
     pen.font = `11px ${paint.font}`;
@@ -109,15 +148,15 @@ export class Lanes {
       const name = score.names?.[rank] ?? rank;
       if (rank % every === 0) pen.fillText(score.ranks > 16 ? name : `rank ${name}`, 0, middle);
       pen.textAlign = "right";
-      if (this.busy && rank % every === 0) pen.fillText(`${plain(Math.round(100 * this.busy[rank]))}%`, left + width + this.right, middle);
+      if (this.busy && rank % every === 0) pen.fillText(`${plain(Math.round(100 * this.busy[rank]))}%`, left + this.width + this.right, middle);
     }
     const [from, to] = this.view;
-    for (const time of ticks(from, to, Math.max(2, width / 110), score.unit, this.begin)) {
+    for (const time of ticks(from, to, Math.max(2, this.width / 110), score.unit, this.begin)) {
       const x = this.x(time), text = timeText(time - this.begin, score.unit, this.end - this.begin);
       pen.fillStyle = paint.line;
       pen.fillRect(Math.round(x), this.bottom - 1, 1, 4);
       pen.fillStyle = paint.dim;
-      pen.textAlign = x < left + 12 ? "left" : x > left + width - 16 ? "right" : "center";
+      pen.textAlign = x < left + 12 ? "left" : x > left + this.width - 16 ? "right" : "center";
       pen.fillText(text, x < left + 12 ? x - 2 : x, this.bottom + 12);
     }
   }
@@ -308,6 +347,10 @@ export class Lanes {
   point(event, x, y) {
     const row = this.barAt(x, y);
     this.mark.hidden = row < 0;
+    const [name, , text] = this.measured.find((_, place) => y >= this.measuredTop(place) && y < this.measuredTop(place) + MEASURED) ?? [];
+    if (name !== undefined && this.hint) {
+      return this.hint.show(event, [["", name], ["measured", text], ["by", this.score.by], ["whole trace", timeText(this.last - this.begin, this.score.unit)]]);
+    }
     if (row < 0) return this.hint?.hide();
     const [top, height] = this.at(row), left = Math.max(this.x(this.score.start[row]), this.left) - this.left;
     const right = Math.min(this.x(this.score.end[row]) - this.left, this.width);

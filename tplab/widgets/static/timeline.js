@@ -52,7 +52,8 @@ function busyShares(score) {
 // What the marks in the picture mean.
 function keys(score) {
   const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  if (!score.overlay) return [...workKeys(score, key), ...talkKeys(score, key), score.computes ? key("idle", "idle") : null];
+  if (!score.overlay) return [...workKeys(score, key), ...talkKeys(score, key), score.computes ? key("idle", "idle") : null,
+    score.measured ? key("diamond", `measured by ${score.by}`) : null];
   const kinds = ["F", "B", "I", "W"].filter((_, kind) => score.kind.includes(kind));
   const says = { F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient" };
   return [...kinds.map((kind) => key(kind.toLowerCase(), says[kind])), el("span.tpl-key", {}, `${score.word}, above`), key("due", "predicted, beneath"),
