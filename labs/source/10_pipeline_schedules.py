@@ -346,8 +346,7 @@ check_puzzle(5, puzzle_5)
 # | interleaved 1F1B | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` |
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | |
 #
-# `Schedule.from_torch` reads torch's schedules, as [lab 11](11_run_a_pipeline.ipynb) shows, and `to_csv` writes a file
-# that torch loads. JAX has none of its own: see [lab 12](12_pipeline_in_jax.ipynb).
+# `Schedule.from_torch` reads torch's schedules, and `to_csv` writes a file that torch loads. JAX has none of its own: see [lab 12](12_pipeline_in_jax.ipynb).
 #
 # ## To take away
 #

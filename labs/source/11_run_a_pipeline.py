@@ -22,55 +22,47 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 from tplab import Mesh
-from tplab.cost import find
 from tplab.pipeline import LayerSpec
 from tplab.schedules import Costs, compare, gpipe, interleaved_1f1b, measured_costs
 from tplab.schedules import naive, one_f_one_b, simulate, zb_h1, zb_v
 from tplab.torch import GPTConfig, axis_index, axis_size, receive, run, send
 from tplab.torch import split_batch, stages_of, train_batch
-from tplab.torch.models.plain import PlainBlock
+from tplab.torch.models.plain import PlainBlock, plain_layers, token_loss
 from tplab.widgets import Bars, Row, knob, timeline
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 p, m = 4, 8  # ranks, microbatches
 
 # %% [markdown]
-# The model is a list of layers. A `LayerSpec` describes a layer without making it, so each rank can make the layers of its
-# own stages, and no rank ever holds the whole model. `PlainBlock` is a transformer block built from torch's own layers.
+# The model is a list of layers: an embedding, five transformer blocks, a norm and a head. `plain_layers` only describes
+# them. Each rank makes the layers of its own stages, and no rank ever holds the whole model.
 
 # %%
-V, D, S = 61, 48, 16  # words, width, tokens in a sequence
-
-def gpt(D):
-    config = GPTConfig(V, D, num_layers=5, num_heads=4, context=64)
-    head = LayerSpec(nn.Linear, D, V, bias=False)
-    blocks = [LayerSpec(PlainBlock, config)] * 5
-    return [LayerSpec(nn.Embedding, V, D), *blocks, LayerSpec(nn.LayerNorm, D), head]
-
-layers = gpt(D)
-
+V, D, S = 61, 48, 16  # vocabulary, width, tokens in a sequence
+layers = plain_layers(GPTConfig(V, D, num_layers=5, num_heads=4, context=64))
 ids = torch.randint(V, (2 * m, S), generator=torch.Generator().manual_seed(1))
-microbatches = split_batch(ids, (3 * ids + 1) % V, m)  # (input, target) pairs
+targets = (3 * ids + 1) % V
+microbatches = split_batch(ids, targets, m)  # (input, target) pairs
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-def step(schedule, **options):  # a rank's program: loss, and its gradients by layer
+def step(schedule, pairs=microbatches, loss=token_loss, **options):  # a rank's program
     stages = stages_of(layers, schedule)
-    loss = train_batch(schedule, stages, microbatches, cross_entropy, **options)
-    grads = {}
-    for number, stage in stages.items():
-        for layer, module in enumerate(stage, start=stages.partition.bounds[number]):
-            grads |= {(layer, name): w.grad for name, w in module.named_parameters()}
-    return loss, grads
+    train_batch(schedule, stages, pairs, loss, **options)
+    return gradients(stages)
+
+def gradients(stages):  # by layer and name
+    return {(layer, name): w.grad for number, stage in stages.items()
+            for layer, module in enumerate(stage, stages.partition.bounds[number])
+            for name, w in module.named_parameters()}
+
+def apart(out, want):  # the largest difference, relative to the largest gradient
+    largest = max(grad.abs().max() for grad in want.values())
+    return max(((grad - want[key]).abs().max() / largest).item()
+               for grads in out.per_rank for key, grad in grads.items())
 
 # %% tags=["opening-picture"]
 slow = Costs(message_bytes=1, bandwidth=1, links="queue")  # one step per message
@@ -153,16 +145,15 @@ def train(schedule, stage, microbatches, loss):
 #
 # <details><summary>Answer</summary>
 #
-# They are equal to the last bit. A schedule says *when* each term is computed, and not *which* terms there are. Both
-# schedules add the terms of microbatches 0, 1, 2, ... in this order. A schedule that adds them in a different order
-# would differ by rounding errors.
+# They are equal to the last bit. A schedule says *when* each term is computed, and not *which* terms there are. Both add
+# the terms of microbatches 0, 1, 2, ... in this order. A different order would give rounding errors.
 #
 # </details>
 
 # %%
 def on_rank(how, schedule):
     stage = stages_of(layers, schedule)[axis_index("pp")]
-    how(schedule, stage, microbatches, cross_entropy)
+    how(schedule, stage, microbatches, token_loss)
     return [w.grad for w in stage.parameters()]
 
 def all_gradients(how, rule):
@@ -183,24 +174,63 @@ for how, rule in others:
 # %%
 def one_device():
     stages = stages_of(layers, naive(ranks=1))  # the whole model is one stage
-    losses = [cross_entropy(stages[0](x), target) / m for x, target in microbatches]
-    sum(losses).backward()
-    return {(layer, name): w.grad for layer, module in enumerate(stages[0])
-            for name, w in module.named_parameters()}
+    for x, target in microbatches:
+        (token_loss(stages[0](x), target) / m).backward()  # adds to .grad
+    return gradients(stages)
 
 want = run(one_device, Mesh(pp=1)).per_rank[0]
 bytes_sent = {}
 for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
-    result = run(partial(step, rule(p, m)), Mesh(pp=p))
-    apart = max(((grad - want[key]).abs().max() / want[key].abs().max()).item()
-                for _, grads in result.per_rank for key, grad in grads.items())
-    bytes_sent[rule] = result.trace.bytes_sent()
-    print(f"{rule.__name__:17} {bytes_sent[rule]:7,} bytes sent, equal: {apart < 1e-4}")
+    out = run(partial(step, rule(p, m)), Mesh(pp=p))
+    equal = apart(out, want) < 1e-4
+    bytes_sent[rule] = out.trace.bytes_sent()
+    print(f"{rule.__name__:17} {bytes_sent[rule]:7,} bytes sent, equal: {equal}")
 
 # %% [markdown]
+# ## Microbatches with fewer targets
+#
+# Both workers divide each microbatch's loss by $m$. Is that always right? Padding and prompts have no target to learn. They
+# are marked with -100, which torch's cross-entropy leaves out (`ignore_index`).
+#
+# **Predict.** Microbatch 0 has one target, with a loss of 6. Microbatch 1 has three, with a loss of 2 each. What is the mean
+# over all targets, and what does `train` compute?
+#
+# <details><summary>Answer</summary>
+#
+# The mean is (6 + 2 + 2 + 2) / 4 = 3, but `train` computes (6 + 2) / 2 = 4. To it, the lonely target counts as much as the
+# other three together. So $1/m$ is right only if all microbatches have equally many targets.
+#
+# </details>
+#
+# The last rank has the targets of the whole batch, so it can count them first. Then each loss is a *sum*, divided by that
+# count. (`train_batch` still divides by $m$, so we multiply by it.)
+
+# %%
+padded = targets.masked_fill(torch.arange(S) > torch.arange(2 * m)[:, None], -100)
+pairs = split_batch(ids, padded, m)  # sequence k has k + 1 targets
+num_targets = (padded != -100).sum()
+
+def per_target(logits, targets):
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    return F.cross_entropy(logits, targets, reduction="sum") * m / num_targets
+
+def whole_batch():  # on one device, all at once
+    stages = stages_of(layers, naive(ranks=1))
+    token_loss(stages[0](ids), padded).backward()
+    return gradients(stages)
+
+right = run(whole_batch, Mesh(pp=1)).per_rank[0]
+for loss in (token_loss, per_target):
+    out = run(partial(step, one_f_one_b(p, m), pairs, loss), Mesh(pp=p))
+    print(f"{loss.__name__:10} gradients off by up to {100 * apart(out, right):.0f}%")
+
+# %% [markdown]
+# Hugging Face's trainer had [this very mistake](https://huggingface.co/blog/gradient_accumulation) until 2024. It does not
+# take a pipeline: gradient accumulation on one device is enough.
+#
 # ## Split the backward: I and W
 #
-# For a linear layer $y = x w$ the backward pass is two products, and neither needs the other:
+# For a linear layer $y = x w$ the backward pass is two matmuls, and neither needs the other:
 #
 # $$\text{I:}\quad dx = dy\, w^T \qquad\qquad \text{W:}\quad dw = x^T dy$$
 #
@@ -212,7 +242,7 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
 #
 # <details><summary>Answer</summary>
 #
-# I does. Attention multiplies queries by keys, and scores by values. There are no weights in these products, so their
+# I does. Attention multiplies queries by keys, and scores by values. There are no weights in these matmuls, so their
 # whole backward belongs to I.
 #
 # </details>
@@ -239,62 +269,50 @@ print(f"(I + W) / B = {(split['I'] + split['W']) / whole['B']:.2f}")
 #
 # ## See it run
 #
-# The picture at the top was drawn on a clock that counts steps, and the simulation predicted every action exactly. Now
-# we measure seconds. Two ranks are real processes that send real messages, and the model is wider, so that there is
-# something to measure. The first batch warms up. The trace itself says how long each action takes (`measured_costs`),
-# and the simulation predicts *when* each of them can begin.
+# In the picture at the top, run and simulation used the same durations. That they agree shows that the ranks kept to the
+# schedule, and no more. Now we measure seconds, and predict what has not been measured yet: **each batch from the one
+# before**. Two ranks are real processes that send real messages, and the model is wider, so that there is something to
+# measure. `measured_costs` reads from the trace of one batch how long each action took. From that, the simulation predicts
+# *when* each action of the next batch begins. (The first batch only warms up.)
 #
-# **Predict.** Will the real run be faster or slower than the prediction?
+# **Predict.** What will be missing from this prediction?
 #
 # <details><summary>Answer</summary>
 #
-# It is slower. The simulation knows how long each action computes, and what it waits for. It does not know about the
-# time between actions, when messages are posted and copied. This remainder is called the **residual**. It is large for
-# small tensors, and shrinks as the actions get longer.
+# No action takes the same time twice. And the simulation knows what an action computes and what it waits for, but not the
+# time between actions, when messages are posted and copied. That matters less as the actions get longer. The difference is
+# called the **residual**.
 #
 # </details>
 
 # %% tags=["nbval-ignore-output"]
 two = zb_h1(2, 4)
-words = torch.randint(V, (16, 64))
-pairs = split_batch(words, words, 4)
+wider = plain_layers(GPTConfig(V, 192, num_layers=5, num_heads=4, context=64))
+more = torch.randint(V, (16, 64))
 
-def four_batches():
-    stages = stages_of(gpt(192), two)
-    for _ in range(4):
-        train_batch(two, stages, pairs, cross_entropy)
+def five_batches():
+    stages = stages_of(wider, two)
+    for _ in range(5):
+        train_batch(two, stages, split_batch(more, more, 4), token_loss)
 
-measured = run(four_batches, Mesh(pp=2), on="processes").trace
-batches = [compare(two, measured, batch=k) for k in (1, 2, 3)]
-beside = min(batches, key=lambda one: one.makespan)
+measured = run(five_batches, Mesh(pp=2), on="processes").trace
+for k in (2, 3, 4):
+    before = measured_costs(two, measured, batch=k - 1)
+    beside = compare(two, measured, before, batch=k)
+    print(f"batch {k}: predicted from batch {k - 1}",
+          f"{1e3 * beside.predicted.makespan:6.1f} ms, measured {1e3 * beside.makespan:6.1f}")
 timeline(measured, predicted=beside)
-
-# %% [markdown]
-# No two runs of an action take the same time, and stages are not alike: the last one has the head and the loss. With the
-# *average* F, I and W, the simulation would be too optimistic. A slow action holds up every rank that waits for it, and
-# fast actions elsewhere do not make up for that:
-
-# %% tags=["nbval-ignore-output"]
-costs = measured_costs(two, measured, batch=beside.batch)
-kinds = costs.forward, costs.input_grad, costs.weight_grad
-average = Costs(*(float(np.mean(kind)) for kind in kinds), costs.transfer, unit="s")
-for name, seconds in [("predicted from averages", simulate(two, average).makespan),
-                      ("predicted from each action", beside.predicted.makespan),
-                      ("measured", beside.makespan)]:
-    print(f"{name:27} {1e3 * seconds:6.1f} ms")
 
 # %% [markdown]
 # ## Turn the knob: how many microbatches?
 #
-# Lab 10 says that more microbatches make the bubble smaller. Here are four blocks, 1,024 wide, one on each of four modelled
-# H100s. The batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. The model assumes that every
-# operation takes 5 µs to launch. The lower bar shows the same without launches, as with CUDA graphs. Which number of
-# microbatches is best? Guess first.
+# Lab 10 says that more microbatches make the bubble smaller. Here are four blocks, 1,024 wide, one on each of four H100s.
+# The batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. The times are modelled twice: from the
+# data sheet with 5 µs for each launch, which is a bound, and as a forecast from matmuls that were measured on H100s. Which
+# number of microbatches is best? Guess first.
 
 # %%
 wide = GPTConfig(32000, 1024, num_layers=4, num_heads=16, context=1024)
-h100 = find("h100")
-no_launch = replace(h100, chip=replace(h100.chip, launch=0.0))
 
 def wide_block():
     with torch.device("meta"):  # shapes without numbers: the clock needs no more
@@ -303,8 +321,7 @@ def wide_block():
 def modelled(num, cluster):
     def program(x):  # [microbatches, sequences, tokens, width]
         stages = stages_of([LayerSpec(wide_block)] * p, one_f_one_b(p, num))
-        pairs = [(part, part) for part in x]
-        return train_batch(one_f_one_b(p, num), stages, pairs, F.mse_loss)
+        return train_batch(one_f_one_b(p, num), stages, list(zip(x, x)), F.mse_loss)
 
     shape = num, 16 // num, 1024, 1024
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
@@ -313,25 +330,25 @@ def modelled(num, cluster):
 
 def bars(num):
     rows, idle = [], []
-    for name, cluster in [("with launches", h100), ("without", no_launch)]:
+    for name, cluster in [("data sheet", "h100"), ("forecast", "h100-measured")]:
         one = modelled(num, cluster)
         computing = one.busy.sum() / p
         idle.append(100 * (1 - computing / one.makespan))
-        parts = {"computing": computing, "idle": one.makespan - computing}
-        rows.append(Row(name, parts))
+        rows.append(Row(name, {"computing": computing, "idle": one.makespan - computing}))
     ideal = 100 * (p - 1) / (num + p - 1)
     return Bars(rows, f"{idle[0]:.0f}% and {idle[1]:.0f}% of the time is idle; "
                       f"the formula (p-1)/(m+p-1) says {ideal:.0f}%.")
 
-knob("One batch on four ranks", "microbatches",
-     {num: bars(num) for num in (1, 2, 4, 8, 16)}, start=4, about="modelled · H100")
+knob("One batch on four H100s", "microbatches",
+     {num: bars(num) for num in (1, 2, 4, 8, 16)}, start=4, about="modelled")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With launches, eight microbatches are best: 16.6 ms, and 18.2 ms with sixteen. The bubble still shrinks from 28% to
-# 18%, but every rank launches twice as many operations, each of them half as large. Without launches, sixteen are
-# better. The formula is nearly right about the bubble in both cases. It says nothing about launches.
+# After eight microbatches there is nothing left to gain, although the bubble still shrinks from 28% to 18%. By the data
+# sheet, eight take 16.6 ms and sixteen 18.2 ms. The forecast says 17.0 and 16.8 ms. With sixteen microbatches every rank
+# launches twice as many kernels, each of them half as large, and small kernels use a GPU badly. The formula is nearly
+# right about the bubble, and silent about the rest.
 #
 # </details>
 #
@@ -382,8 +399,7 @@ except DeadlockError as error:
 
 # %% [markdown]
 # On a real cluster, the program would hang until a timeout ended it. Simulated ranks notice at once that none of them
-# can continue. (`train_batch` would not have started, because it checks its schedule first.) Repair `ahead`, and rerun
-# the cells from that one on:
+# can continue. Repair `ahead`, and rerun the cells from that one on:
 
 # %%
 check_ahead(ahead)
@@ -417,34 +433,14 @@ check_train_split(train_split)
 # |---|---|---|---|
 # | `train_batch(schedule, ...)` | `schedule.step(x, target=...)` | `forward_backward_func(...)` | [lab 12](12_pipeline_in_jax.ipynb) |
 # | a stage | `PipelineStage(module, stage_index, num_stages, device)` | a model built with `pre_process`, `post_process` | a function and its parameters |
-# | `one_f_one_b` | `Schedule1F1B` | the default | |
-# | `interleaved_1f1b` | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` | |
-# | `interleaved_zb`, `zb_v` | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | | |
 # | `send`, `receive` | `P2POp` and `batch_isend_irecv` | `p2p_communication` | `ppermute` |
 #
-# `Schedule.from_torch` reads one of torch's schedules, so that you can simulate it before you train. Here torch itself
-# makes one, on four simulated ranks with two stages each:
-
-# %%
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
-from tplab.schedules import Schedule
-
-def made_by_torch():
-    rank, cpu = axis_index("pp"), torch.device("cpu")
-    stages = [PipelineStage(nn.Linear(D, D), s, 2 * p, cpu) for s in (rank, rank + p)]
-    return ScheduleInterleavedZeroBubble(stages, m, loss_fn=F.mse_loss).pipeline_order
-
-order = run(made_by_torch, Mesh(pp=p), distributed=True).per_rank[0]
-zero_bubble = simulate(Schedule.from_torch(order, "ScheduleInterleavedZeroBubble"))
-interleaved = simulate(interleaved_1f1b(p, m))
-print(f"torch's zero bubble {zero_bubble.makespan:g} steps,", end=" ")
-print(f"interleaved 1F1B {interleaved.makespan:g}")
-
-# %% [markdown]
+# `Schedule.from_torch` reads the `pipeline_order` of one of torch's schedules, so you can simulate it before you train.
+#
 # ## To take away
 #
-# - A schedule says when, not what. Every legal schedule gives the same gradients as one device, if each loss is divided by
-#   $m$.
+# - A schedule says when, not what. Every legal schedule gives the same gradients as one device. Divide the losses by the
+#   number of targets in the whole batch. That is the same as $1/m$ only if all microbatches have equally many.
 # - A run follows its schedule, but only as fast as its actions. Simulate it with the costs that you measured.
 # - A pipeline sends little, but its ranks wait for their neighbours, and forever if their orders form a cycle.
 

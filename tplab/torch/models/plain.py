@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tplab.errors import ShapeError
 from tplab.models.gpt import GPTConfig
+from tplab.pipeline.layer_spec import LayerSpec
 
 
 class PlainGPT(nn.Module):
@@ -45,7 +46,7 @@ class PlainGPT(nn.Module):
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of targets [B, S]; -100 is not counted."""
-        return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
+        return token_loss(self(ids), targets)
 
 
 class PlainBlock(nn.Module):
@@ -90,3 +91,22 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def plain_layers(config: GPTConfig) -> list[LayerSpec]:
+    """A GPT like PlainGPT as a list of num_layers + 3 layers, for `stages_of` to cut into the stages of a pipeline.
+
+        stages = stages_of(plain_layers(config), schedule)
+
+    layer 0              ids [B, S] -> x [B, S, D]       embedding, without positions
+    layers 1 to L        x -> x                          blocks
+    layers L + 1, L + 2  x -> logits [B, S, V]           norm; head, with a weight of its own
+    """
+    block, norm = LayerSpec(PlainBlock, config), LayerSpec(nn.LayerNorm, config.width)
+    head = LayerSpec(nn.Linear, config.width, config.vocab_size, bias=False)
+    return [LayerSpec(nn.Embedding, config.vocab_size, config.width), *[block] * config.num_layers, norm, head]
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of logits [B, S, V] and targets [B, S] over all tokens; -100 is not counted."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
