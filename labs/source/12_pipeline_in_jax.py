@@ -100,7 +100,8 @@ for name, rule in rules.items():
 #
 # The forward half of GPipe needs very little code. Rank $r$ computes microbatch $t - r$ in tick $t$. Rank 0 takes the
 # next microbatch as its input, and every other rank takes the output of the rank before it. After $m + p - 1$ ticks the
-# last rank has computed all microbatches.
+# last rank has computed all microbatches. No rank ever idles here: where a schedule has a bubble, the rank computes with
+# zeros or with a microbatch that it has had before, and the result is thrown away.
 
 # %%
 def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, b, D]   ->   [m, b, D]
@@ -136,6 +137,9 @@ print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 # gradient of a loop is a loop in the other direction. So `jax.grad` made the backward half of the pipeline. But it runs
 # *after* the scan: all forwards, then all backwards. So this cannot be 1F1B, and every rank keeps all $m$ microbatches.
 #
+# The useless work is done backwards, too. Its gradients are zero times something. If that something is infinite, you get
+# NaN: a stage that computes $x / \lVert x \rVert$ must survive $x = 0$, although nobody wants its result.
+#
 # ## Any schedule: a table of actions
 #
 # To mix forwards and backwards, the loop has to contain both. tplab's `train_batch` turns the schedule into a table of
@@ -154,7 +158,8 @@ print(np.array(table[:6]))
 # - **F** runs the stage with `jax.vjp` and puts what the backward pass needs into a buffer.
 # - **B** takes it out and computes both gradients. **I** and **W** compute one each.
 #
-# Two `ppermute`s come *after* the switch, one for each direction, because every rank has to take part in them.
+# A rank that idles in a tick computes nothing. Two `ppermute`s come *after* the switch, one for each direction, because
+# every rank has to take part in them.
 
 # %%
 results = {name: train(rule, costs=Costs()) for name, rule in rules.items()}
@@ -166,8 +171,9 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more.
-# The simulation counts the same way, and predicts every action exactly.
+# The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more. (The
+# simulation counts ticks in the same way. So it is no surprise, and no evidence about real devices, that the two agree.
+# It shows that the compiled loop does what the table says.)
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -180,15 +186,11 @@ for name, result in results.items():
 
 # %%
 for name, rule in rules.items():
-    predicted = simulate(rule(p, m), Costs(transfer=1), lockstep=True)
-    ran = compare(predicted, results[name].trace)
-    print(f"{name:6} {ran.makespan:g} steps, {ran.residual:g} more than predicted")
-timeline(results["ZB-H1"].trace, predicted=predicted)
+    simulated = simulate(rule(p, m), Costs(transfer=1), lockstep=True)
+    print(f"{name:6} {compare(simulated, results[name].trace).makespan:g} steps")
+timeline(results["ZB-H1"].trace, predicted=simulated)
 
 # %% [markdown]
-# So in lock-step, choose a schedule whose ranks are all in the same phase, or whose actions take equal time. If exchanges
-# are slow, fewer ticks are better.
-#
 # ## Every rank pays for the fullest one
 #
 # One program also means that arrays have the same shape on all ranks. A buffer for activations has as many slots as the
@@ -225,8 +227,8 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # %% [markdown]
 # ## Turn the knob: activations
 #
-# The same is true of activations. Each bar shows how much a rank keeps at its peak. Every rank has room for at least what
-# the fullest one keeps, and what it does not use of that stays empty. Which schedule wastes the most?
+# The same is true of activations. Each bar shows how much a rank keeps at its peak, and how much room it has because the
+# fullest rank needs that much. Which schedule wastes the most?
 
 # %%
 def bars(rule, every):
@@ -254,9 +256,8 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 #
 # 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. (It keeps only the input of
 # a stage, a **checkpoint**: see [lab 15](15_recomputation.ipynb).) Ranks 1, 2 and 3 keep three, two and one checkpoints.
-# Those of rank 0 are the batch itself, which is in memory anyway, so it keeps none. All ranks have room for three. Without
-# recomputation, rank 1 keeps more than rank 0 for the same reason. Under GPipe all ranks keep eight microbatches. There,
-# room stays empty because the inputs of rank 0 do not count, and because the last rank also keeps what the loss needs.
+# Those of rank 0 are the batch itself, which is in memory anyway. All ranks have room for three. Under GPipe all ranks keep
+# eight microbatches, and only the ends differ: rank 0 for the same reason, and the last rank by what the loss needs.
 #
 # </details>
 #
@@ -281,8 +282,8 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 
 # %% [markdown]
 # Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. When
-# messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter longer, so it is
-# better off with one program per rank, as in torch.
+# messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter longer than with
+# one program per rank, as in torch.
 #
 # ## A bug to repair
 #
@@ -314,6 +315,10 @@ check_pipeline(my_pipeline)
 #
 # The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. NumPy would raise an error in the tick after the last row. JAX
 # cannot raise one in a compiled program, so it leaves out an update whose index is out of range.
+#
+# Negative indices are not out of range: they count from the end. If you wrote `ys.at[t - last]`, then in its first ticks the
+# last rank puts rubbish into the *last* rows. The right outputs come later and replace it, so the check accepts this. If
+# you would rather not rely on that order, write `jnp.where(t < last, m, t - last)`: row $m$ does not exist.
 #
 # </details>
 #

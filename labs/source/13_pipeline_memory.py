@@ -25,65 +25,53 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %%
 import torch
 from torch import nn
-from torch.nn import functional as F
 from tplab import Mesh
 from tplab.pipeline import LayerSpec, TiedSpec, partition
 from tplab.schedules import Costs, gpipe, interleaved_1f1b, one_f_one_b, simulate
 from tplab.schedules import measured_costs, measured_strip, v_half, zb_h1
 from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train_batch
-from tplab.torch.models.plain import PlainBlock
+from tplab.torch.models.plain import plain_layers, token_loss
 from tplab.widgets import Bars, Row, bytes_text, knob, levels
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# The model is a small GPT, written as a list of layers. A `LayerSpec` describes a layer without making it: it holds the
-# class and its arguments. (To keep it short, this GPT has no position embeddings.)
+# The model is a small GPT of twelve blocks, as a list of layers: an embedding, the blocks, a norm and a head. The list holds
+# a `LayerSpec` for each. It says what to build, and takes no memory. Four ranks train it with eight microbatches.
 
 # %%
-def gpt(blocks=12, width=64, words=65):
-    config = GPTConfig(words, width, blocks, num_heads=4, context=32)
-    block = LayerSpec(PlainBlock, config)
-    head = LayerSpec(nn.Linear, width, words, bias=False)
-    norm = LayerSpec(nn.LayerNorm, width)
-    return [LayerSpec(nn.Embedding, words, width), *[block] * blocks, norm, head]
+p, m = 4, 8  # ranks, microbatches
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def gpt(blocks=12):  # 65 characters, 64 wide
+    return plain_layers(GPTConfig(65, 64, blocks, num_heads=4, context=32))
 
-def batch(size, length=32):
-    ids = torch.randint(65, (size, length), generator=torch.Generator().manual_seed(0))
-    return ids, ids.roll(-1, 1)
-
-def train(schedule, layers, bounds=None):
-    m = schedule.num_microbatches
+def train(schedule, bounds=None, layers=gpt()):
     stages = stages_of(layers, schedule, bounds=bounds)
-    train_batch(schedule, stages, split_batch(*batch(m), m), cross_entropy)
+    ids = torch.randint(65, (schedule.num_microbatches, 32))
+    microbatches = split_batch(ids, ids, schedule.num_microbatches)
+    train_batch(schedule, stages, microbatches, token_loss)
     return stages
 
+two = {"GPipe": gpipe(p, m), "1F1B": one_f_one_b(p, m)}
+runs = {name: run(train, Mesh(pp=p), schedule).trace for name, schedule in two.items()}
+
 # %% [markdown]
-# One microbatch is enough to measure what a stage keeps. The simulation of lab 10 does the rest, and we draw its
-# prediction over what four ranks really hold.
+# One microbatch is enough to measure what a stage keeps. The simulation of lab 10 predicts the rest:
+
+# %%
+alone = run(train, Mesh(pp=p), one_f_one_b(p, 1)).trace
+one = measured_costs(one_f_one_b(p, 1), alone).activation  # bytes that each stage keeps
 
 # %% tags=["opening-picture"]
-p, m = 4, 8  # ranks, microbatches
-alone = run(train, Mesh(pp=p), one_f_one_b(p, 1), gpt()).trace
-one = measured_costs(one_f_one_b(p, 1), alone).activation  # bytes that each stage keeps
-real, predicted = {}, {}
-for name, rule in [("GPipe", gpipe), ("1F1B", one_f_one_b)]:
-    predicted[name] = simulate(rule(p, m), Costs(activation=one))
-    real[name] = run(train, Mesh(pp=p), rule(p, m), gpt()).trace
-ends = {"rank 0": 0, "rank 3": 3}
-levels(
-    {name: {label: measured_strip(predicted[name], r, real[name])
-            for label, r in ends.items()} for name in real},
-    predicted={name: {label: predicted[name].activation_bytes(r)
-                      for label, r in ends.items()} for name in real},
-    title="Kept for backward passes", about="bytes measured, steps modelled",
-    sentence="Under GPipe every rank keeps eight microbatches. "
-             "Under 1F1B rank 0 keeps four, and rank 3 keeps one.",
-    along="steps (F = 1, B = 2)", stairs=True,
-)
+counted, predicted = {}, {}
+for name, trace in runs.items():
+    simulated = simulate(two[name], Costs(activation=one))
+    counted[name] = {f"rank {r}": measured_strip(simulated, r, trace) for r in (0, 3)}
+    predicted[name] = {f"rank {r}": simulated.activation_bytes(r) for r in (0, 3)}
+levels(counted, predicted=predicted, stairs=True, along="steps (F = 1, B = 2)",
+       title="Kept for backward passes", about="bytes counted, steps modelled",
+       sentence="Under GPipe every rank keeps eight microbatches. "
+                "Under 1F1B rank 0 keeps four, and rank 3 keeps one.")
 
 # %% [markdown]
 # ## By hand: twelve blocks
@@ -104,15 +92,16 @@ levels(
 # </details>
 
 # %%
-device = run(train, Mesh(pp=1), one_f_one_b(1, m), gpt()).trace
+device = run(train, Mesh(pp=1), one_f_one_b(1, m)).trace
 unit = one[0] / 3  # the embedding keeps nothing but the ids
-for name, trace in [("one device", device), *real.items()]:
+for name, trace in [("one device", device), *runs.items()]:
     units = [round(most / unit, 1) for most in trace.peak_bytes.tolist()]
     print(f"{name:10} keeps {units} units")
-assert [round(most / unit) for most in real["1F1B"].peak_bytes] == [12, 9, 6, 3]
+assert [round(most / unit) for most in runs["1F1B"].peak_bytes] == [12, 9, 6, 3]
 
 # %% [markdown]
-# The last rank has a little more: it also keeps what the norm, the head and the loss need.
+# The last rank has a little more: it also keeps what the norm, the head and the loss need. Remember that "little". It will
+# not stay little.
 #
 # ## Build it: count along a row
 #
@@ -128,7 +117,7 @@ def most_kept(row):
     return most
 
 for rule in (gpipe, one_f_one_b, zb_h1):
-    trace = run(train, Mesh(pp=p), rule(p, m), gpt()).trace
+    trace = run(train, Mesh(pp=p), rule(p, m)).trace
     ours = [most_kept(row) for row in rule(p, m).by_rank()]
     bytes_kept = [float(round(most / x, 2)) for most, x in zip(trace.peak_bytes, one)]
     print(f"{rule.__name__:12} microbatches {ours}, in bytes {bytes_kept}")
@@ -173,7 +162,7 @@ for ranks in (1, 2, 4, 8):
 # %%
 def everything(schedule):  # a stage has two blocks, or one if each rank has two stages
     bounds = {4: [0, 3, 5, 7, 11], 8: [0, 2, 3, 4, 5, 6, 7, 8, 11]}
-    stages = train(schedule, gpt(blocks=8), bounds[schedule.num_stages])
+    stages = train(schedule, bounds[schedule.num_stages], gpt(blocks=8))
     optimizer = torch.optim.Adam(stages.parameters())
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values()]
@@ -257,22 +246,32 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 # | GPipe | $16 N / p$ | $m A / p$ |
 # | 1F1B | $16 N / p$ | $(p - r) A / p$ |
 #
-# Does this matter at realistic sizes? Take a model of 32 blocks, 4,096 wide, with sequences of 4,096 tokens in
-# bfloat16, one sequence per microbatch. We assume a fused attention, which does not keep the scores.
+# Does this matter at realistic sizes? Take a model of 32 blocks, 4,096 wide, with a vocabulary of 128,000 and sequences of
+# 4,096 tokens in bfloat16, one sequence per microbatch. We assume a fused attention, which does not keep the scores.
 
 # %%
-width, tokens, blocks = 4096, 4096, 32
+width, tokens, blocks, vocabulary = 4096, 4096, 32, 128_000
 N, A = blocks * 12 * width**2, blocks * 16 * tokens * width * 2
 for ranks in (4, 8, 16):
     for name, held in [("GPipe, 32 microbatches", 32), ("1F1B", ranks)]:
         sizes = 16 * N / ranks / 1e9, held * A / ranks / 1e9
         print(f"{ranks:2} ranks, {name:22}: with Adam {sizes[0]:4.1f} GB,",
               f"activations of rank 0 {sizes[1]:5.1f} GB")
+logits = tokens * vocabulary * 4 / 1e9  # the loss is computed in float32
+head = 16 * width * vocabulary / 1e9
+print(f"the ends: with Adam {head:.1f} GB each, logits of one microbatch {logits:.1f} GB")
 
 # %% [markdown]
 # Under 1F1B more ranks divide everything except the activations of rank 0. At 16 ranks these are nearly three times as
-# large as everything else. There are two remedies: give the first rank fewer layers
+# large as the blocks' weights with Adam. There are two remedies: give the first rank fewer layers
 # ([lab 14](14_cut_a_pipeline.ipynb)), or keep less for each microbatch ([lab 15](15_recomputation.ipynb)).
+#
+# The ends pay twice. The first rank has the embedding, and the last rank has a head of the same size. The last rank also
+# keeps the logits of its one microbatch for the backward pass, and their gradient is as large again. So at 16 ranks the last
+# one holds about 20 GB, and the one before it 9 GB. (Under GPipe it would keep the logits of all 32 microbatches.)
+#
+# Measured: for 12 layers of Llama 3 70B in two stages on B200s, Megatron allocated 71.5 GB on ranks of the first stage and
+# 67.6 GB on those of the last ([SimuMax](https://github.com/MooreThreads/SimuMax)). The first holds more there, too.
 #
 # ## A bug to repair
 #
@@ -282,9 +281,9 @@ for ranks in (4, 8, 16):
 
 # %%
 def my_layers():
-    words = nn.Embedding(65, 64)
+    embedding = nn.Embedding(65, 64)
     blocks, norm = gpt(blocks=4)[1:-2], LayerSpec(nn.LayerNorm, 64)
-    return [words, *blocks, norm, lambda x: x @ words.weight.T]
+    return [embedding, *blocks, norm, lambda x: x @ embedding.weight.T]
 
 # %%
 from tplab.exercises.pipeline_memory import check_layers
@@ -294,8 +293,8 @@ check_layers(my_layers)
 # %% [markdown]
 # <details><summary>What the two matrices show</summary>
 #
-# They have one row per word. A row gets a gradient from the embedding if its word is in the batch, and another one from
-# the head. With two ranks the head's part is missing: it is on the last rank, in a copy of the matrix that belongs to no
+# They have one row per vocabulary entry. A row gets a gradient from the embedding if its token is in the batch, and another
+# one from the head. With two ranks the head's part is missing: it is on the last rank, in a copy of the matrix that belongs to no
 # list of parameters.
 #
 # </details>

@@ -27,15 +27,13 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional as F
 from tplab import Mesh
-from tplab.pipeline import LayerSpec, partition
+from tplab.pipeline import partition
 from tplab.schedules import Costs, Schedule, interleaved_1f1b, one_f_one_b
 from tplab.schedules import measured_costs, simulate
 from tplab.torch import GPTConfig, num_parameters
 from tplab.torch import run, split_batch, stages_of, train_batch
-from tplab.torch.models.plain import PlainBlock
+from tplab.torch.models.plain import plain_layers, token_loss
 from tplab.widgets import Bars, Row, gantt, knob
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
@@ -133,8 +131,8 @@ print("50 random models: as good as the best of 56 cuts")
 # ## What to balance: parameters are not time
 #
 # Which numbers should we give to `partition`? Parameters are easy to count, and many programs use them. But an
-# embedding of 3,000 words has about as many parameters as four of the small blocks below, and takes almost no time,
-# because it only looks words up. The head has just as many, but is a large matrix product.
+# embedding with a vocabulary of 3,000 has about as many parameters as four of the small blocks below, and takes almost no
+# time, because it only looks tokens up. The head has just as many, but is a large matmul.
 #
 # **Predict.** Four ranks share an embedding, 12 blocks, a norm and a head. If they are balanced by parameters, how many
 # blocks does the first rank get? And if they are balanced by time?
@@ -152,23 +150,16 @@ print("50 random models: as good as the best of 56 cuts")
 # layer takes. We take the shortest of 20 measurements:
 
 # %%
-def gpt(words, blocks=12, width=64):
-    config = GPTConfig(words, width, blocks, num_heads=4, context=32)
-    block = LayerSpec(PlainBlock, config)
-    head = LayerSpec(nn.Linear, width, words, bias=False)
-    norm = LayerSpec(nn.LayerNorm, width)
-    return [LayerSpec(nn.Embedding, words, width), *[block] * blocks, norm, head]
+def gpt(vocabulary):  # 12 blocks, 64 wide
+    return plain_layers(GPTConfig(vocabulary, 64, 12, num_heads=4, context=32))
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-large, each = gpt(words=3000), interleaved_1f1b(1, 4, virtual_stages=15)
+large, each = gpt(3000), interleaved_1f1b(1, 4, virtual_stages=15)
 ids = torch.randint(65, (16, 32), generator=torch.Generator().manual_seed(0))
 
 def timed():
     stages = stages_of(large, each, "uniform")  # one layer per stage
     for _ in range(6):  # the first batch warms up
-        train_batch(each, stages, split_batch(ids, ids, 4), cross_entropy)
+        train_batch(each, stages, split_batch(ids, ids, 4), token_loss)
 
 trace = run(timed, Mesh(pp=1), clock="measured").trace
 batches = [measured_costs(each, trace, batch=k) for k in range(1, 6)]
@@ -191,15 +182,15 @@ for name, cut in [("parameters", by_parameters), ("time", by_time)]:
 #
 # $$\text{parameters, gradients and Adam states of its layers} + (p - r) \cdot \text{what they keep for one microbatch}$$
 #
-# `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`; `Trial` below makes the table, as you
-# will have to in the exercise. We count both for a GPT with 65 words, where parameters matter less: 16 bytes per parameter with Adam, and the bytes kept for one microbatch of four
-# sequences. Then we lower the limit. How much longer does a step take when every rank has 15% less memory? Guess, then
-# turn the knob.
+# `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. `Trial` makes the table here, and you will
+# make it in the exercise. It is for a GPT with a vocabulary of 65, where parameters matter less. We count 16 bytes per
+# parameter with Adam, and the bytes kept for one microbatch of four sequences. Then we lower the limit. How much longer
+# does a step take when every rank has 15% less memory? Guess, then turn the knob.
 
 # %%
 from tplab.exercises.cut_a_pipeline import Trial, measured_layers
 
-measured = measured_layers(gpt(words=65), ids[:4])  # FLOPs, weights, kept, by layer
+measured = measured_layers(gpt(65), ids[:4])  # FLOPs, weights, kept, by layer
 trial = Trial("GPT", *measured, ranks=4, limit=float("inf"))
 free = trial.best()
 most = max(trial.takes(free.bounds))
@@ -267,7 +258,7 @@ def my_cut(costs, weights, kept, ranks, limit):
 # %%
 from tplab.exercises.cut_a_pipeline import check_cut
 
-check_cut(my_cut, gpt(words=65), ids[:4])
+check_cut(my_cut, gpt(65), ids[:4])
 
 # %% [markdown]
 # <details><summary>A hint</summary>

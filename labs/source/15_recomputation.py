@@ -29,9 +29,9 @@ from torch import nn
 from torch.nn import functional as F
 from tplab import Mesh
 from tplab.pipeline import LayerSpec
-from tplab.schedules import gpipe, one_f_one_b, simulate
+from tplab.schedules import one_f_one_b
 from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train_batch
-from tplab.torch.models.plain import PlainBlock
+from tplab.torch.models.plain import plain_layers, token_loss
 from tplab.widgets import Bars, Row, knob, levels
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
@@ -58,16 +58,17 @@ def deep(a, every):
 
 one_input = 512 * 16 * 4  # bytes
 ks = (1, 2, 4, 8, 16)
-peak = {(a, k): run(deep, Mesh(pp=1), a, k).per_rank[0] for a in (1, 4, 9) for k in ks}
+peak = {(a, k): run(deep, Mesh(pp=1), a, k).per_rank[0]
+        for a in (1, 4, 9) for k in (None, *ks)}
 formula = [(16 / k + k) * one_input for k in ks]
-everything = run(deep, Mesh(pp=1), 1, None).per_rank[0]  # all activations are kept
 levels(
     {"": {"counted": (ks, [peak[1, k] for k in ks]),
-          "no recomputation": (ks, [everything] * len(ks))}},
+          "no recomputation": (ks, [peak[1, None]] * len(ks))}},
     predicted={"": {"L / k + k inputs": (ks, formula)}},
     title="The peak of 16 layers", about="bytes counted",
     along="layers per checkpoint, k",
-    sentence="k = 4 needs about half of the memory. k = 1 and k = 16 need more than doing nothing.",
+    sentence="k = 4 needs about half of the memory. "
+             "k = 1 and k = 16 need more than doing nothing.",
 )
 
 # %% [markdown]
@@ -95,9 +96,12 @@ levels(
 for k in ks:
     counted = peak[1, k] / one_input
     print(f"k = {k:2}: {16 / k + k:2.0f} inputs by the formula, {counted:4.1f} counted")
+print(f"no recomputation:              {peak[1, None] / one_input:4.1f} counted")
 
 # %% [markdown]
-# The count is 2 to 2.5 inputs above the formula, because gradients are alive as well.
+# The count is 2 to 2.5 inputs above the formula, because gradients are alive as well. Surprisingly, $k = 1$ and $k = 16$ are
+# worse than doing nothing. With $k = 1$ every layer's input is a checkpoint, and such a layer keeps hardly more than that
+# anyway. With $k = 16$ everything is computed twice, and the second time everything is kept.
 
 # %%
 def flops(every):  # the clock of a cluster counts them
@@ -158,7 +162,7 @@ for every in (1, 3, 16):
 # %%
 def bars(a):
     best = min(ks, key=lambda k: peak[a, k])
-    rows = []
+    rows = [Row("no recomputation", {"the rest at its peak": peak[a, None]})]
     for k in ks:
         checkpoints = (16 / k - 1) * one_input  # the first one is the batch itself
         rest = peak[a, k] - checkpoints
@@ -173,8 +177,8 @@ knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# The more a layer keeps, the shorter the best piece. With $a = 9$ it is a single layer: $\sqrt{16 / 9}$ is 1.3. A
-# transformer block keeps about 16 times its input, so a checkpoint at every block is the usual choice. Recomputing
+# The more a layer keeps, the shorter the best piece, and the more it saves. With $a = 9$ the best is a single layer:
+# $\sqrt{16 / 9}$ is 1.3. A transformer block keeps about 16 times its input, so a checkpoint at every block is the usual choice. Recomputing
 # larger pieces pays only for very deep models, with $L$ above 32 or so.
 #
 # </details>
@@ -187,22 +191,14 @@ knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs",
 # %%
 p, m = 4, 8  # ranks, microbatches
 
-def gpt(blocks=12):
-    block = LayerSpec(PlainBlock, GPTConfig(65, 64, blocks, num_heads=4, context=32))
-    ends = LayerSpec(nn.LayerNorm, 64), LayerSpec(nn.Linear, 64, 65, bias=False)
-    return [LayerSpec(nn.Embedding, 65, 64), *[block] * blocks, *ends]
+gpt = plain_layers(GPTConfig(65, 64, num_layers=12, num_heads=4, context=32))
+ids = torch.randint(65, (m, 32), generator=torch.Generator().manual_seed(0))
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-ids = torch.randint(65, (16, 32), generator=torch.Generator().manual_seed(0))
-
-def train(schedule, every=None, blocks=12):
-    part = ids[: schedule.num_microbatches]
-    stages = stages_of(gpt(blocks), schedule)
+def train(schedule, every=None):
+    stages = stages_of(gpt, schedule)
     with LiveBytes() as live:
-        pairs = split_batch(part, part, schedule.num_microbatches)
-        train_batch(schedule, stages, pairs, cross_entropy, checkpoint_every=every)
+        pairs = split_batch(ids, ids, m)
+        train_batch(schedule, stages, pairs, token_loss, checkpoint_every=every)
     return live.peak, [weight.grad for weight in stages.parameters()]
 
 plain = run(train, Mesh(pp=p), one_f_one_b(p, m)).per_rank
@@ -219,53 +215,6 @@ for name, every in [("none", None), ("every 1", 1), ("every 2", 2), ("every 3", 
 # is the token ids, which take almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. The peak falls
 # less, because the piece that is being computed again is alive, and so are the gradients of the weights.
 #
-# ## More microbatches
-#
-# **Gradient accumulation** adds up the gradients of several microbatches before the optimizer takes its step. On one device
-# it takes no more memory, however many there are. A pipeline accumulates anyway, because it needs many microbatches to keep
-# its bubble small.
-#
-# **Predict.** How do the activations of rank 0 grow with $m$, under GPipe and under 1F1B? And with recomputation?
-#
-# <details><summary>Answer</summary>
-#
-# Under GPipe they grow with every microbatch. Under 1F1B they grow until $m = p$ and then stop. By then, rank 0 keeps
-# $1/p$ of the layers for $p$ microbatches, which is as much as one device keeps of the whole model for one. With
-# recomputation each microbatch keeps far less, but under GPipe the sum still grows. The GPipe paper recomputes for this
-# reason.
-#
-# </details>
-
-# %%
-counts = (1, 2, 4, 6, 8)
-ways = {"GPipe": (gpipe, None), "1F1B": (one_f_one_b, None),
-        "GPipe, recomputed": (gpipe, 1), "1F1B, recomputed": (one_f_one_b, 1)}
-def kept_by_rank_0(rule, n, every):
-    return run(train, Mesh(pp=4), rule(4, n), every, 4).trace.peak_bytes[0]
-
-grown = {way: [kept_by_rank_0(rule, n, every) for n in counts]
-         for way, (rule, every) in ways.items()}
-levels({"": {way: (counts, kept) for way, kept in grown.items()}},
-       title="What rank 0 keeps", about="bytes counted · 4 ranks", along="microbatches",
-       sentence="1F1B stops growing at four microbatches. "
-                "Recomputation keeps far less of each.")
-
-# %% [markdown]
-# A pipeline can also be short. Eight workers can be one pipeline of eight stages, two of four stages, or four of two, and
-# the pipelines average their gradients. Suppose that each step has 16 microbatches:
-
-# %%
-for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
-    schedule = one_f_one_b(ranks, 16 // pipelines)
-    microbatches = simulate(schedule).peak_activations[0]
-    idle = simulate(schedule).bubble_fraction
-    print(f"{pipelines} x {ranks} ranks: rank 0 has 1/{ranks} of the layers and keeps",
-          f"{microbatches:g} microbatches, {100 * idle:.0f}% of the time idle")
-
-# %% [markdown]
-# Longer pipelines divide the weights further, but are idle for longer. Rank 0 keeps the same amount of activations in
-# all three: fewer layers, for more microbatches.
-#
 # ## What it costs
 #
 # $A$ is what the whole model keeps for one microbatch, $L$ its number of layers, $s$ the size of a layer's input, and
@@ -279,7 +228,7 @@ for pipelines, ranks in [(1, 8), (2, 4), (4, 2)]:
 # | 1F1B, a checkpoint every $k$ | $(p - r) L s / (p k)$, and one piece | 4/3 |
 #
 # Is it worth a third more FLOPs? Take 32 blocks, 4,096 wide, with fused attention and sequences of 4,096 tokens in
-# bfloat16, under 1F1B on 8 ranks with 80 GB each.
+# bfloat16, under 1F1B on 8 ranks with 80 GB each. (The embedding comes on top.)
 
 # %%
 blocks, width, tokens, ranks = 32, 4096, 4096, 8
@@ -295,6 +244,10 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
 # With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four it does
 # not quite fit, and with eight it takes nearly twice the memory. A compromise is **selective** recomputation, which
 # recomputes only what is large but cheap, such as attention scores. Fused attention already does this.
+#
+# A third is what the FLOPs say. What did it cost on real GPUs? Korthikanti et al. trained a GPT with 530 billion parameters
+# on 2,240 A100s. When they no longer recomputed everything, but only attention scores (and sharded the norms'
+# activations, as in [lab 05](05_block_memory.ipynb)), training became 29% faster.
 #
 # ## A bug to repair
 #
