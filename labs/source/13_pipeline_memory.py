@@ -45,8 +45,8 @@ p, m = 4, 8  # ranks, microbatches
 def gpt(blocks=12):  # 65 characters, 64 wide
     return plain_layers(GPTConfig(65, 64, blocks, num_heads=4, context=32))
 
-def train(schedule, bounds=None, layers=gpt()):
-    stages = stages_of(layers, schedule, bounds=bounds)
+def train(schedule, blocks=12, bounds=None):
+    stages = stages_of(gpt(blocks), schedule, bounds=bounds)
     ids = torch.randint(65, (schedule.num_microbatches, 32))
     microbatches = split_batch(ids, ids, schedule.num_microbatches)
     train_batch(schedule, stages, microbatches, token_loss)
@@ -162,7 +162,7 @@ for ranks in (1, 2, 4, 8):
 # %%
 def everything(schedule):  # a stage has two blocks, or one if each rank has two stages
     bounds = {4: [0, 3, 5, 7, 11], 8: [0, 2, 3, 4, 5, 6, 7, 8, 11]}
-    stages = train(schedule, bounds[schedule.num_stages], gpt(blocks=8))
+    stages = train(schedule, 8, bounds[schedule.num_stages])
     optimizer = torch.optim.Adam(stages.parameters())
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values()]
