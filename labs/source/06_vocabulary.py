@@ -372,14 +372,15 @@ def bars(tokens):
     return Bars(rows, f"{fast.label}: {slow.total / fast.total:.1f} × as fast")
 
 options = {2**k: bars(2**k) for k in range(5, 14)}
-about = "head and loss on 4 ranks, bfloat16, modelled on an H100 node"
+about = "head and loss on 4 ranks, bfloat16, modelled: H100 data sheet"
 knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
 # Up to 512 tokens gathering is faster, because each of our many operations has to be launched. The model charges 5 µs
-# per launch. Take the launches off the bars, and the three numbers win from about 128 tokens on. A compiler or a
+# per launch. Take the launches off the bars, and the three numbers win from about 128 tokens on. (In the forecast
+# `"h100-measured"`, with 2.4 µs per launch and slower messages, they win from 256 tokens on.) A compiler or a
 # hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most launches. A fused
 # linear cross-entropy goes further. It computes head and loss together, a few tokens at a time, and never keeps the logits. A
 # server that generates text has few tokens at a time, and there

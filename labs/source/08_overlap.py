@@ -237,7 +237,7 @@ def bars(tokens):
     return Bars(rows, "It pays." if ratio > 1 else "It does not pay.")
 
 options = {2**k: bars(2**k) for k in range(3, 15)}
-about = f"D = {D:,}, F = {F:,}, modelled on an H100 node"
+about = f"D = {D:,}, F = {F:,}, modelled: H100 data sheet"
 knob("One layer on eight ranks", "tokens", options, start=8192, about=about)
 
 # %%

@@ -115,12 +115,12 @@ def test_the_librarys_loss_is_not_an_answer():
     ("fn", "hint"),
     [
         (token_loss(largest="own"), "ranks' sums are on different scales"),
-        (token_loss(total=False), "The sum of exponentials covers only this rank's words"),
-        (token_loss(label=False), "Only the rank that has the right word"),
+        (token_loss(total=False), "The sum of exponentials covers only this rank's entries"),
+        (token_loss(label=False), "Only the rank that has the right entry"),
         (token_loss(masks=False), "They should add 0"),
         (token_loss(largest="none"), "exp of a large logit overflows"),
         (token_loss(largest="mean"), "the mean of the ranks' maxima"),
-        (token_loss(in_label=False), "not from the logit of the right word"),
+        (token_loss(in_label=False), "not from the logit of the right entry"),
         (
             lambda z, t: F.cross_entropy(tt.all_gather(z, "tp", dim=1), t, reduction="none"),
             "The backward pass of all_gather",
@@ -172,7 +172,7 @@ def test_the_lab_shows_the_first_bug():
     expect(check_token_loss(names["token_loss"]), True)
 
 
-# -------------------------------------------------------------------------------------------- the most likely word
+# -------------------------------------------------------------------------------------------- the most likely token
 
 
 def most_likely(ops: Any, np_like: Any, where: str = "lowest") -> Callable[..., Any]:
@@ -218,7 +218,7 @@ def in_one_number(logits):
 
 def test_most_likely():
     verdict = check_most_likely(most_likely(tt, torch))
-    expect(verdict, True, "ids equals the unsharded result", "It sends the same however many words there are.")
+    expect(verdict, True, "ids equals the unsharded result", "It sends the same however many entries there are.")
     assert "do without" not in verdict.text
     expect(check_most_likely(most_likely(tj, jnp), framework="jax"), True, "It sends the same")
     expect(check_most_likely(by_pairs), True, "It sends the same")
@@ -230,15 +230,15 @@ def test_most_likely():
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (most_likely(tt, torch, "own"), "the most likely of this rank's own words"),
-        (most_likely(tt, torch, "place"), "the word's place on the rank that has it"),
+        (most_likely(tt, torch, "own"), "the most likely of this rank's own entries"),
+        (most_likely(tt, torch, "place"), "the entry's place on the rank that has it"),
         (most_likely(tt, torch, "sum"), "their ids were added"),
         (most_likely(tt, torch, "highest"), "this is the higher one"),
         (lambda z: z.amax(-1), "entries are off"),
         (lambda z: tt.all_gather(z, "tp", dim=1).argmax(-1), "sends 768 bytes, where 128 would do"),
-        (lambda z: with_sentinel(z, 1000), "With 400,000 words, in float32, token 0 gets 1,000 instead of 399,998"),
+        (lambda z: with_sentinel(z, 1000), "With 400,000 entries, in float32, token 0 gets 1,000 instead of 399,998"),
         (lambda z: with_sentinel(z, 100_000), "large enough"),
-        (in_one_number, "exact enough, only for a few words"),
+        (in_one_number, "exact enough, only for a few entries"),
         (lambda z: with_sentinel(z, 10**9) + 0 * int(z.zero_().sum()), "it changes its argument logits in place"),
     ],
 )

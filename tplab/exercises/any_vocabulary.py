@@ -1,4 +1,4 @@
-"""Whether a program of lab 06 that is right for a few words is right for a real vocabulary too, and sends no more."""
+"""Whether a program of lab 06 that is right for a few entries is right for a real vocabulary too, and sends no more."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tplab.exercises.trials import run_of
 from tplab.mesh import Mesh
 
 MESH, MANY = Mesh(tp=4), 400_000
-"""More words than any model has, so that no number which a program takes for infinity is large enough by luck."""
+"""More entries than any model has, so that no number which a program takes for infinity is large enough by luck."""
 
 
 def for_any_vocabulary(
     fn: Callable[..., Any], exercise: Exercise, verdict: Verdict, framework: Framework, num_numbers: int
 ) -> Verdict:
-    """The verdict on a program that is right for few words: whether it also is for many, and sends no more for them."""
+    """The verdict on a program that is right for few entries: whether it also is for many, and sends no more."""
     sent = {}
-    for num_words in (24, MANY):
-        logits = _close_logits(num_words)
+    for num_entries in (24, MANY):
+        logits = _close_logits(num_entries)
         tensors = {"logits": logits} | ({"ids": logits.argmax(-1)} if "ids" in exercise.specs else {})
         specs = tuple(exercise.specs[name] for name in tensors)
         try:
@@ -34,25 +34,25 @@ def for_any_vocabulary(
         if not np.allclose(got, want, rtol=1e-4, atol=1e-3):
             token = int(np.flatnonzero(~np.isclose(got, want, rtol=1e-4, atol=1e-3))[0])
             text = (
-                f"{exercise.name} is right on the check's small examples. With {num_words:,} words, in float32, token "
-                f"{token} gets {got[token]:,.7g} instead of {want[token]:,.7g}.\n"
-                "Is some number in your program large enough, or exact enough, only for a few words?"
+                f"{exercise.name} is right on the check's small examples. With {num_entries:,} entries, in float32, "
+                f"token {token} gets {got[token]:,.7g} instead of {want[token]:,.7g}.\n"
+                "Is some number in your program large enough, or exact enough, only for a few entries?"
             )
             return Verdict(False, text, verdict.panels)
-        sent[num_words] = out.trace.bytes_sent()
+        sent[num_entries] = out.trace.bytes_sent()
     if sent[MANY] > sent[24]:
         text = (
-            f"{exercise.name}: the numbers are right, but on {MESH} it sends {sent[24]:,} bytes for 24 words and "
+            f"{exercise.name}: the numbers are right, but on {MESH} it sends {sent[24]:,} bytes for 24 entries and "
             f"{sent[MANY]:,} for {MANY:,}.\n{num_numbers} numbers per token tell the other ranks all that they need."
         )
         return Verdict(False, text, verdict.panels)
-    return Verdict(True, f"{verdict.text}\nIt sends the same however many words there are.", verdict.panels)
+    return Verdict(True, f"{verdict.text}\nIt sends the same however many entries there are.", verdict.panels)
 
 
-def _close_logits(num_words: int) -> np.ndarray:
+def _close_logits(num_entries: int) -> np.ndarray:
     """Two tokens, in float32: the largest logit is the last but one. A smaller one with a lower id is as close to it as
     two numbers can be."""
-    logits = np.random.default_rng(0).uniform(-9, 9, (2, num_words)).astype(np.float32)
+    logits = np.random.default_rng(0).uniform(-9, 9, (2, num_entries)).astype(np.float32)
     logits[:, -2] = 10
     logits[0, 1] = np.nextafter(np.float32(10), np.float32(0))
     return logits

@@ -1,4 +1,4 @@
-"""The exercises of lab 06: repair a loss on sharded logits, and find the most likely word."""
+"""The exercises of lab 06: repair a loss on sharded logits, and find the most likely token of a vocabulary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
-WORDS = P(None, "tp")  # of logits [tokens, words]
+ENTRIES = P(None, "tp")  # of logits [tokens, vocabulary]
 
 
 def _all_ranks(mesh: Mesh, num_tokens: int, numbers: int) -> int:
@@ -36,8 +36,8 @@ def _token_loss(tensors: Tensors) -> Tensors:
 
 
 def _token_loss_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Twelve words. The second token's logits are so large that exp overflows; the first token's are only that large
-    for the words of the first rank. The labels are on different ranks."""
+    """Twelve entries. The second token's logits are so large that exp overflows; the first token's are only that large
+    for the entries of the first rank. The labels are on different ranks."""
     logits = rng.integers(-3, 4, (4, 12)).astype(float)
     logits[1] += 1000
     logits[0, :2] += 1900  # on up to four ranks, exp overflows even if the mean of the ranks' maxima is subtracted
@@ -76,7 +76,7 @@ def _own_label(seen: Seen) -> np.ndarray:
 
 
 def _label_of_every_rank(seen: Seen) -> np.ndarray:
-    """Ranks that do not have the word add their first logit instead."""
+    """Ranks that do not have the entry add their first logit instead."""
     p = _Parts(seen)
     others = (p.pieces[..., 0] - p.max).sum(0) - (p.pieces[p.owner, p.tokens, 0] - p.max)
     return np.log(p.total) - (p.of_id - p.max) - others
@@ -110,7 +110,7 @@ def _gathered_sums(seen: Seen) -> np.ndarray:
 TOKEN_LOSS = Exercise(
     name="token_loss",
     tensors=_token_loss_tensors,
-    specs={"logits": WORDS, "ids": P()},
+    specs={"logits": ENTRIES, "ids": P()},
     plain=_token_loss,
     results={"loss": P()},
     gradients=("logits",),
@@ -123,17 +123,17 @@ TOKEN_LOSS = Exercise(
         ),
         Mistake(
             "loss",
-            "The sum of exponentials covers only this rank's words. The terms of the other ranks are missing.",
+            "The sum of exponentials covers only this rank's entries. The terms of the other ranks are missing.",
             _own_sum,
         ),
         Mistake(
             "loss",
-            "Only the rank that has the right word knows its logit. The other ranks continue with a zero instead.",
+            "Only the rank that has the right entry knows its logit. The other ranks continue with a zero instead.",
             _own_label,
         ),
         Mistake(
             "loss",
-            "The ranks that do not have the right word add some other logit to that of the right word. They should "
+            "The ranks that do not have the right entry add some other logit to that of the right entry. They should "
             "add 0.",
             _label_of_every_rank,
         ),
@@ -151,7 +151,7 @@ TOKEN_LOSS = Exercise(
         ),
         Mistake(
             "loss",
-            "The maximum is subtracted inside the sum of exponentials, but not from the logit of the right word.",
+            "The maximum is subtracted inside the sum of exponentials, but not from the logit of the right entry.",
             _maximum_in_one_place,
         ),
         added_up_again(
@@ -174,7 +174,7 @@ TOKEN_LOSS = Exercise(
 
 
 def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` returns each token's cross-entropy with the right gradient, for logits whose words are split over
+    """Whether `fn` returns each token's cross-entropy with the right gradient, for logits whose entries are split over
     "tp".
 
     logits [T, V/tp]   ids [T]   ->   loss [T], the same on every rank
@@ -183,7 +183,7 @@ def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> 
     return for_any_vocabulary(fn, TOKEN_LOSS, verdict, framework, 3) if verdict.passed else verdict
 
 
-# --- the exercise: the most likely word ------------------------------------------------------------------------------
+# --- the exercise: the most likely token ------------------------------------------------------------------------------
 
 
 def _most_likely_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -191,16 +191,16 @@ def _most_likely_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
 
     The second token's logits are all negative. The third token's largest is in the second half on every mesh.
     """
-    num_words = 24
-    logits = rng.permuted(np.tile(np.arange(num_words, dtype=float), (4, 1)), axis=1) - num_words // 2
-    logits[0, [1, -3]] = num_words
-    logits[1] -= num_words
-    logits[2, -2] = num_words
+    num_entries = 24
+    logits = rng.permuted(np.tile(np.arange(num_entries, dtype=float), (4, 1)), axis=1) - num_entries // 2
+    logits[0, [1, -3]] = num_entries
+    logits[1] -= num_entries
+    logits[2, -2] = num_entries
     return {"logits": logits}
 
 
 def _best_of_ranks(seen: Seen) -> tuple[np.ndarray, np.ndarray, int]:
-    """By rank and token, the index of the rank's largest logit and that logit; and how many words a rank has."""
+    """By rank and token, the index of the rank's largest logit and that logit; and how many entries a rank has."""
     pieces = np.stack(np.split(seen.tensors["logits"], seen.mesh.axis_size("tp"), axis=-1))
     return pieces.argmax(-1), pieces.max(-1), pieces.shape[-1]
 
@@ -229,19 +229,19 @@ def _of_several(combine: Callable[..., np.ndarray]) -> Callable[[Seen], np.ndarr
 MOST_LIKELY = Exercise(
     name="most_likely",
     tensors=_most_likely_tensors,
-    specs={"logits": WORDS},
+    specs={"logits": ENTRIES},
     plain=lambda tensors: {"ids": tensors["logits"].argmax(-1)},
     results={"ids": P()},
     mistakes=(
         Mistake(
             "ids",
-            "This is the most likely of this rank's own words, but another rank may have a larger logit. How large is "
-            "the largest logit of all?",
+            "This is the most likely of this rank's own entries, but another rank may have a larger logit. How large "
+            "is the largest logit of all?",
             _own_best,
         ),
         Mistake(
             "ids",
-            "This is the word's place on the rank that has it. The first word of the rank with index i has the id "
+            "This is the entry's place on the rank that has it. The first entry of the rank with index i has the id "
             "i * n.",
             _place_on_its_rank,
         ),
@@ -261,9 +261,9 @@ MOST_LIKELY = Exercise(
 
 
 def check_most_likely(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` finds the most likely word of each token, and sends the same amount for any number of words.
+    """Whether `fn` finds the most likely entry for each token, and sends the same amount for any number of entries.
 
-    logits [T, V/tp]   ->   ids [T], the same on every rank: the lowest id if several words are equally likely
+    logits [T, V/tp]   ->   ids [T], the same on every rank: the lowest id if several entries are equally likely
     """
     verdict = grade(fn, MOST_LIKELY, framework)
     return for_any_vocabulary(fn, MOST_LIKELY, verdict, framework, 2) if verdict.passed else verdict
