@@ -9,10 +9,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/04_megatron_block.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/04_megatron_block.ipynb)
 #
-# ![A training step on four ranks: long stretches of computing, and four all_reduces between them.](images/04_megatron_block.png)
+# ![A training step on four ranks: long stretches of computing, and four all-reduces between them.](images/04_megatron_block.png)
 #
-# *One training step of a block on four ranks. The upper bars are computing. Twice in the forward pass and twice in the
-# backward pass, all ranks wait for a sum. No other messages are sent.*
+# *Forward and backward pass of a block on four ranks. The upper bars are computing. Twice in each pass, all ranks wait for
+# an all-reduce. No other messages are sent.*
 
 # %%
 import subprocess
@@ -72,8 +72,8 @@ print(f"gelu(1 - 1) = {gelu(0.0):.2f}")
 print(f"gelu(1) + gelu(-1) = {gelu(1.0) + gelu(-1.0):.2f}")
 
 # %% [markdown]
-# Here are both, forward and backward. The hidden layer is four times as wide, and so is the row-first MLP's sum in the
-# middle.
+# Here are both, forward and backward. The hidden layer is four times as wide, and so is the row-first MLP's all-reduce
+# in the middle.
 
 # %%
 def column_first(x, a, b):  # x [.., D]   a [D, H/tp]   b [H/tp, D]
@@ -104,7 +104,8 @@ for mlp, split in SPECS_OF.items():
     print(f"{num} collectives, {out.trace.bytes_sent(rank=0):,} bytes sent by a rank")
 
 # %% [markdown]
-# tplab's `tt.ParallelMLP` is column-first, like Megatron's.
+# tplab's `tt.ParallelMLP` is column-first, like Megatron's. Llama's gated MLP (SwiGLU) has two matrices of columns and one
+# of rows, and still needs one all-reduce in each pass.
 #
 # ## Attention: split between heads
 #
@@ -138,6 +139,10 @@ matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": who
 # tokens.
 #
 # </details>
+#
+# Here is a first reason to stop at eight. In **grouped-query** attention, several query heads share one head of keys and
+# values. [Llama 3 70B](https://arxiv.org/abs/2407.21783) has 64 query heads, but only eight of these. On sixteen ranks,
+# two ranks need copies of the same one, and must add up its gradient.
 
 # %%
 half_0, half_1 = np.array([[0, np.log(3)]]), np.array([[np.log(3), 0]])
@@ -187,19 +192,19 @@ def plain_block(x, w):
 SPECS = {"scale_1": P(), **dict.fromkeys("qkvo", P("tp"))}
 SPECS |= {"scale_2": P(), "a": COLUMNS, "b": ROWS}
 
-def random_block(tokens, width, num_heads, dtype=torch.float64):  # x, target, weights
+def random_block(tokens, width, num_heads, dtype=torch.float64):  # x, dy, weights
     torch.manual_seed(0)
     D, d, n = width, width // num_heads, num_heads
     shapes = {"scale_1": (D,), **dict.fromkeys("qkv", (n, D, d)), "o": (n, d, D)}
     shapes |= {"scale_2": (D,), "a": (D, 4 * D), "b": (4 * D, D)}
     w = {name: torch.randn(size, dtype=dtype) / D**0.5 for name, size in shapes.items()}
-    x, target = (torch.randn(1, tokens, D, dtype=dtype) for _ in range(2))
-    return x, target, w
+    x, dy = (torch.randn(1, tokens, D, dtype=dtype) for _ in range(2))
+    return x, dy, w
 
-def training_step(x, target, w, block):
+def training_step(x, dy, w, block):  # dy: what the next block would hand back
     x, w = x.requires_grad_(), {name: part.requires_grad_() for name, part in w.items()}
     y = block(x, w)
-    ((y - target) ** 2).sum().backward()
+    y.backward(dy)
     return y.detach(), {"x": x.grad, **{name: part.grad for name, part in w.items()}}
 
 GIVEN, TAKEN = (P(), P(), SPECS, None), (P(), {"x": P(), **SPECS})
@@ -217,27 +222,27 @@ for ranks in (2, 3, 4, 6, 12):
 print("y and the gradients of", ", ".join(right), "are those of the plain block")
 
 # %% [markdown]
-# ## See it run: four sums
+# ## See it run: four all-reduces
 #
-# Now we run a block of a seven-billion-parameter model on four H100s of one node. The times are **modelled**. (On
-# torch's `meta` device, tensors have shapes but no numbers.)
+# Now we run a block of a seven-billion-parameter model on four H100s of one node. The times are **modelled** from the
+# data sheet. (On torch's `meta` device, tensors have shapes but no numbers.)
 
 # %% tags=["opening-picture"]
-def modelled(ranks, tokens=2048):
+def modelled(ranks, tokens=2048, cluster="h100"):
     with torch.device("meta"):
         large = random_block(tokens, width=4096, num_heads=32, dtype=torch.bfloat16)
-    options = {"in_specs": GIVEN, "cluster": "h100", "device": "meta"}
+    options = {"in_specs": GIVEN, "cluster": cluster, "device": "meta"}
     return tt.run(training_step, Mesh(tp=ranks), *large, block, **options).trace
 
 timeline(modelled(4))
 
 # %% [markdown]
-# Two of the sums come from $g$ in the forward pass, and two from $f$ in the backward pass. Each adds up a whole
+# Two all-reduces come from $g$ in the forward pass, and two from $f$ in the backward pass. Each adds up a whole
 # activation, `[B, S, D]`. So each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
 #
-# Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. The
-# modelled times are those of an idle `laptop` at its peak. So compare the *ratios*: how much does the second process
-# gain?
+# Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. How much
+# does the second process gain? Usually less than in the model of a `laptop`, which gives each rank a core and a memory
+# of its own. Real processes share the memory, copy each message, and have to be woken when it comes.
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -291,66 +296,87 @@ except ReplicationError as error:
 # %% [markdown]
 # ## Why people stop at eight
 #
-# Here is the large block on more and more H100s, in nodes of eight. Across nodes, each sum is done on two levels, as in
-# [lab 03](03_network_levels.ipynb). Change the number of tokens. How much does each doubling of the ranks save?
+# Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Operations that
+# are as large on two ranks as on one are *not divided*. Change the number of tokens. How much does each doubling save?
 
 # %%
+from dataclasses import replace
+
 from tplab import cost
 from tplab.widgets import Bars, Row, knob
 
-h100 = cost.find("h100")
+def parts_of(ranks, tokens, cluster):
+    runs = [modelled(n, tokens, cluster).select(rank=0) for n in (1, 2, ranks)]
+    computing = [run.select(kind="compute").events for run in runs]
+    launch, parts = cluster.chip.launch, {}
+    for one, two, here in zip(*computing, strict=True):
+        part = "scores, gelu" if two.bytes < one.bytes else "not divided"
+        part = "matmuls" if here.op in ("mm", "bmm") else part
+        parts[part] = parts.get(part, 0) + here.end - here.start - launch
+    parts["launches"] = launch * len(computing[0])
+    nbytes = tokens * 4096 * 2
+    parts["all-reduces"] = 4 * cluster.collective_seconds("all_reduce", nbytes, ranks)
+    return parts
 
-def seconds_of_sum(nbytes, ranks):  # inside each node, then across
-    gpus = min(ranks, 8)
-    inside = cost.collective("all_reduce", nbytes, gpus, h100.inner_link)
-    nodes = ranks // gpus
-    across = cost.collective("all_reduce", nbytes / gpus, nodes, h100.outer_link)
-    return inside.seconds + across.seconds
-
-def bars(tokens):
-    rows = []
-    for ranks in (1, 2, 4, 8, 16, 32):
-        parts = {"products": 0.0, "other operations": 0.0}
-        for event in modelled(ranks, tokens).select(rank=0, kind="compute").events:
-            part = "products" if event.op in ("mm", "bmm") else "other operations"
-            parts[part] += event.end - event.start
-        parts["sums"] = 4 * seconds_of_sum(tokens * 4096 * 2, ranks)
-        rows.append(Row("1 rank" if ranks == 1 else f"{ranks} ranks", parts))
-    eight, sixteen = rows[3].total, rows[4].total
-    return Bars(rows, f"16 ranks take {sixteen / eight:.0%} of the time of 8 ranks.")
+def bars(tokens, name="h100-measured"):
+    parts = {n: parts_of(n, tokens, cost.find(name)) for n in (1, 2, 4, 8, 16)}
+    rows = [Row(f"{n} rank{'s' * (n > 1)}", part) for n, part in parts.items()]
+    gain = rows[3].total / rows[4].total
+    return Bars(rows, f"16 ranks are {gain:.2f} times as fast as 8 ranks.")
 
 options = {tokens: bars(tokens) for tokens in (512, 2048, 8192)}
-about = "one training step of one block, width 4,096, bfloat16, modelled"
+kind = cost.find("h100-measured").label
+about = f"a block, forward and backward, width 4,096, bfloat16; {kind}"
 knob("More and more ranks", "tokens", options, start=2048, about=about)
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Each doubling saves less. With 2,048 tokens, the second rank saves 38% of the time, but going from 8 ranks to 16 saves
-# only 2%. With 8,192 tokens it saves 17%, and with 512 nothing. Products, scores and hidden features are divided among
-# the ranks. Norms, residuals and launches are not. And the sums become longer, most of all when they cross the network.
+# With 2,048 tokens, eight more GPUs make the block only 1.18 times as fast (by the data sheet 1.09). On sixteen ranks,
+# less than a fifth of the time is matmuls. Norms and residuals are the same on every rank, launches cost what they cost,
+# and the all-reduces do not become shorter. With 512 tokens the gain is 1.06, with 8,192 it is 1.34. As a second
+# data-parallel replica, the eight GPUs would double the tokens in about the same time.
 #
-# Used for data parallelism, eight more GPUs train on twice as many tokens in about the same time. This is why people
-# stop at eight.
+# It was **measured**: on sixteen H100s, the authors of the Ultra-Scale Playbook trained 6,057 tokens per second and GPU
+# of an 8B model of this width with two replicas of `tp=8`, and 4,456 with `tp=16` (the best of their runs for each).
 #
-# The model assumes unfused operations and 5 µs per launch, as in eager PyTorch, and a network card for each GPU. With
-# fused kernels, or fewer cards, the sums weigh more.
+# The model has eager, unfused operations. With fused kernels, the all-reduces weigh more.
 #
 # </details>
 #
-# Here is a rule of thumb. Apart from the scores, the products of a step take $72\,BSD^2 / R$ operations. In a single
-# ring, the four sums send $8\frac{R-1}{R}BSD$ elements of 2 bytes. Both take equally long when
+# **Predict.** Is the network between the nodes to blame? How much faster would the four all-reduces be if all ranks were
+# in one node?
+
+# %%
+def four(ranks, cluster):
+    return 4e6 * cluster.collective_seconds("all_reduce", 2048 * 4096 * 2, ranks)
+
+by_eight = cost.find("h100-measured")
+one_node = replace(by_eight, node_size=64)
+for ranks in (8, 16, 32, 64):
+    apart, together = four(ranks, by_eight), four(ranks, one_node)
+    print(f"{ranks:>2} ranks: {apart:5.0f} µs in nodes of 8, {together:4.0f} in one node")
+
+# %% [markdown]
+# Surprisingly, on two nodes it hardly matters, because NCCL uses all eight network cards at once ([lab
+# 03](03_network_levels.ipynb)). From four nodes on it does, and there this forecast is also at its weakest. So eight is no
+# law. In an NVL72 rack, 72 GPUs share NVLink, and the limits are those of the chart. (The last column assumes that NCCL
+# goes on as in a node of eight.) TPUs are wired as a torus, without nodes, and the [scaling
+# book](https://jax-ml.github.io/scaling-book/training/) gives a TPU v5p one rank per 2,550 hidden features and axis of the
+# torus.
+#
+# A rule of thumb for GPUs: apart from the scores, the matmuls of a step take $72\,BSD^2 / R$ operations. In a ring, the
+# four all-reduces send $8\frac{R-1}{R}BSD$ elements of 2 bytes. Both take equally long when
 #
 # $$R - 1 = 4.5 \, D \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 #
-# The number of tokens cancels, if there are enough to make latencies and launches small. The width and the link remain.
-# (Both rates are peaks. Real ones are lower.)
+# The number of tokens cancels, if there are enough of them. The width and the link remain:
 
 # %%
-for link in (h100.inner_link, h100.outer_link):
-    for width in (4096, 12288):
-        equal = 1 + 4.5 * width * link.bandwidth / h100.chip.flops["bfloat16"]
-        print(f"width {width:>6,}, {link.name:<14} {equal:4.1f} ranks")
+sheet = cost.find("h100")
+for width in (4096, 12288):
+    equal = 1 + 4.5 * width * sheet.inner_link.bandwidth / sheet.chip.flops["bfloat16"]
+    print(f"width {width:>6,}, {sheet.inner_link.name}: {equal:4.1f} ranks")
 
 # %% [markdown]
 # ## The same in JAX
@@ -370,15 +396,16 @@ def heads_in_jax(x, q, k, v, o):
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return jnp.einsum("bsnd,ndD->bsD", y, o)
 
-def loss_in_jax(x, w, target, f):
+def block_in_jax(x, w, f):
     h = f(norm_in_jax(x, w["scale_1"]))
     x = x + tj.reduce_from(heads_in_jax(h, w["q"], w["k"], w["v"], w["o"]), "tp")
     h = f(norm_in_jax(x, w["scale_2"]))
     hidden = jax.nn.gelu(h @ w["a"], approximate=False)
-    return ((x + tj.reduce_from(hidden @ w["b"], "tp") - target) ** 2).sum()
+    return x + tj.reduce_from(hidden @ w["b"], "tp")
 
-def step_in_jax(x, target, w, f):
-    return jax.grad(loss_in_jax, (0, 1))(x, w, target, f)
+def step_in_jax(x, dy, w, f):
+    y, backward = jax.vjp(lambda x, w: block_in_jax(x, w, f), x, w)
+    return y, *backward(dy)
 
 def with_f(h):
     return tj.copy_to(h, "tp")
@@ -388,18 +415,17 @@ def no_f(h):
 
 arrays = jax.tree.map(np.asarray, small)
 for f in (no_f, with_f):
-    options = {"in_specs": GIVEN, "out_specs": (P(), SPECS)}
+    options = {"in_specs": GIVEN, "out_specs": (P(), P(), SPECS)}
     out = tj.run(step_in_jax, Mesh(tp=4), *arrays, f, **options)
-    grads = {"x": out.value[0], **out.value[1]}
+    grads = {"x": out.value[1], **out.value[2]}
     off = max(np.abs(grads[name] - want[name].numpy()).max() for name in want)
     is_right = "right" if off < 1e-3 else "wrong"  # JAX computes in float32
     sums = len(out.trace.select(rank=0, kind="collective"))
-    print(f"{f.__name__}: gradients {is_right}, {sums} sums")
+    print(f"{f.__name__}: gradients {is_right}, {sums} all-reduces")
 
 # %% [markdown]
-# Both are right, but without $f$ there are six sums. JAX's types put $f$ where `h` *meets* divided weights, which are
-# `q`, `k` and `v`. A `copy_to` before them turns these three sums into one. (XLA on a GPU or TPU may combine the
-# three.)
+# Both are right, but without $f$ there are six all-reduces. JAX's types put $f$ where `h` *meets* divided weights, which
+# are `q`, `k` and `v`. A `copy_to` before them turns these three into one. (XLA on a GPU or TPU may combine the three.)
 #
 # ## A bug to repair
 #
@@ -443,11 +469,11 @@ given = {"inputs": (torch.tensor(hidden),), "in_specs": features}
 print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 
 # %% [markdown]
-# Of four tensors, the output and three gradients, only the output is wrong. As the last line says, `check_parallel`
-# first gives random values to parameters that are all zeros or all ones, because these hide mistakes.
+# As the last line says, `check_parallel` first gives random values to parameters that are all zeros or all ones, because
+# these hide mistakes.
 #
-# Fix `down`, run its cell, and then this one. The check looks at gradients as well. So it refuses two repairs that are
-# good enough for inference: each rank adds a share of the bias, or only rank 0 adds it, as in
+# Fix `down`, run its cell, and then this one. The check refuses two repairs that are good enough for inference: each rank
+# adds a share of the bias, or only rank 0 adds it, as in
 # [nano-vllm](https://github.com/GeeeekExplorer/nano-vllm/issues/99).
 
 # %%
@@ -456,14 +482,14 @@ from tplab.exercises.megatron_block import check_down
 check_down(down)
 
 # %% [markdown]
-# ## Your turn: half the sums
+# ## Your turn: half the all-reduces
 #
 # The block needs two pairs of $f$ and $g$ because the MLP reads what attention has written. In some models
 # ([GPT-J](https://github.com/kingoflolz/mesh-transformer-jax), PaLM) both read the same input:
 #
 # $$h = \mathrm{norm}(x) \qquad y = x + \mathrm{heads}(h) + \mathrm{gelu}(h A)\, B$$
 #
-# Write it in torch, with as few sums as you can. The weights are this rank's, as in `block`, and you may use `norm` and
+# Write it in torch, with as few all-reduces as you can. The weights are this rank's, as in `block`, and you may use `norm` and
 # `heads`. The check differentiates your function, so mind the gradient of `scale`.
 
 # %%
@@ -485,15 +511,16 @@ check_parallel_block(parallel_block)
 #
 # ## To take away
 #
-# - Columns, then rows, need one sum in each pass, if every rank has whole features or whole heads in between. A block
-#   has two such pairs, so a training step has four sums.
+# - Columns, then rows, need one all-reduce in each pass, if every rank has whole features or whole heads in between. A
+#   block has two such pairs, so a training step has four all-reduces.
 # - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, using parameters that are not
 #   zero.
-# - With a width of 4,096, the sums take as long as the products on about nine H100s over NVLink, and on two across
-#   nodes. A second node saves less than a fifth of the time. So `tp` stays inside the node.
+# - With a width of 4,096, all-reduces take as long as matmuls on about nine H100s. What is not divided, launches and
+#   all-reduces leave little for a ninth rank to gain, and from four nodes on the network takes even that.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Chowdhery et al. 2022,
-# [PaLM](https://arxiv.org/abs/2204.02311).
+# [PaLM](https://arxiv.org/abs/2204.02311). Throughput on 16 GPUs: the interactive plot of the [Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), Apache-2.0, commit 924e4d0.
 #
 # Next: [05 Block memory](05_block_memory.ipynb). All ranks still compute the same norms, and keep the same activations.
 
