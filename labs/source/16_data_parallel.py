@@ -8,9 +8,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/16_data_parallel.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/16_data_parallel.ipynb)
 #
-# ![A timeline of eight ranks. During the backward pass, an all_reduce runs beside every second product.](images/16_data_parallel.png)
+# ![A timeline of eight ranks. During the backward pass, all-reduces run beside the matmuls.](images/16_data_parallel.png)
 #
-# *One training step on a modelled node of eight H100s. Every rank holds the whole model and has its own batch. The gradient
+# *One training step on eight H100s of one node (modelled, data sheet). Every rank holds the whole model and has its own batch. The gradient
 # of each layer is averaged over the ranks while the layers before it are still computing theirs.*
 
 # %%
@@ -28,6 +28,7 @@ from functools import partial
 import torch
 import tplab.torch as tt
 from tplab import Mesh, P
+from tplab.data.hiding import tokens_to_hide
 from tplab.trace import overlap
 from tplab.widgets import Bars, Row, knob, timeline
 from torch import nn
@@ -35,8 +36,8 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 # %% [markdown]
-# The times in this lab are **modelled**, so sizes are all we need. Meta tensors have a shape but no numbers, and
-# `skip_init` makes layers without initialising them.
+# The times in this lab are **modelled** from data sheets, where nothing else is said. So they are a bound, and sizes are
+# all we need. Meta tensors have a shape but no numbers, and `skip_init` makes layers without initialising them.
 
 # %% tags=["opening-picture"]
 SIZES = {"dtype": torch.bfloat16, "device": "meta"}
@@ -141,13 +142,13 @@ for bucket_bytes in (None, 25e6):
 # gradients of a bucket are complete, `start` begins its `all_reduce` without waiting for the result. When the backward pass
 # ends, the means are written to `p.grad`.
 #
-# **Predict.** The gradients take 134 MB. Which is fastest: one message per parameter, buckets of 5, 25 or 50 MB, or a
+# **Predict.** The gradients take 134 MB. How much of the sending is hidden with buckets of 5 MB, of 50 MB, and with a
 # single bucket for everything?
 #
 # <details><summary>Answer</summary>
 #
-# Buckets of 25 MB. The last bucket holds the gradients of the *first* layers. It is full only when the backward pass is
-# over, so nothing is left to hide it behind. Smaller buckets make the last one shorter, but they pay more latency.
+# Nearly all, about 70%, and nothing. The last bucket holds the gradients of the *first* layers. It is full only when the
+# backward pass is over, so nothing is left to hide it behind. A single bucket *is* the last one.
 #
 # </details>
 
@@ -159,12 +160,11 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
     print(f"{label:17} {trace.makespan * 1e3:.2f} ms, {hidden:.0%} hidden")
 
 # %% [markdown]
-# Buckets of 5 MB hide more, yet buckets of 25 MB are faster: packing a bucket is one more operation, and each takes 5
-# µs to launch in this model. One message per parameter needs no packing, but pays the most latency. torch's own
-# DistributedDataParallel uses 25 MiB.
+# Surprisingly, the size hardly matters between 5 and 50 MB: what small buckets hide more, they pay in latency and in
+# launches. Only the two ends are bad. torch's own DistributedDataParallel uses 25 MiB.
 #
-# The next cell **measures** both programs on two processes. Each has a GPU if your machine has two. Without GPUs, the cores
-# that compute must also move the messages, so overlapping gains little, if anything.
+# The next cell **measures** both programs on two processes, on GPUs if your machine has two. Without GPUs, the cores that
+# compute must also move the messages, so overlapping gains little, if anything.
 
 # %% tags=["nbval-ignore-output"]
 layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
@@ -204,8 +204,9 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# Inside a node, about 2,000 tokens per rank are enough. A ring over two nodes needs almost ten times as many. In every
-# step it waits for the hop over InfiniBand, which has a ninth of NVLink's bandwidth.
+# From 2,048 tokens the node hides nearly everything. Two nodes need hardly more, although a network card has only a ninth
+# of NVLink's bandwidth: the all-reduce uses all eight cards of a node at once, as in
+# [lab 03](03_network_levels.ipynb). What is never hidden is the last bucket.
 #
 # </details>
 #
@@ -218,40 +219,38 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 # $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
 # The size of the model cancels. What matters is the number of tokens per rank, and how fast a chip computes compared with
-# its links.
+# its links. Between nodes, $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the clock, for a transformer
+# block of width 8,192: the bound of the data sheet, and a **forecast** for a cluster that was measured.
 
 # %%
-from tplab.cost import find
-
-for name, nodes in [("h100", 1), ("h100", 2), ("h100", 64), ("a100", 64)]:
-    cluster, R = find(name), 8 * nodes
-    flops, slowest = cluster.chip.peak("bfloat16"), cluster.group_link(range(R))
-    one_ring = (R - 1) / R * flops / slowest.bandwidth
-    inside = 7 / 8 / cluster.inner_link.bandwidth  # of the gradients, seconds per byte
-    between = (nodes - 1) / nodes / 8 / cluster.outer_link.bandwidth
-    two_levels = flops * (inside + between)
-    print(f"{name}, {R:3} ranks: {one_ring:6,.0f} tokens per rank with one ring,",
-          f"{two_levels:5,.0f} with two levels")
+for ranks in (8, 16, 64):
+    for name, kind in {"h100": "data sheet", "h100-measured": "forecast"}.items():
+        tokens = tokens_to_hide("data parallel", name, ranks)
+        print(f"{ranks:2} H100s, {kind:10} {tokens:,} tokens per rank")
 
 # %% [markdown]
-# "Two levels" is the `all_reduce` of [lab 03](03_network_levels.ipynb): it reduces inside the node first, so that each GPU
-# sends only an eighth between nodes. NCCL can reach about the same with several rings, one for each network card.
+# On paper, it takes about 1,900 tokens per rank inside a node, and about 2,500 tokens per rank on 64 GPUs. On the measured
+# network, 64 GPUs need about 5,800 tokens per rank, because its bandwidth falls with the number of nodes. Inside a node
+# the forecast is *lower*: real matmuls are slower than the data sheet, which leaves more time to send.
 #
 # **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it before the gradients no longer hide?
 #
 # <details><summary>Answer</summary>
 #
-# With two levels, a rank needs about 4,400 tokens, so about 900 GPUs. That assumes that chips compute at their peak. If
-# they reach half of it, the backward pass takes twice as long, and 1,800 GPUs are possible. Beyond that, you can send
-# fewer bytes, or let several ranks share a replica, as in tensor parallelism. Then what counts is the tokens per
-# replica, not per rank.
+# With 2,500 tokens for each, 1,600 GPUs. That is the bound, and real clusters stop much earlier. The authors of the
+# Ultra-Scale Playbook measured a model of 3 billion parameters with batches of a million tokens. Eight GPUs reached 42% of
+# their peak, 64 still 35%, and 128 only 26%, with 8,192 tokens for each. (They averaged gradients in float32, with
+# twice the bytes, and used ZeRO 1 of [lab 17](17_zero.ipynb).)
+#
+# Beyond that, you can send fewer bytes, or let several ranks share a replica, as in tensor parallelism. Then what counts
+# is the tokens per replica, not per rank.
 #
 # </details>
 #
 # ## Send once per step
 #
-# A batch that is too large for memory is computed in parts, and their gradients are added up: **gradient
-# accumulation**. The sum has to be sent only once, with the last part:
+# A batch that is too large for memory is computed in parts, one after the other, and their gradients are added up:
+# **gradient accumulation**. The total has to be sent only once, with the last part:
 
 # %%
 def accumulated(model, x, parts=4, once=True):
@@ -318,7 +317,7 @@ for fn in (by_types, by_buckets):
 # | initial parameters | the same on every rank: drawn from one seed, or broadcast by rank 0 (`data_parallel` does this) |
 # | data | each rank has its own part: `P("dp")` |
 # | dropout | each rank drops different elements, from one seed: `dropout(x, p, axis="dp")` |
-# | batch norm | uses the statistics of the whole batch: `batch_norm(x, weight, bias, "dp")` |
+# | batch norm | a choice: each rank's own statistics, as DDP does, or those of the whole batch, `batch_norm(x, weight, bias, "dp")` |
 # | clipping | uses one norm, that of the averaged gradients of the whole model: `clip_gradients(model, 1.0)` |
 # | the loss | is divided by the same number on every rank |
 #
@@ -375,7 +374,7 @@ check_replicas(my_replicas)
 # |---|---|---|---|
 # | `data_parallel(model, "dp")` | `DistributedDataParallel(model)` | `--overlap-grad-reduce` | `jax.grad` of replicated parameters |
 # | `bucket_bytes` | `bucket_cap_mb=25` | `--ddp-bucket-size`, in parameters | `xla_gpu_all_reduce_combine_threshold_bytes` |
-# | `no_sync()` | `model.no_sync()` | `no_sync_func` | add up first, then differentiate once |
+# | `no_sync()` | `model.no_sync()` | `no_sync_func` | differentiate by `lax.pcast(params, "dp", to="varying")` in each part, then one `lax.pmean` |
 # | your `my_loss` | your own code | `--calculate-per-token-loss` | `lax.psum` of the counts |
 #
 # ## To take away
@@ -388,7 +387,9 @@ check_replicas(my_replicas)
 #
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704), for buckets and hooks. Goyal et al.
 # 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
-# 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens.
+# 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens. Measured shares of
+# the peak: the plot of the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), Apache-2.0,
+# commit 924e4d0.
 #
 # Next: [17 ZeRO](17_zero.ipynb). Eight replicas keep eight copies of the same numbers. Do they have to?
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 import tplab.torch as tt
 from tplab import Mesh, P
+from tplab.data.hiding import tokens_to_hide
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, bytes_per_parameter, state_bytes
 from tplab.widgets import Bars, Row, knob, memory_timeline, timeline
@@ -274,7 +275,7 @@ memory_timeline(kept_or_not, title="Forward and backward, stage 3")
 #
 # ## See it run: time
 #
-# A message that travels while a layer computes need not cost time. Below are eight H100s on the modelled clock, with four
+# A message that travels while a layer computes need not cost time. Below are eight H100s on the modelled clock (data sheet), with four
 # layers of 8,192 by 8,192, and 16,384 tokens per rank. Nothing is computed: the tensors have only shapes. With
 # **prefetch**, the gather of a layer starts one layer early, while another layer computes, and gradients leave without
 # being waited for. Without it, nothing overlaps.
@@ -293,7 +294,7 @@ traces = {}
 for prefetch in (False, True):
     trace = tt.run(big, Mesh(dp=8), prefetch, cluster="h100").trace
     first = trace.select(kind="collective").start
-    traces[prefetch] = trace.since(first)  # without making the weights: no step does that
+    traces[prefetch] = trace.since(first)  # without making the weights
 for prefetch, trace in traces.items():
     hidden = overlap(trace).share
     seconds = trace.makespan
@@ -345,19 +346,43 @@ knob("States of 30 billion parameters", "ranks",
 # | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ | in every layer, forward and backward |
 #
 # **Decide.** When does a gather cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its gather
-# moves 2 bytes per parameter. The backward pass doubles both. Take a GPU that reaches 400 TFLOP/s (lab 16 took an H100's
-# peak, 989), and links of 450 GB/s inside a node and 50 GB/s between nodes:
+# moves 2 bytes per parameter. The backward pass doubles both. So the size of the model cancels, as in
+# [lab 16](16_data_parallel.ipynb), and what counts is the tokens per rank. For the blocks of a transformer:
 
 # %%
-links = [("inside a node, 450 GB/s", 450e9), ("between nodes, 50 GB/s", 50e9)]
-for where, bandwidth in links:
-    tokens = 2 / bandwidth * 400e12 / 2  # seconds x FLOP/s / FLOPs per token
-    print(f"{where}: hidden from {tokens:,.0f} tokens per rank on")
+for ranks in (8, 16, 64):
+    for name, kind in {"h100": "data sheet", "h100-measured": "forecast"}.items():
+        tokens = tokens_to_hide("ZeRO 3", name, ranks)
+        print(f"{ranks:2} H100s, {kind:10} {tokens:,} tokens per rank")
 
 # %% [markdown]
-# So inside a node, stage 3 is nearly free. Between nodes, a small batch waits for its parameters. There are three ways out:
-# use stage 1, divide parameters only inside each node (`replicate_axis`), or send fewer bits per number
-# ([ZeRO++, lab 18](18_quantised_communication.ipynb)).
+# Inside a node, both say about 1,900 tokens per rank. On 64 GPUs the data sheet says about 2,500 tokens per rank: it is a
+# bound. The forecast, for a network that was measured, says about 11,300 tokens per rank. A small batch waits for its
+# parameters there. There are three ways out: use stage 1, send fewer bits per number
+# ([ZeRO++, lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node. The last is called
+# *hybrid* sharding, HSDP. Every node has all pieces, and after the `reduce_scatter` inside the node, only a piece of the
+# gradients is all-reduced across. Here are both on eight nodes. Each rank has 2,048 tokens:
+
+# %%
+def eight_nodes(axis, replicate_axis):
+    with torch.device("meta"):
+        model = net(8, 8192).bfloat16()
+        tt.shard_parameters(model, axis, replicate_axis=replicate_axis)
+        x = torch.empty(2048, 8192, dtype=torch.bfloat16, requires_grad=True)
+        model(x).sum().backward()
+
+choices = {"all 64": (("node", "gpu"), None), "hybrid": ("gpu", "node")}
+for name, axes in choices.items():
+    for cluster in ("h100", "h100-measured"):
+        trace = tt.run(eight_nodes, Mesh(node=8, gpu=8), *axes, cluster=cluster).trace
+        trace = trace.since(trace.select(kind="collective").start)
+        hidden = overlap(trace).share
+        print(f"{name}, {cluster:13} {trace.makespan * 1e3:4.1f} ms, {hidden:.0%} hidden")
+
+# %% [markdown]
+# Surprisingly, hybrid sharding is slower on the data sheet. Its two levels take turns, while a `reduce_scatter` over all
+# ranks uses NVLink and the network cards at once ([lab 03](03_network_levels.ipynb)). On the measured network it is nearly
+# twice as fast, because much less has to cross. Its price is memory: $16/8$ bytes per parameter instead of $16/64$.
 #
 # ## A bug to repair
 #

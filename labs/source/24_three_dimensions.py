@@ -1,14 +1,15 @@
 # %% [markdown]
 # # 24 Three dimensions
 #
-# **Which axis of the mesh belongs inside a node?**
+# **What does each axis of a three-dimensional mesh send in a training step, and which of
+# them may cross the network?**
 #
-# Prerequisites: [lab 11](11_run_a_pipeline.ipynb) for pipelines, [lab 16](16_data_parallel.ipynb) for data parallelism, and
-# [lab 17](17_zero.ipynb) for ZeRO. Time: 50 minutes.
+# Prerequisites: [lab 11](11_run_a_pipeline.ipynb) for pipelines, [lab 17](17_zero.ipynb) for ZeRO, and
+# [lab 19](19_axes_and_nodes.ipynb) for two axes on two nodes. Time: 50 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/24_three_dimensions.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/24_three_dimensions.ipynb)
 #
-# ![A training step on two nodes of four GPUs. With the pipeline or data parallelism across the nodes it takes nearly the same time, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
+# ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
 #
 # *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2. Only
 # the order of its axes differs, and with it the axis whose messages cross from node to node. Waiting includes the time
@@ -24,55 +25,40 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
-from dataclasses import replace
-
 import torch
+import tplab.torch as tt
 from tplab import Mesh, P
-from tplab.cost.cluster import ETHERNET_10G
 from tplab.data.text import Text, python_source
-from tplab.exercises.three_dimensions import (
-    CLUSTERS, LAYOUTS, LARGE, modelled, stage_specs,
-)
+from tplab.exercises import three_dimensions
+from tplab.exercises.three_dimensions import LARGE, LAYOUTS, NETWORKS, modelled
 from tplab.schedules import one_f_one_b
-from tplab.torch import (
-    GPTConfig, axis_index, clip_gradients, gpt_layers, run, split_batch, stages_of,
-    train, train_batch, vocab_parallel_cross_entropy,
-)
+from tplab.trace import overlap
 from tplab.training.recipe import Recipe
-from tplab.widgets import Bars, LossCurve, Row, animate, bytes_text, knob, shards
+from tplab.widgets import Bars, LossCurve, Row, bytes_text, knob, shards, timeline
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# `modelled` runs one step on simulated ranks. Its tensors have shapes but no numbers, so a large model takes no memory.
-# Every message and every operation advances the clock of its rank by the time that it would take on a cluster. In a
-# `Mesh`, ranks are numbered along the last axis first, so its ranks are neighbours. With nodes of four ranks, it is the
-# first axis that crosses from node to node.
+# `modelled` runs one step on simulated ranks, and its clock says how long it would take on a cluster. Tensors have shapes
+# but no numbers, so a large model takes no memory. In a `Mesh`, ranks are numbered along the last axis first, so its ranks
+# are neighbours. With nodes of four ranks, it is the first axis that crosses from node to node.
 
 # %% tags=["opening-picture"]
-orders = {"pp": ("pp", "dp", "tp"), "dp": ("dp", "pp", "tp"), "tp": ("tp", "dp", "pp")}
-names = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
-ethernet = replace(CLUSTERS["2 nodes of 4"], outer_link=ETHERNET_10G)
+ORDERS = {"pipeline": ("pp", "dp", "tp"), "data": ("dp", "pp", "tp"),
+          "tensor": ("tp", "dp", "pp")}
 
-def steps_on(cluster):
-    return {first: modelled(Mesh(**dict.fromkeys(order, 2)), cluster)
-            for first, order in orders.items()}
+def bars(cluster):
+    rows = []
+    for name, order in ORDERS.items():
+        trace = modelled(Mesh(**dict.fromkeys(order, 2)), cluster)
+        busy = float(overlap(trace).computing[0])
+        parts = {"computing": busy, "waiting": trace.makespan - busy}
+        rows.append(Row(f"{name} across nodes", parts))
+    return Bars(rows, "Pipelines across are fastest, tensor parallelism slowest.")
 
-def bar(first, trace):
-    computes = trace.select(kind="compute", rank=0).events
-    busy = sum(event.duration for event in computes)
-    parts = {"computing": busy, "waiting": trace.makespan - busy}
-    slower = trace.makespan / networks["InfiniBand"][first].makespan
-    note = f"{slower:.1f} x as long" if slower > 1 else ""
-    return Row(f"{names[first]} across nodes", parts, note)
-
-networks = {"InfiniBand": steps_on(CLUSTERS["2 nodes of 4"]),
-            "10 Gb Ethernet": steps_on(ethernet)}
-knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes",
-     {name: Bars([bar(*step) for step in steps.items()],
-      "Tensor parallelism across the nodes is slowest. The other two are nearly equal.")
-      for name, steps in networks.items()},
-     start="InfiniBand", about="modelled, rank 0", unit="s")
+networks = {name: bars(cluster) for name, cluster in NETWORKS.items()}
+knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
+     about="H100s, modelled: data sheets and a forecast", unit="s")
 
 # %% [markdown]
 # ## By hand: eight workers
@@ -137,7 +123,7 @@ blocks = blocks_per_stage * 12 * 4096**2 / 2  # parameters on a rank: half of ea
 words, positions = 32768 / 2 * 4096, 2048 * 4096  # those of the two embeddings
 by_hand = {"tp": m * (4 * blocks_per_stage + 1) * A, "pp": m * A + words,
            "dp": blocks + words + positions}
-trace = networks["InfiniBand"]["pp"]
+trace = modelled(mesh, NETWORKS["InfiniBand"])
 events = [event for event in trace.events if event.rank == 0]
 for axis, numbers in by_hand.items():
     counted = sum(event.bytes for event in events if event.axis == axis
@@ -145,11 +131,19 @@ for axis, numbers in by_hand.items():
     print(f"{axis}: by hand {bytes_text(2 * numbers)}, counted {bytes_text(counted)}")
 
 # %% [markdown]
-# The formula leaves out the layer norms, which are too small to show. Each message of tensor parallelism holds up the
-# next operation, so this axis belongs on the fastest links. That the pipeline sends the least depends on the model: a
-# stage sends one activation per microbatch, however many blocks it has, while tensor and data parallelism send more with
-# every block. It also depends on the batch. With twice the batch, this model would send 384 MiB along pp, and still 336
-# MiB along dp.
+# The formula leaves out the layer norms, which are too small to show. Bytes are only half of the answer. The other half is
+# *when* they travel: see a step run, with the pipeline across the nodes. Hover over the bars of rank 0.
+
+# %%
+timeline(trace)
+
+# %% [markdown]
+# The messages along `tp` are everywhere, and the next operation waits for each of them. Those along `pp` are rare, and
+# between them a stage computes. Those along `dp` come once, at the end. (This step does not overlap them with the
+# backward pass, as [lab 16](16_data_parallel.ipynb) does; then they would cost less.) So the order on the nodes is `tp`
+# inside, and `dp` and `pp` across. Which of these two is outermost depends on the model and the batch: a stage sends one
+# activation per microbatch, however many blocks it has, while the gradients grow with every block. With twice the batch,
+# this model would send 384 MiB along `pp`, and still 336 MiB along `dp`.
 #
 # ## Build it
 #
@@ -157,36 +151,28 @@ for axis, numbers in by_hand.items():
 # they are tensor-parallel. Each data-parallel rank takes its own rows of the batch.
 
 # %%
-config = GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
+config = tt.GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
 text = Text(python_source())
 
 def loss_of(logits, targets):
-    return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size)
+    return tt.vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size)
 
-def step(mesh, clip=clip_gradients):
+def step(mesh, clip=tt.clip_gradients):
     schedule = one_f_one_b(mesh.shape["pp"], 2)
-    stages = stages_of(gpt_layers(config), schedule)
+    stages = tt.stages_of(tt.gpt_layers(config), schedule)
     ids, targets = map(torch.tensor, text.batch(0, size=8, length=32))
-    rows = slice(axis_index("dp"), None, mesh.shape["dp"])  # any split works
-    pairs = split_batch(ids[rows], targets[rows], 2)
-    loss = train_batch(schedule, stages, pairs, loss_of, data_axis="dp")
-    norm = clip(stages, 1.0, stage_specs(config, stages.partition.bounds))
+    rows = slice(tt.axis_index("dp"), None, mesh.shape["dp"])  # any split works
+    pairs = tt.split_batch(ids[rows], targets[rows], 2)
+    loss = tt.train_batch(schedule, stages, pairs, loss_of, data_axis="dp")
+    specs = three_dimensions.stage_specs(config, stages.partition.bounds)
+    norm = clip(stages, 1.0, specs)
     return loss, norm
 
-one = run(step, Mesh(dp=1, pp=1, tp=1), Mesh(dp=1, pp=1, tp=1)).per_rank[0]
-out = run(step, mesh, mesh)
+one = tt.run(step, Mesh(dp=1, pp=1, tp=1), Mesh(dp=1, pp=1, tp=1)).per_rank[0]
+out = tt.run(step, mesh, mesh)
 for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
     apart = max(abs(x - want) for x in got).item()
     print(f"{name}: all 8 ranks agree with one device to 1e-5: {apart < 1e-5}")
-
-# %% [markdown]
-# ## See it run
-#
-# The widget shows which rank sends what, and along which axis. Step through the first microbatch: activations are summed
-# between neighbours inside a stage, and then go on to the next stage. The gradients of copies are averaged at the end.
-
-# %%
-animate(out.trace)
 
 # %% [markdown]
 # ## Train it
@@ -201,12 +187,12 @@ def quiet(progress):
     pass
 
 recipe = Recipe(steps=30, batch_size=8, evaluate_every=10)
-alone = train(config, text, Mesh(tp=1), recipe, show=quiet)
+alone = tt.train(config, text, Mesh(tp=1), recipe, show=quiet)
 curve = LossCurve(30, title="Loss of a GPT on Python's source",
                   beside=("one device", alone.losses),
                   sentence="The loss on 2 x 2 x 2 ranks is that of one device.")
 shown = display(curve, display_id=True)  # it draws while the model trains
-both = train(config, text, mesh, recipe, show=curve)
+both = tt.train(config, text, mesh, recipe, show=curve)
 shown.update(curve)  # and this is its picture for readers without a kernel
 
 # %%
@@ -227,7 +213,7 @@ import tplab.jax as tj
 
 short = Recipe(steps=3, batch_size=8)
 twin = tj.train(config, text, Mesh(dp=2), short, show=quiet)
-torchs = train(config, text, Mesh(dp=2), short, show=quiet)
+torchs = tt.train(config, text, Mesh(dp=2), short, show=quiet)
 apart = max(abs(a - b) for a, b in zip(twin.losses, torchs.losses))
 print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 
@@ -239,7 +225,7 @@ print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 import tempfile
 from pathlib import Path
 
-there = train(config, text, Mesh(dp=2), short, show=quiet, on="processes")
+there = tt.train(config, text, Mesh(dp=2), short, show=quiet, on="processes")
 apart = max(abs(a - b) for a, b in zip(there.losses, torchs.losses))
 print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
 
@@ -269,10 +255,9 @@ print(done.stderr if done.returncode else done.stdout)
 #
 # <details><summary>What there is to find</summary>
 #
-# With the pipeline or data parallelism across the nodes, a step takes nearly five times as long, and with tensor
-# parallelism more than ten times. Traffic over a slow link decides how long the step takes. The modelled clock has no
-# contention between groups that share a network card. And nothing here overlaps the averaging of the gradients with the
-# backward pass, as [lab 16](16_data_parallel.ipynb) does. With overlap, data parallelism across the nodes would cost less.
+# On InfiniBand the order hardly matters: 71, 72 and 84 ms (data sheet). On Ethernet, a step takes 4.4 times as long with
+# the pipeline across the nodes, 4.8 times with data parallelism, and more than ten times with tensor parallelism. The
+# forecast is in between: real networks are slower than their data sheets, so the order matters more than on paper.
 #
 # </details>
 
@@ -301,19 +286,19 @@ check_clipping(my_clip)
 # %% [markdown]
 # ## Your turn: three clusters
 #
-# So far the mesh was always 2 x 2 x 2. How many ranks should each axis have? You have eight H100 GPUs, the model from the
-# top, and a batch of 16 sequences, in two microbatches per pipeline. The GPUs may be in one node, in two nodes of four
-# with InfiniBand, or in eight machines with 10 Gb Ethernet. Choose the fastest layout for each cluster. In the name of a
-# layout, the ranks of the last axis are neighbours. Count what each rank sends, and remember that with $m$ microbatches
-# a pipeline of $p$ stages is idle for $(p-1)/(m+p-1)$ of the time. The check models a step of every layout, which may
-# take a minute.
+# So far the mesh was always 2 x 2 x 2. When are three dimensions worth it? You have eight H100 GPUs, the model from the
+# top, and a batch of 16 sequences, in two microbatches per pipeline. The GPUs may be in one node, in four machines of two,
+# or in eight machines; between machines there is 10 Gb Ethernet for each GPU. Choose the fastest layout for each. In the
+# name of a layout, the ranks of the last axis are neighbours. Count what each rank sends, and remember that with $m$
+# microbatches a pipeline of $p$ stages is idle for $(p-1)/(m+p-1)$ of the time. The check models a step of every layout,
+# which may take a minute.
 
 # %%
 print(", ".join(LAYOUTS))
 
 my_layouts = {
     "one node of 8": "",
-    "2 nodes of 4": "",
+    "4 machines of 2": "",
     "8 machines": "",
 }
 
@@ -326,10 +311,10 @@ check_layouts(my_layouts)
 # <details><summary>Why each winner wins</summary>
 #
 # With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, that costs more than
-# the sending it saves. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. In two nodes,
-# `2 dp x 4 tp` keeps activations inside the nodes, and each rank averages only a quarter of the gradients across them. On
-# eight machines, sending takes much longer than computing, so the bubble hardly matters. There, `4 dp x 2 pp` sends the
-# fewest bytes, because each rank averages only the gradients of its own stage.
+# the sending it saves. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. On four machines
+# of two, all three dimensions are best: `tp` stays on NVLink, and with `pp` each rank averages only the gradients of its
+# own stage across the network. On eight machines no axis has fast links, and `tp` sends too much. There, `4 dp x 2 pp`
+# sends the fewest bytes.
 #
 # </details>
 #
@@ -344,7 +329,8 @@ check_layouts(my_layouts)
 #
 # ## To take away
 #
-# - Tensor parallelism sends the most, and ranks wait for every message. It belongs inside the node.
+# - Tensor parallelism sends the most, all the time, and ranks wait for every message. It belongs inside the node. Data
+#   parallelism sends once per step.
 # - What a pipeline sends does not grow with the number of its blocks, so it may cross slow links. Its price is the bubble:
 #   with few microbatches, data parallelism across the nodes can be faster.
 # - The mesh must not change the result. The gradient norm is a sum over all ranks, and counts every copied parameter

@@ -97,19 +97,20 @@ def test_clipping(clip, right, hint):
     assert verdict.passed is right
 
 
-def test_layouts_of_two_nodes():
-    """Tensor parallelism fills a node, and data parallelism crosses. The last answer is the right one."""
-    assert "not started" in str(check_layouts({"2 nodes of 4": ""}))
+def test_layouts_of_four_machines():
+    """Tensor parallelism fills a machine, and a pipeline leaves fewer gradients to cross. The last answer is right."""
+    assert "not started" in str(check_layouts({"4 machines of 2": ""}))
     for layout, hint in (
         ("8 tp", "send activations over the slow links"),
-        ("2 pp x 4 tp", "idle for a third of the time"),
+        ("4 dp x 2 pp", "Nothing is divided inside a machine"),
+        ("8 dp", "Nothing is divided inside a machine"),
         ("4 dp x 2 tp", "Only gradients cross the slow links"),
         ("9 tp", "'9 tp' is not among the layouts"),
     ):
-        verdict = check_layouts({"2 nodes of 4": layout})
+        verdict = check_layouts({"4 machines of 2": layout})
         assert verdict.passed is False
         assert hint in str(verdict)
-    said = str(check_layouts({"2 nodes of 4": "2 dp x 4 tp"}))
-    assert "2 nodes of 4: 2 dp x 4 tp is the fastest" in said
+    said = str(check_layouts({"4 machines of 2": "2 pp x 2 dp x 2 tp"}))
+    assert "4 machines of 2: 2 pp x 2 dp x 2 tp is the fastest" in said
     assert "one node of 8: not chosen yet" in said
-    assert "2 dp x 4 tp" in LAYOUTS
+    assert [layout for layout, mesh in LAYOUTS.items() if len(mesh.shape) == 3] == ["2 pp x 2 dp x 2 tp"]

@@ -19,8 +19,9 @@ section 3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tplab.data.quantization import QuantizedBytes, check_quantization, quantized_bytes
 from tplab.mesh import Axis
@@ -47,6 +48,16 @@ class ZeroPlusPlus:
         for bits in (self.weight_bits, self.gradient_bits):
             if bits is not None:
                 check_quantization(bits, self.block)
+
+
+SAVINGS: Mapping[str, Mapping[str, Any]] = {
+    "ZeRO-3": {"weight_bits": None, "secondary": False, "gradient_bits": None},
+    "qwZ: 8-bit weights": {"weight_bits": 8, "secondary": False, "gradient_bits": None},
+    "hpZ: second pieces": {"weight_bits": None, "secondary": True, "gradient_bits": None},
+    "qgZ: 4-bit gradients": {"weight_bits": None, "secondary": False, "gradient_bits": 4},
+    "ZeRO++": {"weight_bits": 8, "secondary": True, "gradient_bits": 4},
+}
+"""The rows of the table above, as options of ZeroPlusPlus: plain ZeRO stage 3, each saving alone, and all three."""
 
 
 class LevelBytes(NamedTuple):

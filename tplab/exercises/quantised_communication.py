@@ -73,7 +73,7 @@ ADD_UP = Exercise(
         Mistake(
             "total",
             "These are sums of codes, times this rank's scale. The other ranks' codes have scales of their own: a code "
-            "of 7 is 7 steps of the rank that sent it.\nTurn codes into numbers before you add them up.",
+            "of 7 is 7 times the scale of the rank that sent it.\nTurn codes into numbers before you add them up.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales[index]),
         ),
         Mistake(

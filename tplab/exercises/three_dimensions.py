@@ -8,7 +8,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from tplab.cost import H100_NODE, Cluster
+from tplab.cost import H100_MEASURED, H100_NODE, Cluster
 from tplab.cost.cluster import ETHERNET_10G
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
@@ -22,20 +22,27 @@ SMALL = GPTConfig(32, 16, 2, 4, 8)
 LARGE = GPTConfig(32768, 4096, 2, 32, 2048, bias=False)
 """Two blocks of the size used in models of about 7 billion parameters."""
 
+NETWORKS: Mapping[str, Cluster] = {
+    "InfiniBand": replace(H100_NODE, name="InfiniBand", node_size=4),
+    "InfiniBand, forecast": replace(H100_MEASURED, name="InfiniBand, forecast", node_size=4),
+    "10 Gb Ethernet": replace(H100_NODE, name="10 Gb Ethernet", node_size=4, outer_link=ETHERNET_10G),
+}
+"""Nodes of four H100 GPUs, and what may be between them."""
+
 CLUSTERS: Mapping[str, Cluster] = {
     "one node of 8": replace(H100_NODE, name="one node of 8"),
-    "2 nodes of 4": replace(H100_NODE, name="2 nodes of 4", node_size=4),
+    "4 machines of 2": replace(H100_NODE, name="4 machines of 2", node_size=2, outer_link=ETHERNET_10G),
     "8 machines": replace(H100_NODE, name="8 machines", node_size=1, outer_link=ETHERNET_10G),
 }
-"""H100 GPUs: all on NVLink; two nodes with InfiniBand between them; one per machine, with 10 Gb Ethernet."""
+"""H100 GPUs: all on NVLink; pairs on NVLink, with 10 Gb Ethernet for each GPU between them; one per machine."""
 
 LAYOUTS = {
     "8 tp": Mesh(tp=8),
-    "4 dp x 2 tp": Mesh(dp=4, tp=2),
-    "2 dp x 4 tp": Mesh(dp=2, tp=4),
-    "2 pp x 4 tp": Mesh(pp=2, tp=4),
     "8 dp": Mesh(dp=8),
+    "2 dp x 4 tp": Mesh(dp=2, tp=4),
+    "4 dp x 2 tp": Mesh(dp=4, tp=2),
     "4 dp x 2 pp": Mesh(dp=4, pp=2),
+    "2 pp x 2 dp x 2 tp": Mesh(pp=2, dp=2, tp=2),
 }
 """The choices. The last axis is the one whose ranks are neighbours."""
 
@@ -105,11 +112,13 @@ def _hint(layout: str, cluster: str) -> str:
         return "Its tensor-parallel groups send activations over the slow links, several times per block."
     if cluster == "8 machines":
         return "Here every message is slow: work out with which layout a rank sends the fewest bytes."
-    if pp > 1:
+    if pp > 1 and cluster == "one node of 8":
         return "With two microbatches, a pipeline of two stages is idle for a third of the time."
     if cluster == "one node of 8":
         return "Every link is fast: work out with which layout of dp and tp a rank sends the fewest bytes."
-    return "Only gradients cross the slow links: with which layout does a rank have the fewest of them?"
+    if tp == 1:
+        return "Nothing is divided inside a machine, where links are fast: which axis belongs there?"
+    return "Only gradients cross the slow links: which axis would leave each rank with fewer of them?"
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------

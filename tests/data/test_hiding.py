@@ -1,0 +1,74 @@
+"""From how many tokens per rank messages are hidden; and labs that say how many all say the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tplab.cost import find
+from tplab.data.hiding import SCHEMES, block_parameters, step_seconds, tokens_to_hide
+
+SOURCES = Path(__file__).parents[2] / "labs" / "source"
+
+
+@pytest.mark.parametrize("scheme", ["data parallel", "ZeRO 3"])
+@pytest.mark.parametrize("name", ["h100", "a100", "b200"])
+@pytest.mark.parametrize("nodes", [1, 2, 8])
+def test_a_data_sheets_bound_is_that_of_its_peaks(scheme, name, nodes):
+    """(R-1)/R F/B; launches, memory and latency are the 4 % by which it may be off."""
+    cluster, ranks = find(name), 8 * nodes
+    slowest = min(cluster.inner_link.bandwidth, 8 * cluster.outer_link.bandwidth if nodes > 1 else 1e99)
+    at_peak = (ranks - 1) / ranks * cluster.chip.peak("bfloat16") / slowest
+    assert tokens_to_hide(scheme, name, ranks) == pytest.approx(at_peak, rel=0.04)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["h100", "h100-measured"])
+def test_one_token_less_is_not_hidden(scheme, name):
+    tokens = tokens_to_hide(scheme, name, 16)
+    for few, hidden in ((tokens - 1, False), (tokens, True)):
+        computing, sending = step_seconds(scheme, few, name, 16)
+        assert (computing >= sending) is hidden
+
+
+def test_what_is_sent_by_hand():
+    small = find("h100")
+    elements = block_parameters(64)
+    assert elements == 12 * 64**2
+    gather = small.collective_seconds("all_gather", 2 * elements, 16)
+    scatter = small.collective_seconds("reduce_scatter", 2 * elements, 16)
+    assert step_seconds("ZeRO 3", 8, small, 16, width=64).sending == 2 * gather + scatter
+    codes, scales = elements // 2, 4 * elements // 256
+    parts = (
+        small.collective_seconds("all_gather", elements + scales, 16),
+        small.collective_seconds("all_gather", 2 * elements, 8),
+        small.collective_seconds("all_to_all", codes + scales, 8),
+        small.collective_seconds("all_to_all", (codes + scales) / 8, (0, 8)),
+    )
+    assert step_seconds("ZeRO++", 8, small, 16, width=64).sending == pytest.approx(sum(parts))
+
+
+def test_an_unknown_scheme():
+    with pytest.raises(ValueError, match="'data parallel', 'ZeRO 3', 'ZeRO\\+\\+'"):
+        step_seconds("ZeRO 4", 8, "h100", 8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lab", ["16_data_parallel", "17_zero", "18_quantised_communication", "19_axes_and_nodes"])
+def test_labs_say_one_number(lab):
+    """Every "about N tokens per rank" in prose is a number of `tokens_to_hide`, to two digits."""
+    known = {
+        round(tokens_to_hide(scheme, name, ranks), -2)
+        for scheme in SCHEMES
+        for name in ("h100", "h100-measured")
+        for ranks in (8, 16, 64)
+    }
+    source = (SOURCES / f"{lab}.py").read_text()
+    prose = " ".join(line.removeprefix("#").strip() for line in source.splitlines() if line.startswith("# "))
+    said = [int(number.replace(",", "")) for number in re.findall(r"about ([\d,]+) tokens per rank", prose)]
+    assert set(said) <= known
+    if lab != "19_axes_and_nodes":
+        assert said, "the lab no longer says how many tokens hide its messages"
+        assert "tokens_to_hide(" in source
+    assert not re.search(
+        r"(?<!about )(?<![\d,])\d[\d,]* tokens per (rank|GPU)", prose.replace("16,384 tokens per rank", "")
+    )

@@ -1,0 +1,95 @@
+"""From how many tokens per rank the messages of a training step are hidden behind its computing.
+
+More tokens mean more computing, and no more bytes: gradients and parameters are as large as the model. So there is a
+number of tokens per rank from which computing takes longer than sending, and messages that travel meanwhile cost no
+time. Where computing and sending run at their peaks, F FLOP/s and B bytes/s, it is (R-1)/R F/B for data parallelism as
+for ZeRO's stage 3, however large the model is.
+
+`tokens_to_hide` finds it for a transformer block in bfloat16 whose parameters travel as one message, from
+`Cluster.collective_seconds` and `Chip.matmul_seconds`. So on a data sheet ("h100") it is a bound: no real cluster needs
+fewer tokens. On a forecast ("h100-measured") it is what to expect.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from tplab.cost import Cluster, find
+from tplab.data.quantization import quantized_bytes
+
+Scheme = Literal["data parallel", "ZeRO 3", "ZeRO++"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+WIDTH = 8192
+"""Of the block: as in a model of 70 billion parameters."""
+
+
+class StepSeconds(NamedTuple):
+    """Computing and sending of one block, each by itself."""
+
+    computing: float
+    sending: float
+
+
+def block_parameters(width: int = WIDTH) -> int:
+    """The parameters of a block's four matrices: 12 D^2."""
+    return sum(inputs * outputs for inputs, outputs in _matrices(width))
+
+
+def step_seconds(
+    scheme: Scheme, tokens: int, cluster: str | Cluster, num_ranks: int, width: int = WIDTH
+) -> StepSeconds:
+    """How long a block computes, and how long it sends, in the passes whose messages can be hidden.
+
+    M parameters, 2 bytes each; nbytes below is that of the whole tensor.
+
+    scheme          computing               sending
+    data parallel   backward                all_reduce of 2 M
+    ZeRO 3          forward and backward    all_gather of 2 M, twice, and reduce_scatter of 2 M
+    ZeRO++          forward and backward    all_gather of codes of 8 bits; all_gather of 2 M inside the node; all_to_all
+                                            of codes of 4 bits inside the node, and of the node's sums across nodes
+
+    Attention itself, which sends nothing, is left out, and so is what ZeRO++ takes to turn numbers into codes.
+    """
+    known = find(cluster)
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme is {scheme!r}; it must be one of {', '.join(map(repr, SCHEMES))}")
+    once = sum(known.chip.matmul_seconds(tokens, outputs, inputs, "bfloat16") for inputs, outputs in _matrices(width))
+    passes = 2 if scheme == "data parallel" else 3  # the backward pass has two matmuls for each of the forward pass
+    return StepSeconds(passes * once, _sending(scheme, block_parameters(width), known, num_ranks))
+
+
+def tokens_to_hide(scheme: Scheme, cluster: str | Cluster, num_ranks: int, width: int = WIDTH) -> int:
+    """The least number of tokens per rank with which `computing` takes as long as `sending`."""
+    few, many = 0, 1
+    while not _hidden(scheme, many, cluster, num_ranks, width):
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if _hidden(scheme, middle, cluster, num_ranks, width) else (middle, many)
+    return many
+
+
+def _hidden(scheme: Scheme, tokens: int, cluster: str | Cluster, num_ranks: int, width: int) -> bool:
+    computing, sending = step_seconds(scheme, tokens, cluster, num_ranks, width)
+    return computing >= sending
+
+
+def _matrices(width: int) -> list[tuple[int, int]]:
+    """Queries, keys and values; attention's output; and the two layers of the MLP."""
+    return [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+
+
+def _sending(scheme: Scheme, parameters: int, cluster: Cluster, num_ranks: int) -> float:
+    plain = 2 * parameters
+    if scheme == "data parallel":
+        return cluster.collective_seconds("all_reduce", plain, num_ranks)
+    if scheme == "ZeRO 3":
+        gather, scatter = (cluster.collective_seconds(op, plain, num_ranks) for op in ("all_gather", "reduce_scatter"))
+        return 2 * gather + scatter
+    node = min(cluster.node_size or num_ranks, num_ranks)
+    weights, gradients = (quantized_bytes(parameters, bits, 256) for bits in (8, 4))
+    forward = cluster.collective_seconds("all_gather", weights.total, num_ranks)
+    backward = cluster.collective_seconds("all_gather", plain, node)
+    inside = cluster.collective_seconds("all_to_all", gradients.total, node)
+    heads = range(0, num_ranks, node)  # the ranks that have the same piece, one per node
+    return forward + backward + inside + cluster.collective_seconds("all_to_all", gradients.total / node, heads)
