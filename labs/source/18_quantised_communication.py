@@ -267,7 +267,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 text = codecs.decode(this.s, "rot13")
 letters = sorted(set(text))
 ids = torch.tensor([letters.index(letter) for letter in text])
-LENGTH, STEPS = 32, 100
+LENGTH, STEPS = 32, 60
 
 def train(batches, options, seed):  # batches [steps, batch / ranks, length + 1]
     torch.manual_seed(seed)
@@ -306,10 +306,10 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
        sentence="ZeRO++ follows ZeRO-3. With too few bits, learning is slower.")
 
 # %% [markdown]
-# ZeRO++ stays within about 0.01 of ZeRO-3, less than one seed differs from another, although every weight was rounded to 8
+# ZeRO++ stays within 0.02 of ZeRO-3, less than one seed differs from another, although every weight was rounded to 8
 # bits, and every gradient twice to 4. The owner of a piece keeps its parameters in full precision and adds every small
 # update to them, so the rounding errors of weights never accumulate. With too little, the largest number of a message
-# sets the scale for all others, and the loss stays higher with every seed. A hundred steps of a tiny model do not show
+# sets the scale for all others, and the loss stays higher with every seed. Sixty steps of a tiny model do not show
 # that a large one ends as well; for that, compare the ends of real runs.
 #
 # In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same
@@ -407,7 +407,7 @@ check_add_up(add_up)
 #
 # If all ranks use the largest scale, found by `all_reduce(scale, "dp", "max")`, their codes have the same meaning, and a
 # `reduce_scatter` may add them. That is a real design, with two prices. A rank whose gradients are small rounds them to
-# steps made for the largest, and loses most of its bits. And a sum of $R$ codes needs $\log_2 R$ more bits than a code.
+# a scale made for the largest, and loses most of its bits. And a sum of $R$ codes needs $\log_2 R$ more bits than a code.
 # Here, where ranks' scales differ by powers of two, the first one makes the result wrong.
 #
 # </details>
