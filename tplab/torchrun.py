@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tplab.torch.scripts import launch
 
     try:
-        warnings.simplefilter("ignore", CrossedOrderWarning)  # they come below
+        warnings.simplefilter("ignore", CrossedOrderWarning)  # the summary says them
         out = launch(
             given.script,
             given.args,
@@ -87,8 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         return _refuse(error)
     print("\n" + summary(out.trace, out.peaks))
-    for text in out.warnings:
-        print("\nwarning: " + text)
     if out.mapped:
         print("\n" + out.mapped)
     write_files(out.trace, given)

@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
 DEFAULTS |= {"phase": "", "reduction": "", "part": ()}
 
-ABOUT = ("title", "framework", "clock", "unit", "cluster", "figures", "chunks", "chunk_names")
+ABOUT = ("title", "framework", "clock", "unit", "cluster", "figures", "warnings", "chunks", "chunk_names")
 """Everything in a trace except its mesh and its events."""
 
 _TUPLES = ("group", "shape", "contributors", "part")

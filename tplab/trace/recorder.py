@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -257,6 +257,7 @@ class Recorder:
         cluster: str | None = None,
         times: When | None = None,
         figures: str = "",
+        warnings: Sequence[str] = (),
     ) -> Trace:
         """The trace of what was recorded so far. With `times`, each start and end is the number of an entry in them."""
         blocks = [*self._blocks, self._packed()]
@@ -298,11 +299,18 @@ class Recorder:
                 columns[name] = list(table), codes
         rows = np.flatnonzero(np.isin(note_of, list(self._values)))
         values = {row: self._values[note] for row, note in zip(rows.tolist(), note_of[rows].tolist(), strict=True)}
-        about = {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
+        about: dict[str, Any] = {
+            "title": self.title,
+            "framework": self.framework,
+            "clock": clock,
+            "unit": unit,
+            "cluster": cluster,
+        }
         about["figures"] = figures
         chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
         names = [self._chunk_names.get(number, "") for number in range(len(chunks))]
-        return Trace.from_columns(self.mesh, values=values, chunks=chunks, chunk_names=names, **columns, **about)
+        about |= {"warnings": warnings, "chunks": chunks, "chunk_names": names}
+        return Trace.from_columns(self.mesh, values=values, **columns, **about)
 
     def _waits(self, times: When) -> dict[str, np.ndarray]:
         """The waits that took time, as a block of notes."""

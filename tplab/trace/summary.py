@@ -28,6 +28,7 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
         others = f"on rank {most}, the most, and {bytes_text(min(peaks))} on rank {least}, the least"
         whose = "on every rank" if min(peaks) == max(peaks) else others
         parts.append(f"peak memory of tensors: {bytes_text(max(peaks))} {whose}")
+    parts += [f"warning: {text}" for text in trace.warnings]
     return "\n\n".join(parts)
 
 

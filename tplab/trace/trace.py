@@ -26,6 +26,7 @@ class Trace:
     unit        "s"; or "steps" if no cluster was given: a hop takes 1 and computing takes 0
     cluster     the name of the modelled cluster, or None
     figures     where that cluster's figures come from: "data sheet", "forecast, ±5 %"; "" if that is unknown
+    warnings    what may go wrong elsewhere though it worked here, such as collectives that may hang on GPUs
     chunks      what travelled: (the rank it came from, how many that rank had sent before it)
     chunk_names each chunk's name in the program: "Z", or "x[3]" for piece 3 of x; "" if that is unknown
 
@@ -44,6 +45,7 @@ class Trace:
         unit: str = "s",
         cluster: str | None = None,
         figures: str = "",
+        warnings: Sequence[str] = (),
         chunks: Sequence[tuple[int, int]] = (),
         chunk_names: Sequence[str] = (),
         values: Mapping[int, np.ndarray] | None = None,
@@ -55,7 +57,14 @@ class Trace:
         for text in (title, framework, cluster or "", figures):
             if not isinstance(text, str):
                 raise TraceError(f"the title, the framework and the cluster of a trace are text, not {text!r:.80}")
+        if (
+            not isinstance(warnings, Sequence)
+            or isinstance(warnings, str)
+            or not all(isinstance(text, str) for text in warnings)
+        ):
+            raise TraceError(f"the warnings of a trace are a list of texts, not {warnings!r:.80}")
         self.mesh, self.title, self.framework = mesh, title, framework
+        self.warnings = list(warnings)
         self.clock, self.unit, self.cluster, self.figures = clock, unit, cluster, figures
         self.chunks = [(int(origin), int(piece)) for origin, piece in chunks]
         self.chunk_names = list(chunk_names)

@@ -40,7 +40,14 @@ class Chronicle:
             burst.note(self.recorder, self._when)
         cluster = self._cluster
         unit, name, figures = ("steps", None, "") if cluster is None else ("s", cluster.name, cluster.kind_text)
-        return self.recorder.trace(clock=self._clock, unit=unit, cluster=name, times=self._when, figures=figures)
+        return self.recorder.trace(
+            clock=self._clock,
+            unit=unit,
+            cluster=name,
+            times=self._when,
+            figures=figures,
+            warnings=self.warnings,
+        )
 
     @cached_property
     def warnings(self) -> list[str]:

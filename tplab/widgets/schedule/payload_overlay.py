@@ -27,4 +27,6 @@ def overlay(of: over.Overlay) -> bytes:
         "computes": True,
     }
     others = {f"other_{name}": column for name, column in of.others.items()}
+    if of.trace.warnings:
+        header["warning"] = words.warning(of.trace)
     return pack(header, {**of.actions, **others})

@@ -14,14 +14,17 @@ from tplab.widgets.schedule import overlay
 from tplab.widgets.schedule.overlay import Overlay
 from tplab.widgets.schedule.still import KIND_NAMES, LEFT, MARGIN, WIDTH, At
 from tplab.widgets.score import words
+from tplab.widgets.score.still_warning import Warned
 
 TOP = 72.0
 
 
 def picture(over: Overlay, position: float = 0) -> bytes:
     """A PNG with the playhead at its position, unless that is the start."""
-    pen = Pen(WIDTH, height(over, position))
+    top, warned = height(over, position), Warned(over.trace, WIDTH, MARGIN)
+    pen = Pen(WIDTH, top + warned.height)
     draw(pen, over, position)
+    warned.draw(pen, top - 4)
     return encode([pen.image()], [0])
 
 

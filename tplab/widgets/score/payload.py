@@ -85,7 +85,8 @@ def critical_rows(score: Score) -> np.ndarray:
 
 def _about(score: Score) -> dict[str, Any]:
     trace = score.trace
-    return {
+    warned = {"warning": words.warning(trace)} if trace.warnings else {}
+    return warned | {
         "title": trace.title or "program",
         "about": words.about(score),
         "badge": words.badge(score),

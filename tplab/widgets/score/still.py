@@ -19,11 +19,13 @@ from tplab.widgets.score.layout import SLOT, layout
 from tplab.widgets.score.score import Score
 from tplab.widgets.score.still_lanes import Lanes
 from tplab.widgets.score.still_table import Table, cell, share
+from tplab.widgets.score.still_warning import Warned
 
 MAX_BYTES = 300_000
 SECONDS = 4.5  # from one pause to the next
 PAUSE = 1800  # milliseconds
 MARGIN = 18
+_WARNED = 43  # the top of the warnings, under the head
 _KEY = 24  # from where a legend's colour begins to its text
 
 
@@ -38,7 +40,8 @@ class Picture:
         inner = self.layout.width + gap + self.table.width if beside else max(self.layout.width, self.table.width)
         self.width = max(inner + 2 * MARGIN, 640)
         spare = self.width - 2 * MARGIN
-        top = 54
+        self.warned = Warned(score.trace, self.width, MARGIN)
+        top = 54 + self.warned.height
         if beside:
             body = max(self.layout.height, self.table.height)
             free = (spare - self.layout.width - self.table.width) / 3
@@ -60,6 +63,7 @@ class Picture:
     def _base(self) -> Pen:
         pen, score = Pen(self.width, self.height), self.score
         _head(pen, score)
+        self.warned.draw(pen, _WARNED)
         if len(self.layout.links) <= 300:
             for curve in self.layout.links.values():
                 self._link(pen, curve)
@@ -190,23 +194,26 @@ def still(score: Score, position: float) -> bytes:
 def timeline(score: Score, measured: Durations | None = None) -> bytes:
     """The timeline alone, as PNG."""
     width = 760
-    lanes = Lanes(score, MARGIN, 52, width - 2 * MARGIN, by_kind=True, measured=measured)
+    warned = Warned(score.trace, width, MARGIN)
+    top = 52 + warned.height
+    lanes = Lanes(score, MARGIN, top, width - 2 * MARGIN, by_kind=True, measured=measured)
     legend = [] if score.is_pipeline else score.work_legend + score.talk_legend
     legend += [("idle", "idle")] if legend else []
     if measured and measured.rows:
         legend.append(("measured", fitted(f"measured by {measured.by}", 11, width - 2 * MARGIN - _KEY)))
     lines = _lines_of(legend, width - 2 * MARGIN) if legend else []
-    pen = Pen(width, 52 + lanes.height + 38 + (4 + 18 * len(lines) if lines else 0))
+    pen = Pen(width, top + lanes.height + 38 + (4 + 18 * len(lines) if lines else 0))
     _head(pen, score)
+    warned.draw(pen, _WARNED)
     lanes.draw(pen)
     span = score.trace.makespan
     busy = score.trace.busy() / span if span else score.trace.busy()
     facts = f"makespan {time_text(span, score.trace.unit)}" + " steps" * (score.trace.unit == "steps")
     if score.computes:
         facts += f" · each rank is busy {range_text((100 * busy).round().tolist(), plain)}% of it"
-    pen.text(MARGIN, 52 + lanes.height + 18, facts, size=11.5, anchor="lm")
+    pen.text(MARGIN, top + lanes.height + 18, facts, size=11.5, anchor="lm")
     for y, line in enumerate(lines):
-        _draw_legend(pen, score, line, 52 + lanes.height + 40 + 18 * y)
+        _draw_legend(pen, score, line, top + lanes.height + 40 + 18 * y)
     return encode([pen.image()], [0])
 
 

@@ -61,6 +61,13 @@ def clock(trace: Trace) -> str:
     return f"{trace.clock} · {trace.place}" if trace.cluster else trace.clock
 
 
+def warning(trace: Trace) -> str:
+    """The first of the trace's warnings, and how many more there are; "" without any."""
+    more = len(trace.warnings) - 1
+    others = f" (and {more} more warning{'s' * (more > 1)}, in trace.warnings)" if more > 0 else ""
+    return f"Warning: {trace.warnings[0]}.{others}" if trace.warnings else ""
+
+
 def summary(score: Score, verb: str = "Animation") -> str:
     """One plain sentence, the same for the same trace; it has no measured times."""
     trace = score.trace

@@ -27,7 +27,7 @@ function legend(score) {
 
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
-  const root = card(host, { title: score.title, about: score.about, badge: score.badge, label: `animation of ${score.title}` });
+  const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, label: `animation of ${score.title}` });
   const tip = hint(root);
   let now = frame(score, model.get("step"));
   const over = (event, what) => {

@@ -81,13 +81,14 @@ function mix(a, b, share) {
   return `rgb(${x.map((part, at) => Math.round(share * part + (1 - share) * y[at])).join(",")})`;
 }
 
-export function card(host, { title, about, badge, label }) {
+export function card(host, { title, about, badge, label, warning }) {
   const root = el("section.tplab", {
     tabindex: 0, role: "group", "aria-label": label ?? title, "data-lm-suppress-shortcuts": "true",
   });
   const heading = el("header.tpl-head", {}, el("b", {}, title), el("span.tpl-about", {}, about ?? ""));
   if (badge) heading.append(el("span.tpl-badge", {}, badge));
   root.append(heading);
+  if (warning) root.append(el("p.tpl-warning", { role: "note" }, warning));
   host.append(root);
   return root;
 }

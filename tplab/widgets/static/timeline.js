@@ -62,7 +62,7 @@ function keys(score) {
 
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
-  const root = card(host, { title: score.title, about: score.about, badge: score.badge, label: `timeline of ${score.title}` });
+  const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, label: `timeline of ${score.title}` });
   const over = score.overlay, tip = hint(root), busy = over ? null : busyShares(score);
   const tool = (text, label, act) => el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act }, text);
   const critical = el("button.tpl-button.tpl-tool", { type: "button", "aria-pressed": "false" }, "critical path");
