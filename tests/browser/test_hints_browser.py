@@ -10,9 +10,10 @@ from playwright.sync_api import Page, expect
 from tests.browser.plain_page import Drawn, check_live_theme, draw
 from tests.hand_traces import ALL, send_over_wait
 from tests.widgets.test_curves import two_lines
-from tplab import Trace
+from tplab import Mesh, Trace
 from tplab.schedules import one_f_one_b, simulate, zb_v
-from tplab.widgets import LossCurve, animate, gantt, timeline
+from tplab.trace import Recorder
+from tplab.widgets import Bars, LossCurve, Row, animate, gantt, knob, timeline
 from tplab.widgets.paper.card import Card
 from tplab.widgets.score.score import COLLECTIVE, SEND, WAIT, score
 
@@ -159,3 +160,21 @@ def test_a_curve_that_is_drawn_again_says_what_it_has_become(page: Page):
     assert box is not None
     said = drawn.hint_at(box["x"] + box["width"] * (left + right) / 2, box["y"] + box["height"] * (top + bottom) / 2)
     assert "step 2" in said and "3" in said.split("loss")[1]
+
+
+def test_the_hint_of_what_was_measured_says_by_whom(page: Page):
+    recorder = Recorder(Mesh(tp=2), "step", "torch")
+    recorder.add(0, "compute", "mm", 0.0, 2.0)
+    drawn = drawn_lanes(page, timeline(recorder.trace(), measured={"step": 2.5}, by="a blog"))
+    x, y = page.evaluate("""() => {
+      const lanes = window.lanes, box = lanes.box.getBoundingClientRect();
+      return [box.left + lanes.x(1), box.top + lanes.measuredTop(0) + 7];
+    }""")
+    assert drawn.hint_at(x, y).split("\n") == ["step", "measured2.5 s", "bya blog", "whole trace2 s"]
+    bars = {1: Bars([Row("1 rank", {"computing": 1.0}), Row("2 ranks", {"computing": 0.5}, measured=0.75)], "s")}
+    drawn = draw(page, knob("t", "c", bars, by="a blog"))
+    expect(page.locator(".tpl-diamond")).to_have_count(1)
+    box = page.locator(".tpl-diamond").bounding_box()
+    assert box is not None
+    said = drawn.hint_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2).split("\n")
+    assert said == ["2 ranks", "measured750 ms", "bya blog", "bar500 ms"]
