@@ -152,8 +152,7 @@ for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
 #
 # ## See it run
 #
-# Here is the step on the modelled clock, on both meshes, with gradients that leave as soon as they are there. The picture
-# shows the wrong order, with `tp` across the nodes. Hover over the long bars.
+# Here is the step on both meshes, with gradients that leave as soon as they are there. The picture shows the wrong order.
 
 # %%
 def overlapped(x, a, b):

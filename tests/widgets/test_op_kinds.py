@@ -46,15 +46,15 @@ def test_products_of_a_backward_pass_have_a_colour_and_a_name_of_their_own():
     read = score(traced(is_trained=True))
     products = [kind for kind in read.work_kinds if kind in ("product", "backward")]
     assert sorted(products) == ["backward"] * 2 + ["product"] * 4, "on two ranks"
-    assert dict(read.work_legend)["product"] == "product, forward"
-    assert dict(read.work_legend)["backward"] == "product, backward"
+    assert dict(read.work_legend)["product"] == "matmul, forward"
+    assert dict(read.work_legend)["backward"] == "matmul, backward"
     assert {kind for kind, _ in read.work_legend} <= OPS.keys()
 
 
 def test_without_a_backward_pass_a_product_is_a_product():
     read = score(traced(is_trained=False))
     assert "backward" not in read.work_kinds
-    assert dict(read.work_legend) == {"product": "matrix product", "elementwise": "elementwise"}
+    assert dict(read.work_legend) == {"product": "matmul", "elementwise": "elementwise"}
     assert timeline(traced(is_trained=False)).picture()
 
 

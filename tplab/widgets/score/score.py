@@ -139,8 +139,8 @@ class Score:
     def work_legend(self) -> list[tuple[str, str]]:
         """The kinds of work that occur, and the name of each in the legend."""
         there = {kind for kind, drawn in zip(self.work_kinds, self.bars["end"] > self.bars["start"]) if kind and drawn}
-        product = "product, forward" if "backward" in there else "matrix product"
-        says = {"product": product, "backward": "product, backward", "norm": "norm, softmax"}
+        product = "matmul, forward" if "backward" in there else "matmul"
+        says = {"product": product, "backward": "matmul, backward", "norm": "norm, softmax"}
         says |= {"elementwise": "elementwise", "copy": "copy", "computing": "computing"}
         return [(kind, text) for kind, text in says.items() if kind in there]
 
