@@ -163,7 +163,8 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
 # The price is more messages, and memory for $(p-1)/v$ more microbatches than 1F1B keeps.
-#
+
+# %% [markdown]
 # ## Split the backward
 #
 # A backward has two parts. **I** is the gradient of the stage's input, which the rank before it waits for. **W** is the

@@ -266,7 +266,8 @@ print(f"(I + W) / B = {(split['I'] + split['W']) / whole['B']:.2f}")
 #
 # FLOPs are not seconds. Qi et al. measured $B = 1.48\,F$ and $I = 1.94\,W$ for a GPT on A100s. So measure your own model before
 # you choose a schedule.
-#
+
+# %% [markdown]
 # ## See it run
 #
 # In the picture at the top, run and simulation used the same durations. That they agree shows that the ranks kept to the
@@ -299,8 +300,8 @@ measured = run(five_batches, Mesh(pp=2), on="processes").trace
 for k in (2, 3, 4):
     before = measured_costs(two, measured, batch=k - 1)
     beside = compare(two, measured, before, batch=k)
-    print(f"batch {k}: predicted from batch {k - 1}",
-          f"{1e3 * beside.predicted.makespan:6.1f} ms, measured {1e3 * beside.makespan:6.1f}")
+    foretold, real = 1e3 * beside.predicted.makespan, 1e3 * beside.makespan
+    print(f"batch {k}: predicted {foretold:6.1f} ms, measured {real:6.1f} ms")
 timeline(measured, predicted=beside)
 
 # %% [markdown]

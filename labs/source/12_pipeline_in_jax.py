@@ -139,7 +139,8 @@ print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 #
 # The useless work is done backwards, too. Its gradients are zero times something. If that something is infinite, you get
 # NaN: a stage that computes $x / \lVert x \rVert$ must survive $x = 0$, although nobody wants its result.
-#
+
+# %% [markdown]
 # ## Any schedule: a table of actions
 #
 # To mix forwards and backwards, the loop has to contain both. tplab's `train_batch` turns the schedule into a table of

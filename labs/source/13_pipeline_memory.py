@@ -259,7 +259,7 @@ for ranks in (4, 8, 16):
               f"activations of rank 0 {sizes[1]:5.1f} GB")
 logits = tokens * vocabulary * 4 / 1e9  # the loss is computed in float32
 head = 16 * width * vocabulary / 1e9
-print(f"the ends: with Adam {head:.1f} GB each, logits of one microbatch {logits:.1f} GB")
+print(f"ends: with Adam {head:.1f} GB each, logits of a microbatch {logits:.1f} GB")
 
 # %% [markdown]
 # Under 1F1B more ranks divide everything except the activations of rank 0. At 16 ranks these are nearly three times as
@@ -268,11 +268,12 @@ print(f"the ends: with Adam {head:.1f} GB each, logits of one microbatch {logits
 #
 # The ends pay twice. The first rank has the embedding, and the last rank has a head of the same size. The last rank also
 # keeps the logits of its one microbatch for the backward pass, and their gradient is as large again. So at 16 ranks the last
-# one holds about 20 GB, and the one before it 9 GB. (Under GPipe it would keep the logits of all 32 microbatches.)
+# one holds about 20 GB, and the one before it 9 GB.
 #
 # Measured: for 12 layers of Llama 3 70B in two stages on B200s, Megatron allocated 71.5 GB on ranks of the first stage and
-# 67.6 GB on those of the last ([SimuMax](https://github.com/MooreThreads/SimuMax)). The first holds more there, too.
-#
+# 67.6 GB on those of the last ([SimuMax](https://github.com/MooreThreads/SimuMax)).
+
+# %% [markdown]
 # ## A bug to repair
 #
 # GPT-2 uses one matrix at both ends, as the embedding and as the head. So does this list of layers. On one rank the

@@ -248,7 +248,8 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
 # A third is what the FLOPs say. What did it cost on real GPUs? Korthikanti et al. trained a GPT with 530 billion parameters
 # on 2,240 A100s. When they no longer recomputed everything, but only attention scores (and sharded the norms'
 # activations, as in [lab 05](05_block_memory.ipynb)), training became 29% faster.
-#
+
+# %% [markdown]
 # ## A bug to repair
 #
 # Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Here they are
