@@ -335,7 +335,8 @@ def bars(num):
         one = modelled(num, cluster)
         computing = one.busy.sum() / p
         idle.append(100 * (1 - computing / one.makespan))
-        rows.append(Row(name, {"computing": computing, "idle": one.makespan - computing}))
+        parts = {"computing": computing, "idle": one.makespan - computing}
+        rows.append(Row(name, parts))
     ideal = 100 * (p - 1) / (num + p - 1)
     return Bars(rows, f"{idle[0]:.0f}% and {idle[1]:.0f}% of the time is idle; "
                       f"the formula (p-1)/(m+p-1) says {ideal:.0f}%.")
