@@ -49,7 +49,7 @@ def add_up(x):  # x: this rank's own number
         total = tt.ring_shift(total, "ring") + x
     return total
 
-numbers = np.array([13, 41, 22, 35, 17, 53, 29, 40], dtype="float32")  # 13 for rank 0, ...
+numbers = np.array([13, 41, 22, 35, 17, 53, 29, 40], dtype="float32")
 in_torch = tt.run(add_up, Mesh(ring=8), numbers, in_specs=P("ring"))
 animate(in_torch.trace)
 

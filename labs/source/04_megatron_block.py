@@ -355,13 +355,13 @@ by_eight = cost.find("h100-measured")
 one_node = replace(by_eight, node_size=64)
 for ranks in (8, 16, 32, 64):
     apart, together = four(ranks, by_eight), four(ranks, one_node)
-    print(f"{ranks:>2} ranks: {apart:5.0f} µs in nodes of 8, {together:4.0f} in one node")
+    print(f"{ranks:>2} ranks: {apart:5.0f} µs in nodes of 8, {together:4.0f} in one")
 
 # %% [markdown]
 # Surprisingly, on two nodes it hardly matters, because NCCL uses all eight network cards at once ([lab
 # 03](03_network_levels.ipynb)). From four nodes on it does, and there this forecast is also at its weakest. So eight is no
-# law. In an NVL72 rack, 72 GPUs share NVLink, and the limits are those of the chart. (The last column assumes that NCCL
-# goes on as in a node of eight.) TPUs are wired as a torus, without nodes, and the [scaling
+# law. In an NVL72 rack, 72 GPUs share NVLink, and the limits are those of the chart. (The last column extends the
+# forecast.) TPUs are wired as a torus, without nodes, and the [scaling
 # book](https://jax-ml.github.io/scaling-book/training/) gives a TPU v5p one rank per 2,550 hidden features and axis of the
 # torus.
 #

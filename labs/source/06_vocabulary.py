@@ -215,9 +215,9 @@ for ranks, scale in ((2, 1), (3, 1), (4, 1), (5, 1), (4, 1e4)):
     print(f"{ranks} ranks, logits of size {scale:,.0f}: {said}")
 
 # %% [markdown]
-# tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same, but
-# there are fewer hops. Tokens that do not count, such as padding, have an `ignore_index` instead of an id. No rank has that
-# entry, their loss is zero, and the mean is taken over the tokens that are left.
+# tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same, with
+# fewer hops. Tokens that do not count, such as padding, have an `ignore_index` instead of an id. Their loss
+# is zero, and the mean is taken over the other tokens.
 #
 # ## One table, used twice
 #

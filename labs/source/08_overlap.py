@@ -249,11 +249,10 @@ for microseconds in (5, 2, 1, 0):
 print(f"by the forecast: from {pays_from(D, F, 8, find('h100-measured'))} tokens on")
 
 # %% [markdown]
-# So the launches decide. In a program that runs eagerly, the CPU takes a few microseconds to launch an operation. If the
-# GPU always has operations waiting, or if they were recorded as a CUDA graph, launches cost nearly nothing.
-# Then overlapping pays from a single token on, but only just: a hop hides behind reading an eighth of the weight (2.5 µs
-# for 8 MiB at 3.35 TB/s), and takes 1.9 µs by the data sheet. With measured latencies that no longer fits, so the forecast
-# wants a few more tokens.
+# So the launches decide. If the GPU always has operations waiting, or if they were recorded as a CUDA graph, launches
+# cost nearly nothing. Then overlapping pays from a single token on, but only just: a hop hides behind reading an eighth of the weight (2.5 µs
+# for 8 MiB at 3.35 TB/s), and takes 1.9 µs. With measured latencies the forecast wants a
+# few more tokens.
 #
 # The model leaves something out: messages also use part of the chip. On a GPU they take some of the multiprocessors,
 # unless the copy engines move them. Here are the same two layers, smaller and **measured**, on two processes of your

@@ -377,7 +377,8 @@ for name, axes in choices.items():
         trace = tt.run(eight_nodes, Mesh(node=8, gpu=8), *axes, cluster=cluster).trace
         trace = trace.since(trace.select(kind="collective").start)
         hidden = overlap(trace).share
-        print(f"{name}, {cluster:13} {trace.makespan * 1e3:4.1f} ms, {hidden:.0%} hidden")
+        took = 1e3 * trace.makespan
+        print(f"{name}, {cluster:13} {took:4.1f} ms, {hidden:.0%} hidden")
 
 # %% [markdown]
 # Surprisingly, hybrid sharding is slower on the data sheet. Its two levels take turns, while a `reduce_scatter` over all

@@ -142,12 +142,12 @@ timeline(trace)
 # between them a stage computes. Those along `dp` come once, at the end. (This step does not overlap them with the
 # backward pass, as [lab 16](16_data_parallel.ipynb) does; then they would cost less.) So the order on the nodes is `tp`
 # inside, and `dp` and `pp` across. Which of these two is outermost depends on the model and the batch: a stage sends one
-# activation per microbatch, however many blocks it has, while the gradients grow with every block. With twice the batch,
-# this model would send 384 MiB along `pp`, and still 336 MiB along `dp`.
+# activation per microbatch, however many blocks it has, while the gradients grow with every block. (With twice
+# the batch, 384 MiB along `pp`, and still 336 MiB along `dp`.)
 #
 # ## Build it
 #
-# A step in three dimensions combines what you already know. The layers of a GPT are cut into stages. Inside a stage
+# The layers of a GPT are cut into stages. Inside a stage
 # they are tensor-parallel. Each data-parallel rank takes its own rows of the batch.
 
 # %%

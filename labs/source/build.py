@@ -83,6 +83,8 @@ def read_source(name: str) -> nbformat.NotebookNode:
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
         seen[digest] = seen.get(digest, -1) + 1
         cell.id = digest if not seen[digest] else f"{digest}-{seen[digest]}"
+        if cell.source == setup_cell():  # folded: nothing in it helps a reader
+            cell.metadata |= {"jupyter": {"source_hidden": True}, "cellView": "form"}
         book.cells.append(cell)
     return book
 
