@@ -65,11 +65,11 @@ FORWARD = {  # a function of x [2, 4], replicated; and the same on one device
         lambda x: (2 * x) ** 3,
     ),
     "matmul_reduce_scatter": (
-        lambda x: lab.gather_from(lab.matmul_reduce_scatter(x, np.eye(4, dtype=np.float32), "tp") ** 3, "tp"),
+        lambda x: lab.gather_from(lab.matmul_reduce_scatter(x, jnp.eye(4), "tp") ** 3, "tp"),
         lambda x: (2 * x) ** 3,
     ),
     "all_gather_matmul": (
-        lambda x: lab.all_gather_matmul(x, np.ones((3, 8), np.float32), "tp", dim=-1) ** 3,
+        lambda x: lab.all_gather_matmul(x, jnp.ones((3, 8)), "tp", dim=-1) ** 3,
         lambda x: jnp.stack([2 * x.sum(-1)] * 3, -1) ** 3,
     ),
 }

@@ -17,6 +17,7 @@ SOURCES = Path(__file__).parents[2] / "labs" / "source"
 def test_a_data_sheets_bound_is_that_of_its_peaks(scheme, name, nodes):
     """(R-1)/R F/B; launches, memory and latency are the 4 % by which it may be off."""
     cluster, ranks = find(name), 8 * nodes
+    assert cluster.outer_link
     slowest = min(cluster.inner_link.bandwidth, 8 * cluster.outer_link.bandwidth if nodes > 1 else 1e99)
     at_peak = (ranks - 1) / ranks * cluster.chip.peak("bfloat16") / slowest
     assert tokens_to_hide(scheme, name, ranks) == pytest.approx(at_peak, rel=0.04)

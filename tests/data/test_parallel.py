@@ -312,7 +312,7 @@ def test_a_large_model_hides_its_gradients():
 
     assert share(8, 4096) == pytest.approx(15 / 16, rel=1e-3)
     assert share(16, 32768) > 0.9
-    assert share(16, 4096) < 0.25  # between nodes, where the arithmetic does not allow more
+    assert share(16, 512) < 0.25  # between nodes, where so few tokens do not take long enough
 
 
 def test_replicas_begin_as_the_first_and_end_with_remove():

@@ -81,7 +81,8 @@ def all_at_once(net, loss_of, batches):
 
 
 def of_the_sum(net, loss_of, batches):
-    (sum(loss_of(net, batch) for batch in batches) / len(batches)).backward()
+    total = sum((loss_of(net, batch) for batch in batches[1:]), loss_of(net, batches[0]))
+    (total / len(batches)).backward()
 
 
 @pytest.mark.parametrize(

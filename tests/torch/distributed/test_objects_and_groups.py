@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.torch.distributed.test_collectives import each_size, group_of, on, put_in, same, sent
 from tplab import Mesh
-from tplab.errors import CollectiveMismatchError, DeadlockError
+from tplab.errors import CollectiveMismatchError, CrossedOrderWarning, DeadlockError, RankError
 from tplab.torch import device_mesh, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -128,7 +128,8 @@ def test_groups_of_the_same_ranks_do_not_meet_each_other():
             work.wait()
         return [x.tolist(), y.tolist()]
 
-    assert on(3, program).per_rank == [[[3, 3], [2, 2, 2]]] * 3
+    with pytest.warns(CrossedOrderWarning, match="rank 0 the one, then the other; rank 1 the other way"):
+        assert on(3, program).per_rank == [[[3, 3], [2, 2, 2]]] * 3
 
 
 def test_subgroups():
@@ -315,15 +316,17 @@ def test_stores_of_other_addresses_are_others():
 
 
 def test_ranks_of_a_node_and_a_barrier_that_names_who_is_missing():
-    def program(is_wrong: bool = False) -> list[Any]:
+    def program(is_wrong: bool = False, timeout: timedelta | None = None) -> list[Any]:
         if is_wrong and dist.get_rank() == 1:
             dist.recv(torch.empty(1), 0)
-        dist.monitored_barrier(timeout=timedelta(seconds=1))
+        dist.monitored_barrier(timeout=timeout)
         return [dist.get_node_local_rank(), dist.get_node_local_rank(fallback_rank=9)]
 
     assert on(2, program).per_rank == [[0, 0], [1, 1]]
     with pytest.raises(DeadlockError, match=r"rank 0 waits in barrier\('world'\) at .* for rank 1\n"):
         on(2, lambda: program(is_wrong=True))
+    with pytest.raises(RankError, match="Rank 1 failed to pass monitoredBarrier in 1000 ms"):  # as torch says it
+        on(2, lambda: program(is_wrong=True, timeout=timedelta(seconds=1)))
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------

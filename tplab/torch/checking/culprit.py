@@ -95,6 +95,8 @@ def _is_added_up(
     slack = 10 * comparison.rounding.tolerance
     if max(np.abs(x - around[0]).max(initial=0) for x in around) > slack * size_around:
         return False  # the sum is missing
+    if max(float(np.abs(x - pieces[0]).max(initial=0)) for x in pieces) <= slack * size:
+        return False  # these are copies, and no parts
     error = max(float(np.abs(x - whole_around).max(initial=0)) for x in around) / size_around
     for names in axis_sets(comparison.mesh):
         sums = [sum(pieces[other] for other in group) for group in comparison.mesh.groups(names)]
