@@ -30,6 +30,9 @@ def make(labs: list[str], out: Path = OUT, numpy_from_cdn: bool = False) -> int:
     shown = states([*labs, OPENING])
     (opening,) = shown.pop(OPENING)[OPENING]
     Pages(PAGES, Cards(out), shown, opening).write()
+    for old in (out / "labs").glob("[0-9]*.html"):
+        if old.stem not in labs:
+            old.unlink()
     pyodide.write(out, numpy_from_cdn)
     if in_browser := lite.labs(labs):
         lite.write(out, in_browser, address())

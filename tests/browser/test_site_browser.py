@@ -308,7 +308,7 @@ def test_what_scrolls_in_either_direction_is_reached_by_keyboard(page: Page, sit
 
 def test_answers_are_folded(page: Page, site: str, said: list[str]):
     page.goto(f"{site}/{LAB}")
-    answer = page.get_by_text("In each of the seven steps, each of the eight ranks")
+    answer = page.get_by_text("960 bytes: sixteen ranks make fifteen steps")
     expect(answer).to_be_hidden()
     page.get_by_text("Answer", exact=True).first.click()
     expect(answer).to_be_visible()
@@ -337,7 +337,7 @@ def test_on_paper_there_is_only_the_lab(page: Page, site: str, said: list[str]):
     expect(page.locator("figure.card .tplab").first).to_have_attribute("data-theme", "light")
     for furniture in (".launch", ".sidebar-drawer", ".toc-drawer", ".related-pages"):
         expect(page.locator(furniture).first).to_be_hidden()
-    answer = page.get_by_text("In each of the seven steps, each of the eight ranks")
+    answer = page.get_by_text("960 bytes: sixteen ranks make fifteen steps")
     expect(answer).to_be_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     expect(answer).to_be_hidden()
