@@ -3,8 +3,7 @@
 import runpy
 from pathlib import Path
 
-from tplab import Mesh
-from tplab.torch import launch, run
+from tplab.torch import launch
 from tplab.widgets import timeline
 from tplab.widgets.paper.dark import darkened
 from tplab.widgets.score.score import score
@@ -19,6 +18,5 @@ def write(name: str, picture: bytes) -> None:
 
 
 if __name__ == "__main__":
-    around = runpy.run_path(str(FOLDER / "ring.py"))["add_up_around_a_ring"]
-    write("ring", moving(score(run(around, Mesh(tp=8)).trace), frames=44))
+    write("ring", moving(score(runpy.run_path(str(FOLDER / "ring.py"))["trace"]), frames=44))
     write("train", timeline(launch(FOLDER / "train.py", ranks=8, cluster="h100").trace).picture())

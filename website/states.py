@@ -22,12 +22,9 @@ CACHE = ROOT / "build" / "site-states"
 OPENING = "opening"
 _RING = """\
 import runpy
-from tplab import Mesh
-from tplab.torch import run
 from tplab.widgets import animate
 
-program = runpy.run_path("../docs/ring.py")["add_up_around_a_ring"]
-animate(run(program, Mesh(tp=8)).trace)"""
+animate(runpy.run_path("../docs/ring.py")["trace"])"""
 WORKERS = 2  # labs that run at the same time; each may take 1 GB
 
 
