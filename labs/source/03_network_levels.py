@@ -83,7 +83,7 @@ animate(out.trace)
 # ## It cannot be less
 #
 # Could a cleverer program send fewer bytes across? No. Look at a node from outside, as if it were one large rank. The
-# other node needs the sums of its eight GPUs, and these are $n$ bytes that nobody else can compute. So **each of two nodes
+# other node needs the sums of its eight GPUs, and these are $n$ bytes that no other node can compute. So **each of two nodes
 # must send $n$ bytes**, and our program sends just that.
 #
 # For $k$ nodes, a node is one of $k$ large ranks in an all-reduce, and lab 02 has its lower bound:
@@ -102,7 +102,7 @@ for k in (2, 4, 8):
 # ## One ring, two levels, or eight rings
 #
 # In a DGX node, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each node at only
-# one GPU, through one card. The other seven cards are idle, and everybody waits. Here is that ring, our two levels, and
+# one GPU, through one card. The other seven cards are idle, and all ranks wait. Here is that ring, our two levels, and
 # the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets, so they are
 # a bound. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
 

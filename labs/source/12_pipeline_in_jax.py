@@ -138,7 +138,7 @@ print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 # *after* the scan: all forwards, then all backwards. So this cannot be 1F1B, and every rank keeps all $m$ microbatches.
 #
 # The useless work is done backwards, too. Its gradients are zero times something. If that something is infinite, you get
-# NaN: a stage that computes $x / \lVert x \rVert$ must survive $x = 0$, although nobody wants its result.
+# NaN: a stage that computes $x / \lVert x \rVert$ must survive $x = 0$, although no rank wants its result.
 
 # %% [markdown]
 # ## Any schedule: a table of actions

@@ -96,6 +96,14 @@ def doubled(fw, x, w):
     return fw.lab.ring_shift(fw.lab.ring_shift(fw.lab.ring_shift(x, "tp") * 2, "tp") + x, "tp")
 
 
+def numbers(fw, x, w):
+    """A ring that adds up one number of each rank: there, a single number is a rank's own data, and 2 is not."""
+    own = total = x[0, 0]
+    for _ in range(fw.lab.axis_size("tp") - 2):
+        total = fw.lab.ring_shift(total, "tp") + own
+    return fw.lab.ring_shift(fw.lab.ring_shift(total, "tp") * 2, "tp")
+
+
 def backward(fw, x, w):
     def loss(x, w):
         y = fw.lab.copy_to(x, "tp") @ fw.lab.copy_to(w, "tp")
@@ -104,7 +112,7 @@ def backward(fw, x, w):
     return fw.gradients(loss, x, w)
 
 
-PROGRAMS = [matmul_ring, two_ways, sums, line, sent_again, doubled]
+PROGRAMS = [matmul_ring, two_ways, sums, line, sent_again, doubled, numbers]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=3)], ids=repr)
@@ -114,6 +122,12 @@ def test_programs(program, mesh):
     x, w = random.normal(size=(2, 3)).astype(np.float32), random.normal(size=(3, 3)).astype(np.float32)
     torch_trace, jax_trace = traces_of(program, mesh, x, w)
     assert messages(jax_trace) == messages(torch_trace)
+
+
+def test_a_sum_of_single_numbers_has_data_of_all_that_were_added():
+    for trace in traces_of(numbers, Mesh(tp=4), np.ones((2, 3), np.float32), np.ones((3, 3), np.float32)):
+        sent = [event.contributors for event in trace.events if event.kind == "send" and event.rank == 0]
+        assert sent == [(0,), (0, 3), (0, 2, 3), (1, 2, 3)]
 
 
 @pytest.mark.parametrize("axis", [("a", "b"), ("b", "a")])

@@ -46,6 +46,7 @@ class Held:
     labels         each rank's label; None where the data is the rank's own
     sent           the label under which a rank's own data was first sent
     is_scalar      whether it is a single number, or one repeated: not a tensor of a rank's own
+    is_literal     whether it is written as a number in the program
     name           the parameter of the program that it is, or ""
     moved          the equation and what it read, if it only picks or reorders elements
     """
@@ -55,6 +56,7 @@ class Held:
         "_place",
         "_values",
         "dtype",
+        "is_literal",
         "is_scalar",
         "labels",
         "moved",
@@ -70,6 +72,7 @@ class Held:
         self.labels = labels
         self.sent: dict[int, Label] = {}
         self.is_scalar = not self.shape
+        self.is_literal = False
         self.name = ""
         self.moved: tuple[Any, Sequence[Held]] | None = None
         self._values: PerRank | None = None
@@ -175,10 +178,15 @@ def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list
 
     The chunk is that of the first operand that was received. The contributors are those of all operands, and the rank
     itself if a tensor of its own is among them; unknown if one of them is.
+
+    A single number beside tensors with dims is a factor, say, and no data of the rank. Among single numbers it is,
+    unless it is written out in the program.
     """
     if all(held.labels is None for held in inputs):
         return None
     labels: list[Label | None] = [None] * num_ranks
+    are_numbers = all(not held.shape for held in inputs)
+    tensors = [held for held in inputs if not (held.is_literal if are_numbers else held.is_scalar)]
     for rank in ranks:
         received = [label for held in inputs if (label := held.label(rank)) is not None]
         if not received:
@@ -187,7 +195,7 @@ def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list
             labels[rank] = UNKNOWN
             continue
         members = {member for label in received for member in label.contributors}
-        if any(held.label(rank) is None and not held.is_scalar for held in inputs):
+        if any(held.label(rank) is None for held in tensors):
             members.add(rank)
         first = next((label for label in received if label.chunk >= 0), received[0])
         labels[rank] = Label(first.chunk, tuple(sorted(members)), first.part)

@@ -46,7 +46,11 @@ class Walk:
         held.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Held:
-            return Held.known(atom.aval, [atom.val] * self.mesh.size) if hasattr(atom, "val") else held[atom]
+            if not hasattr(atom, "val"):
+                return held[atom]
+            literal = Held.known(atom.aval, [atom.val] * self.mesh.size)
+            literal.is_literal = True
+            return literal
 
         uses = Counter(id(atom) for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for atom in atoms)
         phase = self._phase

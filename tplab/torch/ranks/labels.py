@@ -43,8 +43,13 @@ class Labels:
 
     def joined(self, operands: Iterable[Tensor], rank: int) -> Label | None:
         """The label of what `rank` computes from these: the first received chunk, the contributors of all, and this
-        rank too if any operand is its own data. None if no operand has a label, UNKNOWN if one is unknown."""
+        rank too if any operand is its own data. None if no operand has a label, UNKNOWN if one is unknown.
+
+        A single number beside tensors with dims is a factor, say, and no data of the rank. Among single numbers it is.
+        """
         first, contributors, takes_part = None, set(), False
+        operands = tuple(operands)
+        are_numbers = all(x.dim() == 0 for x in operands)
         for x in operands:
             label = self.get(x)
             if label is not None:
@@ -52,7 +57,7 @@ class Labels:
                     return UNKNOWN
                 first = label if first is None or first.chunk < 0 <= label.chunk else first
                 contributors.update(label.contributors)
-            elif x.dim() > 0:
+            elif are_numbers or x.dim() > 0:
                 takes_part = True
         if first is None:
             return None
