@@ -9,36 +9,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tplab.cost import Chip, Cluster, Link, find
 from tplab.cost import cluster as c
-from tplab.cost.cluster import Chip, Cluster, Link, find
+from tplab.cost import data_sheets as sheets
+from tplab.cost.link import NO_LINK, ONE_HOP
 from tplab.errors import ClusterError
 
 # Each figure once more, from the parts of the chip: units x clock x width. The parts are in the vendors' architecture
 # white papers (GA100, GH100), in the TPU v5e page, and in NVLink's and InfiniBand's rates per lane.
 FROM_PARTS = {
-    "A100 bfloat16": (c.A100.flops["bfloat16"], 108 * 1.41e9 * 1024 * 2),  # SMs, boost clock, FMAs a clock
-    "A100 float32": (c.A100.flops["float32"], 108 * 1.41e9 * 64 * 2),
-    "A100 float64": (c.A100.flops["float64"], 108 * 1.41e9 * 64 * 2),
-    "A100 int8": (c.A100.flops["int8"], 108 * 1.41e9 * 2048 * 2),
-    "A100 memory": (c.A100.memory_bandwidth, 5120 / 8 * 3.186e9),  # bits of HBM2e x rate of a pin
-    "H100 bfloat16": (c.H100.flops["bfloat16"], 132 * 1.83e9 * 2048 * 2),
-    "H100 float32": (c.H100.flops["float32"], 132 * 1.98e9 * 128 * 2),
-    "H100 float64": (c.H100.flops["float64"], 132 * 1.98e9 * 128 * 2),
-    "H100 float8": (c.H100.flops["float8_e4m3fn"], 132 * 1.83e9 * 4096 * 2),
-    "H100 memory": (c.H100.memory_bandwidth, 5120 / 8 * 5.23e9),
-    "B200 memory": (c.B200.memory_bandwidth, 8192 / 8 * 7.5e9),
-    "TPU v5e bfloat16": (c.TPU_V5E.flops["bfloat16"], 4 * 128 * 128 * 1.5e9 * 2),  # MXUs, systolic array, clock
-    "TPU v5e int8": (c.TPU_V5E.flops["int8"], 4 * 128 * 128 * 1.5e9 * 2 * 2),
-    "laptop float32": (c.LAPTOP.flops["float32"], 2 * 3e9 * 2 * 8 * 2),  # cores, clock, FMA units, lanes
-    "laptop, one core": (2 * c.LAPTOP_CORE.flops["float32"], c.LAPTOP.flops["float32"]),
-    "NVLink 4": (c.NVLINK_4.bandwidth, 18 * 25e9),  # links x B/s a direction
-    "NVLink 3": (c.NVLINK_3.bandwidth, 12 * 25e9),
-    "NVLink 5": (c.NVLINK_5.bandwidth, 18 * 50e9),
-    "InfiniBand NDR": (c.INFINIBAND_NDR.bandwidth, 4 * 100e9 / 8),  # lanes x bit/s
-    "InfiniBand HDR": (c.INFINIBAND_HDR.bandwidth, 4 * 50e9 / 8),
-    "ICI of TPU v5e": (c.ICI_V5E.bandwidth, 1600e9 / 4 / 8),  # bit/s of the chip over 4 ports
-    "1 Gb Ethernet": (c.ETHERNET_1G.bandwidth, 1e9 / 8),
-    "10 Gb Ethernet": (c.ETHERNET_10G.bandwidth, 10e9 / 8),
+    "A100 bfloat16": (sheets.A100.flops["bfloat16"], 108 * 1.41e9 * 1024 * 2),  # SMs, boost clock, FMAs a clock
+    "A100 float32": (sheets.A100.flops["float32"], 108 * 1.41e9 * 64 * 2),
+    "A100 float64": (sheets.A100.flops["float64"], 108 * 1.41e9 * 64 * 2),
+    "A100 int8": (sheets.A100.flops["int8"], 108 * 1.41e9 * 2048 * 2),
+    "A100 memory": (sheets.A100.memory_bandwidth, 5120 / 8 * 3.186e9),  # bits of HBM2e x rate of a pin
+    "H100 bfloat16": (sheets.H100.flops["bfloat16"], 132 * 1.83e9 * 2048 * 2),
+    "H100 float32": (sheets.H100.flops["float32"], 132 * 1.98e9 * 128 * 2),
+    "H100 float64": (sheets.H100.flops["float64"], 132 * 1.98e9 * 128 * 2),
+    "H100 float8": (sheets.H100.flops["float8_e4m3fn"], 132 * 1.83e9 * 4096 * 2),
+    "H100 memory": (sheets.H100.memory_bandwidth, 5120 / 8 * 5.23e9),
+    "B200 memory": (sheets.B200.memory_bandwidth, 8192 / 8 * 7.5e9),
+    "TPU v5e bfloat16": (sheets.TPU_V5E.flops["bfloat16"], 4 * 128 * 128 * 1.5e9 * 2),  # MXUs, systolic array, clock
+    "TPU v5e int8": (sheets.TPU_V5E.flops["int8"], 4 * 128 * 128 * 1.5e9 * 2 * 2),
+    "laptop float32": (sheets.LAPTOP.flops["float32"], 2 * 3e9 * 2 * 8 * 2),  # cores, clock, FMA units, lanes
+    "laptop, one core": (2 * sheets.LAPTOP_CORE.flops["float32"], sheets.LAPTOP.flops["float32"]),
+    "NVLink 4": (sheets.NVLINK_4.bandwidth, 18 * 25e9),  # links x B/s a direction
+    "NVLink 3": (sheets.NVLINK_3.bandwidth, 12 * 25e9),
+    "NVLink 5": (sheets.NVLINK_5.bandwidth, 18 * 50e9),
+    "InfiniBand NDR": (sheets.INFINIBAND_NDR.bandwidth, 4 * 100e9 / 8),  # lanes x bit/s
+    "InfiniBand HDR": (sheets.INFINIBAND_HDR.bandwidth, 4 * 50e9 / 8),
+    "ICI of TPU v5e": (sheets.ICI_V5E.bandwidth, 1600e9 / 4 / 8),  # bit/s of the chip over 4 ports
+    "1 Gb Ethernet": (sheets.ETHERNET_1G.bandwidth, 1e9 / 8),
+    "10 Gb Ethernet": (sheets.ETHERNET_10G.bandwidth, 10e9 / 8),
 }
 
 
@@ -134,8 +136,8 @@ def test_only_a_torus_has_a_link_to_each_neighbour():
 def test_a_message_takes_latency_and_bytes_over_bandwidth(nbytes):
     link = Link("link", latency=0.5, bandwidth=4.0)
     assert link.seconds(nbytes) == 0.5 + nbytes / 4
-    assert c.NO_LINK.seconds(nbytes) == 0
-    assert c.ONE_HOP.seconds(nbytes) == 1
+    assert NO_LINK.seconds(nbytes) == 0
+    assert ONE_HOP.seconds(nbytes) == 1
 
 
 def test_the_roofline_is_the_larger_of_arithmetic_and_memory():

@@ -17,7 +17,7 @@ from jax import lax
 
 import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P
-from tplab.cost.cluster import Chip, Cluster, Link
+from tplab.cost import Chip, Cluster, Link
 from tplab.errors import DeadlockError, TraceError
 from tplab.jax import all_reduce, axis_index, ring_shift, run
 from tplab.jax.private import in_float64

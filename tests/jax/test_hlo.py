@@ -4,7 +4,7 @@ import pytest
 
 import tplab.jax  # noqa: F401  # before JAX is used
 from tplab import Mesh
-from tplab.cost.cluster import Chip, Cluster, Link
+from tplab.cost import Chip, Cluster, Link
 from tplab.errors import TraceError
 from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.compiled import collectives_in_text

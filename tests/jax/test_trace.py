@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P, cost
-from tplab.cost.cluster import Chip, Cluster, Link
+from tplab.cost import Chip, Cluster, Link
 from tplab.errors import TraceError
 from tplab.jax import all_gather, all_reduce, axis_index, rank_key, reduce_scatter, ring_shift, run
 from tplab.jax.tracing import walk

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P, cost
-from tplab.cost.cluster import Chip, Cluster, Link
+from tplab.cost import Chip, Cluster, Link
 from tplab.errors import TraceError
 from tplab.jax import collectives_in, run, trace
 from tplab.jax.ranks.devices import jax_mesh

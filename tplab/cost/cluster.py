@@ -31,7 +31,6 @@ from tplab.cost.data_sheets import (
     A100,
     B200,
     ETHERNET_1G,
-    ETHERNET_10G,
     H100,
     ICI_V5E,
     INFINIBAND_HDR,
@@ -46,44 +45,10 @@ from tplab.cost.data_sheets import (
 )
 from tplab.cost.figures import check, si
 from tplab.cost.forecast import Forecast
-from tplab.cost.link import NO_LINK, ONE_HOP, Link
+from tplab.cost.link import NO_LINK, Link
 from tplab.cost.measured import forecast, kernels
 from tplab.cost.nodes import Levels, Node, algorithms_over_nodes, over_nodes
 from tplab.errors import ClusterError
-
-__all__ = [
-    "A100",
-    "A100_MEASURED",
-    "A100_NODE",
-    "B200",
-    "B200_MEASURED",
-    "B200_NODE",
-    "ETHERNET_1G",
-    "ETHERNET_10G",
-    "H100",
-    "H100_MEASURED",
-    "H100_NODE",
-    "ICI_V5E",
-    "INFINIBAND_HDR",
-    "INFINIBAND_NDR",
-    "LAPTOP",
-    "LAPTOP_CORE",
-    "LOOPBACK",
-    "NAMED",
-    "NO_LINK",
-    "NVLINK_3",
-    "NVLINK_4",
-    "NVLINK_5",
-    "ONE_HOP",
-    "SLOW_ETHERNET",
-    "THIS_LAPTOP",
-    "TPU_V5E",
-    "TPU_V5E_RING",
-    "Chip",
-    "Cluster",
-    "Link",
-    "find",
-]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ from tplab.cost.algorithms import (
     over_link,
     whole,
 )
-from tplab.cost.cluster import Cluster, Link, find
+from tplab.cost.cluster import Cluster, find
+from tplab.cost.link import Link
 from tplab.errors import ClusterError
 from tplab.sharding import cut
 

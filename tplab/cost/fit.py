@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from tplab.cost.chip import Chip
-from tplab.cost.cluster import A100, H100, H100_MEASURED, Cluster
+from tplab.cost.cluster import H100_MEASURED, Cluster
+from tplab.cost.data_sheets import A100, H100
 from tplab.cost.forecast import Error, Fabric
 from tplab.cost.kernels import Kernels, Shared
 from tplab.cost.measured import (

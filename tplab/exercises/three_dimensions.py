@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from tplab.cost import H100_MEASURED, H100_NODE, Cluster
-from tplab.cost.cluster import ETHERNET_10G
+from tplab.cost.data_sheets import ETHERNET_10G
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.mesh import Mesh
