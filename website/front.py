@@ -11,12 +11,12 @@ TEMPLATE = "front.html"
 
 TITLE = "See what travels between your GPUs"
 LEAD = (
-    "tplab runs parallel programs on simulated ranks, in torch or JAX, and shows what each rank sends, where it "
-    "waits, and whether the answer is the unsharded one.",
+    "tplab runs parallel programs on simulated ranks, in torch or JAX, and shows what each rank sends and where it "
+    "waits. Models are compared with the unsharded ones.",
     "A script that you start with <code>torchrun</code> runs unchanged, on a laptop without a GPU. If it hangs, you "
     "see which lines wait for each other.",
-    "The course around it takes a transformer apart, step by step, and every picture comes from a run that you can "
-    "repeat and change.",
+    "The course around it takes a transformer apart, step by step, with pictures of runs that you can repeat and "
+    "change.",
 )
 HANG = """\
 $ python -m tplab.torchrun --nproc-per-node 8 --cluster h100 --html run.html train.py

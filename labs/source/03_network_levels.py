@@ -167,7 +167,7 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 # ## What was measured
 #
 # The last sentence is true on paper. People usually report an all-reduce by its **bus bandwidth**,
-# $2\,\frac{R-1}{R}\,\frac{n}{t}$: the bandwidth that each GPU's busiest link must have had. Here it is for 256 MB on 1 to
+# $2\,\frac{R-1}{R}\,\frac{n}{t}$: the bandwidth that the links of a ring would need for it. Here it is for 256 MB on 1 to
 # 64 nodes of a real cluster, as its users measured it, with the data sheet and with tplab's forecast for this cluster.
 
 # %%
