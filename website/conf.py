@@ -77,7 +77,7 @@ def _level_of_captions(app: Sphinx, page: str, template: str, context: dict[str,
 
 def _what_it_may_load(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Each page says what a browser may load for it; before anything is loaded, so at the top of its head."""
-    has_lab = 'data-kind="PipelineLab"' in context.get("body", "")
+    has_lab = any(f'data-kind="{kind}"' in context.get("body", "") for kind in pyodide.KINDS)
     context["metatags"] = meta(has_lab, pyodide.has_numpy(Path(app.outdir))) + context.get("metatags", "")
 
 

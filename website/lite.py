@@ -37,7 +37,7 @@ WHEELS = ROOT / "build" / "site-wheels"
 WORK = ROOT / "build" / "site-lite"
 FOLDER = "lite"  # of the site
 LIST = "lite-lock.json"  # beside Pyodide
-FRAMEWORKS = {"torch", "jax", "tplab.torch", "tplab.jax", "transformers"}
+FRAMEWORKS = {"torch", "jax", "tplab.torch", "tplab.jax", "transformers", "tplab.exercises.three_dimensions"}
 EXTENSIONS = ("jupyterlite_pyodide_kernel", "jupyterlab_widgets", "anywidget")  # of JupyterLab: the kernel, widgets
 KERNEL = "@jupyterlite/pyodide-kernel-extension:kernel"
 STARTS_WITH = ["micropip", "piplite", "ipykernel", "comm", "pyodide-kernel", "jedi", "ipython"]
@@ -55,7 +55,7 @@ there is no module named numpy.*"""
 
 
 def labs(names: Iterable[str]) -> list[str]:
-    """Those of the labs that import no framework."""
+    """Those of the labs that need no framework, neither themselves nor in what they take from exercises."""
     return [name for name in names if not _imports(name) & FRAMEWORKS]
 
 

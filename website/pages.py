@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 PICTURE = re.compile(r'<a [^>]*>\s*<picture>\s*<source [^>]*>\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>')
 """A picture that leads here, with another for dark paper: on the site, the widget that it shows is in its place."""
-DOCS = ("torch_distributed", "twins", "clock", "design", "figures")
+DOCS = ("torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures")
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
 
 

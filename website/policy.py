@@ -31,7 +31,7 @@ FOR_PYTHON = {
     "worker-src": "'self' blob:",  # the blob, and what it imports
     "connect-src": "'self'",
 }
-"""What a page with a `pipeline_lab` may do besides."""
+"""What a page with a `pipeline_lab` or a `layout_lab` may do besides."""
 
 
 def policy(has_lab: bool, has_numpy: bool = False) -> str:

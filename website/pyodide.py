@@ -3,7 +3,7 @@
 Pyodide's core is the npm package that package-lock.json pins. NumPy, compiled for it, is in no registry. It is
 downloaded when the site is made, from the CDN on which Pyodide is released, and compared with the hash in Pyodide's own
 list. Where that is not possible, browsers load it from there. It is then the only file that a page loads from another
-host, and only a `pipeline_lab` that is touched needs it.
+host, and only a `pipeline_lab` or a `layout_lab` that is touched needs it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ FOLDER = "python"  # of the site
 WORKER = "worker.js"
 COUNTED = ("pyodide.asm.wasm", "python_stdlib.zip")  # what is large, and fetched so that its bytes can be counted
 CORE = ("pyodide.mjs", "pyodide.asm.mjs", *COUNTED)
-STARTS_WITH = "tplab.widgets.schedule.remote"
+KINDS = ("PipelineLab", "LayoutLab")  # the widgets for which Python comes
+STARTS_WITH = ("tplab.widgets.schedule.remote", "tplab.widgets.layouts.remote")
+DATA = (
+    "tplab/cost/measured/*.csv",
+    "tplab/cost/measured/constants.json",
+    "tplab/forecast/measured/constants.json",
+)  # what was measured, which they read
 LEFT_OUT = "tplab/widgets/__init__.py"
 """It imports every widget, and with them ipywidgets. Without it, the folder is a package all the same."""
 
@@ -87,19 +93,24 @@ def installed() -> Path:
 
 
 def sources() -> bytes:
-    """A zip of the files of tplab that the lab needs; the same bytes for the same files."""
+    """A zip of the files of tplab that the labs need; the same bytes for the same files."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
-        for file in needed(STARTS_WITH):
+        for file in sorted([*needed(*STARTS_WITH), *data_files()]):
             entry = zipfile.ZipInfo(file.as_posix(), (1980, 1, 1, 0, 0, 0))
             archive.writestr(entry, (ROOT / file).read_bytes(), zipfile.ZIP_DEFLATED)
     return data.getvalue()
 
 
-def needed(module: str) -> list[Path]:
-    """The files of tplab that are read when a module is imported, relative to the repository, in order."""
+def data_files() -> list[Path]:
+    """What the modules read besides, relative to the repository."""
+    return [file.relative_to(ROOT) for pattern in DATA for file in ROOT.glob(pattern)]
+
+
+def needed(*modules: str) -> list[Path]:
+    """The files of tplab that are read when modules are imported, relative to the repository, in order."""
     found: set[Path] = set()
-    waiting = [module]
+    waiting = [*modules]
     while waiting:
         for file in _files(waiting.pop()):
             if file not in found and file.as_posix() != LEFT_OUT:

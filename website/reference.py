@@ -25,7 +25,7 @@ from website.docstrings import as_html, first_sentence
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "reference"
-CORE = ("tplab", "tplab.schedules", "tplab.trace", "tplab.cost", "tplab.widgets")
+CORE = ("tplab", "tplab.schedules", "tplab.sequence", "tplab.trace", "tplab.cost", "tplab.widgets")
 ROOMS = {
     "run": "Run",
     "comm": "Collectives",

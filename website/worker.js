@@ -1,4 +1,4 @@
-// Python for the pipeline lab of a page: Pyodide and tplab from this site, NumPy too, or from
+// Python for a lab of a page: Pyodide and tplab from this site, NumPy too, or from
 // the CDN that Pyodide is released on.
 // Questions come as messages and are answered in their order; until Python is there, it says how far it is.
 import { loadPyodide } from "./pyodide.mjs";
@@ -59,12 +59,9 @@ async function start() {
   await step("numpy", loadNumPy(python));
   tell({ progress: { text: "tplab is starting.", share: 1 } });
   const sources = await step("python", fetch(here("tplab.zip")).then((response) => response.arrayBuffer()));
-  return step("tplab", begin(python, sources));
-}
-
-async function begin(python, sources) {
   python.unpackArchive(sources, "zip", { extractDir: "/tplab" });
-  return python.runPython("import sys; sys.path.insert(0, '/tplab')\nfrom tplab.widgets.schedule.remote import Remote\nRemote");
+  python.runPython("import sys; sys.path.insert(0, '/tplab')");
+  return python;
 }
 
 async function loadNumPy(python) {
@@ -76,10 +73,11 @@ async function loadNumPy(python) {
 const starting = start();
 let remote = null, turn = Promise.resolve();
 
-async function answer({ first, question }) {
-  const Remote = await starting;
+// room: the folder of tplab.widgets that computes this lab.
+async function answer({ first, room, question }) {
+  const python = await starting;
   try {
-    remote ??= Remote(JSON.stringify(first));
+    remote ??= python.runPython(`from tplab.widgets.${room}.remote import Remote\nRemote`)(JSON.stringify(first));
     const found = remote.ask(JSON.stringify(question));
     const [text, board] = found.toJs();
     found.destroy();

@@ -4,6 +4,7 @@ import json
 
 from playwright.sync_api import expect
 
+VIEW = "application/vnd.jupyter.widget-view+json"
 _SAVE = "() => window.jupyterapp.commands.execute('docmanager:save')"
 
 CELL = """
@@ -17,10 +18,13 @@ animate(tt.run(lambda: tt.all_reduce(torch.ones(2), "tp"), Mesh(tp=4)).trace)
 def test_a_saved_notebook_shows_its_widgets_without_its_kernel(open_notebook, jupyter_lab):
     book = open_notebook([CELL, "from tplab.widgets import pipeline_lab; pipeline_lab()"])
     expect(book.output(0).locator(".tpl-ranks")).to_be_visible()
+    expect(book.output(1).locator("canvas").first).to_be_visible()
     book.page.evaluate(_SAVE)
     book.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.context.model.dirty")
     saved = json.loads(book.path.read_text())
-    assert "application/vnd.jupyter.widget-state+json" in saved["metadata"]["widgets"]
+    state = saved["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    views = [output["data"][VIEW] for cell in saved["cells"] for output in cell["outputs"]]
+    assert len(views) == 2 and all(view["model_id"] in state for view in views)
     book.page.evaluate("() => window.jupyterapp.shell.currentWidget.dispose()")
     jupyter_lab.shut_down_kernels()
 

@@ -40,3 +40,28 @@ def test_a_live_switch_is_as_good_as_drawing_anew(page: Page, name: str):
     page.evaluate("document.body.dataset.jpThemeLight = 'false'")
     expect(page.locator(".tplab")).to_have_attribute("data-theme", "dark")
     assert np.abs(pixels(page) - anew).max() <= 3  # a smoothed corner may be one step off
+
+
+TIMELINE = """
+import torch
+import tplab.torch as tt
+from tplab import Mesh
+from tplab.widgets import timeline
+timeline(tt.run(lambda x: tt.all_reduce(x @ x, "tp"), Mesh(tp=4), torch.ones(64, 64), cluster="h100").trace)
+"""
+
+
+def test_a_canvas_in_jupyterlab_follows_a_live_switch(open_notebook):
+    """JupyterLab hides the notebook while it loads a theme, so the canvas has no size at that moment."""
+    book = open_notebook([TIMELINE], theme="light")
+    canvas = book.output(0).locator("canvas").first
+
+    def brightness() -> float:
+        book.page.wait_for_timeout(300)
+        return float(np.asarray(Image.open(BytesIO(canvas.screenshot())).convert("RGB"), int).mean())
+
+    assert brightness() > 200
+    book.change_theme("dark")
+    assert brightness() < 80
+    book.change_theme("light")
+    assert brightness() > 200

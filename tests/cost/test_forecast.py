@@ -49,7 +49,13 @@ def test_a_forecast_names_its_source_and_its_error(cluster):
     assert "aiconfigurator, commit 095f58a, Apache-2.0" in known(cluster).source
     assert known(cluster).source in cluster.table()
     assert cluster.label in cluster.table()
-    assert 0 < known(cluster).typical_error < 0.06
+
+
+def test_on_several_nodes_the_error_of_the_network_counts_too():
+    assert [cluster.kind_on(8) for cluster in FORECASTS] == [cluster.kind_text for cluster in FORECASTS]
+    assert H100_MEASURED.kind_on(9) == "forecast, ±9 %"
+    assert B200_MEASURED.kind_on(16) == "forecast, ±4 % in a node"  # nobody has measured its network
+    assert H100_NODE.kind_on(64) == "data sheet"
 
 
 @EACH

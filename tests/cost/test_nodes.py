@@ -52,11 +52,23 @@ def test_the_two_nodes_of_sixteen_h100():
 @pytest.mark.parametrize("nodes", [2, 3, 4, 64])
 def test_trees_for_few_bytes(nodes):
     few, many = (cost.collective("all_reduce", n, 8 * nodes, "h100") for n in (1024, LARGE))
-    assert (few.algorithm, many.algorithm) == ("tree", "ring") if nodes > 2 else ("ring", "ring")
+    assert (few.algorithm, many.algorithm) == ("tree", "ring")
     tree = cost.collective("all_reduce", 1024, 8 * nodes, "h100", "tree")
     assert tree.hops == 2 * (7 + ceil(log2(nodes)))
     assert tree.seconds == pytest.approx(14 * 1.9e-6 + 2 * ceil(log2(nodes)) * 4e-6 + 2048 / 400e9)
     assert tree.bytes == 2048
+
+
+def test_in_one_node_a_tree_is_a_chain_and_no_faster_than_the_ring():
+    """NCCL's latency of a tree is 2 ((R/k - 1) hops in a node + log2 k between nodes): for k = 1 that is the ring's. So
+    for few bytes two nodes of 8 are faster than one of 16."""
+    together, apart = (
+        replace(H100_NODE, node_size=size, cards=8).collective_cost("all_reduce", 1024, 16) for size in (16, 8)
+    )
+    chain = 2 * (16 - 1 + log2(1))
+    assert (together.algorithm, together.hops, chain) == ("ring", 30, 30)
+    assert together.seconds == pytest.approx(chain * 1.9e-6 + 2 * 15 / 16 * 1024 / 450e9)
+    assert (apart.algorithm, apart.hops) == ("tree", 16) and apart.seconds < together.seconds
 
 
 def test_one_member_per_node_has_one_card():

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from tplab.schedules import RULES
-from tplab.widgets import pipeline_lab
+from tplab.widgets import layout_lab, pipeline_lab
+from tplab.widgets.layouts.workbench import Workbench
 from tplab.widgets.schedule.workbench import AUTO
 from website import policy, pyodide
 from website.compiled import downloaded
@@ -45,9 +46,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def like_a_browser(folder: Path, questions: list[dict]) -> dict:
+def like_a_browser(folder: Path, questions: list[dict], first: dict = FIRST, room: str = "schedule") -> dict:
     command = [sys.executable, "-B", "-W", "error", str(Path(__file__).with_name("like_a_browser.py")), str(folder)]
-    asked = json.dumps({"first": FIRST, "questions": questions})
+    asked = json.dumps({"first": first, "room": room, "questions": questions})
     done = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=folder, env={})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -89,10 +90,33 @@ def test_what_is_done_by_hand_is_the_same(unpacked: Path):
     assert [said["num_edits"] for said, _ in expected] == [1, 1, 2, 3, 2, 2, 2, 2, 2, 0]
 
 
+def test_the_layout_lab_answers_as_in_a_kernel(unpacked: Path):
+    first = dict(layout_lab(gpus=16, batch=64, sequence=4096).settings)
+    settings = [{**first, **more} for more in (
+        {}, {"gpus": 32}, {"model": "mixtral-8x7b"}, {"cluster": "h100"}, {"stack": "fsdp"},
+        {"model": "llama3-405b", "gpus": 512, "batch": 1024},
+        {"model": "layers=6, hidden=384, heads=6, kv_heads=6, head_dim=64, ffn=1536, vocab=1000, experts=4, "
+         "experts_per_token=2"}, {"gpus": 67},
+    )]  # fmt: skip
+    questions = [{"settings": one, "message": {"settings": True}} for one in settings[:-1]]
+    questions += [{"settings": settings[1], "message": {"choose": 40}}, {"settings": settings[-1], "message": {}}]
+    found = like_a_browser(unpacked, questions, first, "layouts")["answers"]
+    bench = Workbench(first)
+    for question, (said, board) in zip(questions, found, strict=True):
+        bench.ask(question["settings"])
+        answer = bench.answer(question["message"])
+        assert said == {"traits": bench.traits(), "answer": answer}
+        assert not board or base64.b64decode(board) == bench.board()
+    assert "no plan trains this model on 67 GPUs" in found[-1][0]["traits"]["notice"]
+    assert [place for place, (_, board) in enumerate(found) if not board] == [len(found) - 1]
+
+
 def test_the_zip_has_what_is_read_and_no_more_than_that(unpacked: Path):
     found = like_a_browser(unpacked, [])
     assert found["index"] == "int32"
-    names = {Path(file).relative_to(unpacked).as_posix() for file in found["read"]} | {"tplab/__init__.py"}
+    read = found["read"] + like_a_browser(unpacked, [], dict(layout_lab().settings), "layouts")["read"]
+    names = {Path(file).relative_to(unpacked).as_posix() for file in read} | {"tplab/__init__.py"}
+    names |= {file.as_posix() for file in pyodide.data_files()}
     assert names == set(zipfile.ZipFile(BytesIO(pyodide.sources())).namelist())
     assert pyodide.sources() == pyodide.sources()  # the same files are the same bytes, which browsers keep
 
@@ -100,7 +124,7 @@ def test_the_zip_has_what_is_read_and_no_more_than_that(unpacked: Path):
 def test_an_index_is_as_long_as_an_address():
     """int64 is no safe index where addresses have 32 bits: `take(..., out=)` and others refuse it there."""
     found = set()
-    for file in pyodide.needed(pyodide.STARTS_WITH):
+    for file in pyodide.needed(*pyodide.STARTS_WITH):
         text = (pyodide.ROOT / file).read_text(encoding="utf8")
         found |= {file.as_posix() for _ in re.findall(r"\bint64\b", text)}
     sizes = {  # of memory, which may be larger than addresses, and times in whole nanoseconds

@@ -154,3 +154,10 @@ def test_wide_pictures_wrap():
     narrow = Image.open(io.BytesIO(matrices({"a": np.ones((2, 8))}).picture()))
     wide = Image.open(io.BytesIO(matrices({name: np.ones((2, 8)) for name in "abcd"}).picture()))
     assert wide.width <= 880 and wide.height > 2 * narrow.height - 40
+
+
+def test_large_counts_have_separators():
+    card = knob(
+        "A title", "ranks", {1: Bars([Row("a", {"x": 24960.0, "y": 0.5}), Row("b", {"x": 33280})], "s")}, unit=""
+    )
+    assert [card.text(amount) for amount in (24960.0, 33280, 12, 0.5)] == ["24,960", "33,280", "12", "0.5"]

@@ -142,6 +142,15 @@ def test_a_misplaced_sum_looks_misplaced(framework: str):
     assert [ends[rank][f"x{'₀₁₂₃'[(rank + 1) % 4]}"][1] for rank in range(4)] == ["22", "18", "26", "13"]
 
 
+def test_a_maximum_beside_a_sum_is_said_of_the_maximum_alone():
+    def both(lab: Any, x: Any) -> Any:
+        return lab.all_reduce(x, "tp", "max") + lab.all_reduce(x, "tp")
+
+    piece = scored("torch", both, np.array([3.0, 1, 4, 2], np.float32))
+    assert [item.how for item in piece.items] == ["max", "sum"]
+    assert piece.table_caption == "what each rank holds: the maximum of these ranks' parts in a"
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_maximum_is_no_sum(framework: str):
     def largest(lab: Any, x: Any) -> Any:

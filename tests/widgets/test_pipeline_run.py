@@ -10,6 +10,8 @@ from torch.nn.functional import mse_loss
 
 import tplab.torch as tt
 from tplab import Mesh, Trace
+from tplab.cost.cluster import find
+from tplab.exercises.three_dimensions import modelled
 from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_v
 from tplab.widgets import animate
 from tplab.widgets.score import words
@@ -95,3 +97,13 @@ def test_the_same_microbatch_of_several_pipelines_is_one_column():
 
     piece = score(tt.run(one_batch, Mesh(dp=2, pp=2)).trace)
     assert len(piece.items) == 6 and columns(piece).names == ["0", "1", "2"]
+
+
+def test_the_gradient_of_a_tied_weight_is_no_microbatch():
+    """Two ranks exchange the gradient of the tied embedding after their last actions."""
+    piece = score(modelled(Mesh(pp=2, dp=1, tp=1), find("h100")))
+    bars = piece.bars
+    sends = np.flatnonzero(bars["kind"] == SEND)
+    tied = sends[bars["item"][sends] < 0]
+    assert bars["rank"][tied].tolist() == [1, 0] and (bars["flow"][tied] == 0).all()
+    assert len(sends) == 2 + 4  # for 2 microbatches, an activation and its gradient each

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from tplab.sharding import share
 
@@ -53,6 +54,11 @@ def activation_tensors(
     itemsize: int = 2,
     dropout: bool = True,
     scores: bool = True,
+    kv_heads: int | None = None,
+    head_width: int | None = None,
+    hidden: int | None = None,
+    gated: bool = False,
+    gathered: bool = False,
 ) -> dict[str, float]:
     """Bytes that each rank keeps of one transformer layer for its backward pass: one entry per kind of tensor.
 
@@ -65,68 +71,57 @@ def activation_tensors(
     dropout   False: no masks are kept, nor the scores after dropout
     scores    False: attention computes softmax(q k^T) again in the backward pass ("selective recomputation", section 5;
               fused attention does the same, and keeps one number per row instead)
+    kv_heads  key and value heads, if they are fewer than query heads; head_width: features of a head, if not h / a
+    hidden    features of the MLP, if not 4 h; gated: they are a product of two (SwiGLU), of which both factors are kept
+    gathered  with sequence_parallel: the inputs of the two regions are kept whole, and not gathered again
 
-    This counts an MLP of 4 h hidden features with GeLU, and as many key and value heads as query heads. As in the
-    paper, small tensors (a norm's mean and deviation, 2 numbers per token), the embedding and the head are left out.
+    The formulas are for as many key and value heads as query heads, and an MLP of 4 h hidden features with GeLU. As in
+    the paper, small tensors (mean and deviation of a norm, 2 numbers per token), embedding and head are left out.
     Korthikanti et al. 2022, equations 1, 2 and 4.
     """
     share(num_heads, num_ranks, "num_heads is", why="heads are sharded whole")
     if sequence_parallel:
         share(sequence, num_ranks, "the sequence has length")
     token = sequence * batch * width
+    heads = sequence * batch * (width // num_heads if head_width is None else head_width)
     square = num_heads * sequence * sequence * batch
+    features = 4 * token if hidden is None else sequence * batch * hidden
     outside = num_ranks if sequence_parallel else 1
+    entered = 1 if gathered else outside
 
     def kept(elements: int, itemsize: int, ranks: int) -> float:
         total = elements * itemsize
         return total / ranks if total % ranks else total // ranks
 
     found = {"input of norm 1": kept(token, itemsize, outside)}
-    found["input of query, key, value"] = kept(token, itemsize, outside)
-    found |= {name: kept(token, itemsize, num_ranks) for name in ("query", "key", "value")}
+    found["input of query, key, value"] = kept(token, itemsize, entered)
+    found["query"] = kept(heads * num_heads, itemsize, num_ranks)
+    for name in ("key", "value"):
+        found[name] = kept(heads * (num_heads if kv_heads is None else kv_heads), itemsize, num_ranks)
     if scores:
         found["scores after softmax"] = kept(square, itemsize, num_ranks)
         if dropout:
             found["mask of the scores"] = kept(square, 1, num_ranks)
             found["scores after dropout"] = kept(square, itemsize, num_ranks)
-    found["input of the output projection"] = kept(token, itemsize, num_ranks)
+    found["input of the output projection"] = kept(heads * num_heads, itemsize, num_ranks)
     if dropout:
         found["mask after attention"] = kept(token, 1, outside)
     found["input of norm 2"] = kept(token, itemsize, outside)
-    found["input of up"] = kept(token, itemsize, outside)
-    found["input of gelu"] = kept(4 * token, itemsize, num_ranks)
-    found["input of down"] = kept(4 * token, itemsize, num_ranks)
+    found["input of up"] = kept(token, itemsize, entered)
+    if gated:
+        found["gate"] = kept(features, itemsize, num_ranks)
+    found["up" if gated else "input of gelu"] = kept(features, itemsize, num_ranks)
+    found["input of down"] = kept(features, itemsize, num_ranks)
     if dropout:
         found["mask after the MLP"] = kept(token, 1, outside)
     return found
 
 
 def activation_bytes(
-    sequence: int,
-    batch: int,
-    width: int,
-    num_heads: int,
-    num_ranks: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    itemsize: int = 2,
-    dropout: bool = True,
-    scores: bool = True,
+    sequence: int, batch: int, width: int, num_heads: int, num_ranks: int = 1, **options: Any
 ) -> float:
     """The sum of `activation_tensors`: in 16 bit, s b h (10 + 24/t + 5 a s / (h t)), or s b h (34 + 5 a s / h) / t."""
-    return _sum(
-        activation_tensors(
-            sequence,
-            batch,
-            width,
-            num_heads,
-            num_ranks,
-            sequence_parallel=sequence_parallel,
-            itemsize=itemsize,
-            dropout=dropout,
-            scores=scores,
-        ).values()
-    )
+    return _sum(activation_tensors(sequence, batch, width, num_heads, num_ranks, **options).values())
 
 
 def _sum(values: Iterable[float]) -> float:

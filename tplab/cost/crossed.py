@@ -3,6 +3,10 @@
 On NCCL, each group is a communicator with a queue of its own. Where one rank's GPU has begun the first of two
 collectives, and another one's the second, each may occupy what the other one needs, and neither ends. Whether that
 happens depends on the sizes and on the GPU, so such a program may run a thousand times and hang once.
+
+What two threads of a rank issue is not compared: no line of the program says which comes first, and the operating
+system may decide otherwise each time. In JAX there is nothing to compare: all ranks run one compiled program, in which
+XLA has put the collectives into one order; where ranks take different branches, the deadlock check speaks.
 """
 
 from __future__ import annotations

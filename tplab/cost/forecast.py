@@ -59,11 +59,6 @@ class Forecast:
     def __reduce__(self):  # a mapping proxy cannot be pickled
         return Forecast, (self.nccl, self.fabric, dict(self.errors), self.source)
 
-    @property
-    def typical_error(self) -> float:
-        """The median error of what it forecasts worst, between nodes excepted."""
-        return max(error.median for name, error in self.errors.items() if name != "network")
-
     def cost(self, op: str, nbytes: float, num_ranks: int, levels: Levels | None) -> Cost:
         """A collective whose ranks have an input of `nbytes` each, over the nodes in `levels`, or in one of them.
 

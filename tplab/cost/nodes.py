@@ -11,7 +11,8 @@ all cards are busy all the time, and the slower of the two levels sets the pace:
 
 Of the R-1 hops of one lap, k-1 lead to another node. The tree is a chain within each node and two binary trees over the
 nodes, which share the tensor. It has (R/k - 1) + log2 k hops instead of R-1, and sends a little more: S bytes for
-(R-1)/R S each way. So it is best for few bytes.
+(R-1)/R S each way. So it is best for few bytes. In one node only the chain is left of it, with as many hops as the
+ring: so 16 ranks in one node take longer for few bytes than in two nodes of 8, where 2 (7 + 1) hops do for 30.
 
 In an all_to_all, each rank sends what belongs to other nodes through the cards of its node, and the rest over its own
 link. Both happen at once.

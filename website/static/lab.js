@@ -1,4 +1,4 @@
-// A pipeline lab on a page without a kernel: Python comes in a worker when the reader first asks for something.
+// A pipeline lab or a layout lab on a page without a kernel: Python comes in a worker when the reader first asks for something.
 import { PageModel } from "./model.js";
 
 const REMINDER = 1000; // milliseconds: the widget takes a longer silence for a kernel that is gone
@@ -16,8 +16,10 @@ const FAILURES = {
 export class LabModel extends PageModel {
   get isStill() { return false; }
 
-  constructor(traits) {
+  // room: the folder of tplab.widgets that computes the lab
+  constructor(traits, room) {
     super(traits);
+    this.room = room;
     this.first = this.shown = this.get("settings");
     this.worker = null;
     this.progress = LOADING;
@@ -32,7 +34,7 @@ export class LabModel extends PageModel {
   send(message) {
     this.worker ??= this.start();
     const question = { settings: this.get("settings"), message, colour: this.get("colour") };
-    this.worker.postMessage({ first: this.first, question });
+    this.worker.postMessage({ first: this.first, room: this.room, question });
     if (this.progress !== COMPUTING) this.tell({ progress: this.progress });
     this.reminder ??= setInterval(() => this.tell({ progress: this.progress }), REMINDER);
   }

@@ -2,10 +2,12 @@
 import { LabModel } from "./lab.js";
 import { PageModel } from "./model.js";
 
+const ROOMS = { PipelineLab: "schedule", LayoutLab: "layouts" }; // what Python computes, and where in tplab.widgets
+
 async function draw(figure) {
   const { default: widget } = await import(new URL(figure.dataset.module, document.baseURI));
-  const Model = figure.dataset.kind === "PipelineLab" ? LabModel : PageModel;
-  const model = new Model(JSON.parse(figure.querySelector("script").textContent));
+  const room = ROOMS[figure.dataset.kind], traits = JSON.parse(figure.querySelector("script").textContent);
+  const model = room ? new LabModel(traits, room) : new PageModel(traits);
   const host = document.createElement("div");
   host.className = "playing";
   host.inert = true; // until it takes the picture's place

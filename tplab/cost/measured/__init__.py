@@ -59,6 +59,27 @@ class Network(NamedTuple):
         return self.seconds_at(self.bus_bandwidth)
 
 
+class RingAttention(NamedTuple):
+    """Attention of Llama 3.1 8B over 8 `gpu`s with 8,192 tokens each.
+
+    api       "batch": one sequence of 65,536 tokens; "varlen": packed documents
+    passes    "fwd" or "fwd+bwd"
+    variant   "ring", "zigzag", "stripe"; "llama3_allgather", which gathers keys and values
+    seconds   of one iteration; ideal: as many FLOPs of flash attention on one GPU each, and nothing sent
+    """
+
+    api: str
+    gpu: str
+    passes: str
+    variant: str
+    seconds: float
+    ideal: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.ideal / self.seconds
+
+
 NETWORK_BYTES = 256e6
 
 
@@ -66,6 +87,11 @@ NETWORK_BYTES = 256e6
 def collectives() -> tuple[Collective, ...]:
     rows = _rows("nccl.csv")
     return tuple(Collective(r["gpu"], r["op"], int(r["gpus"]), float(r["bytes"]), float(r["us"]) / 1e6) for r in rows)
+
+
+def collective_times(gpu: str, op: str, gpus: int) -> list[tuple[float, float]]:
+    """(bytes of the whole tensor, seconds) of NCCL's `op` over so many `gpu`s of a node."""
+    return [(row.bytes, row.seconds) for row in collectives() if row[:3] == (gpu, op, gpus)]
 
 
 @cache
@@ -82,8 +108,17 @@ def network() -> tuple[Network, ...]:
     return tuple(Network(r["op"], int(r["nodes"]), *rate) for r, rate in zip(rows, rates))
 
 
+@cache
+def ring_attention() -> tuple[RingAttention, ...]:
+    rows = _rows("ring_attention.csv")
+    return tuple(
+        RingAttention(r["api"], r["gpu"], r["pass"], r["variant"], 1 / float(r["reached"]), 1 / float(r["ideal"]))
+        for r in rows
+    )
+
+
 def source(name: str) -> str:
-    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100"."""
+    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"."""
     first = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()[0]
     return first.removeprefix("# source: ")
 

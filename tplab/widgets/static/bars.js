@@ -14,7 +14,7 @@ export function describeBar(score, row) {
     ["in", inPhase(score, row)], ["FLOPs", flops ? flops.toLocaleString("en") : ""], ["between", kind === COLLECTIVE ? `ranks ${group.join(", ")}` : ""],
     ["waits for", kind === WAIT ? awaited(score, row) : ""],
     ["meanwhile", beside >= 0 ? `rank ${score.rank[row]} waits for ${awaited(score, beside) || "other ranks"}` : ""],
-    ["written at", score.where[score.place[row]] ?? ""]];
+    ["types", score.types?.[score.type[row]] ?? ""], ["written at", score.where[score.place[row]] ?? ""]];
 }
 
 function title(score, row) {

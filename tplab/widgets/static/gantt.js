@@ -49,6 +49,13 @@ export class GanttChart {
     this.most = Math.max(...this.runs.map((run) => run.peak), board.limit ?? 0);
     const ranks = Math.max(...this.runs.map((run) => run.ranks));
     [this.bar, this.strip] = ranks <= 4 ? [24, 14] : ranks <= 8 ? [24, 11] : ranks <= 12 ? [17, 8] : [13, 6];
+    this.gap = GAP;
+    const room = (board.tall ?? Infinity) / ranks; // of a lane, where the chart may not be higher
+    if (this.bar + this.strip + GAP > room) {
+      [this.gap, this.strip] = [room > 12 ? 3 : 1, Math.max(1, Math.floor(room / 4))];
+      this.bar = Math.max(2, Math.floor(room) - this.gap - this.strip);
+    }
+    this.lane = board.lane ?? "rank";
     this.left = ranks > 12 ? 34 : 58;
     this.chosen = null;
     this.mark.hidden = true;
@@ -56,7 +63,7 @@ export class GanttChart {
     for (const run of this.runs) {
       if (this.runs.length > 1) top += TITLE;
       run.top = top;
-      top += run.ranks * (this.bar + this.strip + GAP) + AXIS_HEIGHT;
+      top += run.ranks * (this.bar + this.strip + this.gap) + AXIS_HEIGHT;
     }
     this.height = top;
     this.box.style.height = this.canvas.style.height = this.names.style.height = `${top}px`;
@@ -74,7 +81,7 @@ export class GanttChart {
   }
 
   laneTop(run, rank) {
-    return run.top + rank * (this.bar + this.strip + GAP);
+    return run.top + rank * (this.bar + this.strip + this.gap);
   }
 
   // [x, y, width, height] of an action; a pair shares its time, one above the other.
@@ -124,7 +131,7 @@ export class GanttChart {
       const y = this.laneTop(run, rank);
       pen.fillStyle = paint.dim;
       pen.textAlign = "left";
-      if (rank % every === 0) pen.fillText(run.ranks > 12 ? rank : `rank ${rank}`, 0, y + this.bar / 2 + 0.5);
+      if (rank % every === 0) pen.fillText(run.ranks > 12 ? rank : `${this.lane} ${rank}`, 0, y + this.bar / 2 + 0.5);
       pen.fillStyle = paint.soft;
       pen.fillRect(this.left, y, right - this.left, this.bar);
       pen.fillStyle = idle;
@@ -157,7 +164,7 @@ export class GanttChart {
     pen.fillStyle = paint.dim;
     pen.textAlign = "left";
     pen.font = `10px ${paint.font}`;
-    pen.fillText(`up to ${plain(this.mostHeld(run, rank))}`, end + 6, top + strip / 2);
+    if (rank % Math.ceil(11 / (this.bar + this.strip + this.gap)) === 0) pen.fillText(`up to ${plain(this.mostHeld(run, rank))}`, end + 6, top + strip / 2);
     if (limit === null) return;
     pen.fillStyle = paint.accent;
     pen.fillRect(this.left, level(limit) - 0.5, end - this.left, 1);
@@ -202,7 +209,7 @@ export class GanttChart {
   // What is under a place: {run, rank, row, held}. row is -1 where the rank idles; held is whether it is the strip below.
   at(x, y) {
     for (const run of this.runs) {
-      const rank = Math.floor((y - run.top) / (this.bar + this.strip + GAP));
+      const rank = Math.floor((y - run.top) / (this.bar + this.strip + this.gap));
       if (y < run.top || rank < 0 || rank >= run.ranks || x < this.left || x > this.x(run.makespan)) continue;
       if (y >= this.laneTop(run, rank) + this.bar) return { run, rank, row: -1, held: true };
       const row = run.rows[rank].find((row) => {
@@ -311,7 +318,7 @@ export class GanttChart {
 
   // "F3 of stage 1 on rank 1": an action as `rank` sees it.
   who(run, row, rank) {
-    return `${inWords(run, row)}${run.rank[row] === rank ? "" : ` on rank ${run.rank[row]}`}`;
+    return `${inWords(run, row)}${run.rank[row] === rank ? "" : ` on ${this.lane} ${run.rank[row]}`}`;
   }
 
   heldText(run, rank, time) {
@@ -321,7 +328,7 @@ export class GanttChart {
 
   aboutHeld({ run, rank }, time) {
     const busy = run.rows[rank].find((row) => run.start[row] <= time && time < run.end[row]);
-    return [["", `rank ${rank} holds the activations of ${microbatches(this.heldAt(run, rank, time))}`],
+    return [["", `${this.lane} ${rank} holds the activations of ${microbatches(this.heldAt(run, rank, time))}`],
       ["time", this.text(time)], ["at most", microbatches(this.mostHeld(run, rank))],
       ["limit", this.board.limit === null ? "" : microbatches(this.board.limit)],
       ["meanwhile", busy === undefined ? "the rank idles" : `the rank runs ${inWords(run, busy)}`]];
@@ -332,7 +339,7 @@ export class GanttChart {
     const before = run.rows[rank].filter((other) => run.end[other] <= time).pop();
     const from = before === undefined ? 0 : run.end[before], to = next === undefined ? run.makespan : run.start[next];
     const why = next === undefined ? "the other ranks: it is done, they are not" : run.waits[next] >= 0 ? this.who(run, run.waits[next], rank) : "the other ranks";
-    return [["", `rank ${rank} idles`], ["time", `${this.text(from)} to ${this.text(to)}, ${this.text(to - from)}`],
+    return [["", `${this.lane} ${rank} idles`], ["time", `${this.text(from)} to ${this.text(to)}, ${this.text(to - from)}`],
       ["waits for", why], ["then runs", next === undefined ? "" : inWords(run, next)], ["holds", this.heldText(run, rank, time)]];
   }
 
@@ -340,7 +347,7 @@ export class GanttChart {
     const pass = PASSES[run.kind[row]], from = run.message[row], [start, end] = [run.start[row], run.end[row]];
     const takers = [...run.message.keys()].filter((other) => run.message[other] === row).map((other) => this.who(run, other, rank));
     const what = run.kind[row] === F ? "activations" : "gradients";
-    return [["", `rank ${rank}: ${inWords(run, row)}`], ["does", pass ?? ""],
+    return [["", `${this.lane} ${rank}: ${inWords(run, row)}`], ["does", pass ?? ""],
       ["time", `${this.text(start)} to ${this.text(end)}, ${this.text(end - start)}`],
       ["gets", from >= 0 ? `${run.kind[from] === F ? "activations" : "gradients"} of ${this.who(run, from, rank)}` : ""],
       ["gives", takers.length ? `${what} to ${takers.join("; ")}` : ""],
@@ -367,4 +374,18 @@ export class GanttChart {
   destroy() {
     this.resizer.disconnect();
   }
+}
+
+// What the marks in the picture mean: only those that are in it.
+export function legendOf(board, by) {
+  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
+  const there = new Set(board.runs.flatMap((_, place) => [...board[`kind${place}`]]));
+  const several = board.runs.some((_, place) => board[`slot${place}`].some((slot) => slot > 0));
+  const kinds = by === "kind" ? ["f", "b", "i", "w"] : ["solid", "tint", "tint", "pale"];
+  const most = Math.max(...board.runs.map((run) => run.peak), board.limit ?? 0);
+  const says = ["F forward", "B backward: I, then W", "I input gradient", "W weight gradient"];
+  return [...says.map((text, kind) => (there.has(kind) ? key(kinds[kind], text) : null)),
+    by === "kind" && several ? key("later", "later stages of a rank are lighter") : null,
+    by === "kind" ? null : key("hues", by === "stage" ? "one colour per stage" : "one colour per microbatch"),
+    key("idle", "idle"), key("held", `microbatches held, up to ${plain(most)}`)].filter(Boolean);
 }

@@ -3,7 +3,7 @@ import { card, el, followTheme, hint } from "./shell.js";
 import { plain, timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { Player } from "./player.js";
-import { GanttChart, inWords } from "./gantt.js";
+import { GanttChart, inWords, legendOf } from "./gantt.js";
 
 const PATIENCE = 3000; // milliseconds
 const PAUSE = 400; // after the last key, until what is typed is asked
@@ -102,20 +102,6 @@ function save(name, text) {
 }
 
 const COLOURS = ["kind", "microbatch", "stage"];
-
-// What the marks in the picture mean: only those that are in it.
-function legendOf(board, by) {
-  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  const there = new Set(board.runs.flatMap((_, place) => [...board[`kind${place}`]]));
-  const several = board.runs.some((_, place) => board[`slot${place}`].some((slot) => slot > 0));
-  const kinds = by === "kind" ? ["f", "b", "i", "w"] : ["solid", "tint", "tint", "pale"];
-  const most = Math.max(...board.runs.map((run) => run.peak), board.limit ?? 0);
-  const says = ["F forward", "B backward: I, then W", "I input gradient", "W weight gradient"];
-  return [...says.map((text, kind) => (there.has(kind) ? key(kinds[kind], text) : null)),
-    by === "kind" && several ? key("later", "later stages of a rank are lighter") : null,
-    by === "kind" ? null : key("hues", by === "stage" ? "one colour per stage" : "one colour per microbatch"),
-    key("idle", "idle"), key("held", `microbatches held, up to ${plain(most)}`)].filter(Boolean);
-}
 
 async function render({ model, el: host }) {
   const isLab = model.get("settings") !== undefined, isAlive = isLab && !model.isStill;

@@ -37,13 +37,20 @@ export function isDark(node) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+const HIDDEN_FRAMES = 30;
+
 // Keep `root`'s theme that of the page; `changed` is called when it turns. Returns what ends it.
 export function followTheme(root, changed) {
   const apply = () => {
     const theme = isDark(root.parentElement ?? document.body) ? "dark" : "light";
     if (root.dataset.theme === theme) return;
     root.dataset.theme = theme;
+    changeSeen(HIDDEN_FRAMES);
+  };
+  // JupyterLab hides the notebook while it changes the theme, and nothing can be measured or drawn until it is back.
+  const changeSeen = (frames) => {
     changed();
+    if (!root.clientWidth && frames) requestAnimationFrame(() => changeSeen(frames - 1));
   };
   const watcher = new MutationObserver(apply);
   for (const node of [document.body, document.documentElement]) watcher.observe(node, { attributes: true });

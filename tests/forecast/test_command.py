@@ -1,0 +1,112 @@
+"""`python -m tplab.forecast`: the best layouts as text and as a page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tplab.forecast import Plan
+from tplab.forecast.__main__ import main
+
+SMALL = ["llama3.2-1b", "--gpus", "8", "--batch", "64"]
+
+
+def test_the_best_layouts_and_why_the_others_lost(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    main([*SMALL, "--top", "3", "--html", str(tmp_path / "page.html")])
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "llama3.2-1b on 8 x H100 SXM 80GB\n64 sequences of 4096 tokens in a step, megatron, h100-mea"
+    )
+    lines = re.findall(r"^ +([123]) +(\S+) +\S+ +(\S+)% +(\S+)  (.+)$", said, re.MULTILINE)
+    assert [line[0] for line in lines] == ["1", "2", "3"]
+    assert [float(line[1]) for line in lines] == sorted(float(line[1]) for line in lines)
+    assert len({tuple(re.findall(r"(?:dp|tp|pp|cp) \d+", line[4])) for line in lines}) == 3
+    assert "\n1: computing takes " in said and " fit. The others" in said
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<circle") == 3 and page.count("<rect") == 3 * (10 + 7) and "<script" not in page
+    assert lines[0][4].replace("'", "&#x27;") in page
+
+
+def test_a_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_attention_heads": 4, "vocab_size": 1000, "num_key_value_heads": 2}
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    main([str(tmp_path / "tiny" / "config.json"), "--gpus", "2", "--batch", "4", "--cluster", "a100"])
+    assert capsys.readouterr().out.startswith("tiny on 2 x A100 SXM 80GB\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["llama3-8b"], "give a model, --gpus and --batch"),
+        (["lama3-8b", *SMALL[1:]], "no model is named 'lama3-8b'; did you mean llama3-8b"),
+        (["none.json", *SMALL[1:]], "none.json: No such file"),
+        (["--rows", "none.csv", "--out", "out.csv"], "none.csv: No such file"),
+        ([*SMALL, "--html", "/nodir/x"], "there is no folder /nodir"),
+        ([*SMALL, "--sequence", "0"], "sequence is 0; it must be 1 or more"),
+        ([*SMALL, "--top", "-1"], "top is -1; it must be 1 or more"),
+        ([*SMALL, "--gpus", "0"], "gpus is 0; it must be 1 or more"),
+        ([*SMALL, "--out", "out.csv"], "--out is where the table of --rows goes"),
+        ([*SMALL, "--stack", "tplab"], "tplab gives stages equally many parameters"),
+        ([*SMALL, "--cluster", "mars"], "no cluster is named 'mars'; there are h200, h100, a100, b200, tpu_v5e"),
+        ([*SMALL, "--cluster", "laptop"], "of 'laptop' has no speed in bfloat16"),
+        (["--rows", "rows.csv"], "--rows needs --out"),
+    ],
+)
+def test_what_is_missing_is_said(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("{", "is not JSON"), ("[]", "it has no names"), ('{"model_type": "gpt2"}', "has no 'n_layer'")]
+)
+def test_a_broken_config_is_named(text: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "broken.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "broken.json"), "--gpus", "2", "--batch", "4"])
+    assert re.search(f"broken.json.* {why}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ("", "has no rows"),
+        ("model,gpus\n", "has no rows"),
+        ("modell,gpus\nllama3-8b,8\n", "'modell' is not read; did you mean 'model'?"),
+    ],
+)
+def test_a_table_that_gives_nothing_fails(table: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "rows.csv").write_text(table)
+    with pytest.raises(SystemExit) as ended:
+        main(["--rows", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "out.csv")])
+    assert ended.value.code == 1
+    assert why in capsys.readouterr().err
+
+
+def test_where_nothing_fits_the_smallest_need_is_said(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["llama3-405b", "--gpus", "8", "--batch", "8"])
+    assert ended.value.code == 1
+    need, room = re.findall(r"the smallest needs (\S+) GiB per GPU, and (\S+) can", capsys.readouterr().out)[0]
+    assert float(need) > 405e9 * 16 / 8 / 2**30 * 0.8 and float(room) < 80
+
+
+def test_the_numbers_of_plans_add_up(capsys: pytest.CaptureFixture[str]):
+    main(["llama3-8b", "--gpus", "16", "--batch", "16"])
+    plans, layouts = capsys.readouterr().out.split("\n1: ")[1].split("layouts of ranks are impossible")
+    counts = [int(count.replace(",", "")) for count in re.findall(r"^ +([\d,]+)  ", plans, re.MULTILINE)]
+    considered = int(re.findall(r"of ([\d,]+) plans", plans)[0].replace(",", ""))
+    assert sum(counts) + 1 == considered
+    refused = [int(count.replace(",", "")) for count in re.findall(r"^ +([\d,]+)  ", layouts, re.MULTILINE)]
+    assert f"\n{sum(refused):,} " in plans
+
+
+def test_a_plan_reads_as_one_would_say_it():
+    assert str(Plan(dp=2, pp=4, virtual=2, recompute="full")) == (
+        "dp 2, pp 4, microbatch 1, 1f1b of 2 stages per rank, full recomputation"
+    )

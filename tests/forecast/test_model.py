@@ -1,0 +1,118 @@
+"""Models: their parameters are those that others publish, and those of real models of the same configuration."""
+
+import pytest
+
+from tplab.errors import ShapeError
+from tplab.forecast import MODELS, Model
+from tplab.models.gpt import GPTConfig, gpt_state
+
+# What the model cards and the index files of the weights say.
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_are_published(name: str):
+    assert MODELS[name].parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["Llama3_70B", "meta-llama/Llama-3.1-70B", "LLAMA3.3-70B-Instruct", "llama3-70b"])
+def test_names_are_understood_as_people_write_them(name: str):
+    assert Model.find(name) is MODELS["llama3-70b"]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_tplabs_own_gpt_is_described_exactly(activation: str, norm: str, bias: bool):
+    config = GPTConfig(37, 24, 3, 6, 10, num_kv_heads=2, hidden=30, activation=activation, norm=norm, bias=bias)
+    assert Model.of_config(config).parameters == sum(x.size for x in gpt_state(config).values())
+
+
+CONFIGS = {
+    "LlamaConfig": {"num_key_value_heads": 2},
+    "MistralConfig": {"num_key_value_heads": 2},
+    "Qwen2Config": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen3Config": {"num_key_value_heads": 2, "head_dim": 16},
+    "MixtralConfig": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeConfig": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_hugging_face_model_has_as_many_parameters(name: str):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = getattr(transformers, name)(**sizes, num_attention_heads=4, **CONFIGS[name])
+    with torch.device("meta"):
+        real = transformers.AutoModelForCausalLM.from_config(config)
+    model = Model.of_config(config)
+    assert model.parameters == sum(parameter.numel() for parameter in real.parameters())
+    assert Model.of_config(config.to_dict()) == model
+
+
+def test_a_hugging_face_gpt2_has_as_many_parameters():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    with torch.device("meta"):
+        real = transformers.AutoModelForCausalLM.from_config(config)
+    assert Model.of_config(config).parameters == sum(parameter.numel() for parameter in real.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2", "mixtral-8x7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_matmuls_are_six_n_flops_and_twelve_lhs(name: str, tp: int):
+    """Counted matmul by matmul, without what is no matmul: norms, biases, positions."""
+    model, tokens = Model.find(name), 2048
+    flops = {name: 2 * m * n * k * batch for name, (m, n, k, batch) in model.matmuls(tokens, tokens, tp).items()}
+    router = flops.pop("router", 0)  # which every tensor-parallel rank computes
+    m, n, k, _ = model.head_matmul(tokens, tp)
+    counted = 3 * (model.layers * (tp * sum(flops.values()) + router) + 2 * tp * m * n * k)
+    without = model.end_parts["positions"]
+    without += 0 if model.tied else model.vocab * model.hidden  # the embedding is read, not multiplied
+    expected = tokens * (model.flops_per_token(tokens) - 6 * without)
+    assert counted == pytest.approx(expected, rel=2e-3)
+
+
+def test_what_ranks_hold_adds_up_to_the_model():
+    model = Model.find("qwen3-30b-a3b")
+    parts = model.layer_parts.values()
+    for tp, ep in ((1, 1), (2, 1), (4, 8)):
+        copied = sum(part.copied for part in parts)
+        split = sum(part.split for part in parts)
+        experts = sum(part.experts for part in parts)
+        assert model.layer_on_rank(tp, ep) == copied + split // tp + experts // (ep if ep > 1 else tp)
+    assert sum(part.total for part in parts) == model.layer_parameters
+
+
+def test_impossible_models_are_refused():
+    with pytest.raises(ShapeError, match="12 query heads cannot share 5 key and value heads"):
+        Model(layers=2, hidden=48, heads=12, kv_heads=5, vocab=10)
+    with pytest.raises(ShapeError, match="heads=12 does not divide hidden=50"):
+        Model(layers=2, hidden=50, heads=12, vocab=10)
+    with pytest.raises(ValueError, match="no model is named 'llama9'; there are llama-7b"):
+        Model.find("llama9")
+    with pytest.raises(ValueError, match="configuration of a 'bert' has no num_hidden_layers"):
+        Model.of_config({"model_type": "bert"})

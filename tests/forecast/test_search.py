@@ -1,0 +1,144 @@
+"""The search: all plans and no other, as each is forecast by itself, the best first, and why the others lost."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tplab.cost import find
+from tplab.errors import PlanError
+from tplab.forecast import Model, Plan, forecast, plans
+from tplab.forecast.grid import grids
+from tplab.forecast.memory import peak_bytes, usable_bytes
+from tplab.forecast.plan import divisors
+from tplab.forecast.search import SCHEDULES, _fields, _layouts
+from tplab.forecast.stacks import find_stack
+from tplab.forecast.step import step
+
+SMALL = Model(layers=6, hidden=384, heads=6, vocab=3000, name="small")
+
+
+def by_hand(model: Model, gpus: int, batch: int, sequence: int) -> set[Plan]:
+    """Every plan of Megatron's, one by one."""
+    found = set()
+    for tp in divisors(gpus):
+        for pp in divisors(gpus // tp):
+            for cp in divisors(gpus // tp // pp):
+                dp = gpus // tp // pp // cp
+                for microbatch in divisors(batch):
+                    for zero in range(4) if dp * cp > 1 else (0,):
+                        for recompute in ("none", "full"):
+                            ways = [(name, 1) for name in SCHEDULES] if pp > 1 else [("1f1b", 1)]
+                            if pp > 1 and model.layers % pp == 0:
+                                ways += [("1f1b", v) for v in divisors(model.layers // pp) if v > 1]
+                            for schedule, virtual in ways:
+                                plan = Plan(
+                                    dp=dp,
+                                    tp=tp,
+                                    pp=pp,
+                                    cp=cp,
+                                    microbatch=microbatch,
+                                    zero=zero,
+                                    recompute=recompute,
+                                    schedule=schedule,
+                                    virtual=virtual,
+                                    sequence_parallel=tp > 1,
+                                )
+                                if not plan.refusal(model, batch, sequence):
+                                    found.add(plan)
+    return found
+
+
+def test_every_possible_plan_is_considered_and_no_other():
+    expected = by_hand(SMALL, 12, 12, 512)
+    found = plans(SMALL, "h100-measured", gpus=12, batch=12, sequence=512)
+    assert found.considered == len(found) == len(expected) > 300  # all of them fit
+    assert {one.plan for one in found} == expected
+
+
+def test_the_best_comes_first_and_is_forecast_as_by_itself():
+    expected = by_hand(SMALL, 12, 12, 512)
+    found = plans(SMALL, "h100-measured", gpus=12, batch=12, sequence=512)
+    alone = {plan: forecast(SMALL, plan, "h100-measured", batch=12, sequence=512).seconds for plan in expected}
+    best = min(alone, key=lambda plan: alone[plan])
+    assert found[0].seconds == alone[best]
+    seconds = [one.seconds for one in found]
+    assert seconds[:100] == sorted(seconds[:100])
+    assert np.corrcoef(np.argsort(np.argsort(seconds)), range(len(seconds)))[0, 1] > 0.99
+    assert sum(count for why, count in found.lost.items() if why.startswith("fit")) == len(found) - 1
+
+
+@pytest.mark.parametrize(
+    "model, gpus, batch, sequence, stack",
+    [
+        ("llama3-70b", 256, 1024, 8192, "megatron"),
+        ("playbook-8b", 64, 256, 4096, "nanotron"),
+        ("qwen3-30b-a3b", 64, 512, 4096, "megatron"),
+        ("llama3-8b", 16, 64, 8192, "fsdp"),
+    ],
+)
+def test_formulas_say_what_simulation_and_count_say(model: str, gpus: int, batch: int, sequence: int, stack: str):
+    of, cluster, library = Model.find(model), find("h100-measured"), find_stack(stack)
+    layouts = list(_layouts(of, replace(Plan(), **_fields(library, cluster)), gpus, batch, sequence, Counter()))
+    blocks = grids(of, layouts, cluster, batch, sequence, library, SCHEDULES)
+    draw, off, heavier = np.random.default_rng(0), [], []
+    for _ in range(40):
+        block = blocks[int(draw.integers(len(layouts)))]
+        place = int(draw.choice(np.flatnonzero(np.isfinite(block.seconds.ravel()))))
+        plan = block.plan(place)
+        off.append(block.seconds.flat[place] / step(of, plan, cluster, batch, sequence, library).seconds - 1)
+        heavier.append(block.held.flat[place] / peak_bytes(of, plan, batch, sequence, library) - 1)
+    assert np.median(np.abs(off)) < 0.001 and np.quantile(np.abs(off), 0.9) < 0.02
+    assert np.median(np.abs(heavier)) < 0.001 and np.quantile(np.abs(heavier), 0.9) < 0.03
+
+
+def test_what_does_not_fit_is_not_found_and_is_counted():
+    found = plans("llama3-70b", "h100-measured", gpus=64, batch=256, sequence=8192)
+    usable = usable_bytes(find("h100-measured").chip)
+    assert all(one.peak.total <= usable for one in found[:50])
+    assert found.lost["need more than the 79 GiB of a GPU"] > 1000
+    assert found.lost["tp=16 does not divide 8 key and value heads"] > 0
+    assert "of" in str(found) and "plans fit" in str(found)
+
+
+def test_where_nothing_is_possible_the_numbers_that_do_not_divide_are_named():
+    with pytest.raises(PlanError, match=r"no plan trains this model on 7 GPUs .*tp=7 does not divide 6 heads"):
+        plans(SMALL, "h100-measured", gpus=7, batch=24, sequence=500)
+    with pytest.raises(PlanError, match="gpus is 0"):
+        plans(SMALL, "h100-measured", gpus=0, batch=24, sequence=512)
+
+
+def test_a_hundred_thousand_plans_take_seconds():
+    began = time.process_time()
+    found = plans("llama3-70b", "h100-measured", gpus=2048, batch=2**13, sequence=8192)
+    took = (time.process_time() - began) / found.considered * 100_000
+    assert found.considered > 50_000
+    assert took < 4  # 1.7 s on an idle machine, and 0.9 if it was asked before; twice that for slower ones
+
+
+def test_notable_plans_are_the_fastest_those_of_each_layout_and_the_front():
+    found = plans(SMALL, "h100-measured", gpus=12, batch=24, sequence=384, exact=0)
+    ranking = found._ranking
+    everything = [ranking.at(index) for index in range(len(ranking.seconds))]
+    seconds, held = ranking.seconds, ranking.held
+    estimates = {one.plan: one for one in found.notable(10_000)}
+    shown = [*estimates]
+    assert len(shown) == len(found.notable(10_000))
+    for index, plan in enumerate(everything):
+        if plan in estimates:
+            assert estimates[plan][1:] == (seconds[index], held[index])
+    near = (seconds <= 3 * seconds.min()) & (held <= usable_bytes(find("h100").chip))  # all of them fit
+    for axes in {(plan.dp, plan.tp, plan.pp, plan.cp) for plan, is_near in zip(everything, near) if is_near}:
+        of_axes = [i for i, plan in enumerate(everything) if (plan.dp, plan.tp, plan.pp, plan.cp) == axes]
+        assert everything[min(of_axes, key=lambda index: seconds[index])] in shown
+    for index in np.flatnonzero(near):
+        beaten = (
+            (seconds <= seconds[index]) & (held <= held[index]) & ((seconds < seconds[index]) | (held < held[index]))
+        )
+        twins = (seconds == seconds[index]) & (held == held[index])
+        if not beaten.any():
+            assert any(everything[twin] in shown for twin in np.flatnonzero(twins))
+    assert shown[0] == everything[int(np.argmin(np.where(near, seconds, np.inf)))]
+    assert len(found.notable(20)) == 20

@@ -1,0 +1,145 @@
+"""Seconds of a step: parts by hand, the pipeline against its whole simulation, and what hides what."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tplab.cost import Chip, Cluster, Link, find
+from tplab.errors import PlanError
+from tplab.forecast import Model, Plan
+from tplab.forecast.layers import Layer, layer_seconds, local
+from tplab.forecast.messages import on_runs, sent_once
+from tplab.forecast.once import at_end, once_seconds
+from tplab.forecast.stacks import find_stack
+from tplab.forecast.step import pipeline_seconds, step
+from tplab.schedules import Costs, simulate
+
+SMALL = Model(layers=8, hidden=64, heads=8, vocab=256)
+# Only matmuls take time: 1 TFLOP/s, memory and links of no cost
+MATMULS = Cluster("matmuls", Chip("chip", {"bfloat16": 1e12}, 1e30, 1e12), Link("link", 0.0, 1e30))
+IDEAL = replace(find_stack("tplab"), name="ideal")
+
+
+def test_where_only_matmuls_take_time_a_step_takes_its_flops():
+    plan = Plan(dp=2, tp=2, pp=2, microbatch=2, flash=False)
+    took = step(SMALL, plan, MATMULS, 16, 128, IDEAL)
+    norms, words = 64 * (2 * 8 + 1), 64 * 256  # no matmul has the norms, nor the embedding
+    head = 6 * words
+    half = (SMALL.flops_per_token(128) - 6 * (norms + words) - head) / 2  # of the layers
+    once = 2 * 128 / 2 / 1e12  # tokens of a microbatch, shared by two tensor-parallel ranks, per FLOP/s
+    assert took.parts["computing"] == pytest.approx(4 * (half + head) * once)
+    assert took.parts["bubble"] == pytest.approx(half * once)  # one microbatch in the first stage
+    assert took.seconds == pytest.approx((5 * half + 4 * head) * once)
+
+
+@pytest.mark.parametrize("stack", ["megatron", "nanotron", "fsdp"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_parts_add_up(stack: str, recompute: str):
+    plan = Plan(dp=4, tp=2, pp=2, zero=1, recompute=recompute, sequence_parallel=True, virtual=2)
+    took = step(Model.find("llama3-8b"), plan, find("h100-measured"), 64, 4096, stack)
+    assert sum(took.parts.values()) == pytest.approx(took.seconds)
+    assert all(seconds >= 0 for seconds in took.parts.values())
+    assert took.low < took.seconds < took.high
+    assert (took.parts["recompute"] > 0) == (recompute == "full")  # fused attention computes scores again anyhow
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=4),
+        Plan(pp=3, virtual=2),
+        Plan(pp=4, schedule="zb_h1"),
+        Plan(pp=4, schedule="gpipe"),
+        Plan(pp=4, schedule="zb_v"),
+        Plan(pp=4, schedule="dualpipe"),
+    ],
+    ids=lambda plan: f"{plan.rule_name} {plan.pp}",
+)
+def test_from_a_few_rounds_on_each_microbatch_takes_what_the_busiest_rank_does(plan: Plan):
+    count, send = 12 * plan.pp, 0.1
+    numbers = range(plan.rule(2 * plan.pp).num_stages)
+    stages = {n: Layer(1.0 + 0.01 * n, 2.0 + (n == len(numbers) - 1)) for n in numbers}
+    forward, backward = (np.array([part[i] for part in stages.values()]) for i in (0, 1))
+    costs = Costs(forward, backward / 2, backward / 2, send, full_backward=backward)
+    whole = simulate(plan.rule(count), costs).makespan
+    assert pipeline_seconds(plan, stages, count, send) == pytest.approx(whole, rel=0.01)
+
+
+def test_gpus_wait_for_a_slow_host():
+    model, cluster = Model.find("llama3-8b"), find("h100-measured")
+    fast = step(model, Plan(tp=8), cluster, 8, 4096, replace(find_stack("nanotron"), host=0.0))
+    slow = step(model, Plan(tp=8), cluster, 8, 4096, replace(find_stack("nanotron"), host=0.1))
+    assert fast.parts["host"] == 0
+    assert slow.seconds == pytest.approx(8.5 * 32 * 0.1, rel=0.02)  # 8 microbatches, and the half for the rest
+
+
+def test_of_gradients_at_least_three_fifths_show_and_without_overlap_all_do():
+    model, cluster, stack = Model.find("llama3-8b"), on_runs(find("h100-measured")), find_stack("megatron")
+    plan = Plan(dp=16, tp=8, zero=0)
+    once = once_seconds(model, plan, 0, cluster, stack)
+    long = Layer(1.0, 2.0)
+    assert at_end(plan, long, once, 4)[0] == pytest.approx(0.6 * once.gradients)
+    assert at_end(plan, Layer(0.0, 0.0), once, 4)[0] == pytest.approx(once.gradients)
+    late = replace(plan, overlap=False)
+    assert at_end(late, long, once_seconds(model, late, 0, cluster, stack), 4)[0] == pytest.approx(once.gradients)
+
+
+def test_zero_3_hides_what_layers_compute_long_enough_for():
+    model, cluster, stack = Model.find("llama3-8b"), on_runs(find("h100-measured")), find_stack("fsdp")
+    plan = Plan(dp=8, zero=3)
+    once = once_seconds(model, plan, 0, cluster, stack)
+    assert once.first == pytest.approx((once.parameters + once.gradients) / 33)
+    assert at_end(plan, Layer(9.0, 9.0), once, 4)[0] == pytest.approx(4 * once.first)
+    shown = at_end(plan, Layer(0.0, 0.0), once, 4)[0]
+    assert shown == pytest.approx(4 * (2 * once.parameters + once.gradients))
+
+
+def test_zero_3_that_gathers_late_hides_as_much_as_gradients_do():
+    model, cluster, stack = Model.find("llama3-8b"), on_runs(find("h100-measured")), find_stack("deepspeed")
+    plan = Plan(dp=64, zero=3, recompute="full", grad_dtype="bfloat16")
+    once = once_seconds(model, plan, 0, cluster, stack)
+    sent = once.gradients + 2 * once.parameters  # three times: before the forward pass, again, and for the backward one
+    assert at_end(plan, Layer(9.0, 9.0), once, 4)[0] == pytest.approx(4 * 0.6 * sent)
+    assert at_end(plan, Layer(0.0, 0.0), once, 4)[0] == pytest.approx(4 * sent)
+    kept = replace(plan, recompute="none")
+    twice = once_seconds(model, kept, 0, cluster, stack)
+    assert twice.parameters == pytest.approx(once.parameters / 1.5) and not twice.first
+    fsdp = once_seconds(model, plan, 0, cluster, find_stack("fsdp"))
+    assert once.parameters > 1.5 * 6 * fsdp.parameters  # over one card of eight; what is not bytes takes as long
+
+
+def test_a_node_gets_a_token_once():
+    assert sent_once(1, 4) == pytest.approx(1)
+    assert sent_once(8, 1) == pytest.approx(1 / 8)
+    assert sent_once(2, 2) == pytest.approx(3 / 4)  # both copies to one of two nodes in half of all cases
+
+
+def test_full_recomputation_computes_the_forward_pass_once_more():
+    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("megatron")
+    kept = layer_seconds(model, local(Plan(tp=2)), cluster, 4096, stack)
+    again = layer_seconds(model, local(Plan(tp=2, recompute="full")), cluster, 4096, stack)
+    assert again.recompute == pytest.approx(kept.computing / 3, rel=0.1)
+    assert again.computing == kept.computing
+    assert again.forward == pytest.approx(kept.forward)
+
+
+def test_a_plan_that_does_not_divide_is_refused_with_the_number():
+    with pytest.raises(PlanError, match="tp=3 does not divide 32 heads"):
+        step(Model.find("llama3-8b"), Plan(tp=3), find("h100-measured"), 8, 4096)
+
+
+def test_on_a_data_sheet_a_step_is_a_bound_whichever_stack():
+    model, plan = Model.find("llama3-8b"), Plan(dp=4, tp=2, zero=1, sequence_parallel=True)
+    bound = step(model, plan, find("h100"), 32, 4096, "megatron")
+    assert bound.parts["host"] == 0 and bound.low == bound.seconds and bound.high == np.inf
+    fitted = step(model, plan, find("h100-measured"), 32, 4096, "megatron")
+    assert bound.seconds < fitted.low
+
+
+def test_hidden_messages_of_zero_3_never_take_longer_than_shown_ones():
+    """Even where they take so much longer than computing that half of the step is one layer's messages."""
+    model, cluster = replace(Model.find("mixtral-8x7b"), layers=2), find("h100-measured")
+    plan = Plan(dp=16, tp=8, zero=3)
+    hidden, shown = (step(model, replace(plan, overlap=it), cluster, 16, 128, "fsdp").parts for it in (True, False))
+    assert hidden["dp"] <= shown["dp"]

@@ -1,0 +1,47 @@
+"""Traffic: what each axis of a plan sends, against the formulas of the literature."""
+
+import pytest
+
+from tplab.forecast import Model, Plan
+from tplab.forecast.traffic import layer_traffic, traffic
+
+LLAMA = Model.find("llama3-70b")
+
+
+def test_sequence_parallelism_sends_as_much_as_tensor_parallelism():
+    plain, divided = (Plan(tp=8, sequence_parallel=parallel) for parallel in (False, True))
+    sent = [
+        sum(one.total for one in layer_traffic(LLAMA, plan, 4096, "tplab") if one.part == "layer")
+        for plan in (plain, divided)
+    ]
+    assert sent[0] == sent[1]
+    # Megatron does not keep what it has gathered, and gathers it again: 2 of 8 passes more.
+    again = sum(one.total for one in layer_traffic(LLAMA, divided, 4096) if one.part == "layer")
+    assert again == pytest.approx(sent[0] * 10 / 8)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_data_parallelism_sends_what_zero_says(zero: int):
+    """Rajbhandari et al. 2020: 2 M elements, 3 M with stage 3; with 2 and 3 for each microbatch."""
+    plan = Plan(dp=8, zero=zero, dtype="float16", grad_dtype="float16", microbatch=2)
+    sent = sum(one.total for one in traffic(LLAMA, plan, 16, 4096) if one.axis == "dp")
+    assert sent == pytest.approx(2 * LLAMA.parameters * 7 / 8 * (3 if zero == 3 else 2))
+    twice = sum(one.total for one in traffic(LLAMA, plan, 32, 4096) if one.axis == "dp")
+    assert twice == pytest.approx(sent * {0: 1, 1: 1, 2: 1.5, 3: 2}[zero])
+
+
+def test_experts_and_long_sequences():
+    mixtral = Model.find("mixtral-8x7b")
+    plan = Plan(dp=8, ep=4, cp=2, microbatch=1)
+    layer = {(one.axis, one.phase): one for one in layer_traffic(mixtral, plan, 8192)}
+    tokens = 8192 // 2
+    assert layer["ep", "forward"][2:5] == ("all_to_all", tokens * 2 * 4096 * 2, 2)
+    assert layer["cp", "forward"][2:5] == ("send", 2 * tokens * 8 * 128 * 2, 1)
+    assert layer["cp", "backward"][2:5] == ("send", 2 * tokens * 8 * 128 * 2, 2)
+    shared = Plan(dp=2, tp=4, ep=8, sequence_parallel=True)
+    layer = {(one.axis, one.op, one.phase): one for one in layer_traffic(mixtral, shared, 8192)}
+    assert layer["ep", "all_to_all", "forward"][3:5] == (8192 // 4 * 2 * 4096 * 2, 2)
+    assert layer["tp", "all_gather", "forward"].count == 1  # of attention: experts need no other rank's tokens
+    groups = {one.ranks: one.bytes for one in traffic(mixtral, plan, 8, 8192) if one.part == "gradients"}
+    experts = 32 * mixtral.layer_parts["mlp"].experts // 4
+    assert groups == {4: experts * 4, 16: (mixtral.parameters - 4 * experts) * 4}

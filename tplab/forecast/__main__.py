@@ -1,0 +1,182 @@
+"""`python -m tplab.forecast llama3-70b --gpus 256 --batch 1024`: which plans are best, or what given ones take."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from tplab.errors import TplabError
+from tplab.forecast.forecast import Forecast
+from tplab.forecast.memory import room
+from tplab.forecast.model import Model
+from tplab.forecast.page import to_page
+from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
+from tplab.forecast.rows import (
+    ANSWERS,
+    CLUSTERS,
+    check_dtype,
+    cluster_of,
+    forecast_file,
+    forecast_rows,
+    model_of,
+    unknown_model,
+    unread,
+)
+from tplab.forecast.search import Plans, plans
+from tplab.forecast.stacks import STACKS
+
+_SEEN = 500
+"""How many plans are looked at for the best of each layout."""
+_REASONS = 8
+"""How many reasons are printed of those for which layouts of ranks are impossible."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tplab.forecast",
+        description="Which plan trains a model fastest on a cluster, what each rank holds, and why the others lost; or "
+        "with --rows, what each plan of a table takes.",
+        epilog=f"A table:\n\n{inspect.getdoc(forecast_rows)}\n\nAdded, with GB of 1e9 bytes and GiB of 2^30:\n\n"
+        + textwrap.fill(", ".join(ANSWERS), 100),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", help="a model by name, or the config.json of a transformers model")
+    parser.add_argument(
+        "--cluster",
+        default="h100",
+        help=f"{', '.join(CLUSTERS)}; of h100, a100 and b200 the measured one (default: h100)",
+    )
+    parser.add_argument("--gpus", type=int, help="how many GPUs there are")
+    parser.add_argument("--batch", type=int, help="sequences in a step")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens in a sequence (default: 4096)")
+    parser.add_argument("--stack", default="megatron", choices=STACKS, help="what trains it (default: megatron)")
+    parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
+    parser.add_argument("--html", metavar="FILE", help="write a page, too")
+    parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
+    parser.add_argument("--out", metavar="CSV", help="where the table goes, with what was found")
+    given = parser.parse_args(arguments)
+    if given.rows:
+        if given.out is None:
+            parser.error("--rows needs --out: where the table goes")
+        _rows(parser, given.rows, given.out)
+        return
+    if given.out is not None:
+        parser.error("--out is where the table of --rows goes; give --rows, or --html for a page")
+    if given.model is None or given.gpus is None or given.batch is None:
+        parser.error("give a model, --gpus and --batch, as in: llama3-70b --gpus 256 --batch 1024; or --rows")
+    for name in ("gpus", "batch", "sequence", "top"):
+        if getattr(given, name) < 1:
+            parser.error(f"{name} is {getattr(given, name)}; it must be 1 or more")
+    if given.html and not Path(given.html).parent.is_dir():
+        parser.error(f"--html {given.html}: there is no folder {Path(given.html).parent}")
+    try:
+        model, cluster = _model(given.model), cluster_of({"cluster": given.cluster})
+        check_dtype(cluster, "bfloat16")
+        sizes = {"gpus": given.gpus, "batch": given.batch, "sequence": given.sequence}
+        found = plans(model, cluster, **sizes, stack=given.stack)
+    except (TplabError, ValueError) as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{given.model}: {error.strerror}")
+    title = f"{model.name} on {given.gpus} x {cluster.chip.name}"
+    about = (
+        f"{given.batch} sequences of {given.sequence} tokens in a step, {given.stack}, {cluster.name}: {cluster.kind}. "
+    )
+    about += "Of each layout of ranks the best plan"
+    best = _layouts(found, given.top)
+    if not best:
+        usable, most = room(cluster.chip, given.stack)
+        fits = "surely fits" if found.smallest <= most else "fits"
+        need = f"the smallest needs {found.smallest / 2**30:.1f} GiB per GPU, and {usable / 2**30:.1f} can be used"
+        print(f"{title}\n{about}\n\nno plan {fits}: {need}; take more GPUs\n\n{_lost(found)}")
+        sys.exit(1)
+    print(f"{title}\n{about}\n\n{_table(best)}")
+    print(f"\n1: {best[0].why}\n\n{_lost(found)}")
+    if given.html:
+        try:
+            Path(given.html).write_text(to_page(title, about, best, found.lost), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"--html {given.html}: {error.strerror}")
+        print(f"\n{given.html}")
+
+
+def _model(name: str) -> Model:
+    path = Path(name)
+    if path.suffix != ".json":
+        try:
+            return model_of({"model": name})
+        except ValueError:
+            raise ValueError(f"{unknown_model(name)} Or give the config.json of a transformers model") from None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{name} is not the configuration of a model: it has no names")
+    try:
+        return Model.of_config(config, name=path.parent.name)
+    except KeyError as error:
+        raise ValueError(f"{name} has no {error}") from None
+    except (TplabError, ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _rows(parser: argparse.ArgumentParser, table: str, out: str) -> None:
+    """Forecast the table, and say what was not read and how many rows failed."""
+    try:
+        done = forecast_file(table, out)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    except UnicodeDecodeError:
+        parser.error(f"{table} is not a table: it is no text in UTF-8")
+    except ValueError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    for sentence in unread(name for name in done[0] if name):
+        print(sentence, file=sys.stderr)
+    failed = sum(not row["seconds"] for row in done)
+    print(f"{len(done)} rows, of which {failed} could not be forecast: {out}")
+    if failed == len(done):
+        parser.exit(1, f"{parser.prog}: no row could be forecast; the first one: {done[0]['why']}\n")
+
+
+def _layouts(found: Plans, count: int) -> list[Forecast]:
+    """The best plan of each of the best layouts of ranks: others of the same layout are often as fast."""
+    best: dict[tuple[int, ...], Forecast] = {}
+    for place in range(min(len(found), _SEEN)):
+        one = found[place]
+        best.setdefault(tuple(one.plan.mesh.shape.values()), one)
+        if len(best) == count:
+            break
+    return list(best.values())
+
+
+def _table(found: Sequence[Forecast]) -> str:
+    lines = [f"{'':>3}  {'seconds':>8}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  plan"]
+    for number, one in enumerate(found, 1):
+        figures = f"{one.seconds:>8.3g}  {one.tokens_per_second_per_gpu:>12,.0f}  {one.mfu:>6.1%}"
+        lines.append(f"{number:>3}  {figures}  {one.peak.total / 2**30:>6.1f}  {one.plan}")
+    return "\n".join(lines)
+
+
+def _lost(found: Plans) -> str:
+    """Why the others lost: plans, and apart from them the layouts of ranks that are refused, which have no plans."""
+    reasons = sorted(found.lost.items(), key=lambda reason: -reason[1])
+    of_plans = [reason for reason in reasons if reason[0].startswith((TOO_LARGE, PERHAPS, SLOWER))]
+    refused = [reason for reason in reasons if reason not in of_plans]
+    lines = [f"of {found.considered:,} plans, {len(found):,} fit. The others, and why those that fit are not the best:"]
+    lines += [f"{count:>9,}  {reason}" for reason, count in of_plans]
+    if refused:
+        lines += [f"{sum(count for _, count in refused):,} layouts of ranks are impossible, and not among these plans:"]
+        lines += [f"{count:>9,}  {reason}" for reason, count in refused[:_REASONS]]
+        rest = sum(count for _, count in refused[_REASONS:])
+        lines += [f"{rest:>9,}  for other reasons"] if rest else []
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What a layer keeps from its forward to its backward pass, and what the head does; tensor by tensor, in bytes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from tplab.cost.activations import activation_tensors
+from tplab.forecast.model import Model
+from tplab.forecast.plan import Plan
+from tplab.forecast.stacks import Stack, find_stack
+
+
+class Kept(NamedTuple):
+    """Bytes of one microbatch on one rank.
+
+    layer, embedding, head   kept of a layer, of the embedding, of the final norm and the head
+    layer_again, head_again  what is computed again in their backward passes
+    layer_work, head_work    what their backward passes need besides
+    logits                   of this rank's entries, in all the copies that the loss makes of them
+    keeps_logits             whether they are kept, and not computed again
+    """
+
+    layer: int
+    embedding: int
+    head: int
+    layer_again: int
+    head_again: int
+    layer_work: int
+    head_work: int
+    logits: int
+    keeps_logits: bool
+
+
+def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> dict[str, float]:
+    """What one layer keeps for its backward pass, without recomputation: name -> bytes on each rank.
+
+    The tensors of Korthikanti et al. 2022 (`tplab.cost.activation_tensors`); one number per row for each norm and for
+    each head of fused attention; what plain layers keep beside them (Stack.plain); and for experts, the tokens in
+    their order (Keeps.extra is what a stack was measured to keep beyond all these).
+    """
+    stack, size = find_stack(stack), plan.kept_size
+    length, batch, tp = sequence // plan.cp, plan.microbatch, plan.tp
+    rows, outside = length * batch, tp if plan.sequence_parallel else 1
+    is_repeated = stack.plain and model.num_kv_heads < model.heads and plan.cp == 1  # keys, for every query head
+    found = activation_tensors(
+        length,
+        batch,
+        model.hidden,
+        model.heads,
+        tp,
+        sequence_parallel=plan.sequence_parallel,
+        itemsize=size,
+        dropout=model.dropout,
+        scores=not plan.flash and plan.recompute != "selective",
+        kv_heads=model.heads if is_repeated else model.num_kv_heads,
+        head_width=model.head_width,
+        hidden=model.ffn_width * max(1, model.experts_per_token),
+        gated=model.gated,
+        gathered=stack.plain,
+    )
+    statistics = 1 if model.norm == "rms" else 2
+    found["statistics of the norms"] = 2 * statistics * 4 * rows // outside
+    if plan.flash:
+        found["sums of the scores"] = 4 * rows * model.heads // tp
+    if stack.plain and model.norm == "rms":
+        found["inputs of the norms, normalised"] = 2 * rows * model.hidden * size // outside
+    if stack.plain and model.gated:
+        found["silu"] = rows * model.ffn_width * size // tp
+    if model.experts:
+        found["input of the experts"] = model.experts_per_token * rows * model.hidden * size // outside
+        found["router"] = 2 * 4 * rows * model.experts // outside
+    if model.shared_ffn:
+        found["shared MLP"] = 3 * rows * model.shared_ffn * size // tp
+    if stack.keeps.extra:
+        found["others"] = int(stack.keeps.extra * rows * model.hidden * size / outside)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> Kept:
+    """What a rank keeps of one microbatch, and what its backward pass needs besides."""
+    stack, size = find_stack(stack), plan.kept_size
+    rows = plan.microbatch * sequence // plan.cp
+    outside = plan.tp if plan.sequence_parallel else 1
+    token = rows * model.hidden * size
+    tensors = layer_tensors(model, plan, sequence, stack)
+    layer, layer_again = int(sum(tensors.values())), 0
+    if plan.recompute == "full":
+        layer, layer_again = int(tensors["input of norm 1"]), layer - int(tensors["input of norm 1"])
+
+    mask = rows * model.hidden // outside if model.dropout else 0
+    head = token // outside + 4 * rows * (1 if model.norm == "rms" else 2) // outside  # into the norm
+    head += token // (1 if stack.plain else outside)  # into the head
+    logits = int(stack.keeps.logits * rows * model.vocab_on_rank(plan.tp) * size)
+    if not stack.plain:
+        # Backward through an MLP: the gradients of its output, which are gathered, and between its two matmuls.
+        features = (2 if model.gated else 1) * max(1, model.experts_per_token) * model.ffn_width // plan.tp
+        head_work = token * (2 if plan.sequence_parallel and plan.tp > 1 else 1)
+        return Kept(layer, mask, head, layer_again, 0, token + rows * features * size, head_work, logits, True)
+
+    head += token // outside if model.norm == "rms" else 0
+    head += 18 * rows + 8  # of the loss: places of the targets, sums of exponentials, which targets count, how many
+    embedding, head_again = 9 * rows + mask, 0  # which word each id is, and whether this rank has it
+    if plan.cp > 1 and model.positions:
+        embedding += 8 * rows // plan.microbatch  # and its position
+    if plan.recompute == "full":
+        embedding, head, head_again = 0, token // outside, head - token // outside
+    return Kept(layer, embedding, head, layer_again, head_again, 0, 0, logits, plan.recompute != "full")

@@ -1,0 +1,56 @@
+"""A run beside its forecast: what a step takes, and how the bytes that were sent compare with what the plan sends."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from tplab.errors import PlanError
+from tplab.forecast.forecast import Forecast
+from tplab.forecast.traffic import bytes_by_axis
+from tplab.mesh import Mesh
+from tplab.trace.event import Event
+from tplab.trace.trace import Trace
+from tplab.units import bytes_text, time_text
+
+
+def beside(trace: Trace, found: Forecast) -> str:
+    """One step of the forecast, and for each axis the bytes of the run, those of a step, and their ratio.
+
+    The ratio is the number of steps, if the run sends what the plan does and nothing else. Broadcasts are left out:
+    scripts begin with them. What travels along several axes of the plan at once is "others", and has no formula.
+    Raises PlanError if the plan is of another number of ranks.
+    """
+    plan = found.plan
+    if plan.ranks != trace.mesh.size:
+        raise PlanError(f"the plan {plan} is of {plan.ranks} ranks, and the run had {trace.mesh.size}")
+    said = Counter[str]()
+    for sums in bytes_by_axis(found.model, plan, found.batch, found.sequence, found.stack):
+        for axis, num_bytes in sums.items():
+            said[axis] += round(num_bytes * plan.ranks // plan.pp)
+    sent = Counter[str]()
+    for event in (*trace.select(kind="collective").events, *trace.select(kind="send").events):
+        if event.op != "broadcast":
+            sent[_axis(event, plan.mesh)] += event.bytes
+    took = time_text(found.seconds, "s")
+    if found.low < found.high < math.inf:
+        took += f" ({time_text(found.low, 's')} to {time_text(found.high, 's')})"
+    where = f"{found.cluster.name}, {found.cluster.kind_on(plan.ranks)}"
+    lines = [f"a step of {found.model.name or 'the model'}, {plan}, would take {took} on {where}"]
+    rows = [("group", "sent in this run", "in a step of the plan", "so many steps")]
+    for axis in sorted({*said, *sent}):
+        ratio = f"{sent[axis] / said[axis]:.2f}" if said[axis] else ""
+        rows.append((axis, bytes_text(sent[axis]), bytes_text(said[axis]) if said[axis] else "", ratio))
+    widths = [max(len(row[place]) for row in rows) for place in range(4)]
+    lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _axis(event: Event, mesh: Mesh) -> str:
+    """The axis along which the ranks of a message differ; "dp" is also that of gradients over cp, as in a forecast."""
+    ranks = (event.rank, event.peer) if event.kind == "send" else event.group or mesh.ranks
+    places = [mesh.coordinates(rank) for rank in ranks if rank is not None]
+    apart = [name for name in mesh.axis_names if len({place[name] for place in places}) > 1]
+    if event.kind == "collective" and set(apart) <= {"dp", "cp"}:
+        return "dp"
+    return apart[0] if len(apart) == 1 else "others"

@@ -1,0 +1,163 @@
+"""A forecast: how long a training step takes, what each rank holds, whether that fits, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tplab.cost import Cluster, find
+from tplab.forecast.memory import Held, memory, room
+from tplab.forecast.model import Model
+from tplab.forecast.plan import Plan
+from tplab.forecast.stacks import Stack, find_stack
+from tplab.forecast.step import Step, pipeline, step
+from tplab.forecast.why import it_does_not_fit, it_takes_so_long
+from tplab.schedules import Simulation
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step of `batch` sequences would take.
+
+    step     seconds and their parts       held   what the ranks at each place of a pipeline hold at their peak
+    """
+
+    model: Model
+    plan: Plan
+    cluster: Cluster
+    batch: int
+    sequence: int
+    stack: Stack
+    step: Step = field(repr=False)
+    held: tuple[Held, ...] = field(repr=False)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+    @property
+    def low(self) -> float:
+        """Nine of ten measured steps took between `low` and `high` seconds, where they were forecast to take this."""
+        return self.step.low
+
+    @property
+    def high(self) -> float:
+        return self.step.high
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Seconds by reason; they add up to `seconds`."""
+        return self.step.parts
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch * self.sequence / self.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.plan.ranks
+
+    @property
+    def mfu(self) -> float:
+        """The part of the chips' peak that the model's own FLOPs are (`Model.flops_per_token`)."""
+        peak = self.cluster.chip.flops[self.plan.chip_dtype]
+        return self.tokens_per_second_per_gpu * self.model.flops_per_token(self.sequence) / peak
+
+    def pipeline(self, most: int = 64) -> Simulation:
+        """The simulated pipeline of each of the plan's dp x cp x tp pipelines, its stages as long as they are here. Of
+        more than `most` microbatches some rounds in the middle are left out: they are all alike."""
+        given = (self.model, self.plan, self.cluster, self.batch, self.sequence, self.stack)
+        return pipeline(*given, most=most)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Sequence[Held]:
+        """What each rank of the plan's mesh holds: `memory[rank]`."""
+        return _ByRank(self.plan, self.held)
+
+    @cached_property
+    def worst_rank(self) -> int:
+        """The first of the ranks that hold most."""
+        place = max(range(len(self.held)), key=lambda place: self.held[place].total)
+        return place * (self.plan.ranks // self.plan.pp)
+
+    @property
+    def peak(self) -> Held:
+        """What the worst rank holds."""
+        return self.memory[self.worst_rank]
+
+    @property
+    def usable(self) -> float:
+        """Bytes that a program can have on a chip."""
+        return room(self.cluster.chip, self.stack).sure
+
+    @property
+    def fits(self) -> bool:
+        """False only where it is sure: see `tplab.forecast.memory.room`."""
+        return self.peak.total <= room(self.cluster.chip, self.stack).most
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether it also fits if the forecast of memory is not too high. `plans` finds only such plans."""
+        return self.peak.total <= self.usable
+
+    # --- why ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def why(self) -> str:
+        """What is in the way, in one sentence: memory, and what would fit; or the part of a step that is lost."""
+        if not self.surely_fits:
+            given = (self.model, self.plan, self.cluster.chip, self.batch, self.sequence, self.stack)
+            return it_does_not_fit(*given, self.held)
+        text = it_takes_so_long(self.plan, self.parts, self.peak, self.usable)
+        if self.model.experts and self.cluster.forecast is not None:
+            low, high = self.low / self.seconds, self.high / self.seconds
+            text += f"; few mixtures of experts were measured: expect {low:.1f} to {high:.1f} times these seconds"
+        return text
+
+    def __str__(self) -> str:
+        gib, rate = 2**30, f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        took = f"{self.seconds:.3g} s ({self.low:.3g} to {self.high:.3g}), {rate}, MFU {self.mfu:.1%}"
+        held = f"{self.peak.total / gib:.1f} of {self.usable / gib:.1f} GiB on rank {self.worst_rank}"
+        return f"{self.plan}: {took}; {held}. {self.why}"
+
+
+def forecast(
+    model: str | Model,
+    plan: Plan,
+    cluster: str | Cluster,
+    *,
+    batch: int,
+    sequence: int,
+    stack: str | Stack = "megatron",
+) -> Forecast:
+    """Time and memory of a training step on `batch` sequences of `sequence` tokens.
+
+        forecast("llama3-70b", Plan(dp=8, tp=8, pp=4, zero=1), "h100-measured", batch=1024, sequence=8192)
+
+    model     a Model, or the name of one in `tplab.forecast.MODELS`
+    cluster   as for `run`; a measured one gives a forecast with its error, a data sheet a bound
+    Raises PlanError where the plan cannot train the model: which number does not divide which.
+    """
+    model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)
+    taken = step(model, plan, cluster, batch, sequence, stack)
+    return Forecast(model, plan, cluster, batch, sequence, stack, taken, memory(model, plan, batch, sequence, stack))
+
+
+class _ByRank(Sequence[Held]):
+    """What the ranks of each pipeline place hold, by the rank's number."""
+
+    def __init__(self, plan: Plan, held: Sequence[Held]):
+        self._plan, self._held = plan, held
+
+    def __len__(self) -> int:
+        return self._plan.ranks
+
+    def __getitem__(self, rank):  # type: ignore[override]  # a rank's, or a list of several
+        if isinstance(rank, slice):
+            return [self[one] for one in range(len(self))[rank]]
+        return self._held[self._plan.pipeline_rank(range(len(self))[rank])]

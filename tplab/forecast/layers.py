@@ -1,0 +1,153 @@
+"""How long one layer of a model takes on one rank, and its two ends: computing, and messages that are not hidden.
+
+    gpu  = factor x computing + messages that are not hidden
+    both = (gpu^8 + host^8)^(1/8): GPUs wait where Python takes longer to start a layer's kernels
+
+Matmuls and collectives are those of the cluster. A causal mask leaves half of attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tplab.cost import Cluster
+from tplab.forecast.messages import shown
+from tplab.forecast.model import Model
+from tplab.forecast.plan import ITEMSIZE, Plan
+from tplab.forecast.stacks import Stack, constants
+from tplab.forecast.traffic import end_traffic, layer_traffic
+
+FLASH = {"A100": 0.55, "H100": 0.40, "H200": 0.40, "B200": 0.40}
+"""The share of a chip's matmul peak that fused attention reaches on long sequences, forward and backward together. Dao
+2023 (arXiv:2307.08691), section 4.1: about 170 TFLOP/s of 312 on an A100, 340 to 400 of 989 on an H100."""
+LOSS_BYTES = 20
+"""Read and written per logit: a copy in float32, its maximum, its sum of exponentials, and the gradient."""
+AXES = ("tp", "cp", "ep")
+
+
+class Layer(NamedTuple):
+    """Seconds of one layer, or of an end of the model, for one microbatch on one rank.
+
+    forward, backward    what the pipeline sees
+    computing, recompute, tp, cp, ep, host     the same by reason: computing without and for recomputation, messages
+                         that are not hidden, and by how much the host takes longer
+    """
+
+    forward: Any = 0.0
+    backward: Any = 0.0
+    computing: Any = 0.0
+    recompute: Any = 0.0
+    tp: Any = 0.0
+    cp: Any = 0.0
+    ep: Any = 0.0
+    host: Any = 0.0
+
+    def times(self, count: Any) -> Layer:
+        return Layer(*(count * seconds for seconds in self))
+
+    def plus(self, *others: Layer) -> Layer:
+        return Layer(*(sum(seconds) for seconds in zip(self, *others)))
+
+
+@lru_cache(maxsize=1 << 14)
+def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> Layer:
+    """One layer. What `plan` says of dp, pp, ZeRO and the schedule does not matter here: see `local`."""
+    tokens = plan.microbatch * sequence // plan.cp
+    shapes = model.matmuls(tokens, sequence, plan.tp, plan.ep)
+    plain = tuple(shape for name, shape in shapes.items() if name not in ("scores", "values"))
+    there, back = _matmuls(cluster, plain, plan.chip_dtype)
+    attention = _attention(model, plan, cluster, sequence)
+    kernels = stack.passes * from_memory(cluster, kernel_bytes(model, plan, sequence))
+    added = from_memory(cluster, model.layer_on_rank(plan.tp, plan.ep) * (2 * ITEMSIZE[plan.grad_dtype] + 2))
+    factor = stack.factor * correction(cluster)
+    forward = factor * (there + attention[0] + kernels)
+    backward = factor * (back + attention[1] + 2 * kernels + added)
+    again = {"none": 0.0, "selective": 0.0 if plan.flash else factor * attention[0], "full": forward}[plan.recompute]
+    sent = layer_traffic(model, plan, sequence, stack)
+    ways = [
+        [shown(sent, model, plan, cluster, stack, axis, is_forward) for axis in AXES] for is_forward in (True, False)
+    ]
+    host = stack.host * (4 / 3 if plan.recompute == "full" else 1)
+    axes = [sum(pair) for pair in zip(*ways)]
+    return _with_host(forward + sum(ways[0]), backward + again + sum(ways[1]), host, forward + backward, again, *axes)
+
+
+@lru_cache(maxsize=1 << 14)
+def ends_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> tuple[Layer, Layer]:
+    """The embedding; and the final norm, the logits and the loss, which are left in 16 bit."""
+    tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
+    factor = stack.factor * correction(cluster)
+    stream = factor * from_memory(cluster, 2 * tokens * model.hidden * size)
+    there, back = _matmuls(cluster, (model.head_matmul(tokens, plan.tp),), "bfloat16" if size == 2 else plan.dtype)
+    loss = from_memory(cluster, tokens * model.vocab_on_rank(plan.tp) * LOSS_BYTES) / 2
+    computing = (stream, 2 * stream), (factor * (there + loss) + stream, factor * (back + loss) + 2 * stream)
+    found = []
+    for (forward, backward), sent in zip(computing, end_traffic(model, plan, sequence, stack)):
+        tp = [shown(sent, model, plan, cluster, stack, "tp", is_forward) for is_forward in (True, False)]
+        found.append(Layer(forward + tp[0], backward + tp[1], forward + backward, tp=sum(tp)))
+    return found[0], found[1]
+
+
+@lru_cache(maxsize=1 << 16)
+def local(plan: Plan) -> Plan:
+    """The plan with only what matters to one layer and microbatch: plans that share it have equal layers."""
+    dp = -(-plan.ep // (plan.cp * plan.tp))
+    return replace(plan, dp=dp, pp=1, virtual=1, zero=0, schedule="1f1b", balance="layers")
+
+
+def _with_host(forward: float, backward: float, host: float, *reasons: float) -> Layer:
+    gpu = forward + backward
+    most = max(gpu, host)
+    both = most * ((gpu / most) ** 8 + (host / most) ** 8) ** 0.125
+    return Layer(forward * both / gpu, backward * both / gpu, *reasons, host=both - gpu)
+
+
+def kernel_bytes(model: Model, plan: Plan, sequence: int) -> float:
+    """Bytes that norms, residuals, rotations and activations of a layer read and write forward, each tensor once."""
+    tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
+    outside = model.hidden * (10 + 5 * model.dropout) / (plan.tp if plan.sequence_parallel else 1)
+    features = max(1, model.experts_per_token) * model.ffn_width + model.shared_ffn
+    inside = 2 * (model.attention_width + model.kv_width) + (3 if model.gated else 2) * features
+    moved = 6 * model.hidden * model.experts_per_token  # tokens in the order of ranks, then of experts, and back
+    return tokens * size * (outside + (inside + moved) / plan.tp)
+
+
+def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int) -> tuple[float, float]:
+    """Scores, softmax and values: seconds forward and backward."""
+    shapes = model.matmuls(plan.microbatch * sequence // plan.cp, sequence, plan.tp)
+    pair, dtype = (shapes["scores"], shapes["values"]), plan.chip_dtype
+    dtype = "bfloat16" if dtype.startswith("float8") else dtype
+    if plan.flash:
+        reached = next((share for name, share in FLASH.items() if cluster.chip.name.startswith(name)), 0.5)
+        peak = cluster.chip.peak(dtype) * (reached if cluster.chip.kernels else 1.0)
+        seen = 1 + 1 / sequence  # of 2 m n k: a token sees itself and those before it
+        seconds = seen * sum(m * n * k * batch for m, n, k, batch in pair) / peak
+        return seconds, 2.5 * seconds  # backward computes the scores again
+    forward, backward = _matmuls(cluster, pair, dtype)
+    scores, size = pair[0][0] * pair[0][1] * pair[0][3], ITEMSIZE[plan.dtype]
+    mask = 2 * size + 1 if model.dropout else 0
+    once = from_memory(cluster, scores * (2 * size + mask)), from_memory(cluster, scores * (3 * size + mask))
+    return forward + once[0], backward + once[1]
+
+
+@lru_cache(maxsize=1 << 16)
+def _matmuls(cluster: Cluster, shapes: tuple[tuple[int, int, int, int], ...], dtype: str) -> tuple[float, float]:
+    """Seconds forward, and backward: the input's gradient is [m, n] @ [n, k], the weight's [k, m] @ [m, n]."""
+    of = cluster.chip.matmul_seconds
+    forward = sum(of(m, n, k, dtype, batch) for m, n, k, batch in shapes)
+    return forward, sum(of(m, k, n, dtype, batch) + of(k, n, m, dtype, batch) for m, n, k, batch in shapes)
+
+
+def from_memory(cluster: Cluster, num_bytes: float) -> float:
+    """Seconds to read or write so many bytes of a chip's memory."""
+    reached = 1.0 if cluster.chip.kernels is None else cluster.chip.kernels.bandwidth
+    return num_bytes / (cluster.chip.memory_bandwidth * reached)
+
+
+def correction(cluster: Cluster) -> float:
+    """Seconds that a chip really takes per second of the clock, where its own matmuls were not measured: a B200."""
+    if cluster.chip.kernels is None:
+        return 1.0
+    return next((by for name, by in constants()["chips"].items() if cluster.chip.name.startswith(name)), 1.0)

@@ -1,0 +1,90 @@
+"""Training steps that others have measured on real GPUs, each with its source, and the constants fitted to them.
+
+`python -m tplab.forecast.fit` fits them; docs/forecast.md shows every table beside the forecasts.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tplab.forecast.model import Model
+from tplab.forecast.plan import Plan
+from tplab.forecast.stacks import find_stack
+
+HERE = Path(__file__).parent
+
+ON_B200: Mapping[tuple[int, int, int], tuple[float, ...]] = MappingProxyType(
+    {(1, 2, 4): (66.552, 62.968), (2, 1, 4): (60.68,), (4, 1, 2): (39.07,), (8, 1, 1): (28.29,)}
+)
+"""(tp, pp, dp) -> GiB allocated at most on each stage: Megatron with ZeRO 1, 12 layers of Llama 3 70B on 8 B200s, 8
+microbatches of one sequence of 4096 in bfloat16 (MooreThreads/SimuMax, commit 4dcaae5, Apache-2.0)."""
+
+
+class Run(NamedTuple):
+    """A step of `batch` sequences that took `seconds`.
+
+    source      where it was published: "playbook", or a name in runs.csv, whose first lines explain it
+    memory      GB per GPU, where that was published
+    is_fitted   whether constants may be fitted to it: not where the forecast is known not to hold, and not to rows that
+                are only there to be forecast
+    """
+
+    source: str
+    stack: str
+    model: Model
+    plan: Plan
+    cluster: str
+    batch: int
+    sequence: int
+    seconds: float
+    memory: float | None = None
+    is_fitted: bool = True
+
+
+@cache
+def playbook() -> tuple[Run, ...]:
+    """nanotron on 8 to 512 H100s. Those with a pipeline are not fitted: its engine was later replaced."""
+    batch, sequence, found = 256, 4096, list[Run]()
+    for row in _rows("playbook.csv"):
+        number: dict[str, Any] = {name: int(row[name]) for name in ("dp", "tp", "pp", "microbatch", "zero")}
+        plan = Plan(**number, sequence_parallel=number["tp"] > 1, balance="computing")
+        seconds = batch * sequence / (float(row["tokens_per_second_per_gpu"]) * plan.ranks)
+        about = (Model.find(row["model"]), plan, "h100-measured", batch, sequence, seconds)
+        found.append(Run("playbook", "nanotron", *about, float(row["memory_gb"]), row["clean"] == "1"))
+    return tuple(found)
+
+
+@cache
+def runs() -> tuple[Run, ...]:
+    """Megatron on A100, H100 and B200; FSDP; DeepSpeed. The table says which may be fitted."""
+    return tuple(_run(row) for row in _rows("runs.csv"))
+
+
+def _run(row: dict[str, str]) -> Run:
+    numbers = ("dp", "tp", "pp", "cp", "ep", "microbatch", "zero", "virtual")
+    switches = ("sequence_parallel", "flash", "overlap")
+    fields: dict[str, Any] = {name: int(row[name]) for name in numbers} | {name: row[name] == "1" for name in switches}
+    sums = find_stack(row["stack"]).defaults["grad_dtype"]
+    plan = Plan(**fields, recompute=row["recompute"], dtype=row["dtype"], grad_dtype=sums)
+    model = Model.find(row["model"])
+    if row["layers"]:
+        model = replace(model, layers=int(row["layers"]), name=f"{model.name}, {row['layers']} layers")
+    about = (plan, row["cluster"], int(row["batch"]), int(row["sequence"]), float(row["seconds"]))
+    return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1")
+
+
+def sources(name: str) -> list[str]:
+    """The lines at the top of a table, which say where it comes from: "playbook" or "runs"."""
+    lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    return [line.removeprefix("# ") for line in lines if line.startswith("#")]
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))

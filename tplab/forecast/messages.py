@@ -1,0 +1,87 @@
+"""How long the messages of a plan take, and how much of that shows: over which ranks, on which network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from tplab.cost import Cluster
+from tplab.cost.forecast import Fabric
+from tplab.forecast.model import Model
+from tplab.forecast.plan import Plan
+from tplab.forecast.stacks import Stack
+from tplab.forecast.traffic import Sent
+
+FABRIC = Fabric(reached=0.75, congestion=0.36)
+"""The network of training runs: what `tplab.cost.fit.fit_network` finds for the upper edge of the measured band."""
+
+
+@lru_cache(maxsize=64)
+def on_runs(cluster: Cluster) -> Cluster:
+    """The cluster with the network that training runs had.
+
+    Where the network was measured with a band of single runs, this is the band's upper edge: the mean would make the
+    runs of the same cluster on 8 nodes and more a third too slow.
+    """
+    if cluster.forecast is None or cluster.forecast.fabric is None:
+        return cluster
+    return replace(cluster, forecast=replace(cluster.forecast, fabric=FABRIC))
+
+
+@lru_cache(maxsize=64)
+def over_cards(cluster: Cluster, cards: int | None) -> Cluster:
+    """The cluster with only so many network cards in each node; None: with all of them."""
+    return cluster if cards is None or cluster.outer_link is None else replace(cluster, cards=cards)
+
+
+def ranks_along(plan: Plan, axis: str, size: int = 0) -> tuple[int, ...]:
+    """The ranks of rank 0's group of an axis. "dp" includes cp; the experts' has another `size`."""
+    stride, ranks = {
+        "tp": (1, plan.tp),
+        "cp": (plan.tp, plan.cp),
+        "ep": (1, plan.ep),
+        "dp": (plan.tp, plan.copies),
+        "pp": (plan.tp * plan.copies, plan.pp),
+    }[axis]
+    return tuple(range(0, stride * ranks, stride * ranks // (size or ranks)))
+
+
+@lru_cache(maxsize=1 << 16)
+def collective(cluster: Cluster, op: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+    """Seconds of one collective over these ranks; `num_bytes` is the whole tensor."""
+    if len(ranks) == 1 or not num_bytes:
+        return 0.0
+    if op == "send":
+        link = cluster.link(ranks[0], ranks[1])
+        return link.latency + num_bytes / link.bandwidth
+    return cluster.collective_seconds(op, num_bytes, ranks)
+
+
+def shown(
+    sent: Iterable[Sent], model: Model, plan: Plan, cluster: Cluster, stack: Stack, axis: str, is_forward: bool
+) -> float:
+    """Seconds of messages along `axis` in one pass that are not hidden. Recomputation is part of the backward pass."""
+    chosen = [one for one in sent if one.axis == axis and (one.phase == "forward") == is_forward]
+    if not chosen:
+        return 0.0
+    shown, ranks = 1 - stack.hidden[0] if plan.overlap else 1.0, ranks_along(plan, axis)
+    if axis == "ep" and not stack.plain:
+        nodes = 1 if cluster.node_size is None else -(-plan.ep // cluster.node_size)
+        shown *= sent_once(model.experts_per_token, nodes if nodes > 1 else plan.ep)
+    return shown * sum(one.count * collective(cluster, one.op, one.bytes, ranks) for one in chosen)
+
+
+def sent_once(copies: int, groups: int) -> float:
+    """The share of a token's copies that travel if a node (or in one node, a rank) with several of its experts gets it
+    only once, as DeepEP sends it: groups (1 - (1 - 1 / groups)^copies) of them, where all groups are equally likely."""
+    return groups * (1 - (1 - 1 / groups) ** copies) / copies
+
+
+def send_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int) -> float:
+    """From one stage to the next: the activations of a microbatch."""
+    if plan.pp == 1:
+        return 0.0
+    tokens = plan.microbatch * sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)
+    num_bytes = tokens * model.hidden * plan.kept_size
+    return collective(cluster, "send", num_bytes, ranks_along(plan, "pp"))

@@ -1,0 +1,81 @@
+"""How long takes what is done once in a step: sending gradients and parameters, and the optimizer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.cost import Cluster
+from tplab.data.buckets import BUCKET_BYTES
+from tplab.forecast.layers import Layer, from_memory
+from tplab.forecast.messages import collective, over_cards, ranks_along
+from tplab.forecast.model import Model
+from tplab.forecast.plan import ITEMSIZE, Plan
+from tplab.forecast.stacks import Stack
+from tplab.forecast.stages import held_parameters, stages_on
+from tplab.forecast.traffic import step_traffic
+
+ADAM_BYTES = 30
+"""Read and written per parameter by AdamW: gradient, master copy and both moments in float32; parameter in 16 bit."""
+
+
+class Once(NamedTuple):
+    """Seconds of what is not in the layers, of one rank: sending all gradients, and all parameters; its optimizer.
+
+    first    ZeRO 3: what nothing hides, the first layer's parameters and the last one's gradients
+    hidden   the share of gradients that can be hidden at most: the last bucket never is
+    """
+
+    gradients: Any = 0.0
+    parameters: Any = 0.0
+    optimizer: Any = 0.0
+    first: Any = 0.0
+    hidden: float = 0.0
+
+
+@lru_cache(maxsize=1 << 14)
+def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: Stack) -> Once:
+    """Of a rank at this place of its pipeline: gradients and parameters, and the optimizer.
+
+    They are sent in buckets as torch's; with ZeRO 3, layer by layer.
+    """
+    held, stages = held_parameters(model, plan, place, stack), stages_on(model, plan, place)
+    units = 1 + sum(stage.layers for stage in stages)
+    if plan.zero == 3:
+        cluster = over_cards(cluster, stack.cards)
+    sums, most = {"gradients": 0.0, "parameters": 0.0, "tied": 0.0}, 1
+    for one in step_traffic(model, plan, 1, place, stack):
+        if one.part in sums and one.phase in ("step", "backward"):
+            ranks = ranks_along(plan, "pp")[:: plan.pp - 1] if one.axis == "pp" else ranks_along(plan, "dp", one.ranks)
+            buckets = units if plan.zero == 3 else max(1, round(one.bytes / BUCKET_BYTES))
+            most = max(most, buckets)
+            sums[one.part] += one.count * buckets * collective(cluster, one.op, one.bytes / buckets, ranks)
+    kept = held.total / (plan.copies if plan.zero else 1)
+    grad = ITEMSIZE[plan.grad_dtype]
+    optimizer = from_memory(cluster, kept * ADAM_BYTES + 2 * grad * held.total) + sums["tied"]
+    gradients, parameters = sums["gradients"], sums["parameters"]
+    if plan.zero < 3:
+        has_two_ways = any(stage.share < 1 for stage in stages)  # each waits for its twin's
+        can_hide = plan.overlap and not has_two_ways
+        return Once(gradients, parameters, optimizer, hidden=min(stack.hidden[1], 1 - 1 / most) * can_hide)
+    again = stack.gathers == 3 and plan.recompute == "full"
+    early = stack.gathers == 2 or (stack.plain and not again)
+    if not (early and plan.overlap):  # layers are gathered only when they are needed
+        hidden = stack.hidden[1] if plan.overlap and not stack.plain else 0.0
+        return Once(gradients, (1.5 if again else 1) * parameters, optimizer, hidden=hidden)
+    return Once(gradients, parameters, optimizer, (gradients + parameters) / units, stack.hidden[1])
+
+
+def at_end(plan: Plan, busy: Layer, once: Once, count: Any) -> tuple[Any, Any]:
+    """(gradients and parameters that are not hidden, optimizer) in one step."""
+    gradients, parameters = once.gradients, once.parameters
+    if plan.zero < 3:
+        late = gradients - np.minimum(busy.backward, once.hidden * gradients)
+        return (count if plan.zero == 2 else 1) * late + parameters, once.optimizer
+    if not np.any(once.first):
+        sent = gradients + 2 * parameters
+        return count * (sent - np.minimum(busy.forward + busy.backward, once.hidden * sent)), once.optimizer
+    late = np.maximum(0.0, parameters - busy.forward) + np.maximum(0.0, gradients + parameters - busy.backward)
+    return count * np.minimum(late + once.first, gradients + 2 * parameters), once.optimizer

@@ -1,0 +1,251 @@
+"""A plan: over how many ranks of each axis a model is trained, and what else a training job chooses."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, lru_cache
+
+from tplab.data.zero import STAGES
+from tplab.errors import PlanError, TplabError, one_of
+from tplab.forecast.model import Model
+from tplab.mesh import Mesh
+from tplab.pipeline.partition import Partition, cut_layers
+from tplab.schedules import RULES, Schedule
+from tplab.schedules.placement import Placement, one_way
+from tplab.sharding import cut
+
+ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_1f1b", "afab": "gpipe"}
+"""What others call some of tplab's rules. With virtual stages, "1f1b" is the interleaved one, as in Megatron."""
+
+RECOMPUTE = ("none", "selective", "full")
+BALANCE = ("layers", "parameters", "computing")
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained on dp x tp x pp x cp ranks.
+
+    dp, tp, pp, cp    ranks of data, tensor, pipeline and context parallelism (which divides each sequence)
+    ep                expert parallelism: so many of the dp x cp x tp ranks share the experts of a layer, each of which
+                      is whole on its rank. 1: each of the dp x cp ranks has all experts, and tp divides them
+    microbatch        sequences that one pipeline runs at once
+    zero              what is divided over the dp x cp ranks: 0 nothing; 1 the optimizer's states; 2 also the gradients;
+                      3 also the parameters, of which a layer is gathered while it runs
+    schedule          a rule of tplab.schedules, or "1f1b", "interleaved", "afab"
+    virtual           stages per pipeline rank
+    sequence_parallel whether tensor-parallel ranks also divide the sequence, between the layers
+    recompute         "none"; "selective": the scores of attention are computed again in the backward pass; "full": all
+                      of a layer is, from its input. With flash, "selective" changes nothing
+    flash             whether attention is fused, and keeps no scores
+    dtype             of parameters and activations while computing; grad_dtype: of the gradients that are added up
+    overlap           whether gradients and parameters are sent while ranks compute
+    balance           what stages have equally much of: "layers", the embedding and the head beside the first and the
+                      last; "parameters" of a rank, as tplab.pipeline.partition cuts; or "computing", as nanotron cuts:
+                      parameters without the embedding, which is only looked up. With three stages per rank or more,
+                      always "layers", because finding the best cut would take minutes
+    """
+
+    _: KW_ONLY
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    microbatch: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    virtual: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    flash: bool = True
+    dtype: str = "bfloat16"
+    grad_dtype: str = "float32"
+    overlap: bool = True
+    balance: str = "layers"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "virtual"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; it is a whole number, 1 or more")
+        if self.zero not in STAGES:
+            raise PlanError(f"zero is {self.zero!r}; ZeRO has stages 0 to 3")
+        if self.rule_name not in RULES:
+            raise PlanError(f"no schedule is called {self.schedule!r}; there are {', '.join([*ALIASES, *RULES])}")
+        one_of("recompute", self.recompute, RECOMPUTE)
+        one_of("balance", self.balance, BALANCE)
+        one_of("dtype", self.dtype, tuple(ITEMSIZE))
+        one_of("grad_dtype", self.grad_dtype, tuple(ITEMSIZE))
+
+    # --- ranks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """How many there are: dp x tp x pp x cp."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks on axes pp, dp, cp and tp, the last fastest: tensor-parallel ranks are neighbours, as in Megatron
+        and nanotron."""
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute with the same parameters on other tokens: dp x cp. ZeRO divides states over them."""
+        return self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that have the same experts: ZeRO divides their states over these."""
+        return self.copies * self.tp // self.ep if self.ep > 1 else self.copies
+
+    def pipeline_rank(self, rank: int) -> int:
+        """The position of a rank of the mesh along its pipeline."""
+        return rank // (self.dp * self.cp * self.tp)
+
+    @property
+    def chip_dtype(self) -> str:
+        """What chips call `dtype`."""
+        return "float8_e4m3fn" if self.dtype == "float8" else self.dtype
+
+    @property
+    def kept_size(self) -> int:
+        """Bytes of a number that is kept: where matmuls are of 8 bit, parameters and activations have 16."""
+        return max(2, ITEMSIZE[self.dtype])
+
+    # --- the pipeline ------------------------------------------------------------------------------------------------
+
+    @property
+    def rule_name(self) -> str:
+        """The name of the schedule in tplab.schedules.RULES."""
+        name = ALIASES.get(self.schedule, self.schedule)
+        return "interleaved_1f1b" if name == "one_f_one_b" and self.virtual > 1 else name
+
+    def microbatches(self, batch: int) -> int:
+        """How many microbatches each pipeline runs in a step of `batch` sequences."""
+        return batch // (self.dp * self.microbatch)
+
+    def rule(self, microbatches: int) -> Schedule:
+        """The schedule of each pipeline."""
+        return _rule(self.rule_name, self.pp, microbatches, self.virtual)
+
+    @property
+    def placement(self) -> Placement:
+        """The stages of each rank of a pipeline."""
+        return _rule(self.rule_name, self.pp, 2 * self.pp, self.virtual).placement
+
+    def partition(self, model: Model) -> Partition:
+        """The stages of the model. Layer 0 is the embedding, 1 to L are the model's layers, L + 1 is the final norm,
+        the head and the loss."""
+        tp = 1 if self.balance == "layers" else self.tp
+        return _partition(model, self.rule_name, self.pp, self.virtual, tp, self.balance)
+
+    # --- refusals ----------------------------------------------------------------------------------------------------
+
+    def check(self, model: Model, batch: int, sequence: int) -> None:
+        """Raise PlanError if this plan cannot train the model: which number does not divide which."""
+        why = self.refusal(model, batch, sequence)
+        if why:
+            raise PlanError(why)
+
+    def refusal(self, model: Model, batch: int, sequence: int) -> str | None:
+        """Why this plan cannot train the model on batches of so many sequences of this length; None if it can."""
+        if sequence < 1:
+            return f"sequence is {sequence}; it must be 1 or more"
+        tp, divided, shared = self.tp, self.cp * (self.tp if self.sequence_parallel else 1), self.copies * self.tp
+        whole = (
+            (model.heads, tp, f"tp={tp} does not divide {model.heads} heads"),
+            (model.num_kv_heads, tp, f"tp={tp} does not divide {model.num_kv_heads} key and value heads"),
+            (
+                0 if self.ep > 1 else model.ffn_width,
+                tp,
+                f"tp={tp} does not divide {model.ffn_width} features of the MLP",
+            ),
+            (model.shared_ffn, tp, f"tp={tp} does not divide {model.shared_ffn} features of the shared MLP"),
+            (sequence, divided, f"cp x tp = {divided} ranks cannot share a sequence of {sequence} tokens equally"),
+            (shared, self.ep, f"ep={self.ep} does not divide dp x cp x tp = {shared} ranks"),
+            (model.experts, self.ep, f"ep={self.ep} does not divide {model.experts} experts"),
+        )
+        for number, parts, why in whole:
+            if number % parts:
+                return why
+        if self.ep > 1 and not model.experts:
+            return f"ep={self.ep}, but {model.name or 'the model'} has no experts"
+        group = self.dp * self.microbatch
+        if batch % group or not batch:
+            return f"dp x microbatch = {self.dp} x {self.microbatch} = {group} does not divide a batch of {batch}"
+        return self._pipeline_refusal(model, batch // group)
+
+    def _pipeline_refusal(self, model: Model, microbatches: int) -> str | None:
+        if self.virtual > 1 and self.pp == 1:
+            return f"virtual={self.virtual} stages per rank need a pipeline, and pp is 1"
+        try:
+            stages = _num_stages(self.rule_name, self.pp, self.virtual)
+            self.rule(min(microbatches, 2 * self.pp))
+        except TplabError as error:
+            return f"{self.schedule}: {error}"
+        if self.virtual > 1 and "virtual_stages" not in _takes(self.rule_name) and stages != self.virtual * self.pp:
+            return f"{self.schedule} has {stages // self.pp} stages per rank, not virtual={self.virtual}"
+        ends = 2 if self.balance == "layers" else 0  # the embedding and the head can be stages of their own
+        if stages > model.layers + ends:
+            return f"{model.layers} layers cannot fill pp x virtual = {stages} stages"
+        if self.rule_name == "interleaved_1f1b" and microbatches % self.pp:
+            return f"{microbatches} microbatches are not a multiple of pp={self.pp}, as interleaving needs"
+        return None
+
+    def __str__(self) -> str:
+        """ "dp 8, tp 8, pp 4, 1f1b, ..."; what is 1 or as usual is left out."""
+        words = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        words.append(f"microbatch {self.microbatch}")
+        if self.pp > 1:
+            words.append(self.schedule + (f" of {self.virtual} stages per rank" if self.virtual > 1 else ""))
+        words += [f"ZeRO {self.zero}"] if self.zero else []
+        words += ["sequence parallel"] if self.sequence_parallel and self.tp > 1 else []
+        return ", ".join(words + ([f"{self.recompute} recomputation"] if self.recompute != "none" else []))
+
+
+@cache
+def _takes(name: str) -> frozenset[str]:
+    return frozenset(inspect.signature(RULES[name]).parameters)
+
+
+@lru_cache(maxsize=512)
+def _rule(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    more = {"virtual_stages": virtual} if "virtual_stages" in _takes(name) else {}
+    return RULES[name](ranks=ranks, microbatches=microbatches, **more)
+
+
+@cache
+def _num_stages(name: str, ranks: int, virtual: int) -> int:
+    """Stages of the whole model. A schedule of two directions has each of them twice."""
+    if "virtual_stages" in _takes(name):
+        return ranks * virtual
+    return _rule(name, ranks, 2 * ranks, virtual).num_stages
+
+
+@lru_cache(maxsize=4096)
+def _partition(model: Model, name: str, ranks: int, virtual: int, tp: int, balance: str) -> Partition:
+    stages, ends = _num_stages(name, ranks, virtual), model.end_parts
+    if stages > 2 * ranks:
+        balance = "layers"
+    words = model.vocab_on_rank(tp) * model.hidden
+    table = 0 if balance == "computing" else words + ends["positions"]  # looking up multiplies nothing
+    sizes = [table, *[model.layer_on_rank(tp)] * model.layers, ends["final norm"] + words]
+    placement = one_way(_rule(name, ranks, 2 * ranks, virtual).placement, stages)
+    bounds = None
+    if balance == "layers" and model.layers % stages == 0:
+        each = model.layers // stages
+        bounds = [0, *(1 + each * stage for stage in range(1, stages)), model.layers + 2]
+    elif balance == "layers":  # embedding and head count as a layer each
+        bounds = [0, *(piece.stop for piece in cut(model.layers + 2, stages, "even"))]
+    return cut_layers(sizes, stages, placement=placement, bounds=bounds)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, the smallest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,0 +1,93 @@
+"""Which stages and parameters each rank of a pipeline holds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from tplab.forecast.model import Model
+from tplab.forecast.plan import Plan
+from tplab.forecast.stacks import Stack, find_stack
+
+
+class Stage(NamedTuple):
+    """A stage that a rank holds.
+
+    layers      how many of the model's layers are in it
+    is_first    whether the embedding is           is_last   whether the final norm, the head and the loss are
+    sends       whether the next stage and the one before are on other ranks
+    share       the part of the microbatches that go through it here: half of them where the schedule has two directions
+    """
+
+    number: int
+    layers: int
+    is_first: bool
+    is_last: bool
+    sends: tuple[bool, bool]
+    share: float
+
+
+class Parameters(NamedTuple):
+    """How many numbers of the model a rank has, before ZeRO divides them.
+
+    dense      outside the experts        experts    of the experts it has
+    embedding  of the embedding and the learned positions, where it has them
+    words      of one embedding: its part of the vocabulary times h
+    copied     that each tensor-parallel rank has
+    unit       of the largest layer, or the embedding or head: what ZeRO 3 gathers at once
+    is_tied    whether another pipeline rank has the same embedding
+    """
+
+    dense: int
+    experts: int
+    embedding: int
+    words: int
+    copied: int
+    unit: int
+    is_tied: bool
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+@lru_cache(maxsize=4096)
+def stages_on(model: Model, plan: Plan, pipeline_rank: int) -> tuple[Stage, ...]:
+    """The stages that a rank at this place of its pipeline holds."""
+    partition, placement = plan.partition(model), plan.placement
+    last, here = partition.num_stages - 1, placement[pipeline_rank]
+    has_two_ways = sum(map(len, placement)) > partition.num_stages
+    found = []
+    for number in here:
+        layers = sum(1 <= layer <= model.layers for layer in partition.stages[number])
+        up, down = (0 <= other <= last and (has_two_ways or other not in here) for other in (number + 1, number - 1))
+        found.append(Stage(number, layers, number == 0, number == last, (up, down), 0.5 if has_two_ways else 1.0))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | Stack = "megatron") -> Parameters:
+    """The parameters of a rank at this place of its pipeline.
+
+    Where one rank has both a tied embedding and the head, they are one; in tplab's own pipelines they stay two, whose
+    gradients are added up.
+    """
+    stages = stages_on(model, plan, pipeline_rank)
+    parts, ends = model.layer_parts.values(), model.end_parts
+    layers = sum(stage.layers for stage in stages)
+    copied = layers * sum(part.copied for part in parts)
+    dense = copied + layers * sum(part.split for part in parts) // plan.tp
+    experts = layers * sum(part.experts for part in parts) // (plan.ep if plan.ep > 1 else plan.tp)
+    words, embedding = model.vocab_on_rank(plan.tp) * model.hidden, 0
+    has_first, has_last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
+    if has_first:
+        embedding = words + ends["positions"]
+        copied += ends["positions"]
+    if has_last:
+        copied += ends["final norm"]
+        dense += ends["final norm"]
+        if not (model.tied and has_first and not find_stack(stack).plain):
+            dense += words
+    unit = max(model.layer_on_rank(plan.tp, plan.ep), words if has_first or has_last else 0)
+    is_tied = model.tied and has_first != has_last
+    return Parameters(dense + embedding, experts, embedding, words, copied, unit, is_tied)

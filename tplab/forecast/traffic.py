@@ -1,0 +1,212 @@
+"""What each rank sends in one step: which collective over which axis, how large, how often, and for what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from tplab.forecast.model import Model
+from tplab.forecast.plan import ITEMSIZE, Plan
+from tplab.forecast.stacks import Stack, find_stack
+from tplab.forecast.stages import Stage, held_parameters, stages_on
+
+
+class Sent(NamedTuple):
+    """One kind of message of a rank.
+
+    axis, ranks   over which axis, of how many ranks. "dp" includes the ranks of cp, which have the same parameters
+    op            one of tplab.cost.OPS, or "send" to one other rank
+    bytes         of the whole tensor, as `Cluster.collective_seconds` takes it
+    count         how often this rank takes part in one step, or for one layer and one microbatch
+    part          "layer", "embedding", "head", "boundary" (between stages), "norms", "tied", "gradients", "parameters"
+    phase         "forward", "recompute", "backward", or "step": after all microbatches
+    """
+
+    axis: str
+    ranks: int
+    op: str
+    bytes: int
+    count: int
+    part: str
+    phase: str
+
+    @property
+    def total(self) -> float:
+        """The bytes that the rank sends for all of them, with the ring algorithm."""
+        laps = {"all_reduce": 2, "send": 0}.get(self.op, 1)
+        return self.count * self.bytes * (laps * (self.ranks - 1) / self.ranks if laps else 1)
+
+
+@lru_cache(maxsize=4096)
+def layer_traffic(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> tuple[Sent, ...]:
+    """What a rank sends for one layer and one microbatch.
+
+    tp   the input of attention and of the MLP is gathered, and their output is summed: 2 all_reduces each way
+         (Shoeybi et al. 2019), or with sequence_parallel 2 all_gathers and 2 reduce_scatters each way, and 2 more
+         all_gathers backward where inputs are not kept whole (Korthikanti et al. 2022, section 4.2.2)
+    cp   keys and values go around a ring: cp - 1 hops forward, and backward again beside cp hops of their gradients,
+         the last of which takes them home (Liu et al. 2023)
+    ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020), also of matmuls in
+         8 bit in 16 bit. With sequence_parallel each rank sends its own tokens, and tp gathers nothing for the experts
+    """
+    return tuple(_layer(model, plan, sequence, find_stack(stack)))
+
+
+@lru_cache(maxsize=4096)
+def end_traffic(
+    model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron"
+) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """What a rank sends for the embedding, and for the head and the loss, of one microbatch."""
+    stack = find_stack(stack)
+    return tuple(_embedding(model, plan, sequence, stack)), tuple(_head(model, plan, sequence, stack))
+
+
+@lru_cache(maxsize=4096)
+def step_traffic(
+    model: Model, plan: Plan, times: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
+) -> tuple[Sent, ...]:
+    """What a rank sends of gradients and parameters, in a step of `times` microbatches."""
+    return tuple(_step(model, plan, times, pipeline_rank, find_stack(stack)))
+
+
+def _layer(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
+    tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
+    whole = tokens * model.hidden * size
+    forward = ["forward", "recompute"] if plan.recompute == "full" else ["forward"]
+    times = 1 if plan.ep > 1 and plan.sequence_parallel and not model.shared_ffn else 2  # attention, and the MLP
+    if plan.tp > 1:
+        for phase in [*forward, "backward"]:
+            if plan.sequence_parallel:
+                again = times if phase == "backward" and not stack.plain else 0
+                yield Sent("tp", plan.tp, "all_gather", whole, times + again, "layer", phase)
+                yield Sent("tp", plan.tp, "reduce_scatter", whole, times, "layer", phase)
+            else:
+                yield Sent("tp", plan.tp, "all_reduce", whole, 2, "layer", phase)
+        if plan.sequence_parallel and stack.plain:
+            copied = 2 * (2 if model.norm == "layer" else 1) + (2 if model.bias else 0)
+            yield Sent("tp", plan.tp, "all_reduce", model.hidden * size, copied, "norms", "backward")
+    if plan.cp > 1:
+        pairs = 2 * tokens * model.kv_width // plan.tp * size
+        for phase in forward:
+            yield Sent("cp", plan.cp, "send", pairs, plan.cp - 1, "layer", phase)
+        yield Sent("cp", plan.cp, "send", pairs, plan.cp - 1, "layer", "backward")
+        gradients = pairs // size * max(size, 4) if stack.plain else pairs
+        yield Sent("cp", plan.cp, "send", gradients, plan.cp, "layer", "backward")
+    if plan.ep > 1:
+        routed = tokens * model.hidden * plan.kept_size * model.experts_per_token // plan.tp
+        for phase in [*forward, "backward"]:
+            yield Sent("ep", plan.ep, "all_to_all", routed, 2, "layer", phase)
+
+
+@lru_cache(maxsize=4096)
+def traffic(
+    model: Model, plan: Plan, batch: int, sequence: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
+) -> tuple[Sent, ...]:
+    """What a rank at this place of its pipeline sends in one step. Losses and norms, a number each, are left out."""
+    stack, times, found = find_stack(stack), plan.microbatches(batch), list[Sent]()
+    for stage in stages_on(model, plan, pipeline_rank):
+        often = int(times * stage.share)
+        found += _times(layer_traffic(model, plan, sequence, stack), stage.layers * often)
+        if stage.is_first:
+            found += _times(_embedding(model, plan, sequence, stack), often)
+        if stage.is_last:
+            found += _times(_head(model, plan, sequence, stack), often)
+        found += _times(_boundaries(model, plan, sequence, stage), often)
+    return (*found, *_step(model, plan, times, pipeline_rank, stack))
+
+
+def bytes_by_axis(
+    model: Model, plan: Plan, batch: int, sequence: int, stack: str | Stack = "megatron"
+) -> list[dict[str, float]]:
+    """For each pipeline rank: axis -> the bytes that it sends in one step, with the ring algorithm."""
+    found = []
+    for pipeline_rank in range(plan.pp):
+        sums = Counter[str]()
+        for sent in traffic(model, plan, batch, sequence, pipeline_rank, stack):
+            sums[sent.axis] += sent.total  # type: ignore[assignment]  # a Counter may count fractions
+        found.append(dict(sums))
+    return found
+
+
+def _times(sent: Iterable[Sent], count: int) -> list[Sent]:
+    return [one._replace(count=one.count * count) for one in sent] if count else []
+
+
+def _embedding(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
+    """Each rank looks up its words; what they find is summed."""
+    if plan.tp == 1:
+        return
+    size = ITEMSIZE[plan.dtype]
+    whole = plan.microbatch * sequence // plan.cp * model.hidden * size
+    op = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+    for phase in ("forward", "recompute") if stack.plain and plan.recompute == "full" else ("forward",):
+        yield Sent("tp", plan.tp, op, whole, 1, "embedding", phase)
+    if plan.sequence_parallel:
+        yield Sent("tp", plan.tp, "all_gather", whole, 1, "embedding", "backward")
+        if model.positions and stack.plain:
+            yield Sent(
+                "tp", plan.tp, "all_gather", sequence // plan.cp * model.hidden * size, 1, "embedding", "backward"
+            )
+
+
+def _head(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
+    """Each rank has the logits of its words. The loss needs one maximum and two sums per token."""
+    if plan.tp == 1:
+        return
+    size = ITEMSIZE[plan.dtype]
+    tokens = plan.microbatch * sequence // plan.cp
+    whole = tokens * model.hidden * size
+    for phase in ("forward", "recompute") if stack.plain and plan.recompute == "full" else ("forward",):
+        if plan.sequence_parallel:
+            yield Sent("tp", plan.tp, "all_gather", whole, 1, "head", phase)
+        yield Sent("tp", plan.tp, "all_reduce", tokens * max(size, 4), 1, "head", phase)
+        yield Sent("tp", plan.tp, "all_reduce", 2 * tokens * max(size, 4), 1, "head", phase)
+    if plan.sequence_parallel:
+        if not stack.plain:
+            yield Sent("tp", plan.tp, "all_gather", whole, 1, "head", "backward")
+        else:
+            norms = 2 if model.norm == "layer" else 1
+            yield Sent("tp", plan.tp, "all_reduce", model.hidden * size, norms, "norms", "backward")
+        yield Sent("tp", plan.tp, "reduce_scatter", whole, 1, "head", "backward")
+    else:
+        yield Sent("tp", plan.tp, "all_reduce", whole, 1, "head", "backward")
+
+
+def _boundaries(model: Model, plan: Plan, sequence: int, stage: Stage) -> Iterator[Sent]:
+    """The activations of a microbatch go to the next stage, their gradients to the one before."""
+    tokens = plan.microbatch * sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)
+    for sends, phase in zip(stage.sends, ("forward", "backward")):
+        if sends:
+            yield Sent("pp", plan.pp, "send", tokens * model.hidden * ITEMSIZE[plan.dtype], 1, "boundary", phase)
+
+
+def _step(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack) -> Iterator[Sent]:
+    """Once in a step: gradients, parameters, and what stages share. With ZeRO 2 and 3 gradients go after every
+    microbatch, and with 3 parameters before every use."""
+    grad, size = ITEMSIZE[plan.grad_dtype], ITEMSIZE[plan.dtype]
+    held = held_parameters(model, plan, pipeline_rank, stack)
+    for numbers, ranks in ((held.dense, plan.copies), (held.experts, plan.expert_copies)):
+        if ranks == 1 or not numbers:
+            continue
+        op = "reduce_scatter" if plan.zero else "all_reduce"
+        often, phase = (times, "backward") if plan.zero > 1 else (1, "step")
+        yield Sent("dp", ranks, op, numbers * grad, often, "gradients", phase)
+        if plan.zero in (1, 2):
+            yield Sent("dp", ranks, "all_gather", numbers * size, 1, "parameters", "step")
+        elif plan.zero == 3:
+            yield Sent("dp", ranks, "all_gather", numbers * size, times, "parameters", "forward")
+            known = held.embedding if stack.plain and numbers == held.dense else 0  # its backward needs no weight
+            if plan.recompute == "full" and stack.gathers == 3:
+                yield Sent("dp", ranks, "all_gather", numbers * size, times, "parameters", "recompute")
+            yield Sent("dp", ranks, "all_gather", (numbers - known) * size, times, "parameters", "backward")
+    stages = stages_on(model, plan, pipeline_rank)
+    if stages[0].share < 1:  # the other direction has copies of these stages
+        twice = model.tied and stack.plain and any(stage.is_first for stage in stages)
+        copies = held.total - (held.words if twice else 0)
+        yield Sent("pp", 2, "all_reduce", copies * grad, 1, "gradients", "step")
+    if held.is_tied:
+        yield Sent("pp", 2, "all_reduce", held.words * grad, 1, "tied", "step")
+    if plan.tp > 1 and plan.sequence_parallel and not stack.plain:
+        yield Sent("tp", plan.tp, "all_reduce", held.copied * grad, 1, "norms", "step")

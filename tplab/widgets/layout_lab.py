@@ -1,0 +1,142 @@
+"""`layout_lab(model)`: every way to spread a model over GPUs, its seconds and its memory; choose one and see why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import traitlets
+
+from tplab.cost import Cluster, find
+from tplab.forecast import Forecast, Model, Plan
+from tplab.widgets.layouts import still
+from tplab.widgets.layouts.workbench import Measured, Workbench
+from tplab.widgets.paper.card import Card, script, style
+
+
+class LayoutLab(Card):
+    """The card that `layout_lab` makes. Its `Workbench` does all the computing.
+
+    settings   the state of the controls; setting it from Python moves them
+    chosen     the index of the chosen plan in `shown`
+    view       "plans": seconds against memory, the step and the memory of the chosen plan; "pipeline": its schedule;
+               "nodes": where its ranks are
+    notice     what is wrong: no plan is possible with these settings
+    is_stale   whether the settings are impossible, so that the last possible ones are still shown
+    """
+
+    _esm = script("shell", "wire", "units", "canvas", "gantt", "nodes", "planmap", "planbars", "ownmodel", "layouts")
+    _css = style()
+    settings = traitlets.Dict().tag(sync=True)
+    choices = traitlets.Dict().tag(sync=True)
+    board = traitlets.Bytes().tag(sync=True)
+    chosen = traitlets.Int(0).tag(sync=True)
+    view = traitlets.Enum(("plans", "pipeline", "nodes"), "plans").tag(sync=True)
+    notice = traitlets.Unicode("").tag(sync=True)
+    is_stale = traitlets.Bool(False).tag(sync=True)
+
+    def __init__(self, bench: Workbench):
+        self._bench = bench
+        super().__init__(choices=bench.choices(), board=bench.board(), **bench.traits())
+        self.observe(self._on_settings, "settings")
+        self.observe(self._on_chosen, "chosen")
+        self.observe(lambda _: vars(self).pop("_picture", None), "view")
+        self.on_msg(self._on_message)
+
+    @property
+    def shown(self) -> tuple[Plan, ...]:
+        """The plans in the picture: the fastest first, and then those that were asked for besides."""
+        return tuple(one.plan for one in self._bench.shown)
+
+    @property
+    def best(self) -> Forecast:
+        """The fastest plan that fits; the one that holds least, if none does."""
+        return self._bench.forecast(self._bench.best)
+
+    @property
+    def forecast(self) -> Forecast:
+        """The chosen plan's."""
+        return self._bench.forecast(self.chosen)
+
+    @property
+    def sentence(self) -> str:  # type: ignore[override]  # it changes with the settings
+        return self._bench.sentence
+
+    def picture(self) -> bytes:
+        return still.still(self._bench, self.view)
+
+    @traitlets.validate("settings")
+    def _check_settings(self, proposal: Any) -> dict[str, Any]:
+        settings = {**self._bench.settings, **proposal["value"]}
+        try:
+            self._bench.check(settings)
+        except ValueError as error:
+            raise traitlets.TraitError(str(error)) from None
+        return settings
+
+    @traitlets.validate("chosen")
+    def _check_chosen(self, proposal: Any) -> int:
+        if not 0 <= proposal["value"] < len(self.shown):
+            raise traitlets.TraitError(f"chosen is {proposal['value']}; there are plans 0 to {len(self.shown) - 1}")
+        return proposal["value"]
+
+    def _on_chosen(self, change: Any) -> None:
+        self._bench.choose(change["new"])
+        self._take()
+
+    def _on_settings(self, change: Any) -> None:
+        self._bench.ask(change["new"])
+        self._take()
+
+    def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
+        answer = self._bench.answer(content)
+        self._take()
+        self.send(answer)
+
+    def _take(self) -> None:
+        """Show the state of the workbench."""
+        vars(self).pop("_picture", None)
+        with self.hold_sync():
+            self.board = self._bench.board()
+            for name, value in self._bench.traits().items():
+                setattr(self, name, value)
+
+
+def layout_lab(
+    model: str | Model = "llama3-8b",
+    *,
+    cluster: str | Cluster = "h100-measured",
+    gpus: int = 64,
+    batch: int = 512,
+    sequence: int = 8192,
+    stack: str = "megatron",
+    plan: Plan | None = None,
+    measured: Sequence[tuple[Plan, float, float | None]] = (),
+    by: str = "",
+) -> LayoutLab:
+    """Show the plans that train a model on a cluster: seconds per step against the memory of the rank that holds most.
+
+        layout_lab("llama3-70b", cluster="h100-measured", gpus=256, batch=1024, sequence=8192)
+
+    model, cluster   by name, or your own, as for `forecast`. A measured cluster gives a forecast with its error, a data
+                     sheet a bound. With "your own ...", readers of the card give the sizes of a model made as Llama
+    gpus, batch, sequence, stack
+                     as for `plans`: ranks, sequences per step, tokens per sequence, and the library that trains
+    plan             the plan to choose at first; the best if None
+    measured         what others have measured with these settings: (plan, seconds of a step, GiB of the rank that holds
+                     most, or None), and `by`, who has measured it
+    About a hundred plans are shown: the fastest, the best of each layout of ranks, and those for which no other is both
+    faster and smaller. At first all of them are forecast, so that to choose one needs no kernel. After a change of the
+    settings, the chosen one and the best are; the others have the search's estimates, most within 1 %.
+    Raises PlanError where no plan is possible, and ValueError for settings that no control has.
+    """
+    models = {} if isinstance(model, str) else {model.name or "yours": replace(model, name=model.name or "yours")}
+    clusters = {} if isinstance(cluster, str) else {find(cluster).name: cluster}
+    settings = {"model": next(iter(models), model), "cluster": next(iter(clusters), cluster), "gpus": gpus}
+    settings |= {"batch": batch, "sequence": sequence, "stack": stack}
+    bench = Workbench(settings, models, clusters, [Measured(*row) for row in measured], by)
+    if plan is not None:
+        bench.choose(plan)
+    bench.complete()
+    return LayoutLab(bench)

@@ -1,0 +1,82 @@
+"""The other still pictures of `layout_lab`: the chosen plan's pipeline, and its ranks on the nodes."""
+
+from __future__ import annotations
+
+import textwrap
+
+from tplab.forecast import Forecast
+from tplab.widgets.layouts.nodes import coordinates, group_of, groups
+from tplab.widgets.layouts.pipeline import about, drawn
+from tplab.widgets.layouts.words import PART_HUES
+from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
+from tplab.widgets.paper.pen import Pen
+from tplab.widgets.schedule.still import MARGIN, draw_key, draw_run, lane_heights
+
+NODES, ACROSS = 16, 4
+"""How many nodes are drawn at most, and how many of them side by side."""
+WIDTH, CELL, HEAD = 900, 21, 15
+
+
+def height(one: Forecast, view: str) -> float:
+    """Of the picture below the header."""
+    if view == "pipeline":
+        return 26 + (one.plan.pp * (sum(lane_heights(one.plan.pp)) + 5) + 24 if one.plan.pp > 1 else 0)
+    size, count = _sizes(one)
+    return 4 + -(-min(count, NODES) // ACROSS) * (HEAD + 2 * CELL * -(-size // 8) + 14)
+
+
+def pipeline(pen: Pen, one: Forecast, top: float) -> None:
+    run = drawn(one)
+    said = "This plan has no pipeline: pp is 1, so every rank has all layers." if run is None else about(one, run)
+    for number, line in enumerate(textwrap.wrap(said, 145)):
+        pen.text(MARGIN, top + 6 + 15 * number, line, size=11, fill=DIM, anchor="lm")
+    if run is not None:
+        draw_key(pen, [run], "kind", top + 38)
+        most = float(run.peak_activations.max(initial=0.0))
+        draw_run(pen, run, top + 54, run.makespan, most, None, "kind", "pp")
+
+
+def nodes(pen: Pen, one: Forecast, top: float) -> None:
+    """The nodes; the groups of rank 0 are coloured."""
+    plan, (size, count) = one.plan, _sizes(one)
+    found = groups(plan, one.cluster.node_size)
+    axes = [group for group in found if group.axis != "ep"]
+    colours = {rank: hue(PART_HUES[group.axis]) for group in axes for rank in group_of(plan, 0, group.axis)}
+    sharing = group_of(plan, 0, "ep") if plan.ep > 1 else []  # of all axes, so they have a border and no colour
+    x = float(MARGIN)
+    keys = [(f"rank 0{', and its groups:' if found else ''}", ACCENT)] + [
+        (f"{axis} {ranks} on {f'{on:,} nodes' if on > 1 else 'a node'}", hue(PART_HUES[axis]))
+        for axis, ranks, on in found
+    ]
+    for words, colour in keys:
+        is_border = words.startswith("ep")
+        fill = colour if colour == ACCENT else PAPER if is_border else mix(colour, 0.45)
+        pen.box(x, top, 14, 10, fill=fill, edge=colour, radius=2, line=2 if is_border else 1)
+        x += 19 + pen.text(x + 19, top + 5, words, size=10.5, fill=DIM, anchor="lm") + 12
+    said = " · ".join(group.axis for group in axes) + (" in each cell" if axes else "")
+    said += f"; {NODES} of {count:,} nodes are drawn" if count > NODES else ""
+    rows = -(-min(count, NODES) // ACROSS)
+    wide, lines = (WIDTH - 2 * MARGIN - 10 * (ACROSS - 1)) / ACROSS, -(-size // 8)
+    cell, tall = (wide - 8) / min(size, 4), 2 * CELL * lines + HEAD
+    pen.text(MARGIN, top + 24 + rows * (tall + 14), said, size=10.5, fill=DIM, anchor="lm")
+    for node in range(min(count, NODES)):
+        left, y = MARGIN + (node % ACROSS) * (wide + 10), top + 22 + node // ACROSS * (tall + 14)
+        pen.box(left, y, wide, tall + 4, fill=SOFT, edge=LINE, radius=5)
+        pen.text(left + 5, y + 8, f"node {node}", size=9.5, fill=DIM, anchor="lm")
+        for place in range(min(size, plan.ranks - node * size)):
+            rank = node * size + place
+            a, b = left + 4 + place % 4 * cell, y + HEAD + place // 4 * CELL
+            colour, is_focus = colours.get(rank), rank == 0
+            fill = ACCENT if is_focus else mix(colour, 0.45) if colour else PAPER
+            edge, line = (hue(PART_HUES["ep"]), 2) if rank in sharing else (colour or LINE, 1)
+            pen.box(a + 1, b + 1, cell - 2, CELL - 2, fill=fill, edge=edge, radius=3, line=line)
+            words = "·".join(coordinates(plan, rank).split()[1::2])
+            if pen.width_of(words, 9.5) < cell - 4:
+                pen.text(a + cell / 2, b + CELL / 2, words, size=9.5, fill=PAPER if is_focus else INK)
+
+
+def _sizes(one: Forecast) -> tuple[int, int]:
+    """GPUs of a node, and nodes."""
+    size = one.cluster.node_size or one.plan.ranks
+    size = min(size, one.plan.ranks)
+    return min(size, 64), -(-one.plan.ranks // size)

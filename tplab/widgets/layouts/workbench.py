@@ -1,0 +1,267 @@
+"""The layout lab without its widget: the settings of the controls go in, and what is shown comes out.
+
+It is plain Python over `tplab.forecast`, so a kernel and a browser (with Pyodide) run the same code. Neither this
+file nor anything it imports needs ipywidgets, a font or Pillow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.cost import NAMED, Cluster
+from tplab.errors import PlanError, TplabError
+from tplab.forecast import MODELS, Forecast, Model, Plan
+from tplab.forecast.memory import room
+from tplab.forecast.plan import AXES
+from tplab.forecast.ranking import Estimate
+from tplab.forecast.stacks import STACKS
+from tplab.units import plain, range_text
+from tplab.widgets.layouts import nodes, own, words
+from tplab.widgets.layouts import pipeline as pipelines
+from tplab.widgets.layouts.survey import exactly, survey
+from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PART_HUES, PARTS
+from tplab.widgets.paper.measured import check_measured
+from tplab.widgets.paper.wire import pack
+
+SIZES = {
+    "gpus": [2**power for power in range(13)],
+    "batch": [2**power for power in range(14)],
+    "sequence": [2**power for power in range(9, 18)],
+}
+"""What the controls offer beside the numbers that are given; any whole number from 1 to the last one is possible."""
+
+
+class Measured(NamedTuple):
+    """What was measured for a plan: seconds of a step, and GiB of the rank that holds most, if that was published."""
+
+    plan: Plan
+    seconds: float
+    gib: float | None
+
+
+class Workbench:
+    """Plans to train a model, of which one is chosen.
+
+    settings   the state of the controls: model (a name, or the sizes of `own`), cluster, gpus, batch, sequence, stack
+    survey     what was found for them
+    shown      the plans in the picture, the fastest first; those that were asked for besides come last. Each has an
+               estimate, or its forecast: the best, the chosen one, and what was measured always have that
+    best, chosen    indices of `shown`
+    notice     what is wrong: no plan is possible with these settings
+    is_stale   whether the settings are impossible, so that the last possible ones are still shown
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        models: Mapping[str, Model] | None = None,
+        clusters: Mapping[str, Cluster] | None = None,
+        measured: Sequence[Measured] = (),
+        by: str = "",
+    ):
+        self.models, self.clusters = {**MODELS, **(models or {})}, {**NAMED, **(clusters or {})}
+        self.check(settings)
+        self._measured, self.by, self._of_measured = tuple(measured), by, dict(settings)
+        for plan, seconds, gib in measured:
+            check_measured(str(plan), seconds, by)
+            check_measured(str(plan), gib or 0, by)
+            if plan.ranks != settings["gpus"]:
+                raise PlanError(f"{plan} was measured on {plan.ranks} ranks, and gpus is {settings['gpus']}")
+        self._show(settings)
+
+    @property
+    def limit(self) -> float:
+        """GiB that programs can have on a GPU."""
+        return self.forecast(self.best).usable / GIB
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """What was measured with these settings."""
+        return self._measured if self.settings == self._of_measured else ()
+
+    def forecast(self, index: int) -> Forecast:
+        """The forecast of a plan in the picture; it is made when it is first asked for."""
+        plan = self.shown[index].plan
+        if plan not in self.forecasts:
+            one, best = self._exactly(plan), self.forecasts[self.shown[self.best].plan]
+            self.forecasts[plan] = one
+            if one.surely_fits and (one.seconds < best.seconds or not best.surely_fits):
+                self.best = index  # its estimate was too high
+        return self.forecasts[plan]
+
+    def _exactly(self, plan: Plan) -> Forecast:
+        asked = self.settings
+        model, cluster = self._model(asked["model"]), self.clusters[asked["cluster"]]
+        return exactly(model, plan, cluster, asked["batch"], asked["sequence"], asked["stack"])
+
+    def _model(self, setting: str) -> Model:
+        return own.own_model(setting) if own.is_own(setting) else self.models[setting]
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for settings that the controls do not have."""
+        known = {"model": [*self.models], "cluster": [*self.clusters], "stack": [*STACKS]}
+        names = {*known, *SIZES}
+        if settings.keys() != names:
+            raise ValueError(f"settings are {', '.join(sorted(settings))}; there must be {', '.join(sorted(names))}")
+        if own.is_own(str(settings["model"])):
+            own.sizes_of(settings["model"])
+            del known["model"]
+        for name, options in known.items():
+            if settings[name] not in options:
+                raise ValueError(f"{name} is {settings[name]!r}; it must be one of {', '.join(options)}")
+        for name, offered in SIZES.items():
+            value = settings[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= offered[-1]:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number from 1 to {offered[-1]:,}")
+
+    def ask(self, settings: Mapping[str, Any]) -> None:
+        """Show the plans for these settings. Raises ValueError for settings that no control can make; `notice` has the
+        rest."""
+        self.check(settings)
+        if settings == self.settings and not self.is_stale:
+            return
+        try:
+            self._show(settings)
+        except TplabError as error:
+            self.settings, self.notice, self.is_stale = dict(settings), str(error), True
+
+    def _show(self, settings: Mapping[str, Any]) -> None:
+        model, cluster = self._model(settings["model"]), self.clusters[settings["cluster"]]
+        self.survey = survey(model, cluster, *(settings[name] for name in ("gpus", "batch", "sequence", "stack")))
+        self.settings, self.notice, self.is_stale = dict(settings), "", False
+        self.shown, self.forecasts = list(self.survey.shown), {self.survey.best.plan: self.survey.best}
+        self.best = self.chosen = self._place(self.survey.best.plan)
+        for one in self.measured:
+            self._add(one.plan)
+
+    def choose(self, chosen: Plan | int) -> None:
+        """Choose a plan, which is added if it is not shown, or the one at an index. Raises PlanError if it cannot train
+        the model, and ValueError for an index that no plan has."""
+        if isinstance(chosen, int):
+            if not 0 <= chosen < len(self.shown):
+                raise ValueError(f"chosen is {chosen}; there are plans 0 to {len(self.shown) - 1}")
+        elif chosen.ranks != self.settings["gpus"]:
+            raise PlanError(f"{chosen} has {chosen.ranks} ranks, and gpus is {self.settings['gpus']}")
+        self.chosen = chosen if isinstance(chosen, int) else self._add(chosen)
+        self.forecast(self.chosen)
+
+    def complete(self) -> None:
+        """Forecast every plan in the picture, so that all can be chosen where no Python is."""
+        for index in range(len(self.shown)):
+            self.forecast(index)
+
+    def _add(self, plan: Plan) -> int:
+        """The index of a plan that has its forecast."""
+        if all(one.plan != plan for one in self.shown):
+            one = self._exactly(plan)
+            self.shown.append(Estimate(plan, one.seconds, one.peak.total))
+        self.forecast(self._place(plan))
+        return self._place(plan)
+
+    def _place(self, plan: Plan) -> int:
+        return next(index for index, one in enumerate(self.shown) if one.plan == plan)
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer the browser, which chooses a plan, or asks whether its settings have arrived. Every message gets an
+        answer, so the browser knows that Python is running."""
+        if "choose" in message:
+            self.choose(int(message["choose"]))
+        return {"answered": True}
+
+    # --- what is shown -------------------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        one = self.forecast(self.best)
+        return f"Which layout for {one.model.name or 'this model'} on {one.plan.ranks:,} GPUs?"
+
+    @property
+    def about(self) -> str:
+        one = self.forecast(self.best)
+        return f"{one.batch:,} x {one.sequence:,} tokens per step, {one.stack.name} on {one.cluster.name}"
+
+    @property
+    def sentence(self) -> str:
+        text = words.sentence(self.forecast(self.best), self.survey.considered, self.survey.fitting)
+        if not self.measured:
+            return f"{text}."
+        several = f"{len(self.measured)} plans, {range_text([one.seconds for one in self.measured], plain)} s"
+        said = several if len(self.measured) > 3 else words.measured_text(self.measured)
+        return f"{text}. Measured by {self.by}: {said}."
+
+    def says(self, index: int) -> str:
+        """A plan in a sentence."""
+        return words.says(self.forecast(index), self.forecast(self.best))
+
+    def board(self) -> bytes:
+        """The data that the browser draws from; static/layouts.js reads it."""
+        best = self.forecast(self.best)
+        known = [index for index, one in enumerate(self.shown) if one.plan in self.forecasts]
+        forecasts = [self.forecast(index) for index in known]
+        pipeline, of_pipeline = pipelines.board(self.forecast(self.chosen), self.chosen)
+        node_size = best.cluster.node_size
+        header = {
+            "title": self.title, "about": self.about, "badge": words.badge(best), "limit": self.limit,
+            "best": self.best, "considered": self.survey.considered, "fitting": self.survey.fitting,
+            "own": own.sizes(best.model),
+            "parts": [[name, PART_HUES[key]] for key, name in PARTS.items()],
+            "kinds": [[KINDS[key], hue] for key, hue in KIND_HUES.items()],
+            "plans": [str(one.plan) for one in self.shown],
+            "axes": [[getattr(one.plan, axis) for axis in AXES] for one in self.shown],
+            "known": known,
+            "says": [words.says(one, best) for one in forecasts],
+            "nodes": [nodes.on_nodes(one.plan, node_size) for one in forecasts],
+            "groups": [nodes.groups(one.plan, node_size) for one in forecasts],
+            "node": node_size or best.plan.ranks,
+            "pipeline": pipeline,
+            "interval": [words.seconds_text(one) for one in forecasts],
+            "measured": [[self._place(plan), seconds, gib] for plan, seconds, gib in self.measured],
+            "by": self.by if self.measured else "",
+        }  # fmt: skip
+        return pack(header, {**self.points(), **_columns(forecasts), **of_pipeline})
+
+    def points(self) -> dict[str, np.ndarray]:
+        """Of each plan: seconds, GiB of the rank that holds most, whether it is on the front (no other plan is both
+        faster and smaller), and whether it fits: 0 no, 1 it may, 2 it does."""
+        best = self.forecast(self.best)
+        exact = [self.forecasts.get(one.plan) for one in self.shown]
+        seconds = np.array([one.seconds if of is None else of.seconds for one, of in zip(self.shown, exact)])
+        held = np.array([one.bytes if of is None else of.peak.total for one, of in zip(self.shown, exact)], float)
+        order = np.lexsort((held, seconds))
+        least = np.minimum.accumulate(held[order])
+        front = np.zeros(len(order), np.int8)
+        front[order[np.append(True, least[1:] < least[:-1])]] = 1
+        sure, most = room(best.cluster.chip, best.stack)
+        fits = (held <= sure).astype(np.int8) + (held <= most)
+        return {"seconds": seconds, "gib": held / GIB, "front": front, "fits": fits}
+
+    def traits(self) -> dict[str, Any]:
+        """What the card shows besides the board."""
+        return {
+            "settings": dict(self.settings),
+            "chosen": self.chosen,
+            "notice": self.notice,
+            "is_stale": self.is_stale,
+        }
+
+    def choices(self) -> dict[str, list[Any]]:
+        """What the controls offer."""
+        given = {name: sorted({*sizes, self.settings[name]}) for name, sizes in SIZES.items()}
+        offered = {"model": [*self.models], "cluster": [*self.clusters], **given, "stack": [*STACKS]}
+        return offered | {"own": [[name, *about] for name, about in own.SIZES.items()]}
+
+
+def _columns(forecasts: Sequence[Forecast]) -> dict[str, np.ndarray]:
+    """Of plans with a forecast: `took` [plan, part] in seconds; `held` [place in a pipeline, kind] in GiB, where those
+    of plan i are from start[i] on."""
+    held = [[getattr(place, kind) / GIB for kind in KIND_HUES] for one in forecasts for place in one.held]
+    return {
+        "took": np.array([[one.parts[part] for part in PARTS] for one in forecasts], np.float32).ravel(),
+        "held": np.array(held, np.float32).ravel(),
+        "start": np.cumsum([0, *(len(one.held) for one in forecasts)]),
+    }

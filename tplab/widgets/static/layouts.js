@@ -1,0 +1,228 @@
+// Plans to train a model: seconds against memory; the chosen one beside the best, its step and its memory.
+import { card, el, followTheme, hint } from "./shell.js";
+import { plain } from "./units.js";
+import { unpack } from "./wire.js";
+import { GanttChart, legendOf } from "./gantt.js";
+import { NodesView, nodesLegend } from "./nodes.js";
+import { PlanMap, fillOf, hueOf } from "./planmap.js";
+import { OwnModel, isOwn } from "./ownmodel.js";
+import { drawHeld, drawParts } from "./planbars.js";
+
+const SILENT_AFTER = 8000; // milliseconds
+const NO_KERNEL = "No kernel answers, so nothing changes here. Run this cell to use its controls; plans can be chosen all the same.";
+const NO_PYTHON = "This page has no Python behind it, so its settings cannot be changed. Plans can be chosen all the same.";
+const HELP = {
+  plans: "Click a plan, or go through them with the arrow keys: left and right by seconds, up and down by memory.",
+  pipeline: "Hover over an action to see what it gets and gives. The arrow keys choose another plan.",
+  nodes: "Hover over a GPU to see its groups, or go from one to another with the arrow keys.",
+};
+const VIEWS = [["plans", "time and memory"], ["pipeline", "pipeline"], ["nodes", "nodes"]];
+const VIEW_TALL = 300; // of the pipeline and of the nodes
+const CONTROLS = [["model", "model"], ["cluster", "cluster"], ["gpus", "GPUs"], ["batch", "sequences per step"],
+  ["sequence", "tokens each"], ["stack", "software"]];
+
+async function render({ model, el: host }) {
+  let board = await unpack(model.get("board"));
+  const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: board.title });
+  const own = new OwnModel(model.get("choices").own, { ask: (sizes) => ask("model", sizes), fail: (words) => { [failure, isAsking] = [words, false]; tell(); } });
+  const boxes = CONTROLS.map(([name, words]) => {
+    const node = el("select.tpl-select", { "aria-label": words, onchange: () => ask(name, node.value === own.option.value ? own.text : node.value) },
+      ...model.get("choices")[name].map((value) => el("option", { value }, typeof value === "number" ? value.toLocaleString("en") : value)));
+    node.addEventListener("keydown", (event) => event.stopPropagation()); // its keys choose no plans
+    node.disabled = Boolean(model.isStill);
+    return [name, node, el("label.tpl-setting", { style: "width:auto;min-width:118px" }, el("span", {}, words), node)];
+  });
+  boxes[0][1].append(own.option);
+  root.append(el("div.tpl-settings", {}, ...boxes.map(([, , box]) => box)), own.box);
+  const key = (mark, words) => el("span.tpl-key", {}, mark, words);
+  const swatch = (colour, share) => el("i", { style: `background:color-mix(in srgb,${colour} ${share}%,var(--paper));border:${share ? 1 : 2}px solid ${colour}` });
+  const sign = (...drawn) => el("svg", { width: 16, height: 14 }, ...drawn);
+  const legend = el("div.tpl-legend");
+  const left = el("figure.tpl-plans"), steps = el("svg", { role: "img", style: "width:100%" }), held = el("svg", { role: "img", style: "width:100%" });
+  const stepHead = el("p.tpl-layouthead"), kinds = el("div.tpl-legend");
+  const right = el("div.tpl-plans", {}, stepHead, steps, el("p.tpl-layouthead", {}, el("b", {}, "Memory at the peak"), " GiB, by rank of a pipeline"), held, kinds);
+  const tools = VIEWS.map(([name, words]) => el("button.tpl-button.tpl-tool", { type: "button", onclick: () => see(name) }, words));
+  const schedule = el("div", { hidden: "" }), mesh = el("div", { hidden: "" }), plans = el("div.tpl-layouts", {}, left, right);
+  const aboutView = el("span.tpl-key");
+  root.append(el("div.tpl-tools", {}, el("span.tpl-choice", { role: "group", "aria-label": "picture" }, ...tools), aboutView), legend, plans, schedule, mesh);
+  const says = el("p.tpl-say", { "aria-live": "polite" }), note = el("p.tpl-notice", { role: "status" }), bar = el("progress.tpl-progress", { max: 1, "aria-label": "loading", hidden: "" });
+  const where = el("p.tpl-layouthead");
+  root.append(says, where, note, bar);
+  const tip = hint(root), chart = new GanttChart(root, schedule, { hint: tip, seek: () => {}, pick: () => {} });
+  chart.head.hidden = true; // nothing plays here
+  const gpus = new NodesView(mesh, tip);
+  const map = new PlanMap(left, { over: (event, index) => (index === null ? tip.hide() : tip.show(event, aboutPlan(index))), choose });
+
+  const isKnown = (index) => board.place.has(index), of = (column, index) => column[board.place.get(index)];
+  const timeOf = (index) => (isKnown(index) ? of(board.interval, index) : `about ${plain(board.seconds[index])} s, an estimate`);
+
+  // Whether what is shown of a plan is there, without asking Python.
+  const hasAll = (index) => isKnown(index) && (model.get("view") !== "pipeline" || board.pipeline?.plan === index || board.axes[index][0] === 1);
+
+  function aboutPlan(index) {
+    const known = board.measured.find(([of]) => of === index);
+    return [["", board.plans[index]], ["a step", timeOf(index)], ["memory", `${plain(board.gib[index])} of ${plain(board.limit)} GiB`],
+      ["", ["does not fit", "may not fit", ""][board.fits[index]]],
+      known ? ["measured", `${plain(known[1])} s${known[2] === null ? "" : `, ${plain(known[2])} GiB`}, by ${board.by}`] : null];
+  }
+
+  function choose(index) {
+    model.set("chosen", Math.min(Math.max(index, 0), board.plans.length - 1));
+    model.save_changes();
+    draw();
+    if (!model.isStill && !hasAll(chosenOf())) send({ choose: chosenOf() });
+  }
+
+  // Left and right go by seconds, up and down by memory.
+  root.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
+    if (model.get("view") === "nodes") {
+      const by = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: -gpus.node, ArrowDown: gpus.node, Home: -Infinity, End: Infinity }[event.key];
+      if (by === undefined) return;
+      event.preventDefault();
+      event.stopPropagation();
+      return gpus.move(by);
+    }
+    const beside = (column, by) => {
+      const order = [...column.keys()].sort((a, b) => column[a] - column[b]);
+      return order[Math.min(Math.max(order.indexOf(chosenOf()) + by, 0), order.length - 1)];
+    };
+    const act = { ArrowRight: [board.seconds, 1], ArrowLeft: [board.seconds, -1], ArrowUp: [board.gib, 1], ArrowDown: [board.gib, -1], End: [board.seconds, Infinity] }[event.key];
+    const to = event.key === "Home" ? board.best : act && beside(...act);
+    if (to === undefined) return;
+    event.preventDefault();
+    event.stopPropagation();
+    choose(to);
+  });
+
+  let silence = null, failure = "", isAsking = false, coming = null;
+  function ask(name, value) {
+    model.set("settings", { ...model.get("settings"), [name]: typeof model.get("choices")[name][0] === "number" ? Number(value) : value });
+    isAsking = true;
+    send({ settings: true });
+  }
+  function send(content) {
+    failure = "";
+    tell();
+    clearTimeout(silence);
+    silence = setTimeout(() => {
+      [failure, isAsking] = [NO_KERNEL, false];
+      tell();
+    }, SILENT_AFTER);
+    try {
+      model.save_changes();
+      model.send(content);
+    } catch { /* a closed connection is silent, too */ }
+  }
+  // On a page, Python may still have to come: it says how far it is, or why it does not come.
+  function onAnswer(content) {
+    clearTimeout(silence);
+    [failure, coming, isAsking] = [content?.failed ?? "", content?.progress ?? null, false];
+    tell();
+  }
+
+  function tell() {
+    root.dataset.stale = Boolean(model.get("is_stale"));
+    const words = coming ? coming.text : isAsking ? "Searching …" : failure || model.get("notice") || (model.isStill ? NO_PYTHON : HELP[model.get("view")]);
+    bar.hidden = coming?.share === undefined;
+    if (!bar.hidden) bar.value = coming.share;
+    if (note.textContent !== words) note.textContent = words;
+    note.classList.toggle("tpl-wrong", !isAsking && !coming && Boolean(failure || model.get("notice")));
+    for (const [name, node] of boxes) {
+      const setting = String(model.get("settings")[name]), value = name === "model" ? own.follow(setting) : setting;
+      if (![...node.options].some((option) => option.value === value)) node.append(el("option", { value }, value));
+      node.value = value;
+    }
+  }
+
+  const chosenOf = () => Math.min(model.get("chosen"), board.plans.length - 1);
+  function draw() {
+    const chosen = chosenOf();
+    tip.hide();
+    map.draw(chosen);
+    right.classList.toggle("tpl-waits", !isKnown(chosen));
+    if (!isKnown(chosen)) {
+      says.replaceChildren(el("b", {}, board.plans[chosen]), ` takes about ${plain(board.seconds[chosen])} s, by the search's estimate. Python makes its forecast.`);
+      where.textContent = "";
+      return;
+    }
+    stepHead.replaceChildren(el("b", {}, "A step"), ` ${of(board.interval, chosen)}${chosen === board.best ? "" : "; outlined: the best's"}`);
+    const view = model.get("view");
+    if (view === "plans") {
+      drawParts(steps, board, chosen, tip);
+      drawHeld(held, board, chosen, tip);
+    }
+    if (view === "nodes") {
+      gpus.set({ sizes: board.axes[chosen], node: board.node, groups: of(board.groups, chosen) }, VIEW_TALL);
+      const many = gpus.drawn < gpus.nodes ? `${gpus.drawn} of ${gpus.nodes.toLocaleString("en")} nodes are drawn. ` : "";
+      aboutView.textContent = `${many}${gpus.isShort ? `In each cell: ${gpus.axes.join(" · ")}. ` : ""}`;
+      legend.replaceChildren(...nodesLegend(gpus).map(([colour, words, share]) => key(swatch(`var(--${colour})`, share), words)));
+    }
+    if (view === "pipeline") drawPipeline(chosen);
+    const plan = el("b", {}, board.plans[chosen]);
+    where.textContent = of(board.nodes, chosen);
+    says.replaceChildren(plan, ` ${of(board.says, chosen)}`);
+  }
+  // A pipeline is simulated by Python: where none is, only the one that came with the page is there.
+  function drawPipeline(chosen) {
+    const run = board.pipeline?.plan === chosen ? board.pipeline : null;
+    chart.box.hidden = !run;
+    aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
+      : "The pipeline of this plan is simulated by Python, which is not here.";
+    legend.replaceChildren(...(run ? legendOf({ ...board, ...run }, "kind") : []));
+    if (run) chart.set({ ...board, ...run, tall: VIEW_TALL });
+  }
+  function see(view) {
+    model.set("view", view);
+    model.save_changes();
+    onView();
+    if (!model.isStill && !hasAll(chosenOf())) send({ choose: chosenOf() });
+  }
+  function onView() {
+    const view = model.get("view");
+    [plans, schedule, mesh].forEach((node, place) => { node.hidden = VIEWS[place][0] !== view; });
+    tools.forEach((node, place) => node.setAttribute("aria-pressed", VIEWS[place][0] === view));
+    show();
+    tell();
+  }
+  function show() {
+    root.querySelector("header b").textContent = board.title;
+    root.querySelector(".tpl-about").textContent = board.about;
+    root.querySelector(".tpl-badge").textContent = board.badge;
+    root.setAttribute("aria-label", `${board.title} ${board.about}. Arrow keys choose a plan.`);
+    const there = board.kinds.filter((_, kind) => board.held.some((gib, place) => place % board.kinds.length === kind && gib > 0.005));
+    kinds.replaceChildren(...there.map(([name, hue]) => key(swatch(hueOf(hue), 55), name)));
+    aboutView.textContent = "";
+    if (model.get("view") === "plans") legend.replaceChildren(
+      key(sign(el("circle", { cx: 8, cy: 7, r: 4, style: fillOf(0) })), "fits"),
+      key(sign(el("path", { d: "M5 4l6 6m0 -6l-6 6", style: "stroke:var(--c1);stroke-width:1.6" })), "does not fit"),
+      key(sign(el("path", { d: "M0 4H8V11H16", style: "fill:none;stroke:var(--dim)" })), "no other is faster and smaller"),
+      board.by ? key(el("i.tpl-keydiamond"), `measured by ${board.by}`) : "",
+      el("span.tpl-space"), el("span.tpl-key", {}, `${board.plans.length} of ${board.considered.toLocaleString("en")} plans are drawn; ${board.fitting.toLocaleString("en")} fit`));
+    if (!isOwn(model.get("settings").model)) own.set(board.own);
+    board.place = new Map(board.known.map((index, place) => [index, place]));
+    map.set(board);
+    draw();
+  }
+  const onBoard = async () => {
+    clearTimeout(silence);
+    board = await unpack(model.get("board"));
+    show();
+    tell();
+  };
+  onView();
+  const events = [["change:board", onBoard], ["change:view", onView], ["change:chosen", draw], ["change:settings", tell], ["change:notice", tell], ["change:is_stale", tell], ["msg:custom", onAnswer]];
+  for (const [event, act] of events) model.on(event, act);
+  const unfollow = followTheme(root, draw);
+  const resizer = new ResizeObserver(draw);
+  resizer.observe(left);
+  return () => {
+    clearTimeout(silence);
+    for (const [event, act] of events) model.off(event, act);
+    unfollow();
+    resizer.disconnect();
+    chart.destroy();
+  };
+}
+
+export default { render };
