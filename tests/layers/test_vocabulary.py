@@ -280,11 +280,11 @@ WRONG = {
     ),
     "whole logits": (
         lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "tp", 12),
-        r"logits have 12 columns, but of 12 words .* has 3.*; scatter_to\(logits, 'tp'\) gives",
+        r"logits have 12 columns, but of 12 vocabulary entries .* has 3.*; scatter_to\(logits, 'tp'\) gives",
     ),
     "other logits": (
         lambda lab, z, t: lab.vocab_parallel_cross_entropy(z[:, :4], t, "tp", 12),
-        r"logits have 4 columns, but of 12 words .* has 3.*; each rank computes those of its own",
+        r"logits have 4 columns, but of 12 vocabulary entries .* has 3.*; each rank computes those of its own",
     ),
     "no words": (lambda lab, z, t: lab.VocabParallelEmbedding(0, 3, "tp"), r"vocab_size is 0"),
     "axis": (lambda lab, z, t: lab.vocab_parallel_cross_entropy(z, t, "pp", 12), r"no axis 'pp'"),

@@ -4,8 +4,10 @@
     timeline(trace)               where the time of every rank goes; with predicted=, how a schedule ran, drawn over
                                   its prediction
     memory_timeline(run.memory)   what each rank holds in memory over time, by kind
+    tiles(layouts)                attention over a ring of ranks: who computes which scores when, and what is skipped
     gantt(run)                    a pipeline schedule as simulated, and what each rank holds in memory
     pipeline_lab()                the same, with controls for every number
+    layout_lab("llama3-70b")      which layout trains a model fastest, what each rank holds, and why
     shards(mesh, shape, P(...))   which rank holds which slice of a tensor, or computes which part of a product
 
 for labs, to show numbers that a cell has computed:
@@ -13,6 +15,7 @@ for labs, to show numbers that a cell has computed:
     matrices({...})               small matrices side by side
     curves(...)                   how something grows
     levels(...)                   how much memory is held, over time or over anything that grows
+    scatter(...)                  forecasts beside what was measured, one dot per run
     LossCurve(steps)              the loss of a model while it trains
     knob(...)                     one control, and bars that change with it
     bytes_text(...)               "1.5 MB": sizes as the widgets write them
@@ -24,8 +27,8 @@ and for readers who have no notebook:
 Each of these is a widget; without a running kernel, it is a picture and a sentence.
 
 Each module here is one of them. Their parts are in packages: score/ (a trace, laid out), schedule/ (a pipeline
-schedule), stacks/ (areas on top of each other), tensors/ (pieces on ranks), paper/ (shared by all) and static/ (their
-JavaScript).
+schedule), layouts/ (plans and what they take), stacks/ (areas on top of each other), attention/ (scores as tiles),
+tensors/ (pieces on ranks), paper/ (shared by all) and static/ (their JavaScript).
 """
 
 from tplab.units import bytes_text
@@ -33,35 +36,44 @@ from tplab.widgets.animate import Animation, animate
 from tplab.widgets.curves import curves
 from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.knob import Bars, Row, knob
+from tplab.widgets.layout_lab import LayoutLab, layout_lab
 from tplab.widgets.levels import levels
 from tplab.widgets.loss_curve import LossCurve
 from tplab.widgets.matrices import matrices
 from tplab.widgets.memory_timeline import MemoryTimeline, memory_timeline
 from tplab.widgets.page import to_html
 from tplab.widgets.pipeline_lab import PipelineLab, pipeline_lab
+from tplab.widgets.scatter import Dot, scatter
 from tplab.widgets.shards import Shards, shards
+from tplab.widgets.tiles import Tiles, tiles
 from tplab.widgets.timeline import Timeline, timeline
 
 __all__ = [
     "Animation",
     "Bars",
+    "Dot",
     "Gantt",
+    "LayoutLab",
     "LossCurve",
     "MemoryTimeline",
     "PipelineLab",
     "Row",
     "Shards",
+    "Tiles",
     "Timeline",
     "animate",
     "bytes_text",
     "curves",
     "gantt",
     "knob",
+    "layout_lab",
     "levels",
     "matrices",
     "memory_timeline",
     "pipeline_lab",
+    "scatter",
     "shards",
+    "tiles",
     "timeline",
     "to_html",
 ]

@@ -14,9 +14,11 @@ from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.measured import check_measured
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, INK, LINE, WORK, mix
-from tplab.widgets.paper.pen import Pen, fitted, text_width
+from tplab.widgets.paper.pen import Pen, text_width
 
 MARGIN, LINE_HEIGHT, WIDTH = 18, 34, 720
+MANY = 4
+"""More measured rows than these are counted in the sentence, and not listed."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,15 @@ class Knob(Card):
     def text(self, amount: float) -> str:
         if self.unit == "B":
             return bytes_text(amount)
-        return time_text(amount, self.unit) if self.unit in ("s", "steps") else f"{plain(amount)} {self.unit}".strip()
+        if self.unit in ("s", "steps"):
+            return time_text(amount, self.unit)
+        return f"{f'{amount:,.0f}' if amount == int(amount) else plain(amount)} {self.unit}".strip()
 
     def said(self, bars: Bars) -> str:
         """ "Measured by the NCCL team: 2.4 ms on 4 ranks.", or nothing if nothing was measured."""
         values = [f"{row.label} {self.text(row.measured)}" for row in bars.rows if row.measured is not None]
+        if len(values) > MANY:
+            return f"Measured by {self.by}: the marks on {len(values)} rows."
         return f"Measured by {self.by}: {', '.join(values)}." if values else ""
 
     def _mark(self, bars: Bars, row: Row) -> list[Any] | None:
@@ -154,7 +160,9 @@ class Knob(Card):
             x += 22 + pen.text(x + 22, y + 9, name, size=10.5, fill=DIM, anchor="lm") + 18
         if any(row.measured is not None for row in bars.rows):
             pen.diamond(x + 8, y + 9)
-            text = fitted(f"measured by {self.by}", 10.5, WIDTH - MARGIN - x - 22)
+            text = f"measured by {self.by}"
+            if text_width(text, 10.5) > WIDTH - MARGIN - x - 22:
+                text = "measured"  # the sentence says by whom
             pen.text(x + 22, y + 9, text, size=10.5, fill=DIM, anchor="lm")
         y += 24
         for row in bars.rows:

@@ -41,7 +41,7 @@ class Differentiable:
     def __init__(self, name: str, function: Callable[..., Array], tangent: Callable[..., Array]):
         self._function = function
         self._primitive = Primitive(name)
-        _define(self._primitive, self._mapped)
+        define(self._primitive, self._mapped)
         ad.primitive_jvps[self._primitive] = self._jvp
         self._tangent = tangent
 
@@ -74,10 +74,10 @@ def _under(depth: int, function: Callable[..., Any]) -> Callable[..., Any]:
 def _transposed(dys: Sequence[Any], *xs: Any, jaxpr: Any, backward: Any) -> list[Any]:
     function, *about = backward
     whole = [
-        vary(ad.instantiate_zeros(dy), _axes(aval)) if isinstance(dy, ad.Zero) else dy
+        vary(ad.instantiate_zeros(dy), axes_of(aval)) if isinstance(dy, ad.Zero) else dy
         for dy, aval in zip(dys, jaxpr.out_avals, strict=True)
     ]
-    grads = function(whole, [_axes(aval) for aval in jaxpr.in_avals], *about)
+    grads = function(whole, [axes_of(aval) for aval in jaxpr.in_avals], *about)
     return [grad if ad.is_undefined_primal(x) else None for x, grad in zip(xs, grads, strict=True)]
 
 
@@ -100,11 +100,12 @@ def _backward_of_each(dys: Sequence[Array], axes: Sequence[Axes], jaxpr: Any, ba
     return jax.vmap(lambda *dys: list(function(list(dys), axes, *about)))(*dys)
 
 
-def _axes(aval: Any) -> Axes:
-    return tuple(sorted(varying_axes_of(aval)))
+def axes_of(x: Any) -> Axes:
+    """The axes along which arrays of a type may differ, in order."""
+    return tuple(sorted(varying_axes_of(x)))
 
 
-def _define(primitive: Primitive, batched: Callable[..., Any]) -> None:
+def define(primitive: Primitive, batched: Callable[..., Any]) -> None:
     """An operation that computes what its parameter `jaxpr` says."""
     many = primitive.multiple_results
 
@@ -123,5 +124,5 @@ def _define(primitive: Primitive, batched: Callable[..., Any]) -> None:
 
 _with_backward = Primitive("tplab_linear")
 _with_backward.multiple_results = True
-_define(_with_backward, _mapped)
+define(_with_backward, _mapped)
 ad.deflinear2(_with_backward, _transposed)

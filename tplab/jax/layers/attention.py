@@ -14,12 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_size
 from tplab.jax.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
 from tplab.jax.layers.parameters import Params
+from tplab.jax.layers.sequence_attention import gather_attention, head_attention, ring_attention
 from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
-from tplab.models.checks import check_attention_input, check_heads
+from tplab.models.checks import SEQUENCE_SCHEMES, SequenceScheme, check_attention_input, check_heads
+from tplab.sequence import LayoutName
+
+_OVER_RANKS = {"ring": ring_attention, "gather": gather_attention, "head": head_attention}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class ParallelSelfAttention:
                    Ainslie et al. 2023). R must divide K too; where K is smaller, repeat the rows of each H/K times
     causal         a token sees itself and the tokens before it
     sequence_dim   1: x and y are this rank's piece of the sequence: all_gather before, reduce_scatter after
+    context_axis   the ranks that share the sequence for attention too: S is then the number of tokens that each of them
+                   has, in this `layout`, and queries see the others' keys by this `scheme`: "ring" is `ring_attention`
+                   of this rank's heads, and so on
     Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
     """
 
@@ -44,8 +52,12 @@ class ParallelSelfAttention:
     bias: bool = True
     causal: bool = True
     sequence_dim: int | None = None
+    context_axis: Axis | None = None
+    layout: LayoutName = "zigzag"
+    scheme: SequenceScheme = "ring"
 
     def __post_init__(self) -> None:
+        one_of("scheme", self.scheme, SEQUENCE_SCHEMES)
         check_heads(self.width, self.num_heads, self._num_kv_heads, 1, "", self.sequence_dim)
 
     @property
@@ -86,7 +98,14 @@ class ParallelSelfAttention:
             parts[name].features(params[name], x).reshape(*x.shape[:2], -1, head_width)  # [B, S, heads, d]
             for name in ("query", "key", "value")
         )
-        return parts["output"](params["output"], _attended(q, k, v, self.causal).reshape(*x.shape[:2], -1))
+        return parts["output"](params["output"], self._attended(q, k, v).reshape(*x.shape[:2], -1))
+
+    def _attended(self, q: Array, k: Array, v: Array) -> Array:
+        if self.context_axis is None:
+            return _attended(q, k, v, self.causal)
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, heads, S, d]
+        o = _OVER_RANKS[self.scheme](q, k, v, self.context_axis, layout=self.layout, causal=self.causal)
+        return o.swapaxes(1, 2)
 
     def _check_share(self) -> None:
         label = ",".join(this_mesh().names(self.axis))

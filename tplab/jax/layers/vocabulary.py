@@ -1,8 +1,8 @@
 """The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
 
-Of V words each of R ranks has ceil(V / R): rank i has those from i * ceil(V / R) on. The last ranks' weights and logits
-are padded to that number, since all ranks run one program. The logits are never gathered: the loss needs one maximum
-and two sums per token (Shoeybi et al. 2019, section 3).
+Of V vocabulary entries each of R ranks has ceil(V / R): rank i has those from i * ceil(V / R) on. The last ranks'
+weights and logits are padded to that number, since all ranks run one program. The logits are never gathered: the loss
+needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tplab.jax.comm.collectives import all_reduce, axis_index, axis_size
 from tplab.jax.layers.linear import check_weight, enter, leave, linear
 from tplab.jax.layers.parameters import Params, normal
 from tplab.mesh import Axis
-from tplab.models.checks import check_loss, check_vocabulary, check_words
+from tplab.models.checks import check_entries, check_loss, check_vocabulary
 from tplab.sharding import P, cut
 
 
 @dataclass(frozen=True)
 class VocabParallelEmbedding:
-    """A row of `weight` for each id, where each rank of `axis` (R ranks) has the rows of some of the words.
+    """A row of `weight` for each id, where each rank of `axis` (R ranks) has the rows of some vocabulary entries.
 
     ids [...], the same on every rank   weight [n, D], n = ceil(V/R), padded on the last ranks   ->   y [..., D]
-    forward   y = all_reduce(weight[id], or zeros where another rank has the word)   2(R-1)/R of y is sent by each rank
-    backward  dweight[id] += dy on the rank that has the word                        nothing is sent
+    forward   y = all_reduce(weight[id], or zeros where another rank has the entry)   2(R-1)/R of y is sent by each rank
+    backward  dweight[id] += dy on the rank that has the entry                        nothing is sent
 
-    logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's words; through copy_to, so
+    logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's entries; through copy_to, so
               the all_reduce is in its backward pass. The weight's gradient is that of both uses, and needs no sum
     sequence_dim   y, and the x of logits, are this rank's piece along that dim: reduce_scatter, all_gather
     V may be any number: `pad_vocabulary` pads the whole weight so that the ranks can share it. An id outside the
@@ -52,26 +52,26 @@ class VocabParallelEmbedding:
         return {"weight": P(self.axis)}
 
     def init(self, key: Any) -> Params:
-        """The rows of V words; inside a rank's program, only its own rows, padded with zeros."""
+        """The rows of V vocabulary entries; inside a rank's program, only its own rows, padded with zeros."""
         return {"weight": normal(key, (self.vocab_size, self.width), P(self.axis), 1.0)}
 
     def __call__(self, params: Params, ids: Array) -> Array:
         ids = _ids(ids)
         self._check(params)
-        begin, num_words, _ = _words_here(self.vocab_size, self.axis)
-        is_here = (ids >= begin) & (ids < jnp.minimum(begin + num_words, self.vocab_size))
+        begin, num_entries, _ = _entries_here(self.vocab_size, self.axis)
+        is_here = (ids >= begin) & (ids < jnp.minimum(begin + num_entries, self.vocab_size))
         rows = jnp.where(is_here[..., None], params["weight"][jnp.where(is_here, ids - begin, 0)], 0)
         rows = jnp.where(_is_word(ids, self.vocab_size)[..., None], rows, jnp.nan)
         return leave(rows, self.axis, self.sequence_dim)
 
     def logits(self, params: Params, x: Array) -> Array:
-        """x times the rows of this rank's words: [..., D] -> [..., n]."""
+        """x times the rows of this rank's entries: [..., D] -> [..., n]."""
         self._check(params)
         return linear(enter(x, self.axis, self.sequence_dim), params["weight"])
 
     def _check(self, params: Params) -> None:
-        num_words = len(cut(self.vocab_size, axis_size(self.axis), "ceil")[0])
-        check_weight("VocabParallelEmbedding", params["weight"], (num_words, self.width), self.axis)
+        num_entries = len(cut(self.vocab_size, axis_size(self.axis), "ceil")[0])
+        check_weight("VocabParallelEmbedding", params["weight"], (num_entries, self.width), self.axis)
 
 
 def vocab_parallel_cross_entropy(
@@ -83,12 +83,12 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Array:
-    """The loss of torch.nn.functional.cross_entropy, of logits whose words are spread over `axis` (R ranks).
+    """The loss of torch.nn.functional.cross_entropy, of logits whose vocabulary is spread over `axis` (R ranks).
 
-    logits [..., n], this rank's words, n = ceil(V/R)   ids [...], the same on every rank
+    logits [..., n], this rank's entries, n = ceil(V/R)   ids [...], the same on every rank
       ->  the loss, the same on every rank: a scalar, or [...] for "none"
 
-    With z the logits less their maximum m over all words, e the label_smoothing and t the id:
+    With z the logits less their maximum m over all entries, e the label_smoothing and t the id:
     forward   loss = log sum_v exp z_v - (1-e) z_t - e/V sum_v z_v     averaged over the tokens that are not ignored
     backward  dlogits = softmax(logits) - (1-e) [v = t] - e/V, times dloss     nothing is sent
     cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), where
@@ -99,22 +99,22 @@ def vocab_parallel_cross_entropy(
     gradient. An id outside the vocabulary gives NaN. Raises ShapeError for logits of another width.
     """
     ids = _ids(ids)
-    begin, num_words, index = _words_here(vocab_size, axis)
+    begin, num_entries, index = _entries_here(vocab_size, axis)
     check_loss(logits.shape, ids.shape, reduction, label_smoothing)
     whose = f"each of the {axis_size(axis)} ranks of axis {axis!r} has"
-    check_words(logits.shape[-1], (num_words,), vocab_size, whose, axis)
+    check_entries(logits.shape[-1], (num_entries,), vocab_size, whose, axis)
     is_counted = ids != ignore_index
 
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
-    is_word = index * num_words + jnp.arange(num_words) < vocab_size
+    is_entry = index * num_entries + jnp.arange(num_entries) < vocab_size
     lowest = jnp.finfo(z.dtype).min
-    largest = jnp.where(is_word, lax.stop_gradient(z), lowest).max(-1)
+    largest = jnp.where(is_entry, lax.stop_gradient(z), lowest).max(-1)
     z = z - all_reduce(largest, axis, "max")[..., None]
-    of_padding = jnp.where(is_word, z, 0)  # a large logit there would make exp infinite, and its gradient NaN
+    of_padding = jnp.where(is_entry, z, 0)  # a large logit there would make exp infinite, and its gradient NaN
 
-    is_here = (ids >= begin) & (ids < begin + num_words) & is_counted
+    is_here = (ids >= begin) & (ids < begin + num_entries) & is_counted
     of_id = jnp.take_along_axis(of_padding, jnp.where(is_here, ids - begin, 0)[..., None], -1)[..., 0]
-    parts = [jnp.where(is_word, jnp.exp(of_padding), 0).sum(-1), jnp.where(is_here, of_id, 0)]
+    parts = [jnp.where(is_entry, jnp.exp(of_padding), 0).sum(-1), jnp.where(is_here, of_id, 0)]
     parts += [of_padding.sum(-1)] if label_smoothing else []
     total, of_id, *of_all = all_reduce(jnp.stack(parts), axis)
     loss = jnp.log(total) - (1 - label_smoothing) * of_id
@@ -127,7 +127,7 @@ def vocab_parallel_cross_entropy(
 
 
 def pad_vocabulary(weight: Any, num_ranks: int) -> Array:
-    """Add rows of zeros after the last word, until `num_ranks` ranks can share them: [V, D] -> [R ceil(V/R), D].
+    """Add rows of zeros after the last entry, until `num_ranks` ranks can share them: [V, D] -> [R ceil(V/R), D].
 
     No id and no logit reads them; their gradient is zero. weight[:V] removes them again.
     """
@@ -135,10 +135,10 @@ def pad_vocabulary(weight: Any, num_ranks: int) -> Array:
     return jnp.pad(weight, [(0, -weight.shape[0] % num_ranks), *[(0, 0)] * (weight.ndim - 1)])
 
 
-def _words_here(vocab_size: int, axis: Axis) -> tuple[Array, int, Array]:
-    """The first word of this rank, how many words each rank has, and this rank's position."""
-    num_words, index = len(cut(vocab_size, axis_size(axis), "ceil")[0]), axis_index(axis)
-    return index * num_words, num_words, index
+def _entries_here(vocab_size: int, axis: Axis) -> tuple[Array, int, Array]:
+    """The first entry of this rank, how many entries each rank has, and this rank's position."""
+    num_entries, index = len(cut(vocab_size, axis_size(axis), "ceil")[0]), axis_index(axis)
+    return index * num_entries, num_entries, index
 
 
 def _is_word(ids: Array, vocab_size: int) -> Array:

@@ -10,10 +10,16 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tplab.errors import one_of
 from tplab.mesh import Axis
-from tplab.models.checks import check_attention_input, check_heads
+from tplab.models.checks import SequenceScheme, check_attention_input, check_heads
+from tplab.sequence import LayoutName
 from tplab.torch.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
+from tplab.torch.layers.sequence_attention import gather_attention, head_attention, ring_attention
 from tplab.torch.ranks.rank import this_rank
+
+SCHEMES = {"ring": ring_attention, "gather": gather_attention, "head": head_attention}
+"""Attention over the ranks of a context axis."""
 
 
 class ParallelSelfAttention(nn.Module):
@@ -26,6 +32,9 @@ class ParallelSelfAttention(nn.Module):
                    Ainslie et al. 2023). R must divide K too; where K is smaller, repeat the rows of each H/K times
     causal         a token sees itself and the tokens before it
     sequence_dim   1: x and y are this rank's piece of the sequence: all_gather before, reduce_scatter after
+    context_axis   the ranks that share the sequence for attention too: S is then the number of tokens that each of them
+                   has, in this `layout`, and queries see the others' keys by this `scheme`: "ring" is `ring_attention`
+                   of this rank's heads, and so on
     Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
     """
 
@@ -39,13 +48,19 @@ class ParallelSelfAttention(nn.Module):
         bias: bool = True,
         causal: bool = True,
         sequence_dim: int | None = None,
+        context_axis: Axis | None = None,
+        layout: LayoutName = "zigzag",
+        scheme: SequenceScheme = "ring",
     ):
         super().__init__()
+        one_of("scheme", scheme, tuple(SCHEMES))
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         place = this_rank().place(axis)
         check_heads(width, num_heads, num_kv_heads, len(place.group), place.label, sequence_dim)
         self.width, self.num_heads, self.num_kv_heads = width, num_heads, num_kv_heads
         self.axis, self.causal, self.sequence_dim = axis, causal, sequence_dim
+        self.context_axis, self.scheme = context_axis, scheme
+        self.layout: LayoutName = layout
         self.head_width = width // num_heads
         kv_width = num_kv_heads * self.head_width
         self.query = ColumnParallelLinear(width, width, axis, bias=bias)
@@ -57,11 +72,15 @@ class ParallelSelfAttention(nn.Module):
         check_attention_input(x.shape, self.width)
         x = enter(x, self.axis, self.sequence_dim)  # once, for query, key and value together
         q, k, v = (self._heads(layer.features(x)) for layer in (self.query, self.key, self.value))
+        return self.output(self._attended(q, k, v).transpose(1, 2).flatten(2))
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.context_axis is not None:
+            return SCHEMES[self.scheme](q, k, v, self.context_axis, layout=self.layout, causal=self.causal)
         if self.num_kv_heads < self.num_heads:
             group = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.output(y.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, S, heads d] -> [B, heads, S, d]"""

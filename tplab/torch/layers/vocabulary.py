@@ -1,7 +1,7 @@
 """The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
 
-Of V words each of R ranks has ceil(V / R), and the last ranks fewer: rank i has those from i * ceil(V / R) on. The
-logits are never gathered: the loss needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
+Of V vocabulary entries each of R ranks has ceil(V / R), and the last ranks fewer: rank i has those from i * ceil(V / R)
+on. The logits are never gathered: the loss needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tplab.mesh import Axis
-from tplab.models.checks import check_loss, check_vocabulary, check_words
+from tplab.models.checks import check_entries, check_loss, check_vocabulary
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.layers.linear import enter, leave
@@ -20,13 +20,13 @@ from tplab.torch.ranks.rank import this_rank
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A row of `weight` for each id, where each rank of `axis` (R ranks) has the rows of some of the words.
+    """A row of `weight` for each id, where each rank of `axis` (R ranks) has the rows of some vocabulary entries.
 
     ids [...], the same on every rank   weight [n, D], n = ceil(V/R), fewer on the last ranks   ->   y [..., D]
-    forward   y = all_reduce(weight[id], or zeros where another rank has the word)   2(R-1)/R of y is sent by each rank
-    backward  dweight[id] += dy on the rank that has the word                        nothing is sent
+    forward   y = all_reduce(weight[id], or zeros where another rank has the entry)   2(R-1)/R of y is sent by each rank
+    backward  dweight[id] += dy on the rank that has the entry                        nothing is sent
 
-    logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's words; through copy_to, so
+    logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's entries; through copy_to, so
               the all_reduce is in its backward pass. The weight's gradient is that of both uses, and needs no sum
     sequence_dim   y, and the x of logits, are this rank's piece along that dim: reduce_scatter, all_gather
     V may be any number. Raises IndexError for an id outside the vocabulary. Weights are drawn from N(0, 1), as in
@@ -40,17 +40,17 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(drawn_normal((vocab_size, width), P(axis), 1.0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        begin, num_words = words_here(self.vocab_size, self.axis)
+        begin, num_entries = entries_here(self.vocab_size, self.axis)
         _check_ids(ids, self.vocab_size)
-        is_here = (ids >= begin) & (ids < begin + num_words)
-        if num_words == 0:
+        is_here = (ids >= begin) & (ids < begin + num_entries)
+        if num_entries == 0:
             rows = self.weight.new_zeros(*ids.shape, self.width) + self.weight.sum()  # of no rows: it keeps the graph
         else:
             rows = F.embedding(torch.where(is_here, ids - begin, 0), self.weight).masked_fill(~is_here.unsqueeze(-1), 0)
         return leave(rows, self.axis, self.sequence_dim)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x times the rows of this rank's words: [..., D] -> [..., n]."""
+        """x times the rows of this rank's entries: [..., D] -> [..., n]."""
         return enter(x, self.axis, self.sequence_dim) @ self.weight.T
 
     def extra_repr(self) -> str:
@@ -66,12 +66,12 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of torch.nn.functional.cross_entropy, of logits whose words are spread over `axis` (R ranks).
+    """The loss of torch.nn.functional.cross_entropy, of logits whose vocabulary is spread over `axis` (R ranks).
 
-    logits [..., n], this rank's words: ceil(V/R), fewer on the last ranks   ids [...], the same on every rank
+    logits [..., n], this rank's entries: ceil(V/R), fewer on the last ranks   ids [...], the same on every rank
       ->  the loss, the same on every rank: a scalar, or [...] for "none"
 
-    With z the logits less their maximum m over all words, e the label_smoothing and t the id:
+    With z the logits less their maximum m over all entries, e the label_smoothing and t the id:
     forward   loss = log sum_v exp z_v - (1-e) z_t - e/V sum_v z_v     averaged over the tokens that are not ignored
     backward  dlogits = softmax(logits) - (1-e) [v = t] - e/V, times dloss     nothing is sent
     cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), where
@@ -81,21 +81,21 @@ def vocab_parallel_cross_entropy(
     loss is float32 then. Columns beyond the vocabulary, which pad the last ranks' logits, are ignored and get no
     gradient. Raises IndexError for an id outside the vocabulary, ShapeError for logits of another width.
     """
-    begin, num_words = words_here(vocab_size, axis)
+    begin, num_entries = entries_here(vocab_size, axis)
     _check_whole(ids)
     check_loss(logits.shape, ids.shape, reduction, label_smoothing)
-    _check_words(logits.shape[-1], vocab_size, axis)
+    _check_entries(logits.shape[-1], vocab_size, axis)
     is_counted = ids != ignore_index
     _check_ids(ids, vocab_size, is_counted)
 
-    z = logits[..., :num_words]
+    z = logits[..., :num_entries]
     z = z.float() if z.dtype.itemsize < 4 else z
     lowest = torch.finfo(z.dtype).min
-    largest = z.detach().amax(-1) if num_words else z.new_full(ids.shape, lowest)
+    largest = z.detach().amax(-1) if num_entries else z.new_full(ids.shape, lowest)
     z = z - all_reduce(largest, axis, "max").unsqueeze(-1)
 
-    is_here = (ids >= begin) & (ids < begin + num_words) & is_counted
-    if num_words:
+    is_here = (ids >= begin) & (ids < begin + num_entries) & is_counted
+    if num_entries:
         of_id = z.gather(-1, torch.where(is_here, ids - begin, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
     else:
         of_id = z.sum(-1)
@@ -110,11 +110,11 @@ def vocab_parallel_cross_entropy(
     return loss.sum() / is_counted.sum() if reduction == "mean" else loss.sum()
 
 
-def words_here(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """The first word of this rank, and how many words it has: ceil(V / R), fewer on the last ranks."""
+def entries_here(vocab_size: int, axis: Axis) -> tuple[int, int]:
+    """The first entry of this rank, and how many entries it has: ceil(V / R), fewer on the last ranks."""
     place = this_rank().place(axis)
-    words = cut(vocab_size, len(place.group), "ceil")[place.index]
-    return words.start, len(words)
+    entries = cut(vocab_size, len(place.group), "ceil")[place.index]
+    return entries.start, len(entries)
 
 
 def _check_whole(ids: Tensor) -> None:
@@ -137,8 +137,8 @@ def _check_ids(ids: Tensor, vocab_size: int, is_counted: Tensor | None = None) -
         )
 
 
-def _check_words(num_columns: int, vocab_size: int, axis: Axis) -> None:
+def _check_entries(num_columns: int, vocab_size: int, axis: Axis) -> None:
     place = this_rank().place(axis)
-    words = cut(vocab_size, len(place.group), "ceil")
+    entries = cut(vocab_size, len(place.group), "ceil")
     whose = f"rank {place.index} of the {len(place.group)} of axis {place.label!r} has"
-    check_words(num_columns, (len(words[place.index]), len(words[0])), vocab_size, whose, axis)
+    check_entries(num_columns, (len(entries[place.index]), len(entries[0])), vocab_size, whose, axis)

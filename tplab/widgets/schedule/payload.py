@@ -51,11 +51,12 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     }
     columns: dict[str, np.ndarray] = {"moments": moments(runs)}
     for index, run in enumerate(runs):
-        columns |= {f"{name}{index}": column for name, column in _columns(run).items()}
+        columns |= {f"{name}{index}": column for name, column in columns_of(run).items()}
     return pack(header, columns)
 
 
-def _columns(run: Simulation) -> dict[str, np.ndarray]:
+def columns_of(run: Simulation) -> dict[str, np.ndarray]:
+    """A run as arrays that a chart draws: its actions, and what each rank holds."""
     schedule, begin = run.schedule, float(run.start.min(initial=0.0))
     stairs = [run.activations(rank) for rank in range(schedule.num_ranks)]
     start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one span of time

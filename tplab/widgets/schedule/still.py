@@ -44,7 +44,7 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, b
     sheet.text(WIDTH - MARGIN - wide / 2, 26, label, size=10.5, fill=DIM)
     end = max(run.makespan for run in runs)
     most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
-    _key(sheet, runs, by)
+    draw_key(sheet, runs, by)
     top = 50.0 + KEY
     for index, run in enumerate(runs):
         if len(runs) > 1:
@@ -52,7 +52,8 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, b
             x = MARGIN + sheet.text(MARGIN, top + 8, name, size=11, bold=True, anchor="lm") + 8
             sheet.text(x, top + 8, about_beside(run, first), size=10.5, fill=DIM, anchor="lm")
             top += 20
-        _draw_run(sheet, run, top, end, most, limit, by)
+        bottom = draw_run(sheet, run, top, end, most, limit, by)
+        _draw_facts(sheet, run, bottom, limit)
         top += _block(run)
 
 
@@ -85,7 +86,10 @@ def _block(run: Simulation) -> float:
     return run.schedule.num_ranks * (bars + strip + 5) + 24 + 44
 
 
-def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None, by: str) -> None:
+def draw_run(
+    sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None, by: str, name: str = "rank"
+) -> float:
+    """The lanes of a run from `top` on, and their axis. Returns where it ends. name: what a lane is called."""
     schedule = run.schedule
     bars, strip = lane_heights(schedule.num_ranks)
     left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT - RIGHT
@@ -98,7 +102,7 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
     for rank in range(schedule.num_ranks):
         y = top + rank * (bars + strip + 5)
         if schedule.num_ranks <= 16 or rank % 8 == 0:
-            sheet.text(left - 10, y + bars / 2, f"rank {rank}", size=10.5, fill=DIM, anchor="rm")
+            sheet.text(left - 10, y + bars / 2, f"{name} {rank}", size=10.5, fill=DIM, anchor="rm")
         sheet.box(left, y, at(begin + run.makespan) - left, bars, fill=SOFT)
         sheet.hatch(left, y, at(begin + run.makespan) - left, bars, HATCH)
         for index in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
@@ -111,6 +115,10 @@ def _draw_run(sheet: Sheet, run: Simulation, top: float, end: float, most: float
     for time in ticks(0.0, end, 8, run.costs.unit):
         text = time_text(time, run.costs.unit, end)
         sheet.text(min(at(begin + time), left + width - 10), bottom + 7, text, size=10, fill=DIM)
+    return bottom
+
+
+def _draw_facts(sheet: Sheet, run: Simulation, bottom: float, limit: float | None) -> None:
     x = float(MARGIN)
     for name, figure, _ in facts(run, limit):
         if name == PAIR:  # a formula rather than a figure, and there is no room for it
@@ -139,9 +147,9 @@ def _colour(by: str, stage: int, microbatch: int) -> str | None:
     return None if by == "kind" else hue(stage if by == "stage" else microbatch)
 
 
-def _key(sheet: Sheet, runs: Sequence[Simulation], by: str) -> None:
+def draw_key(sheet: Sheet, runs: Sequence[Simulation], by: str, y: float = 48.0) -> None:
     """The legend, with only those marks that are in the picture."""
-    x, y = float(MARGIN), 48.0
+    x = float(MARGIN)
     for kind in sorted({int(kind) for run in runs for kind in np.unique(run.schedule.kind)} & SOLID.keys()):
         draw_action(sheet, kind, "", x, x + 19, y - 5, 11, colour=None if by == "kind" else hue(0))
         x += 24 + sheet.text(x + 24, y, KIND_NAMES[kind], size=10.5, fill=DIM, anchor="lm") + 14

@@ -103,6 +103,7 @@ def _about(score: Score) -> dict[str, Any]:
             axis if axis and {*axis.split(",")} <= {*trace.mesh.axis_names} else "" for axis in trace.codes("axis")[0]
         ],
         "reductions": trace.codes("reduction")[0],
+        **({"types": trace.codes("types")[0]} if _has_types(score) else {}),
         "computes": score.computes,
         "pipeline": score.is_pipeline,
         "shapes": _tensors(score)[0],
@@ -114,7 +115,12 @@ def _bars(score: Score) -> dict[str, np.ndarray]:
     rows = score.bars["row"]
     named = {name: score.trace.codes(of)[1][rows] for name, of in _CODES.items()}
     named["phase"] = score.passes[1]
+    named |= {"type": score.trace.codes("types")[1][rows]} if _has_types(score) else {}
     return {name: score.bars[name] for name in names} | named | {"shape": _tensors(score)[1]}
+
+
+def _has_types(score: Score) -> bool:
+    return any(score.trace.codes("types")[0])
 
 
 _CODES = {"place": "where", "axis": "axis", "reduction": "reduction"}

@@ -29,12 +29,26 @@ def is_pipeline(trace: Trace) -> bool:
 def microbatches(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarray, Items]:
     """The item of each event, and all items as (name, text, origin, piece, op): one per microbatch, in order."""
     chunk = np.where(columns["chunk"] < len(trace.chunks), columns["chunk"], -1)
+    chunk = np.where(_is_apart(trace, columns), -1, chunk)
     used = sorted(np.unique(chunk[chunk >= 0]).tolist(), key=lambda number: (trace.chunks[number][1], number))
     index = np.full(len(trace.chunks) + 1, -1)
     index[used] = np.arange(len(used))
     items = [(str(trace.chunks[number][1]), f"microbatch {trace.chunks[number][1]}", *trace.chunks[number], "")
              for number in used]  # fmt: skip
     return index[chunk], items
+
+
+def _is_apart(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
+    """Which messages are of no microbatch: those of a shape that is sent only after a rank's last action. Ranks that
+    have copies of one parameter add up its gradients so."""
+    kinds, codes = trace.codes("kind")
+    rank, shape = columns["rank"].astype(int), trace.codes("shape")[1]
+    actions, last = _rows(columns), np.full(trace.mesh.size, -np.inf)
+    np.maximum.at(last, rank[actions], columns["end"][actions])
+    is_send = np.isin(codes, [place for place, kind in enumerate(kinds) if kind == "send"])
+    is_message = np.isin(codes, [place for place, kind in enumerate(kinds) if kind in ("send", "receive")])
+    is_late = columns["start"] >= last[rank] * (1 - 1e-9)
+    return is_message & ~np.isin(shape, shape[is_send & ~is_late])
 
 
 def moments(columns: dict[str, np.ndarray]) -> np.ndarray:

@@ -172,9 +172,11 @@ class Score:
         """What the table shows, and what it cannot show."""
         if self.is_pipeline:
             return "activations held, by microbatch"
-        hows = {item.how for item in self.items} & {"max", "min", "product"}
         names = {"max": "the maximum", "min": "the minimum", "product": "the product"}
-        made = f": {names[hows.pop()]} of these ranks' parts" if len(hows) == 1 else ""
+        hows = {item.how for item in self.items} & names.keys()
+        made = f": {names[next(iter(hows))]} of these ranks' parts" if len(hows) == 1 else ""
+        if len(hows) == 1 and any(item.how not in hows for item in self.items):
+            made += f" in {', '.join(item.name for item in self.items if item.how in hows)}"
         unknown = ", as far as it is known" if self._has_unknown else ""
         return f"what each rank holds{made}{unknown}{self._values_kept}"
 

@@ -8,9 +8,10 @@ import numpy as np
 from PIL import Image
 
 from tplab.units import plain, range_text, time_text
+from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, LINE, OPS, PAPER, SOFT, WORK, mix
+from tplab.widgets.paper.palette import ACCENT, DIM, GRADIENT, HATCH, INK, KINDS, LINE, OPS, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, fitted, on_curve, text_width
 from tplab.widgets.score import words
 from tplab.widgets.score.frame import Frame, frame
@@ -26,6 +27,15 @@ SECONDS = 4.5  # from one pause to the next
 PAUSE = 1800  # milliseconds
 MARGIN = 18
 _WARNED = 43  # the top of the warnings, under the head
+_CARRIES = {"activations": KINDS["F"], "gradients": GRADIENT, "rest": WORK}
+_ACTIONS = [
+    ("F", "F forward"),
+    ("B", "B backward"),
+    ("activations", "activations sent"),
+    ("gradients", "gradients sent"),
+    ("rest", "other work and messages"),
+]
+"""The legend of a pipeline's timeline: kind -> what it says."""
 _KEY = 24  # from where a legend's colour begins to its text
 
 
@@ -197,8 +207,8 @@ def timeline(score: Score, measured: Durations | None = None) -> bytes:
     warned = Warned(score.trace, width, MARGIN)
     top = 52 + warned.height
     lanes = Lanes(score, MARGIN, top, width - 2 * MARGIN, by_kind=True, measured=measured)
-    legend = [] if score.is_pipeline else score.work_legend + score.talk_legend
-    legend += [("idle", "idle")] if legend else []
+    legend = _ACTIONS if score.is_pipeline else score.work_legend + score.talk_legend
+    legend = [*legend, ("idle", "idle")] if legend else []
     if measured and measured.rows:
         legend.append(("measured", fitted(f"measured by {measured.by}", 11, width - 2 * MARGIN - _KEY)))
     lines = _lines_of(legend, width - 2 * MARGIN) if legend else []
@@ -238,6 +248,10 @@ def _draw_legend(pen: Pen, score: Score, line: list[tuple[str, str]], y: float) 
             pen.hatch(x, y - 5, 18, 11, HATCH)
         elif kind == "measured":
             pen.diamond(x + 9, y)
+        elif kind in ("F", "B"):
+            draw_action(pen, "FB".index(kind), "", x, x + 18, y - 5, 11)
+        elif kind in _CARRIES:
+            pen.box(x, y - 5, 18, 11, fill=mix(_CARRIES[kind], 0.24), edge=_CARRIES[kind], radius=2)
         else:
             share = 0.24 if kind in score.talk_kinds else 0.55
             pen.box(x, y - 5, 18, 11, fill=mix(OPS[kind], share), edge=OPS[kind], radius=2)

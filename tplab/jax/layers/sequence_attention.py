@@ -1,0 +1,187 @@
+"""Attention over a sequence that ranks share (context parallelism): how a query sees the keys of other ranks.
+
+    ring_attention        keys and values travel around a ring, and each rank merges what its queries see of them
+    gather_attention      every rank gathers all keys and values, and computes the rows of its own queries
+    head_attention        ranks exchange tokens for heads: each computes some heads of the whole sequence
+    head_ring_attention   heads are exchanged along one axis, and keys and values travel along another
+
+The results are the same, and so are the gradients. p ranks, S tokens, n = S/p on each, in a layout of `tplab.sequence`:
+
+    q [B, h, n, d]   k, v [B, g, n, d]   ->   o [B, h, n, d]; query head i is served by key head i // (h/g)
+
+The mask is causal, or a window |i - j| < window, or both; `documents` are the lengths of documents that are packed into
+the sequence, and a token sees its own only. A tile of scores that the mask leaves empty is not computed: ranks with
+different tiles take different branches of the one compiled program. Of a tile that is masked in part, four bands of
+rows are computed, each from the first to the last quarter of the columns that it needs: of the triangle of n x n,
+5/8 n^2 scores, where torch's kernels compute n^2 / 2. At most n x S scores per head exist at a time, in
+`ring_attention` n x n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from tplab.jax.comm.collectives import all_to_all, axis_size
+from tplab.jax.comm.derivatives import with_backward
+from tplab.jax.layers.attention_by_tiles import About, attend_by_tiles
+from tplab.jax.ranks.context import this_mesh
+from tplab.mesh import Axis
+from tplab.sequence import (
+    AttentionMask,
+    LayoutName,
+    TokenLayout,
+    check_attention,
+    check_heads_to_share,
+    layout_of,
+)
+
+Layout = LayoutName | TokenLayout
+
+
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    axis: Axis,
+    *,
+    layout: Layout = "contiguous",
+    causal: bool = True,
+    window: int | None = None,
+    documents: Sequence[int] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention in which keys and values travel around the ring of `axis`, a tile of scores beside each hop.
+
+    forward    p-1 hops of k and v, stacked
+    backward   p-1 hops of k and v again, and p of dk and dv, in float32 at least: the last one takes them home
+    scale      of the scores; None: 1/sqrt(d)
+    return_lse    return (o, lse [B, h, n]): the logarithm of each query's sum of exponentials, without a gradient
+    Raises ShapeError where the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
+    Liu et al. 2023, "Ring attention with blockwise transformers".
+    """
+    mask = AttentionMask(causal, window, documents)
+    return attend_by_tiles(_about("ring_attention", q, k, v, axis, layout, mask, scale, dropout), q, k, v, return_lse)
+
+
+def gather_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    axis: Axis,
+    *,
+    layout: Layout = "contiguous",
+    causal: bool = True,
+    window: int | None = None,
+    documents: Sequence[int] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention in which every rank of `axis` gathers all keys and values.
+
+    forward    one all_gather of k and v, stacked
+    backward   the same again, so that they need not be kept; and one reduce_scatter of dk and dv, in their own dtype
+    Other arguments, and errors, as for `ring_attention`. Llama 3 herd of models, 2024, section 3.3.2.
+    """
+    mask = AttentionMask(causal, window, documents)
+    about = _about("gather_attention", q, k, v, axis, layout, mask, scale, dropout)
+    return attend_by_tiles(about._replace(gathers=True), q, k, v, return_lse)
+
+
+def head_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    axis: Axis,
+    *,
+    layout: Layout = "contiguous",
+    causal: bool = True,
+    window: int | None = None,
+    documents: Sequence[int] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention in which each rank of `axis` computes h/p heads of the whole sequence.
+
+    forward    an all_to_all of q, one of k and v, stacked, and one of o: (p-1)/p of each is sent
+    backward   the same of their gradients
+    Other arguments, and errors, as for `ring_attention`; also a ShapeError where p does not divide h and g.
+    Jacobs et al. 2023, "DeepSpeed Ulysses".
+    """
+    mask = AttentionMask(causal, window, documents)
+    about = _about("head_attention", q, k, v, axis, layout, mask, scale, dropout)
+    return _exchanged(about._replace(axis=None), "head_attention", q, k, v, axis, return_lse)
+
+
+def head_ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    head_axis: Axis,
+    ring_axis: Axis,
+    *,
+    layout: Layout = "contiguous",
+    causal: bool = True,
+    window: int | None = None,
+    documents: Sequence[int] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """Heads are exchanged along `head_axis`, then keys and values travel around the ring of `ring_axis`.
+
+    The layout is over the p ranks of both: that at index i of the ring and j of the heads has place i p_head + j,
+    which is what P(None, None, (ring_axis, head_axis)) cuts.
+    forward, backward    those of `head_attention` over p_head ranks, then those of `ring_attention` over p_ring
+    Other arguments, and errors, as for both. Fang and Zhao 2024, "USP".
+    """
+    mask = AttentionMask(causal, window, documents)
+    axis = (*this_mesh().names(ring_axis), *this_mesh().names(head_axis))
+    about = _about("head_ring_attention", q, k, v, axis, layout, mask, scale, dropout)
+    return _exchanged(about._replace(axis=ring_axis), "head_ring_attention", q, k, v, head_axis, return_lse)
+
+
+# --- what all four share ----------------------------------------------------------------------------------------------
+
+
+def _about(
+    op: str, q: Array, k: Array, v: Array, axis: Axis, layout: Layout, mask: AttentionMask, scale: Any, dropout: float
+) -> About:
+    """What the call of a function computes with a ring of `axis`, checked."""
+    check_attention(op, q, k, v, dropout)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return About(axis, layout_of(layout, q.shape[2], axis_size(axis)), mask, scale)
+
+
+def _exchanged(about: About, op: str, q: Array, k: Array, v: Array, axis: Axis, return_lse: bool) -> Any:
+    """The same, with tokens exchanged for heads along `axis` before, and back again after."""
+    num_ranks = axis_size(axis)
+    check_heads_to_share(op, q.shape[1], k.shape[1], num_ranks, axis)
+    order = about.layout.exchanged(num_ranks)
+    back = order.argsort()
+    q = _ordered(all_to_all(q, axis, 1, 2), order)
+    kv = _ordered(all_to_all(jnp.stack([k, v]), axis, 2, 3), order)
+    o, lse = attend_by_tiles(about._replace(group=num_ranks), q, kv[0], kv[1], True)
+    o = all_to_all(_ordered(o, back), axis, 2, 1)
+    return (o, all_to_all(_ordered(lse[..., None], back), axis, 2, 1)[..., 0]) if return_lse else o
+
+
+def _ordered(x: Array, order: np.ndarray) -> Array:
+    """x [.., m, d] with its tokens in another order. So is its gradient, in the order before: nothing is added up."""
+    return with_backward(_taken, _taken_back, [x], tuple(order.tolist()))[0]
+
+
+def _taken(xs: list[Array], order: tuple[int, ...]) -> list[Array]:
+    return [xs[0][..., np.array(order), :] if order != tuple(range(len(order))) else xs[0]]
+
+
+def _taken_back(dys: list[Array], axes: Any, order: tuple[int, ...]) -> list[Array]:
+    return [_ordered(dys[0], np.argsort(order))]

@@ -1,0 +1,39 @@
+"""A sequence cut over ranks: which tokens each rank holds, which scores it computes and when, and what that costs."""
+
+from tplab.sequence.checks import check_attention, check_heads_to_share, check_rope
+from tplab.sequence.costs import (
+    SCHEMES,
+    BytesSent,
+    Scheme,
+    attention_bytes,
+    buffer_bytes,
+    kept_bytes,
+    tokens_to_hide_hop,
+)
+from tplab.sequence.labels import next_tokens
+from tplab.sequence.layout import LAYOUTS, LayoutName, TokenLayout, layout_of
+from tplab.sequence.mask import AttentionMask
+from tplab.sequence.tiles import Tile, efficiency, load, tiles_of
+
+__all__ = [
+    "LAYOUTS",
+    "SCHEMES",
+    "AttentionMask",
+    "BytesSent",
+    "LayoutName",
+    "Scheme",
+    "Tile",
+    "TokenLayout",
+    "attention_bytes",
+    "buffer_bytes",
+    "check_attention",
+    "check_heads_to_share",
+    "check_rope",
+    "efficiency",
+    "kept_bytes",
+    "layout_of",
+    "load",
+    "next_tokens",
+    "tiles_of",
+    "tokens_to_hide_hop",
+]

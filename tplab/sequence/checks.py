@@ -1,0 +1,70 @@
+"""What attention over a sequence that ranks share accepts, in both frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tplab.errors import ShapeError
+from tplab.mesh import Axis
+from tplab.sharding import share
+
+Shape = Sequence[int]
+
+
+def check_attention(op: str, q: Any, k: Any, v: Any, dropout: float) -> None:
+    """Raise ShapeError unless q is [B, h, n, d], k and v are [B, g, n, d], none of them empty, and g divides h; and
+    ValueError unless all have one dtype of floating-point numbers. Refuse dropout."""
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
+    q, k, v = q.shape, k.shape, v.shape
+    if dropout:
+        raise NotImplementedError(
+            f"{op}: dropout is {dropout}; dropout of attention weights is not implemented, because ranks would have to "
+            "draw the same mask again in the backward pass; give 0, and drop from the output instead"
+        )
+    if len(q) != 4 or len(k) != 4 or tuple(k) != tuple(v):
+        raise ShapeError(
+            f"{op} takes q [batch, heads, tokens, width], and k and v of one shape [batch, kv heads, tokens, width], "
+            f"but got {list(q)}, {list(k)} and {list(v)}"
+        )
+    if (q[0], *q[2:]) != (k[0], *k[2:]):
+        raise ShapeError(f"{op}: q {list(q)} and k {list(k)} may differ in the number of heads, dim 1, and in no other")
+    if 0 in (*q, *k):
+        raise ShapeError(f"{op}: q {list(q)} and k {list(k)} are empty; each size must be 1 or more")
+    if q[1] % k[1]:
+        raise ShapeError(
+            f"{op}: q has {q[1]} heads, and k {k[1]}, which does not divide them: each key and value head serves "
+            "equally many query heads"
+        )
+    if len(set(dtypes)) > 1 or "float" not in dtypes[0]:
+        raise ValueError(
+            f"{op}: q is {dtypes[0]}, k {dtypes[1]} and v {dtypes[2]}; give all three one dtype, such as float32 or "
+            "bfloat16"
+        )
+
+
+def check_heads_to_share(op: str, num_heads: int, num_kv_heads: int, num_ranks: int, axis: Axis) -> None:
+    """Raise ShapeError unless the ranks of `axis` can share the heads."""
+    share(num_heads, num_ranks, f"{op}: the number of heads is", axis=axis, why="heads are exchanged whole")
+    if num_kv_heads % num_ranks:
+        copies = -(-num_ranks // num_kv_heads)
+        way_out = (
+            f"repeat each {copies} times, which sends {copies} times as many bytes, or "
+            if num_ranks % num_kv_heads == 0
+            else ""
+        )
+        raise ShapeError(
+            f"{op}: the number of key and value heads is {num_kv_heads}, which the {num_ranks} ranks of axis {axis!r} "
+            f"cannot share equally: heads are exchanged whole;\n{way_out}use head_ring_attention, whose head axis has "
+            f"fewer ranks"
+        )
+
+
+def check_rope(x: Shape, positions: Shape) -> int:
+    """Half the width of a head. Raise ShapeError unless x is [.., n, d], d even, and there are n positions."""
+    if len(x) < 2 or x[-1] % 2 or tuple(positions) != (x[-2],):
+        raise ShapeError(
+            f"rope takes x [.., n, d] with an even d, and n positions, but got x {list(x)} and positions "
+            f"{list(positions)}"
+        )
+    return x[-1] // 2

@@ -1,0 +1,88 @@
+"""The scores of a sequence as tiles: which rank computes which of them at which step of a ring, and which it skips.
+
+At step t of a ring over p ranks, rank r has the keys of rank r - t, and computes the scores of its own queries with
+them. Of these n x n scores a mask may leave all, some or none. What it leaves is in a box, often smaller than n x n:
+under a causal mask and zigzag every tile but the first is half a square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from tplab.sequence.layout import TokenLayout
+from tplab.sequence.mask import AttentionMask
+
+Kind = Literal["skipped", "full", "causal", "masked"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """The scores of one rank's queries with the keys that it has at one step.
+
+    source    the index of the rank whose keys these are
+    kind      "skipped": no score is left; "full": all of the box; "causal": its lower triangle, diagonal included;
+              "masked": in row i of the box, columns begins[i] to ends[i] - 1
+    queries   the rows of the box, among this rank's queries
+    keys      the columns of the box, among the keys of `source`
+    begins, ends   [rows of the box], counted from the first column of the box
+    entries   how many scores are computed
+    """
+
+    source: int
+    kind: Kind
+    queries: slice
+    keys: slice
+    begins: np.ndarray
+    ends: np.ndarray
+    entries: int
+
+
+@lru_cache(maxsize=16)  # all layers of a model ask for the same ones
+def tiles_of(layout: TokenLayout, mask: AttentionMask, group: int = 1) -> tuple[tuple[Tile, ...], ...]:
+    """tiles[r][t]: what rank r computes at step t of a ring.
+
+    group   so many neighbouring ranks exchange heads first and share their tokens, so the ring is over p / group; r is
+            an index on that ring
+    """
+    held = layout.shared_positions(group)
+    num = len(held)
+    return tuple(
+        tuple(_tile((r - t) % num, held[r], held[(r - t) % num], layout.num_tokens, mask) for t in range(num))
+        for r in range(num)
+    )
+
+
+def load(layout: TokenLayout, mask: AttentionMask, group: int = 1) -> np.ndarray:
+    """[p (rank), p (step)]: the number of scores that each rank computes at each step of a ring."""
+    return np.array([[tile.entries for tile in row] for row in tiles_of(layout, mask, group)])
+
+
+def efficiency(layout: TokenLayout, mask: AttentionMask, group: int = 1) -> float:
+    """The share of time in which ranks compute, if each step of the ring lasts as long as its slowest rank's.
+
+    For a causal mask: contiguous p/(2p-1) of long sequences, zigzag 1, striped (n + 1/p)/(n + 1).
+    """
+    scores = load(layout, mask, group)
+    return float(scores.sum() / (len(scores) * scores.max(0).sum()))
+
+
+def _tile(source: int, queries: np.ndarray, keys: np.ndarray, num_tokens: int, mask: AttentionMask) -> Tile:
+    first, last = mask.seen(queries, num_tokens)
+    begins, ends = np.searchsorted(keys, first, "left"), np.searchsorted(keys, last, "right")
+    rows = np.flatnonzero(begins < ends)
+    if not rows.size:
+        return Tile(source, "skipped", slice(0, 0), slice(0, 0), begins[:0], ends[:0], 0)
+    box = slice(int(rows[0]), int(rows[-1]) + 1)
+    columns = slice(int(begins[rows].min()), int(ends[rows].max()))
+    begins, ends = begins[box] - columns.start, np.maximum(ends, begins)[box] - columns.start
+    entries, num_rows, num_columns = int((ends - begins).sum()), len(begins), columns.stop - columns.start
+    kind: Kind = "masked"
+    if entries == num_rows * num_columns:
+        kind = "full"
+    elif num_rows == num_columns and not begins.any() and (ends == np.arange(1, num_rows + 1)).all():
+        kind = "causal"
+    return Tile(source, kind, box, columns, begins, ends, entries)

@@ -1,0 +1,90 @@
+"""`tiles(layouts)`: shows which rank computes which scores of attention at which step of a ring, and what it skips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import traitlets
+
+from tplab.mesh import Axis
+from tplab.sequence import AttentionMask, TokenLayout
+from tplab.trace.trace import Trace
+from tplab.widgets.attention import still
+from tplab.widgets.attention.scene import Scene, mask_text, scene
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.step import Step
+from tplab.widgets.paper.wire import pack
+from tplab.widgets.score import payload
+from tplab.widgets.score.score import score
+
+TITLE = "Attention over a ring of ranks"
+
+
+class Tiles(Card):
+    """The card that `tiles` makes. `step` is where the playhead is, in steps of the ring: 1.5 is half-way through the
+    second. With a trace that has a backward pass, its steps follow those of the forward pass."""
+
+    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "tiles")
+    _css = style()
+    scene = traitlets.Bytes().tag(sync=True)
+    score = traitlets.Bytes().tag(sync=True)
+    step = Step().tag(sync=True)
+
+    def __init__(self, of: Scene, step: float = 0):
+        self.of, self.sentence = of, of.sentence
+        lanes = b"" if of.trace is None else payload.lanes(score(of.trace))
+        super().__init__(scene=pack(*self._drawn()), score=lanes, step=step)
+
+    @property
+    def num_steps(self) -> int:
+        return self.of.num_steps
+
+    def picture(self) -> bytes:
+        """The picture at `step`; before the first step it would be empty, so it is that of the last step."""
+        return still.still(self.of, self.step or self.of.num_steps, TITLE)
+
+    def _drawn(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        columns: dict[str, np.ndarray] = {}
+        for number, panel in enumerate(self.of.panels):
+            columns |= {f"steps{number}": panel.steps.ravel(), f"load{number}": panel.load.ravel()}
+            columns |= {f"owner{number}": panel.owner, f"starts{number}": panel.starts}
+        header = {
+            "title": TITLE,
+            "about": mask_text(self.of.panels[0].mask).rstrip(","),
+            "axes": still.AXES,
+            "sentence": self.sentence,
+            "ranks": self.of.num_ranks,
+            "tokens": self.of.panels[0].layout.num_tokens,
+            "names": [panel.layout.name for panel in self.of.panels],
+            "efficiency": [f"{100 * panel.efficiency:.1f}% of the time computing" for panel in self.of.panels],
+            "place": self.of.geometry._asdict(),
+            "says": [self.of.says(step) for step in range(self.of.num_steps + 1)],
+            "times": self.of.times,
+        }
+        return header, columns
+
+
+def tiles(
+    layouts: TokenLayout | Sequence[TokenLayout],
+    mask: AttentionMask | None = None,
+    *,
+    trace: Trace | None = None,
+    axis: Axis = "cp",
+    step: float = 0,
+) -> Tiles:
+    """Show the S x S scores of attention over a ring: at each step, which rank computes which of them, whose keys and
+    values it has, and what it skips; below, how long each rank computes and idles, if each step lasts as long as its
+    slowest rank.
+
+        tiles([TokenLayout(name, 16, 4) for name in ("contiguous", "zigzag", "striped")])
+
+    layouts   one layout, or up to three side by side, of the same tokens and ranks: at most 64 tokens
+    mask      which keys a query sees; None: causal
+    trace     of a run of `ring_attention` with this one layout and mask, on ranks of `axis`: its timeline is shown
+              below, under the same playhead. It may have more tokens than the picture
+    step      where the playhead starts: 0 is before the first step, 1 after it
+    Raises ShapeError and ValueError where layouts, or the trace, do not fit together.
+    """
+    return Tiles(scene(layouts, AttentionMask() if mask is None else mask, trace, axis), step)
