@@ -245,6 +245,27 @@ def test_our_own_gpt_passes(num_ranks, sequence_parallel):
     assert sum(row.kind == "dropout" for row in report.rows) == 5
 
 
+def test_biases_of_zeros_are_laid_out_as_the_weights():
+    """Half of the zeros of a bias could be cut along either axis of Mesh(dp=2, tp=2): weights decide."""
+    config = lab.GPTConfig(VOCABULARY, WIDTH, 1, HEADS, SEQUENCE)
+    report = check_parallel(
+        lambda whole: sharded_gpt(whole, config),
+        lambda: lab.GPT(config, "tp").double(),
+        inputs=(IDS,),
+        mesh=Mesh(dp=2, tp=2),
+    )
+    assert report.ok, report
+    assert report.of("blocks.0.mlp.up.bias").layout == "P('tp')"
+
+
+def test_losses_that_hardly_differ_are_still_each_ranks_own():
+    """Their mean is the reference's; that each is a multiple of it, as any number is of any other, says nothing."""
+    for difference in (1e-2, 1e-4, 1e-6):
+        losses = [np.array(3.0 + difference), np.array(3.0 - difference)]
+        assert judge(losses, np.array(3.0), Layout(), Mesh(dp=2), ROUNDING, what="loss").mistake == "mean"
+    assert judge([np.array(6.0)] * 2, np.array(3.0), Layout(), Mesh(dp=2), ROUNDING, what="loss").mistake == "scaled"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_of_short_types_is_no_mistake_and_a_mistake_is_none_of_theirs(dtype):
     whole = whole_model(dtype=dtype)
@@ -436,7 +457,7 @@ def test_a_loss_gap_is_called_what_it_is():
 # mistake -> where it is named: kind of row, name, what its words say, its label
 MISTAKES = {
     "bias before the sum": ("activation", "out", r"added 4 times, because every rank adds it before the sum", "bias"),
-    "no sum": ("activation", "down", r"its own part plus its bias: an all_reduce over 'tp' is missing", "partial"),
+    "no sum": ("activation", "down", r"adds its bias to its own part: an all_reduce over 'tp' is missing", "partial"),
     "sum after softmax": ("activation", "out", r"rows of attention weights .* add up to 4", "softmax"),
     "softmax scale": (
         "activation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class Bare(nn.Module):
         return y + bias
 
 
-SUM = r"what mlp\.down\.bias is added to is"
+SUM = r"apart from mlp\.down\.bias, it is"
 FUNCTION = "the same on every rank: no sum is missing or made too often"
 REPORTS = {
     "missing": "each rank has only its own part, without its bias: an all_reduce over 'tp' is missing",
@@ -100,7 +101,7 @@ REPORTS = {
     "mean": rf"{SUM} 1/3 of the reference: it is divided by the 3 ranks of 'tp' \(a mean, not a sum\)",
     "divided": rf"{SUM} 1/3 of the reference: it is divided by the 3 ranks of 'tp'",
     "bias before the sum": r"bias is added 3 times, because every rank adds it before the sum",
-    "bias twice": r"bias is added 2 times",
+    "bias twice": r"bias is added 2 times$",
     "no bias": r"bias is not added",
     "tanh": FUNCTION,
     "relu": "off by .* of its largest element",
@@ -132,7 +133,7 @@ def test_what_happens_in_a_plain_function_is_blamed_on_it(mistake: str):
     assert all(row.ok or row.follows or row is first for row in report.rows)
     assert not re.search(r"\b1 times|only its own part, and together", str(report))
     if mistake not in ("bias before the sum", "bias twice"):
-        assert "is added" not in first.words.replace("is added to", "").replace("is not added", "")
+        assert "is added" not in first.words.replace("is not added", "")
 
 
 @pytest.mark.parametrize("mistake", ["", "a share of the bias"])
@@ -141,12 +142,114 @@ def test_what_is_right_is_blamed_for_nothing(mistake: str):
         assert report_of(mistake, num_ranks).ok
 
 
+class Residual(nn.Module):
+    """A block with a residual inside, and a bias or none: x + down(relu(up(x)))."""
+
+    def __init__(self, has_bias: bool):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=has_bias)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(x)))
+
+
+class BareResidual(nn.Module):
+    """This rank's part of the block. Its lines with an all_reduce are marked by what is wrong in them."""
+
+    def __init__(self, whole, mistake):
+        super().__init__()
+        ranks, index = lab.axis_size("tp"), lab.axis_index("tp")
+        self.mistake, self.up, self.down = mistake, Linear(), Linear()
+        for layer, name, dim in ((self.up, "up", 0), (self.down, "down", 1)):
+            weight = getattr(whole, name).weight.detach()
+            layer.weight = nn.Parameter(weight.chunk(ranks, dim)[index].clone())
+            layer.bias = None
+        self.down.bias = None if whole.down.bias is None else nn.Parameter(whole.down.bias.detach().clone())
+
+    def forward(self, x):
+        mistake, ranks = self.mistake, lab.axis_size("tp")
+        bias = 0 if self.down.bias is None else self.down.bias
+        y = self.down(F.relu(self.up(lab.copy_to(x, "tp"))))
+        if mistake == "residual before the sum":
+            return lab.all_reduce(x + y, "tp") + bias
+        if mistake == "missing":
+            return x + y + bias
+        if mistake == "mean":
+            return x + lab.all_reduce(y, "tp", "mean") + bias  # mean
+        if mistake == "largest":
+            return x + lab.all_reduce(y, "tp", "max") + bias  # largest
+        if mistake == "started":
+            return x + lab.start(lab.all_reduce, y, "tp", "mean").wait() + bias  # started
+        y = lab.all_reduce(y, "tp")  # divided
+        if mistake == "doubled":
+            y = lab.all_reduce(y, "tp")  # doubled
+        elif mistake == "divided":
+            y = y / ranks
+        elif mistake == "another factor":
+            y = 3 * y
+        return y + bias if mistake == "no residual" else x + y + bias
+
+
+def line_marked(mark: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    return f"test_first_wrong.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(f'  # {mark}'))}"
+
+
+REST = "apart from its input(?: and down.bias)?, it is "
+RESIDUALS = {
+    "doubled": (REST + "3 times the reference: the sum over the 3 ranks of 'tp' is made once too often", "without"),
+    "mean": (REST + "1/3 of the reference", "with a sum in place of"),
+    "started": (REST + "1/3 of the reference", "with a sum in place of"),
+    "divided": (REST + "1/3 of the reference", "is not divided by the number of ranks"),
+    "largest": ("off by", "with a sum in place of"),
+    "another factor": (REST + "3 times the reference", ""),
+    "missing": ("each rank has only its own part(?:, without its bias|.*add up to the reference): an all_reduce", ""),
+    "residual before the sum": ("its input is added 3 times, because every rank adds it before the sum", ""),
+    "no residual": ("its input is not added", ""),
+}
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("mistake", RESIDUALS)
+def test_a_residual_hides_no_cause_and_the_line_at_fault_is_named(mistake: str, has_bias: bool):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual(has_bias), nn.Linear(WIDTH, 5))
+
+    def sharded(whole: Any) -> nn.Module:
+        model = copy.deepcopy(whole)
+        model[1] = BareResidual(whole[1], mistake)
+        return model
+
+    report = check_parallel(sharded, net, inputs=(torch.randn(4, WIDTH),), mesh=Mesh(tp=3))
+    first = next(row for row in report.rows if not row.ok)
+    words, way_out = RESIDUALS[mistake]
+    assert (first.kind, first.name) == ("activation", "1.down" if mistake == "missing" else "1")
+    assert re.search(words, first.words.replace("1.down", "down")), first.words
+    if way_out:
+        assert way_out in first.words and line_marked(mistake) in first.words, first.words
+    else:
+        assert ".py" not in first.words
+    assert "neither" not in str(report)
+
+
+def test_the_line_is_named_where_no_module_is_inside():
+    torch.manual_seed(0)
+    whole = Residual(False)
+    report = check_parallel(
+        lambda whole: BareResidual(whole, "doubled"), whole, inputs=(torch.randn(4, WIDTH),), mesh=Mesh(tp=2)
+    )
+    first = next(row for row in report.rows if not row.ok)
+    assert first.name == "output" and line_marked("doubled") in first.words
+    assert "apart from input 0, it is 2 times the reference" in first.words
+
+
 FUNCTIONS = {
     "": None,
     "a share of the bias": None,
-    "doubled": "what down_bias is added to is 3 times the reference: the sum over the 3 ranks of 'tp' is made once too",
-    "mean": "what down_bias is added to is 1/3 of the reference",
-    "missing": "each rank has its own part plus down_bias: an all_reduce over 'tp' is missing before the bias",
+    "doubled": "apart from down_bias, it is 3 times the reference: the sum over the 3 ranks of 'tp' is made once too",
+    "another factor": "apart from down_bias, it is 3 times the reference",
+    "mean": "apart from down_bias, it is 1/3 of the reference",
+    "missing": "each rank adds down_bias to its own part: an all_reduce over 'tp' is missing before that",
     "bias before the sum": "down_bias is added 3 times",
     "tanh": FUNCTION,
 }
@@ -172,8 +275,10 @@ def test_functions_in_jax(mistake: str):
         if mistake == "a share of the bias":
             return on_jax.all_reduce(y + p["down_bias"] / 3, "tp")
         if mistake != "missing":
-            y = on_jax.all_reduce(y, "tp", "mean" if mistake == "mean" else "sum")
-        return (3 * y if mistake == "doubled" else y) + p["down_bias"]
+            y = on_jax.all_reduce(y, "tp", "mean" if mistake == "mean" else "sum")  # in JAX
+        if mistake == "doubled":
+            y = on_jax.all_reduce(y, "tp")  # twice
+        return (3 * y if mistake == "another factor" else y) + p["down_bias"]
 
     specs = {"up": P(None, "tp"), "up_bias": P("tp"), "down": P("tp"), "down_bias": P()}
     x = draw.normal(size=(4, WIDTH)).astype(np.float32)
@@ -183,3 +288,5 @@ def test_functions_in_jax(mistake: str):
     if words is not None:
         first = next(row for row in report.rows if not row.ok)
         assert first.kind == "output" and words in first.words
+        line = {"doubled": line_marked("twice"), "mean": line_marked("in JAX")}.get(mistake)
+        assert line in first.words if line else ".py" not in first.words

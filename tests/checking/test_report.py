@@ -176,7 +176,7 @@ def test_a_bias_that_is_all_that_is_wrong_is_named_by_its_name():
     for times, words in ((1, "is added 2 times, because"), (-1, "is not added"), (0.5, "is added 1.5 times")):
         for name, said in (("bias", "its bias"), ("out.bias", "out.bias")):
             comparison = Comparison(mesh, Rounding("float64"), {name: Layout()}, [P()])
-            comparison.biases = {"other": np.ones(3), name: bias, "long": np.ones(5)}
+            comparison.addends = {"other": np.ones(3), name: bias, "long": np.ones(5)}
             told = [{"output": {"y": whole + times * bias}, "loss": {}}] * 2
             comparison.compare_outputs(told, {"output": {"y": whole}, "loss": {}})
             (found,) = comparison.rows

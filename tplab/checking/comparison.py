@@ -12,8 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
+from tplab.checking.addend import of_addends
 from tplab.checking.advice import advised, folded, in_backward_order, where_it_begins
-from tplab.checking.bias import of_bias
 from tplab.checking.report import ParallelReport, Row
 from tplab.checking.scores import wrong_scores
 from tplab.checking.verdict import EPSILON, NEITHER, Rounding, Verdict, judge, slack_of_step
@@ -45,7 +45,7 @@ class Comparison:
     again      the reference's answer in another dtype (`OTHER_DTYPE`), if there is one: a sum whose terms cancel is
                less exact than others, and this shows it
     in_specs   how the inputs are cut: ranks that have pieces of them may each have their own part of the loss
-    biases     the whole of each parameter that may be a bias, with its name
+    addends    what may be added to an output, by name: the whole of each bias and of each input
     largest    the largest element of any gradient of the reference
     mean_over  the axes along which each rank's loss is the mean over its own data
     """
@@ -54,7 +54,7 @@ class Comparison:
         self.mesh, self.rounding, self.layouts = mesh, rounding, layouts
         self.split = {name for spec in in_specs for name in spec.axis_names}
         self.in_specs = {f"input {index}": spec for index, spec in enumerate(in_specs)}
-        self.biases: dict[str, np.ndarray] = {}
+        self.addends: dict[str, np.ndarray] = {}
         self.rows: list[Row] = []
         self.largest = 0.0
         self.mean_over: set[str] = set()
@@ -110,23 +110,21 @@ class Comparison:
         for name, whole in want["output"].items():
             self._add("output", name, whole, self._pieces(told, "output", name), None)
             if not self.rows[-1].ok:
-                self._blame_a_bias(whole, self._pieces(told, "output", name))
+                self._blame_an_addend(whole, self._pieces(told, "output", name))
         for name, whole in want["loss"].items():
             self._add("loss", name, whole, self._pieces(told, "loss", name), Layout())
 
-    def _blame_a_bias(self, whole: np.ndarray, pieces: list[np.ndarray | None]) -> None:
-        """If a bias explains everything that is wrong with the last output, say so."""
+    def _blame_an_addend(self, whole: np.ndarray, pieces: list[np.ndarray | None]) -> None:
+        """If a bias or a residual explains everything that is wrong with the last output, say so."""
         found = self.judge_output(whole, pieces)
-        if found is None or found[1].ok or any(piece is None or piece.shape != whole.shape for piece in pieces):
+        known = [piece for piece in pieces if piece is not None]
+        if found is None or len(known) < len(pieces):
             return
         layout, verdict = found
-        known = [piece for piece in pieces if piece is not None]
-        for name, values in self.biases.items():
-            what = "its bias" if name == "bias" else name
-            blamed = of_bias(values, known, whole, layout, verdict, self.mesh, what)
-            if blamed is not verdict:
-                self.rows[-1] = Row.of("output", self.rows[-1].name, whole.shape, layout, blamed)
-                return
+        named = {"its bias" if name == "bias" else name: values for name, values in self.addends.items()}
+        blamed = of_addends(named, known, whole, layout, verdict, self.mesh)
+        if blamed is not verdict:
+            self.rows[-1] = Row.of("output", self.rows[-1].name, whole.shape, layout, blamed)
 
     @property
     def is_forward_wrong(self) -> bool:

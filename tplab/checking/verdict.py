@@ -50,8 +50,8 @@ class Rounding:
     """How far a sum may be off because its terms were added in another order.
 
     dtype   "float64", "float32", "bfloat16", "float16": one rounding is eps of it, 2.2e-16, 1.2e-7, 7.8e-3 or 9.8e-4
-    terms   of the longest sum: features, words or tokens. Rounding errors are practically random: n of them give
-            sqrt(n) eps. Kernels add up 16-bit products in float32 and round once, so for 16 bits it is 1
+    terms   of the longest sum: features, vocabulary entries or tokens. Rounding errors are practically random: n of
+            them give sqrt(n) eps. Kernels add up 16-bit products in float32 and round once, so for 16 bits it is 1
     depth   how many such sums follow one another
 
     The limit is 8 eps sqrt(terms depth), relative to the largest element: a larger error needs another explanation.
@@ -67,7 +67,7 @@ class Rounding:
     def of(
         cls, parameters: Iterable[tuple[str, Sequence[int]]], inputs: Iterable[tuple[Sequence[int], bool]]
     ) -> Rounding:
-        """From dtypes and sizes: the longest sum is over features, words or tokens.
+        """From dtypes and sizes: the longest sum is over features, vocabulary entries or tokens.
 
         parameters   the dtype and the shape of each
         inputs       the shape of each, and whether its last dim is features (floating point) and not tokens
@@ -92,6 +92,11 @@ class Rounding:
         if own is not None and error > self.tolerance:
             about += f"; rounding takes the reference itself {own:.2g} off"
         return "equal to the last bit" if error == 0 else f"within rounding ({error:.2g}; {about})"
+
+
+NOISE = 0.02
+"""A gradient that is nothing but rounding has other numbers in another dtype, though by chance they may differ by less
+than their size. One that is not is known better than this, however small it is."""
 
 
 def judge(
@@ -137,7 +142,7 @@ def judge(
         return Verdict(False, np.inf, 0, f"not finite in the reference, nor on {ranks_text(ranks)}", "not finite")
 
     size = _largest(reference)
-    is_noise = own is None or 4 * own > 1
+    is_noise = own is None or own > NOISE
     if size <= rounding.tolerance * largest and is_noise:  # such as the gradient of key's bias, which softmax ignores
         error = max(map(_largest, got)) / (largest or 1.0)
         is_zero = error <= (rounding.tolerance if largest else 0.0)
@@ -230,13 +235,13 @@ class _Case:
             if not self._close(g, scale * w, slack=max(abs(scale), 1.0)) or _largest(g) == 0:
                 return None
             scales.append(scale)
-        if not scales or (self.reference.size == 1 and max(scales) - min(scales) > 1e-3):
-            return None  # a single number is a multiple of any other
-        first = scales[0]
-        if all(abs(scale - 1) <= 4 * self.tolerance for scale in scales):
+        if not scales or all(abs(scale - 1) <= 4 * self.tolerance for scale in scales):
             return None  # a factor of 1 is no difference
+        first = scales[0]
         if all(abs(scale - first) <= 4 * self.tolerance * max(abs(first), 1) for scale in scales):
             return self._multiple(first)
+        if self.reference.size == 1:
+            return None  # a single number is a multiple of any other
         listed = ", ".join(f"{scale:.5g}" for scale in scales)
         return "scaled", f"a different multiple of the reference on each rank: {listed}", ()
 

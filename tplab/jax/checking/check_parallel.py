@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tplab.checking.comparison import NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
+from tplab.checking.comparison import FORWARD, NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
 from tplab.checking.report import ParallelReport, perturbed
+from tplab.checking.tried import Reduction, trials, words_of
 from tplab.checking.verdict import Rounding
 from tplab.errors import SpecError
-from tplab.jax.checking.reading import backward_order, softmaxes
+from tplab.jax.checking.reading import backward_order, reductions, softmaxes, with_change
 from tplab.jax.models.huggingface import shard_params
 from tplab.jax.private import in_float64
 from tplab.jax.ranks.context import varying_axes
@@ -77,7 +78,8 @@ def check_parallel(
     ours = _Side(model, shard_params(params, specs, mesh), inputs, kwargs or {}, mesh, loss, specs, spec_of_each)
     layouts = {name: Layout(spec) for name, spec in zip(_names(params), spread(specs, params, "specs"))}
     comparison = Comparison(mesh, _rounding(params, inputs), layouts, spec_of_each)
-    comparison.biases = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
+    comparison.addends = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
+    comparison.addends |= {f"input {index}": np.asarray(x) for index, x in enumerate(inputs) if x.ndim}
     notes = [perturbed(changed)] if changed else []
     outputs = theirs.outputs()[0] if loss is None else {}
     has_loss = not any(x.ndim for x in outputs.values())
@@ -96,6 +98,7 @@ def check_parallel(
         comparison.compare_outputs(told, {"output": outputs, "loss": {}})
         notes.append(NOT_COMPARED)
     if comparison.is_forward_wrong:
+        _look_at_reductions(ours, comparison, outputs or theirs.outputs()[0])
         comparison.blame_scores(theirs.softmaxes(), ours.softmaxes())
     if counted := [name for name in ours.loss_varies if mesh.axis_size(name) > 1 and not comparison.split]:
         axes = " and ".join(map(repr, counted))
@@ -135,6 +138,25 @@ class _Side:
 
         def program(params: Any, inputs: tuple[Any, ...]) -> Any:
             return _floats_in(self.model(params, *inputs, **self.kwargs))
+
+        return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
+
+    def reductions(self) -> list[Reduction]:
+        """The all_reduces that the model calls."""
+        found: list[Reduction] = []
+
+        def program(params: Any, inputs: tuple[Any, ...]) -> Any:
+            found.extend(reductions(jax.make_jaxpr(partial(self.model, **self.kwargs))(params, *inputs)))
+            return ()
+
+        self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
+        return found
+
+    def outputs_with(self, change: tuple[Reduction, str]) -> list[Arrays]:
+        """The floating-point outputs of each rank, if an all_reduce had another result."""
+
+        def program(params: Any, inputs: tuple[Any, ...]) -> Any:
+            return _floats_in(with_change(partial(self.model, **self.kwargs), change)(params, *inputs))
 
         return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
 
@@ -189,6 +211,21 @@ class _Side:
     def _run(self, program: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> list[Any]:
         results = run(program, self.mesh, *args, in_specs=in_specs).per_rank
         return [jax.tree.map(np.asarray, result) for result in results]
+
+
+def _look_at_reductions(ours: _Side, comparison: Comparison, outputs: Arrays) -> None:
+    """If another result of an all_reduce makes the first wrong output right, say so."""
+    first = next(row for row in comparison.rows if not row.ok and row.kind in FORWARD)
+    if first.name not in outputs:
+        return
+    makes_right: dict[Reduction, str] = {}
+    for one, how in trials(ours.reductions()):
+        again = ours.outputs_with((one, how))
+        found = comparison.judge_output(outputs[first.name], [rank.get(first.name) for rank in again])
+        if found is not None and found[1].ok:
+            makes_right[one] = how
+    if makes_right:
+        comparison.blame(first, first.mistake, words_of(makes_right))
 
 
 def _answer_again(theirs: _Side, weights: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Arrays] | None:

@@ -1,4 +1,5 @@
-"""What a model's jaxpr says besides its results: the order in which gradients arrive, and its softmaxes' inputs."""
+"""What a model's jaxpr says besides its results: the order in which gradients arrive, the inputs of its softmaxes, and
+what it would return if an all_reduce had another result."""
 
 from __future__ import annotations
 
@@ -6,13 +7,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.extend.core import Literal
 
-from tplab.jax.tracing.jaxprs import LAYOUTS, called, opened
+from tplab.checking.tried import LEFT_OUT, SUMMED, Reduction
+from tplab.jax.comm.collectives import all_reduce, axis_size
+from tplab.jax.ranks.context import vary
+from tplab.jax.tracing.exchange import EXCHANGES
+from tplab.jax.tracing.jaxprs import LAYOUTS, called, line_of, opened
 
 _SAME_NAME = LAYOUTS | {"convert_element_type", "broadcast_in_dim", "optimization_barrier"}
 MOST_SOFTMAXES = 32
+SAME = 1e-4  # relative: what differs by more is not the same on every rank
 
 
 def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
@@ -49,12 +56,77 @@ def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
 
     A softmax is exp(x - max(x)), however it is written.
     """
-    closed = jax.make_jaxpr(fn)(*args)
     found: list[Array] = []
+    taken: dict[int, dict[int, Any]] = {}
+
+    def note(eqn: Any, jaxpr: Any, read: Callable[[Any], Any], results: list[Any]) -> list[Any]:
+        here = taken.setdefault(id(jaxpr), _taken_by_softmax(jaxpr))
+        if id(eqn) in here and len(found) < MOST_SOFTMAXES:
+            found.append(read(here[id(eqn)]))
+        return results
+
+    _evaluated(jax.make_jaxpr(fn)(*args), args, note)
+    return found
+
+
+def reductions(closed: Any) -> list[Reduction]:
+    """The all_reduces of a jaxpr that are in lines of the program, without those in loops and branches. A mean counts
+    as the sum that it begins with."""
+    found = [_reduction(eqn, jaxpr) for eqn, jaxpr in _called_in_turn(closed.jaxpr)]
+    return [one for one in found if one is not None]
+
+
+def with_change(fn: Callable[..., Any], change: tuple[Reduction, str]) -> Callable[..., Any]:
+    """`fn` with another result of one all_reduce: see `tplab.checking.tried`."""
+
+    def changed(eqn: Any, jaxpr: Any, read: Callable[[Any], Any], results: list[Any]) -> list[Any]:
+        if _reduction(eqn, jaxpr) != change[0]:
+            return results
+        names = EXCHANGES[eqn.primitive.name].names(eqn.params)
+        return [_other_result(change[1], read(atom), result, names) for atom, result in zip(eqn.invars, results)]
+
+    def other(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        return jax.tree.unflatten(jax.tree.structure(shape), _evaluated(closed, args, changed))
+
+    return other
+
+
+def _other_result(how: str, x: Any, result: Any, names: tuple[str, ...]) -> Any:
+    num_ranks = axis_size(names)
+    if how == SUMMED:
+        return lax.psum(vary(x, names), names)
+    if how != LEFT_OUT:
+        return result * num_ranks
+    mean = result / num_ranks
+    gap = all_reduce(jnp.abs(x - mean).max(initial=0), names, "max")
+    return jnp.where(gap <= SAME * jnp.abs(mean).max(initial=0), mean, jnp.nan).astype(result.dtype)
+
+
+def _reduction(eqn: Any, jaxpr: Any) -> Reduction | None:
+    known = EXCHANGES.get(eqn.primitive.name)
+    line = line_of(eqn, jaxpr) if known is not None and known.op == "all_reduce" else None
+    if known is None or not line or known.name_in(eqn) != "all_reduce":
+        return None
+    return Reduction(known.combines, ",".join(known.names(eqn.params)), line)
+
+
+def _called_in_turn(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+    """Every equation that is evaluated once, with the jaxpr it is in."""
+    for eqn in jaxpr.eqns:
+        inner = called(eqn)
+        if inner is None:
+            yield eqn, jaxpr
+        else:
+            yield from _called_in_turn(opened(inner)[0])
+
+
+def _evaluated(closed: Any, args: Sequence[Any], watch: Callable[..., list[Any]]) -> list[Any]:
+    """The results of a jaxpr. `watch` is told each equation, its jaxpr, a function that reads its operands and its
+    results, and returns these or others."""
 
     def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         here = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values]))
-        taken = _taken_by_softmax(jaxpr)
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else here[atom]
@@ -66,14 +138,11 @@ def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
                 results = evaluate(body, own, inputs)
             else:
                 results = eqn.primitive.bind(*inputs, **eqn.params)
-                results = results if eqn.primitive.multiple_results else [results]
-            if id(eqn) in taken and len(found) < MOST_SOFTMAXES:
-                found.append(read(taken[id(eqn)]))
+                results = watch(eqn, jaxpr, read, results if eqn.primitive.multiple_results else [results])
             here.update(zip(eqn.outvars, results))
         return [read(atom) for atom in jaxpr.outvars]
 
-    evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-    return found
+    return evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
 
 
 def _taken_by_softmax(jaxpr: Any) -> dict[int, Any]:

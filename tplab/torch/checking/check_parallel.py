@@ -134,18 +134,21 @@ class _Check:
         held = [{self.rename(name): x for name, x in rank.values.items()} for rank in told]
         self.same = {self.rename(name): self.rename(other) for name, other in first.same.items()}
         self.is_training = any(rank.is_training for rank in told)
-        for name, parameter in self.whole.items():
+        found, likely = dict[str, Layout](), set[str]()
+        for name, parameter in sorted(self.whole.items(), key=lambda item: _is_constant(item[1])):
             pieces, values = [rank.get(name) for rank in held], to_numpy(parameter)
             if any(piece is None for piece in pieces):
                 self._add_value(name, values.shape, Layout(), _absent(pieces))
                 continue
             shapes = [None if piece is None else piece.shape for piece in pieces]
-            layout = layouts.get(name) or layout_of(values, pieces, shapes, self.mesh, 1e-6) or Layout()
+            layout = layouts.get(name) or layout_of(values, pieces, shapes, self.mesh, 1e-6, likely) or Layout()
             verdict = judge(pieces, values, layout, self.mesh, Rounding(_dtype(parameter)), what="value")
             if not verdict.ok:
                 words = f"not the reference's values to begin with: {verdict.words}"
                 self._add_value(name, values.shape, layout, verdict._replace(words=words))
-            self.comparison.layouts = {**self.comparison.layouts, name: layout}
+            found[name] = layout
+            likely |= set(layout.spec.axis_names)  # zeros, which come last, do not tell two axes of one size apart
+        self.comparison.layouts = {name: found[name] for name in self.whole if name in found}
         for name in sorted(set(held[0]) - set(self.whole)):
             words = "the reference has no such parameter; names= says what it is called there"
             self._add_value(name, held[0][name].shape, Layout(), Verdict(False, np.inf, 0.0, words, "missing"))
@@ -183,7 +186,7 @@ class _Check:
         if not self.has_gradients:
             self.notes.append(NOT_COMPARED)
             want, told = ([{"output": x, "loss": {}} for x in side.outputs()] for side in (self.theirs, self.ours))
-            self.comparison.biases = self._biases()
+            self.comparison.addends = self._addends()
             self.comparison.compare_outputs(told, want[0])
             return
         want = self.theirs.answer(reference_loss, on_one, optimizer)[0]
@@ -191,7 +194,7 @@ class _Check:
         each = {name: each for name, (_, each) in weights.items()}
         told = self.ours.answer(loss, each, optimizer, after_backward)
         self.order = want["order"]
-        self.comparison.biases = self._biases()
+        self.comparison.addends = self._addends()
         self.comparison.compare_outputs(told, want)
         self.comparison.compare_gradients(told, want)
         for index, row in enumerate(self.rows):
@@ -243,9 +246,13 @@ class _Check:
         except RankError:  # it computes with tensors of its own dtype, which do not mix with this one
             return None
 
-    def _biases(self) -> dict[str, Any]:
-        """The values of each parameter that may be a bias, as both models have them during the check."""
-        return {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items() if p.dim() == 1}
+    def _addends(self) -> dict[str, Any]:
+        """The values of each parameter that may be a bias, as both models have them in the check, and the inputs."""
+        biases = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items() if p.dim() == 1}
+        inputs = {f"input {index}": x for index, x in enumerate(self.theirs.inputs)}
+        return biases | {
+            n: to_numpy(x) for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim()
+        }
 
     def _noise(self, name: str) -> Any:
         return self.theirs.changes[name][1] if name in self.theirs.changes else 0.0
@@ -272,10 +279,13 @@ class _Check:
         cut in one piece."""
         if not self.comparison.is_forward_wrong:
             return
-        row = first_wrong_module(self.ours, self.theirs, self.comparison)
+        row, words = first_wrong_module(self.ours, self.theirs, self.comparison)
         if row is not None:
             index = next((index for index, one in enumerate(self.rows) if one.kind in FORWARD), len(self.rows))
             self.rows.insert(index, row)
+        if words:
+            first = row or next(one for one in self.rows if not one.ok and one.kind in FORWARD)
+            self.comparison.blame(first, first.mistake, words)
         self._look_at_softmaxes()
         if self.is_wrong or self.comparison.split:
             return
@@ -314,6 +324,10 @@ class _Check:
 def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any]) -> bool:
     with torch.no_grad():
         return own_loss(model(*inputs, **kwargs)) is not None
+
+
+def _is_constant(x: Tensor) -> bool:
+    return x.numel() < 2 or bool((x == x.flatten()[0]).all())
 
 
 def _dtype(x: Tensor) -> str:

@@ -1,0 +1,82 @@
+"""tplab.jax.same_model: steps that are wrong in a known way are named with line and factor, and right ones are not."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tplab.jax as lab  # before JAX is used
+from tests.checking.doctor import jax_steps
+from tests.checking.doctor.jax_steps import RIGHT_STEPS, WRONG_STEPS, gradient_summed, mlp_data
+from tests.checking.doctor.test_jax_steps import mesh_of
+from tplab import Mesh
+
+SOURCE = inspect.getsource(jax_steps).splitlines()
+OTHER_LINE = {"positions_from_zero"}
+"""No line of these shows in what JAX has traced: a number that is missing leaves nothing behind."""
+
+
+def report_of(row, repaired=False):
+    alone = mesh_of(row, alone=True)
+    return lab.same_model(lambda mesh: row.make(mesh, repaired), row.data(), mesh=mesh_of(row), reference_mesh=alone)
+
+
+@pytest.mark.parametrize("row", WRONG_STEPS, ids=str)
+def test_what_is_wrong_is_named(row):
+    report = report_of(row)
+    first = report.first
+    assert report.verdict == "different" and report.exit_code == 1 and first is not None
+    assert first.what in row.what
+    if not isinstance(row.factor, str):
+        assert first.factor == pytest.approx(row.factor, rel=1e-3)
+        assert f"{row.factor:g} (the number of ranks) times" in first.text_of_factor
+    file, _, line = first.where.rpartition(":")
+    assert file == "jax_steps.py"
+    assert row.name in OTHER_LINE or row.line in SOURCE[int(line) - 1]
+    assert any(word in f"{first.cause} {first.text_of_factor}".lower() for word in row.cause)
+
+
+@pytest.mark.parametrize("row", WRONG_STEPS, ids=str)
+def test_repaired_it_is_the_same(row):
+    report = report_of(row, repaired=True)
+    assert report.verdict == "same", str(report)
+
+
+@pytest.mark.parametrize("row", RIGHT_STEPS, ids=str)
+def test_what_is_right_has_no_finding(row):
+    report = lab.same_model(row.make, mlp_data(), mesh=mesh_of(row))
+    assert report.verdict == "same", str(report)
+    assert ("no shard_map" in str(report)) == row.name.startswith("partitioned")
+    assert [row.what for row in report.rows if row.ok is None] == ["weights", "samples"]
+
+
+def test_a_mesh_of_tplab_and_results_without_names():
+    """A tuple (loss, parameters): what is like the parameters is compared by what was added to it."""
+
+    def make(mesh):
+        step = gradient_summed(mesh, False)
+
+        def plain(*args):
+            out = step(*args)
+            return out["loss"], out["params"]
+
+        return plain
+
+    report = lab.same_model(make, mlp_data(), mesh=Mesh(dp=3 - 1))
+    assert report.first is not None and report.first.what == "parameters"
+    assert report.first.factor == pytest.approx(2, rel=1e-3)
+    assert [(row.what, row.ok) for row in report.rows][2:] == [("loss", True), ("parameters", False)]
+
+
+def test_what_cannot_be_compared():
+    with pytest.raises(ValueError, match="give the mesh"):
+        lab.same_model(lambda mesh: jnp.sin, (np.ones(3),))
+
+    def only_on_many(mesh):
+        return lambda x: x.sum() if mesh.size > 1 else x.reshape(5)
+
+    report = lab.same_model(only_on_many, (np.ones(4, np.float32),), mesh=Mesh(dp=2))
+    assert report.verdict == "not compared" and report.exit_code == 2 and "cannot reshape" in report.reason
+    other = lab.same_model(lambda mesh: lambda x: [x] * mesh.size, (np.ones(4, np.float32),), mesh=Mesh(dp=2))
+    assert other.verdict == "not compared" and "something else" in other.reason

@@ -1,0 +1,70 @@
+"""What usually causes a fault, in words, and public threads in which others have met it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tplab.units import plain
+
+GITHUB = "https://github.com/"
+
+THREADS: Mapping[str, str] = {
+    "loss": "NVIDIA/Megatron-LM/issues/673",
+    "twice": "NVIDIA/Megatron-LM/issues/906",
+    "means": "huggingface/transformers/pull/35207",
+    "backward": "huggingface/diffusers/issues/11941",
+    "experts": "NVIDIA/Megatron-LM/pull/5956",
+    "norm": "pytorch/pytorch/issues/88621",
+    "copies in norm": "NVIDIA-NeMo/RL/pull/3788",
+    "microbatches": "NVIDIA-NeMo/Automodel/pull/3530",
+    "labels": "NVIDIA-NeMo/Automodel/pull/3544",
+    "log": "KellerJordan/modded-nanogpt/issues/2",
+}
+
+
+def thread(key: str) -> str:
+    """The address of a thread; "" if there is none for this."""
+    return GITHUB + THREADS[key] if key in THREADS else ""
+
+
+_FORMS = {1: "{}", -1: "1/{}", 0.5: "sqrt({})", -0.5: "1/sqrt({})", 2: "{} squared", -2: "1/{} squared"}
+_POWERS = ((1, -1), (2, -2), (0.5, -0.5))
+"""A number of the run itself explains a factor better than its square, and that better than its root."""
+
+
+class Sizes:
+    """The numbers of a run that a factor may be: how many ranks, ranks of a group, microbatches."""
+
+    def __init__(self, ranks: int, groups: Iterable[int] = (), microbatches: int = 1):
+        self.ranks = ranks
+        self._counts: dict[int, list[str]] = {}
+        self._may_be(ranks, "the number of ranks")
+        for size in groups:
+            if size != ranks:
+                self._may_be(size, "the number of ranks in a group")
+        if microbatches > 1:
+            self._may_be(microbatches, "the number of microbatches")
+            if ranks * microbatches not in self._counts:
+                self._may_be(ranks * microbatches, "ranks times microbatches")
+
+    def _may_be(self, count: int, words: str) -> None:
+        if count > 1:
+            self._counts.setdefault(count, []).append(words)
+
+    def named(self, factor: float) -> str:
+        """What a factor is: "4 (the number of ranks)", with all explanations that fit equally well; "" if it is none of
+        the run's numbers."""
+        for powers in _POWERS:
+            found = []
+            for power in powers:
+                for count, words in self._counts.items():
+                    if abs(factor / count**power - 1) < 2e-3:
+                        form, are = _FORMS[power].format(plain(count)), " or ".join(words)
+                        found.append(f"{form} ({are})" if power == 1 else f"{form} ({plain(count)} is {are})")
+            if found:
+                return ", or ".join(found)
+        return ""
+
+    def words(self, factor: float) -> str:
+        """The factor as a phrase: 4 (the number of ranks) times the reference's."""
+        return f"{self.named(factor) or f'{factor:.4g}'} times the reference's"

@@ -1,0 +1,158 @@
+"""What must be equal on ranks that hold copies of parameters, without a reference to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tplab.checking.causes import thread
+from tplab.checking.recording import Piece, Seen, Step
+from tplab.checking.reference import FLOOR
+from tplab.checking.same_model import Finding, Row, SameModel, What, named, not_compared
+from tplab.checking.samples import seeds_by_rank
+from tplab.units import ranks_text
+
+Copies = Mapping[str, Sequence[Sequence[int]]]
+"""For each parameter, the groups of ranks that hold the same."""
+
+
+WORDS = "copies stay the same", "copies do NOT stay the same"
+"""The verdicts. Copies that stay the same may still be those of another model than one rank would train."""
+
+
+def check_copies(seen: Sequence[Seen], about: str = "") -> SameModel:
+    """Whether ranks that begin with the same parameters step with the same gradients and norms, and have the same
+    parameters after each step. Buffers that differ are named, and not judged: batch norm's may."""
+    counts = {rank: one.num_steps for rank, one in enumerate(seen)}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        return not_compared(f"ranks make different numbers of steps ({listed})", about=about)
+    copies, unknown = _copies([one.weights for one in seen])
+    if not any(counts.values()) or not copies:
+        has_steps = any(counts.values())
+        return not_compared(_no_copies(seen, unknown) if has_steps else "no step of an optimizer was seen", about=about)
+    rows = [Row("weights", 0, True, _compared(copies, seen)), *_left_out(unknown)]
+    buffers, _ = _copies([one.buffers for one in seen])
+    for step in range(counts[0]):
+        if finding := _of_step(seen, copies, step):
+            rows.append(Row(finding.what, step, False, finding.text_of_factor, finding.name))
+            return SameModel(rows, [finding], about=about, words=WORDS)
+        rows.append(Row("gradient", step, True, "copies step with the same gradients"))
+        rows.append(Row("parameters", step, True, "and are the same after the step"))
+        if apart := _apart([one.steps[step].buffers for one in seen], buffers):
+            ranks = ranks_text(next(iter(apart.values()))[0])
+            rows.append(Row("buffers", step, None, f"not judged: {named(list(apart))} differ on {ranks}"))
+    return SameModel(rows, about=about, words=WORDS)
+
+
+def _compared(copies: Copies, seen: Sequence[Seen]) -> str:
+    every = {name for one in seen for name, piece in one.weights.items() if piece.values.size}
+    return f"{len(copies)} of {len(every)} parameters begin as the same on several ranks: only these are compared"
+
+
+def _left_out(unknown: Sequence[str]) -> Iterator[Row]:
+    if unknown:
+        yield Row("weights", 0, None, f"not compared: {_constant(unknown)}")
+
+
+def _constant(unknown: Sequence[str]) -> str:
+    return f"{named(unknown)}, of which all elements begin as one number: it does not tell copies from parts"
+
+
+def _copies(held: Sequence[Mapping[str, Piece]]) -> tuple[dict[str, list[list[int]]], list[str]]:
+    """The tensors of which several ranks hold the same, by their values at the start; and those for which these say
+    nothing, as they are constant. Such a one is a copy if it has the whole's shape, as a DTensor says, or if all others
+    of its module are copies."""
+    found: dict[str, list[list[int]]] = {}
+    constant = []
+    for name in dict.fromkeys(name for one in held for name in one):
+        pieces = {rank: one[name] for rank, one in enumerate(held) if name in one and one[name].values.size}
+        if all(_tells(piece) for piece in pieces.values()):
+            groups: dict[tuple, list[int]] = {}
+            for rank, piece in pieces.items():
+                groups.setdefault((id(piece.values), piece.start), []).append(rank)
+            found[name] = [group for group in groups.values() if len(group) > 1]
+        elif len(pieces) > 1:
+            constant.append(name)
+    near = {name.rpartition(".")[0]: groups for name, groups in reversed(found.items())}
+    found |= {name: near.get(name.rpartition(".")[0], []) for name in constant}
+    return {name: groups for name, groups in found.items() if groups}, [name for name in constant if not found[name]]
+
+
+def _tells(piece: Piece) -> bool:
+    """Whether ranks that hold the same values of this hold copies."""
+    return piece.shape is not None or (piece.values.size > 1 and np.ptp(piece.values) > 0)
+
+
+def _no_copies(seen: Sequence[Seen], unknown: Sequence[str]) -> str:
+    reason = "no parameter begins as the same on two ranks; if they are replicas, they must begin with the same weights"
+    if unknown:
+        reason = reason.replace("no parameter", "no other parameter") + f". Not compared: {_constant(unknown)}"
+    if seeds := seeds_by_rank(seen):
+        reason += f" (ranks set the seeds {', '.join(map(str, seeds[0]))} at {seeds[1]})"
+    return reason
+
+
+def _of_step(seen: Sequence[Seen], copies: Copies, number: int) -> Finding | None:
+    steps = [one.steps[number] for one in seen]
+    lines = steps[0].lines
+    norms = {rank: step.norms[-1] for rank, step in enumerate(steps) if step.norms}
+    values = [value for value, _ in norms.values()]
+    apart = _apart([step.parameters for step in steps], copies)
+    gradients = _apart([step.gradients for step in steps], copies)
+    what: What = "parameters"
+    if not apart:
+        return None
+    if gradients:
+        what, apart, where = "gradient", gradients, lines.get("backward", "")
+        cause, link = _of_gradients(seen, steps, next(iter(gradients.values()))[0])
+    elif values and np.ptp(values) > 1e-4 * max(values):
+        listed = ", ".join(f"{value:.6g}" for value in values)
+        cause = "each rank clips by a norm of its own: add up the squares over ranks before the root"
+        where = next(iter(norms.values()))[1]
+        return Finding(
+            "norm", "", number, "not the same on all ranks", None, where, cause, thread("norm"), listed, "one norm"
+        )
+    else:
+        cause = "gradients and norms are the same, and ranks step differently: look at their optimizers' states"
+        where, link = lines.get("step", ""), ""
+    names = list(apart)
+    group, got, want = apart[names[0]]
+    words = f"not the same on ranks {', '.join(map(str, group))}, which hold copies"
+    return Finding(
+        what, names[0], number, words, None, where, cause, link, got, want, (), tuple(names[1:]),
+        tuple(dict.fromkeys(line for line in (where, lines.get("backward", ""), lines.get("step", "")) if line)),
+    )  # fmt: skip
+
+
+def _of_gradients(seen: Sequence[Seen], steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str]:
+    """What makes the gradients of copies differ on these ranks, and a thread."""
+    samples = [[[id(x) for x in data.values()] for data in steps[rank].samples] for rank in ranks]
+    if not all(samples) or any(one != samples[0] for one in samples):
+        return "gradients of copies are not averaged over ranks before the optimizer's step, or not all of them", ""
+    cause = "these ranks read the same samples, and their gradients are not added up in the backward pass, or not all"
+    if any("Dropout" in one.kinds for one in seen):
+        return cause + "; or each rank draws dropout masks of its own", ""
+    return cause, thread("backward")
+
+
+def _apart(pieces: Sequence[Mapping[str, Piece]], copies: Copies) -> dict[str, tuple[Sequence[int], str, str]]:
+    """The tensors that differ among ranks that hold copies: these ranks, and two of their values."""
+    found = {}
+    for name, groups in copies.items():
+        for group in groups:
+            held = {rank: pieces[rank][name] for rank in group if name in pieces[rank]}
+            if len(held) < 2:
+                continue
+            (_, first), *others = held.items()
+            size = float(np.abs(first.values).max(initial=0))
+            slack = FLOOR.get(first.dtype, FLOOR["float32"]) * size
+            for rank, other in others:
+                if (
+                    other.values is not first.values
+                    and (gap := np.abs(other.values - first.values)).max(initial=0) > slack
+                ):
+                    at = int(gap.argmax())
+                    found[name] = group, f"{other.values.flat[at]:.6g} on rank {rank}", f"{first.values.flat[at]:.6g}"
+    return found

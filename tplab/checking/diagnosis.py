@@ -1,0 +1,158 @@
+"""What is first wrong with a script on many ranks, judging by what was seen of it and of its reference.
+
+It goes through each step in its order: weights, samples, the loss and its gradients, their norm, the optimizer,
+parameters, buffers, what is logged. What comes after a fault follows from it and is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tplab.checking.blame import loss_and_gradients
+from tplab.checking.facts import Facts, Found
+from tplab.checking.logged import log
+from tplab.checking.recording import Seen
+from tplab.checking.reference import TIMES, Reference
+from tplab.checking.same_model import Finding, Row, SameModel, What
+from tplab.checking.samples import seeds_by_rank
+from tplab.checking.seen_samples import OtherSamples, dropout, samples, targets
+from tplab.checking.starts import weights
+from tplab.checking.trail import Trails
+from tplab.checking.updates import buffers, norm, parameters, settings, states
+
+_AFTER = {
+    "dropout": (targets, dropout),
+    "gradient": (loss_and_gradients,),
+    "norm": (norm,),
+    "optimizer": (settings, states),
+    "parameters": (parameters,),
+    "buffers": (buffers,),
+    "log": (log,),
+}
+"""What is compared after the samples, in order."""
+
+
+_CERTAIN = ("weights", "samples", "dropout", "optimizer")
+"""What does not depend on random numbers that a model draws in its forward pass."""
+
+
+class Diagnosis:
+    """Compares what was seen of the ranks with what was seen of the reference.
+
+    ours, theirs   of each rank, of each rank of the reference
+    again          of the reference once more, with its sums in another order
+    about          what is compared, in words
+    is_fed         whether the reference was given the samples of the ranks
+    trails         every operation of the step that is first wrong; `facts.wants_trails` says whether they would help
+    """
+
+    def __init__(
+        self,
+        ours: Sequence[Seen],
+        theirs: Sequence[Seen],
+        again: Sequence[Seen] | None = None,
+        *,
+        about: str = "",
+        notes: Sequence[str] = (),
+        is_fed: bool = False,
+        trails: Trails | None = None,
+    ):
+        self.about, self.is_fed, self.notes = about, is_fed, list(notes)
+        kinds = {kind for one in ours for kind in one.kinds}
+        if "torch.compile" in kinds:
+            self.notes.append("torch.compile left the programs as they are: what it changes was not compared")
+        if any(row is not None for one in ours for _, row in one.random):
+            self.notes.append("what the model draws in its forward pass was made the same for every sample")
+        self.facts = Facts(ours, Reference(theirs, again, kinds), trails)
+        self.rows: list[Row] = []
+        self.findings: list[Finding] = []
+
+    def ask(self) -> None:
+        """Raise NeedsWeights or NeedsSamples if the reference must run again with those of the ranks."""
+        try:
+            if not any(isinstance(found, Finding) for found in weights(self.facts, may_ask=True)) and not self.is_fed:
+                list(samples(self.facts, may_ask=True))
+        except OtherSamples:
+            pass
+
+    def report(self) -> SameModel:
+        seen = [*self.facts.ours, *self.facts.reference.seen]
+        count, reason = min(one.num_steps for one in seen), ""
+        try:
+            for self.facts.number in range(count):
+                self._compare_step()
+                if self.findings:
+                    break
+            else:
+                self.facts.number = count
+                if not self.is_fed and all(len(one.steps) > count for one in seen):  # what comes after the last step
+                    self._collect(log(self.facts))
+        except OtherSamples as error:
+            reason = str(error)
+        if self.findings and self.findings[0].what not in _CERTAIN and (chance := self._of_chance()):
+            self.findings, reason = [], chance
+            self.rows = [row if row.ok is not False else replace(row, ok=None, factor=None) for row in self.rows]
+        self.notes.append(self._about_rounding())
+        return SameModel(self.rows, self.findings, notes=self.notes, reason=reason, about=self.about)
+
+    def _of_chance(self) -> str:
+        """Why a difference may come from random numbers that the model draws, and the reference draws otherwise; "" if
+        it cannot."""
+        ours = {drawn for seen in self.facts.ours for drawn in seen.random}
+        theirs = {drawn for seen in self.facts.reference.seen for drawn in seen.random}
+        unlike = sorted({line for line, row in ours | theirs if row is None or (line, row) not in ours & theirs})
+        if not unlike:
+            return ""
+        seeds = seeds_by_rank(self.facts.ours)
+        seeded = f", on the ranks from the seeds {', '.join(map(str, seeds[0]))} set at {seeds[1]}" if seeds else ""
+        return (
+            f"the model draws random numbers at {unlike[0]}{seeded}, and the reference draws others: "
+            f"{self.findings[0].title} may differ because of them ({self.findings[0].text_of_factor}). Draw them with "
+            "torch for each sample, or for the whole batch from one seed before the model is called"
+        )
+
+    def _compare_step(self) -> None:
+        if self.facts.number == 0:
+            self._collect(weights(self.facts, may_ask=False))
+        if self.findings:
+            self._follows("samples")
+        elif self.is_fed:
+            self.rows.append(self.facts.row("samples", None, "the reference was given those that the ranks drew"))
+        else:
+            self._collect(samples(self.facts, may_ask=False))
+        for what, comparisons in _AFTER.items():
+            for compare in comparisons:
+                if self.findings:
+                    if what != "dropout":
+                        self._follows(what)  # type: ignore[arg-type]
+                    break
+                if not (what == "log" and self.is_fed and seeds_by_rank(self.facts.ours)):
+                    self._collect(compare(self.facts))
+
+    def _collect(self, found: Found) -> None:
+        for one in found:
+            if isinstance(one, Row):
+                self.rows.append(one)
+                continue
+            self.findings.append(one)
+            name = one.name + (f" and {len(one.others)} more" if one.others else "")
+            factor = None if one.what == "samples" else one.factor  # of how many there are: not of a number
+            self.rows.append(Row(one.what, one.step, False, one.text_of_factor, name, factor))
+
+    def _follows(self, what: What) -> None:
+        if not any(row.what == what and row.step == self.facts.number for row in self.rows):
+            words = f"not judged: it follows from {self.findings[0].title}"
+            self.rows.append(self.facts.row(what, None, words))
+
+    def _about_rounding(self) -> str:
+        reference = self.facts.reference
+        text = (
+            f"{reference.dtype}: gradients off by up to {reference.floor:.2g} of their largest element count as equal"
+        )
+        if reference.again:
+            text += (
+                f", as are those off by up to {TIMES} times what another order of summation changes in the reference "
+                f"itself (here {reference.most_seen:.2g})"
+            )
+        return text

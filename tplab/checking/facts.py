@@ -1,0 +1,159 @@
+"""What is known about one step of the ranks and of their reference, and the questions that all comparisons ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tplab.checking.causes import Sizes
+from tplab.checking.places import Place, find_places
+from tplab.checking.recording import Seen, Sent, Step
+from tplab.checking.reference import Reference
+from tplab.checking.same_model import Finding, Row, What
+from tplab.checking.source import Source
+from tplab.checking.trail import Trails
+
+Found = Iterator[Row | Finding]
+"""What a comparison yields: what it has compared, and faults."""
+
+
+class Facts:
+    """What was seen of the ranks and of their reference.
+
+    ours      of each rank
+    places    which part of the reference's parameters each rank holds
+    number    of the step that is compared
+    copies    groups of ranks that saw the same samples in it
+    trails    every operation of the step; wants_trails: whether they were asked for
+    """
+
+    def __init__(self, ours: Sequence[Seen], reference: Reference, trails: Trails | None = None):
+        self.ours, self.reference, self.trails = ours, reference, trails
+        self.wants_trails = False
+        self.places = find_places(ours, reference.weights, reference.gradients(0))
+        self.number = 0
+        self.copies: Sequence[tuple[int, ...]] = ()
+        self.source = Source({text: place for seen in ours for text, place in seen.places.items()})
+
+    @property
+    def mine(self) -> list[Step]:
+        return [seen.steps[self.number] for seen in self.ours]
+
+    @property
+    def theirs(self) -> list[Step]:
+        return self.reference.steps(self.number)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ours)
+
+    def holders(self, name: str) -> Iterator[tuple[int, str, Place]]:
+        """The ranks that hold a parameter of the reference, or a part of it, with their names for it."""
+        for (rank, mine), place in self.places.items():
+            if place.name == name:
+                yield rank, mine, place
+
+    def holds_differ(self, name: str, ranks: Sequence[int]) -> bool:
+        """Whether these ranks hold different parts of a parameter."""
+        return len({place.index for rank, _, place in self.holders(name) if rank in ranks}) > 1
+
+    def line(self, key: str) -> str:
+        """The line at which ranks do this in the step: the first that has a loss, or else the first; "" for none."""
+        steps = sorted(self.mine, key=lambda step: not step.losses)
+        return next((step.lines[key] for step in steps if key in step.lines), "")
+
+    def line_of_script(self, key: str) -> str:
+        """The line at which ranks do this at any time; "" for none."""
+        return next((seen.lines[key] for seen in self.ours if key in seen.lines), "")
+
+    def line_of_value(self) -> str:
+        """The line of the first operation of the forward pass whose result is wrong; "" if that is not known."""
+        self.wants_trails = True
+        return self.trails.line_of_value() if self.trails else ""
+
+    def line_of_gradient(self, name: str) -> str:
+        """The line of the operation that makes the gradient of a parameter wrong; "" if that is not known."""
+        self.wants_trails = True
+        held = {rank: mine for rank, mine, _ in self.holders(name)}
+        return self.trails.line_of_gradient(held, name) if self.trails and held else ""
+
+    def line_of_data(self) -> str:
+        """The line at which the loader of the samples is made, or else at which they are drawn; "" for none. Weights
+        are drawn too, but not after the first step: so later ones tell."""
+        if loader := self.line("loader"):
+            return loader
+        steps = [step for seen in self.ours for step in seen.steps[max(self.number, 1) :] if step.has_stepped]
+        return next((step.lines["drawn"] for step in steps if "drawn" in step.lines), "")
+
+    def sent(self, *moments: str) -> list[Sent]:
+        return [sent for step in self.mine for sent in step.sent if sent.moment in moments]
+
+    def sums_of_numbers(self) -> list[str]:
+        """The lines that add up single numbers over ranks between backward pass and step, the last one first."""
+        return [sent.where for sent in reversed(self.sent("reduction")) if sent.size == 1]
+
+    def line_of_norm(self) -> str:
+        """The line that makes the norm of gradients wrong: where a sum over ranks adds up nothing but copies, that one;
+        otherwise where the rank's own part is computed. "" if neither was seen."""
+        sums, ranks = self.sums_of_numbers(), range(self.num_ranks)
+        held = [{place.index for _, _, place in self.holders(name)} for name in self.reference.weights]
+        count = [len({rank for rank, _, _ in self.holders(name)}) for name in self.reference.weights]
+        are_copies = all(len(places) == 1 for places in held) and all(n == len(ranks) for n in count)
+        own = self.line("norm")
+        return (sums[0] if sums and (are_copies or not own) else own) or ""
+
+    @property
+    def scaled(self) -> list[tuple[str, float]]:
+        """Where the script multiplies gradients, and by what."""
+        return [at for step in self.mine for at in step.scaled]
+
+    def losses(self) -> list[float]:
+        """The loss of each rank that has one, of all its microbatches."""
+        return [sum(value for value, _ in step.losses) for step in self.mine if step.losses]
+
+    def times_loss(self) -> float | None:
+        """The mean loss of the ranks, divided by the reference's; None if either was not seen."""
+        has, want = self.losses(), self.reference.loss(self.number)
+        return float(np.mean(has)) / want if has and want else None
+
+    @property
+    def sizes(self) -> Sizes:
+        groups = {size for seen in self.ours for size in seen.groups} | {len(self.copies)} | set(map(len, self.copies))
+        return Sizes(self.num_ranks, sorted(groups, reverse=True), max(len(step.parts) for step in self.mine))
+
+    # --- what is yielded --------------------------------------------------------------------------------------------
+
+    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None) -> Row:
+        return Row(what, self.number, ok, words, factor=factor)
+
+    def fault(
+        self,
+        what: What,
+        name: str,
+        words: str,
+        factor: float | None,
+        where: str,
+        cause: str,
+        *,
+        thread: str = "",
+        values: tuple[str, str] = ("", ""),
+        ranks: Sequence[int] = (),
+        others: Sequence[str] = (),
+        lines: Sequence[str] = (),
+    ) -> Finding:
+        """A finding in this step. Ranks are not named if they are all; `values` are what was found, and expected."""
+        ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()
+        all_lines = tuple(dict.fromkeys(line for line in (where, *lines) if line))
+        got, want = values
+        return Finding(
+            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines
+        )  # fmt: skip
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal but for the rounding of float32."""
+    if a is b:
+        return True
+    size = float(np.abs(b).max(initial=0))
+    return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-6, atol=1e-7 * size))

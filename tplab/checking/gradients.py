@@ -1,0 +1,190 @@
+"""What is wrong with gradients, judging by the reference's and by what ranks and microbatches contributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.checking.places import Index, Place
+from tplab.checking.recording import some_of
+from tplab.checking.shares import Part, find_shares
+
+SMALL, MOST_SMALL = 2, 16
+"""Up to so many elements a tensor is a multiple of any other of its size, or nearly so: its factor tells little. And it
+takes more elements than there are parts to tell them apart."""
+
+
+_VAGUE = ("scaled", "by rank", "other")
+"""Kinds of faults that a small tensor seems to have whatever is wrong."""
+
+
+class Holder(NamedTuple):
+    """A rank's gradient of a parameter, or of its part of it: None if it has none. parts: of each microbatch."""
+
+    rank: int
+    place: Place
+    gradient: np.ndarray | None
+    parts: Sequence[np.ndarray | None]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What is wrong with one gradient.
+
+    kind    "scaled", "by rank" (a different multiple on each), "none", "shape", "other", or that of `Shares`
+    factor  of the reference's gradient
+    """
+
+    name: str
+    kind: str
+    words: str = ""
+    factor: float | None = None
+    ranks: tuple[int, ...] = ()
+    error: float = 0.0
+    got: float = 0.0
+    want: float = 0.0
+    scales: tuple[float, ...] = ()
+    size: int = 0
+
+    @property
+    def key(self) -> tuple:
+        """The same for gradients with the same fault."""
+        factor = 0.0 if self.factor is None else float(f"{self.factor:.3g}")
+        return self.kind, factor, () if self.kind == "own" else self.ranks
+
+
+def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder], slack: float) -> Wrong | None:
+    """What is wrong with the gradient of a parameter, on the ranks that hold it; None if nothing is.
+
+    want    the reference's, whole
+    slack   how far an element may be off because of rounding
+    """
+    if want is None:
+        has = [h for h in holders if h.gradient is not None and np.abs(h.gradient).max(initial=0) > slack]
+        return Wrong(name, "none", "there is one, but none in the reference", ranks=_ranks(has)) if has else None
+    wanted = [h.place.take(want).astype(np.float64) for h in holders]
+    without = [h for h, w in zip(holders, wanted) if h.gradient is None and np.abs(w).max(initial=0) > slack]
+    if without:
+        return Wrong(name, "none", "missing: nothing has reached it in the backward pass", 0.0, _ranks(without))
+    there = [(h, h.gradient.astype(np.float64), w) for h, w in zip(holders, wanted) if h.gradient is not None]
+    if unlike := [h for h, g, w in there if g.shape != w.shape]:
+        return Wrong(name, "shape", "of another shape than the reference's", ranks=_ranks(unlike))
+    bad = [(h, g, w) for h, g, w in there if _gap(g, w) > slack]
+    if not bad:
+        return None
+    holder, g, w = bad[0]
+    place = int(np.abs(g - w).argmax())
+    size = float(np.abs(want).max(initial=0)) or 1.0
+    error = max(_gap(g, w) for _, g, w in bad) / size
+    facts: dict[str, Any] = {
+        "error": error,
+        "got": float(g.flat[place]),
+        "want": float(w.flat[place]),
+        "size": want.size,
+    }
+    if not all(np.isfinite(g).all() for _, g, _ in there):
+        return Wrong(name, "other", "not finite", ranks=_ranks([h for h, g, _ in there if not np.isfinite(g).all()]))
+    scales = [_scale(g, w, slack) for _, g, w in there]
+    known = [s for s in scales if s is not None]
+    is_one = bool(known) and max(abs(s - 1) for s in known) < 1e-3
+    if (
+        len(known) == len(scales)
+        and known
+        and not is_one
+        and np.ptp(known) <= 4 * slack / size + 1e-3 * max(map(abs, known))
+    ):
+        return Wrong(name, "scaled", factor=float(np.mean(known)), **facts)
+    if shares := _by_parts(there, holder.rank, holder.place.index, slack / size):
+        return Wrong(name, shares.kind, shares.words, shares.factor, shares.ranks, **facts)
+    if len(known) == len(scales) and known and not is_one and want.size > SMALL:
+        words = ", ".join(f"{s:.4g}" for s in known)
+        return Wrong(name, "by rank", f"{words} times the reference's, rank by rank", scales=tuple(known), **facts)
+    if _is_own(there, slack):
+        return Wrong(name, "own", "of the rank's own part alone", **facts)
+    wrong = _ranks([h for h, _, _ in bad])
+    ranks = wrong if len(wrong) < len(holders) else ()
+    return Wrong(name, "other", f"off by {facts['error']:.2g} of its largest element", ranks=ranks, **facts)
+
+
+def _scale(g: np.ndarray, w: np.ndarray, slack: float) -> float | None:
+    """The factor between a gradient and the reference's; None if there is none."""
+    square = float((w * w).sum())
+    if square == 0:
+        return None if np.abs(g).max(initial=0) > slack else 1.0
+    factor = float((g * w).sum()) / square
+    return factor if _gap(g, factor * w) <= 2 * slack * max(1.0, abs(factor)) else None
+
+
+def _by_parts(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], rank: int, index: Index, tolerance: float):
+    """What the parts of ranks that hold the same piece say."""
+    parts: dict[Part, np.ndarray] = {}
+    pair = None
+    for holder, g, w in there:
+        if holder.place.index != index:
+            continue
+        for batch, part in enumerate(holder.parts):
+            if part is not None:
+                parts[holder.rank, batch] = part
+        if holder.rank == rank:
+            places = some_of(g.size)
+            pair = g.reshape(-1)[places], w.reshape(-1)[places]
+    if pair is None or not parts or any(len(part) != len(pair[0]) for part in parts.values()):
+        return None
+    if len(pair[0]) <= max(MOST_SMALL // 2, 2 * len(parts)):
+        return None
+    return find_shares(parts, *pair, rank, tolerance)
+
+
+def _is_own(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], slack: float) -> bool:
+    """Whether ranks that hold the same have different gradients, whose sum is a multiple of the reference's."""
+    groups: dict[Index, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for holder, g, w in there:
+        groups.setdefault(holder.place.index, []).append((g, w))
+    for group in groups.values():
+        total = np.sum([g for g, _ in group], axis=0)
+        is_alike = all(_gap(g, group[0][0]) <= slack for g, _ in group)
+        if is_alike or total.size <= SMALL or _scale(total, group[0][1], len(group) * slack) is None:
+            return False
+    return True
+
+
+def _gap(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max(initial=0))
+
+
+def _ranks(holders: Sequence[Holder]) -> tuple[int, ...]:
+    return tuple(holder.rank for holder in holders)
+
+
+def grouped(wrong: Sequence[Wrong]) -> list[list[Wrong]]:
+    """Gradients with the same fault together; `wrong` is in the order of the backward pass, and so are the groups.
+
+    What follows from an earlier fault is left out: all that is behind a gradient without a clear fault. A gradient of
+    few elements tells little, so it joins the others.
+    """
+    telling = [one for one in wrong if one.size > MOST_SMALL or one.kind not in _VAGUE] or list(wrong)
+    groups: dict[tuple, list[Wrong]] = {}
+    vague = next((place for place, one in enumerate(telling) if one.kind == "other"), len(telling))
+    vague = max(vague, 1)
+    for one in telling[:vague]:
+        groups.setdefault(one.key, []).append(one)
+    for one in telling[vague:]:
+        if one.key in groups:
+            groups[one.key].append(one)
+    found = list(groups.values())
+    found[0] += [one for one in wrong if one not in telling]
+    return _joined(found)
+
+
+def _joined(groups: list[list[Wrong]]) -> list[list[Wrong]]:
+    """Where each rank's gradients have a factor of its own, the sharded ones seem to have that of one rank."""
+    scales = [scale for group in groups for one in group for scale in one.scales]
+    factors = [one.factor for group in groups for one in group if one.kind == "scaled"]
+    is_within = all(f is not None and min(scales) - 1e-2 <= f <= max(scales) + 1e-2 for f in factors if scales)
+    if not scales or not is_within or any(one.kind not in ("scaled", "by rank") for group in groups for one in group):
+        return groups
+    together = [one for group in groups for one in group]
+    return [sorted(together, key=lambda one: not one.scales)]

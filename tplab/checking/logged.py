@@ -1,0 +1,68 @@
+"""What the script logs, compared with what its reference logs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tplab.checking.causes import thread
+from tplab.checking.facts import Facts, Found
+from tplab.checking.logs import Differs, compare_logs
+from tplab.checking.same_model import What
+from tplab.checking.sends import line_of_loss
+
+
+def log(facts: Facts) -> Found:
+    again = facts.reference.again
+    twice = again[0].steps[facts.number] if again and facts.number < len(again[0].steps) else None
+    count, wrong = compare_logs(facts.mine, facts.theirs[0], twice, 4 * facts.reference.of_numbers)
+    if count and not wrong:
+        yield facts.row("log", True, f"{count} logged numbers are the reference's")
+    if not wrong:
+        return
+    rank, got, want = wrong[0]
+    what: What = "evaluation" if got.is_evaluation else "log"
+    factor, values = got.value / want.value if want.value else None, (f"{got.value:g}", f"{want.value:g}")
+    is_named, times = factor is not None and bool(facts.sizes.named(factor)), facts.times_loss()
+    if factor is not None and is_named and times is not None and abs(times / factor - 1) < 2e-3:
+        backward = facts.line("backward")
+        cause = (
+            "the loss of all ranks is added up, and the backward pass of that does not: training is the same, but "
+            "the loss where it begins, and what is logged of it, is a sum. Average it"
+        )
+        where = line_of_loss(facts) or backward
+        lines = [backward, got.where]
+        yield facts.fault(
+            "loss",
+            "",
+            facts.sizes.words(factor),
+            factor,
+            where,
+            cause,
+            thread=thread("loss"),
+            values=values,
+            lines=lines,
+        )
+        return
+    if _is_own(facts, wrong[0]) and not is_named:
+        words, factor = f"rank {rank}'s own", None
+        cause = f"rank {rank} has logged what it computed from its own samples: average it over ranks first"
+    else:
+        words = facts.sizes.words(factor) if factor else "not the reference's"
+        cause = (
+            "training is the same, and what is logged is not: it is computed from one rank's own samples, or it is a "
+            "mean of the means of batches or ranks that have unequally many. Add up sums and counts over ranks, then "
+            "divide"
+        )
+    yield facts.fault(
+        what, got.label, words, factor, got.where, cause, thread=thread("log"), values=values, ranks=[rank]
+    )
+
+
+def _is_own(facts: Facts, wrong: Differs) -> bool:
+    """Whether the logged number is one that the rank has computed itself."""
+    step, got = facts.mine[wrong.rank], wrong.got
+    losses = [value for value, _ in step.losses]
+    own = [*losses, *step.evaluated]
+    for values in (losses, step.evaluated):
+        own += [sum(values), float(np.mean(values))] if values else []
+    return any(abs(value - got.value) <= 2 * got.slack + 1e-4 * abs(value) for value in own)

@@ -1,0 +1,260 @@
+"""Which part of the reference's parameter each rank's tensor is: by what the script says, by name, shape and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+import numpy as np
+
+from tplab.checking.recording import Piece, Seen
+from tplab.layout import MOST_PARTS
+
+Index = tuple[Any, ...]
+"""For each dim, the (start, stop) of each range of elements."""
+
+_CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank's tensor is: some elements of a tensor of the reference.
+
+    name      the reference's
+    index     for each dim, the ranges of elements; the same for ranks that hold copies
+    fits      whether the values are the reference's, to begin with
+    elements  for a part that is cut in another way, the number of each of its elements; `shape` is the part's
+    """
+
+    name: str
+    index: Index
+    fits: bool
+    elements: np.ndarray | None = None
+    shape: tuple[int, ...] = ()
+
+    def take(self, whole: np.ndarray) -> np.ndarray:
+        """This part of the reference's tensor, or of anything of its shape."""
+        if self.elements is not None:
+            return whole.reshape(-1)[self.elements].reshape(self.shape)
+        for dim, ranges in enumerate(self.index):
+            before = (slice(None),) * dim
+            pieces = [whole[(*before, slice(start, stop))] for start, stop in ranges]
+            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=dim)
+        return whole
+
+
+Places = dict[tuple[int, str], Place]
+"""By rank, and by the rank's own name for a parameter."""
+
+
+def whole_of(pieces: Sequence[Piece | None]) -> np.ndarray | None:
+    """One tensor of the ranks' pieces: put together where the script says where they are; otherwise they are copies."""
+    there = [piece for piece in pieces if piece is not None]
+    if not there:
+        return None
+    first = there[0]
+    if first.shape is None or first.values.shape == first.shape:
+        return first.values
+    whole = np.zeros(first.shape, first.values.dtype)
+    for piece in there:
+        if piece.start is not None:
+            whole[tuple(slice(at, at + size) for at, size in zip(piece.start, piece.values.shape))] = piece.values
+    return whole
+
+
+def find_places(
+    ours: Sequence[Seen], whole: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray] | None = None
+) -> Places:
+    """The place of every rank's parameters in the reference's, whose weights at the start are `whole`. A parameter of
+    which the reference has none is left out. `gradients` are the reference's in the first step: they tell apart the
+    parts of a parameter that is constant at the start."""
+    found: Places = {}
+    values = _Values(whole)
+    for rank in range(len(ours)):
+        found.update(((rank, name), place) for name, place in _of_rank(rank, ours, whole, values, gradients or {}))
+    return found
+
+
+def _of_rank(
+    rank: int,
+    ours: Sequence[Seen],
+    whole: Mapping[str, np.ndarray],
+    values: _Values,
+    gradients: Mapping[str, np.ndarray],
+) -> Iterator[tuple[str, Place]]:
+    seen = ours[rank]
+    votes: Counter[tuple[int, int]] = Counter()  # of how many chunks a rank has which
+    renamed: dict[str, str] = {}
+    late = []
+    is_named = any(not is_number(name) for name in seen.weights)
+    for name, piece in seen.weights.items():
+        fitting = list(_fitting(piece, name, whole))
+        if not fitting and not _is_constant(piece.values):
+            names = [name] if name in whole else []  # then others of its shape: a stage's layers may be numbered anew
+            names += [other for other in whole if other != name and _may_be(whole, name, other)]
+            fitting = list(islice((place for other in names for place in _fitting(piece, other, whole)), 1))
+            fitting = fitting or list(islice(values.find(piece.values, names), 1))
+        if fitting and not _is_constant(piece.values):
+            votes.update(_chunks(fitting[0], whole))
+            _learn(renamed, name, fitting[0].name)
+            yield name, fitting[0]
+        elif not (is_named and is_number(name)):  # an optimizer's own piece of other parameters
+            late.append((name, piece, fitting))
+    for name, piece, fitting in late:
+        known = _rename(renamed, name)
+        if known != name:
+            fitting = list(_fitting(piece, known, whole)) or fitting
+        candidates = fitting or [Place(known, index, False) for index in _indices(piece, known, whole)]
+        if candidates:
+            best = max(candidates, key=lambda place: sum(votes[chunk] for chunk in _chunks(place, whole)))
+            if fitting and not any(votes[chunk] for chunk in _chunks(best, whole)):
+                best = _nearest(candidates, seen, name, gradients) or best
+            elif not votes and not fitting:
+                best = candidates[_turn(rank, ours, name) % len(candidates)]
+            yield name, best
+
+
+class _Values:
+    """Finds tensors by their values alone, however they are cut: random values are all different."""
+
+    def __init__(self, whole: Mapping[str, np.ndarray]):
+        self._whole = whole
+        self._sorted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def find(self, piece: np.ndarray, names: Sequence[str]) -> Iterator[Place]:
+        """The places of these values in parameters of these names."""
+        some = piece.reshape(-1)[:MOST_TRIED]
+        for other in names:
+            if self._whole[other].size < piece.size or self._whole[other].dtype != piece.dtype:
+                continue
+            if other not in self._sorted:
+                order = np.argsort(self._whole[other], axis=None)
+                self._sorted[other] = order, self._whole[other].reshape(-1)[order]
+            if (
+                self._numbers(other, some) is not None
+                and (found := self._numbers(other, piece.reshape(-1))) is not None
+            ):
+                index = (("elements", found.tobytes()),)
+                yield Place(other, index, True, found, piece.shape)
+
+    def _numbers(self, name: str, values: np.ndarray) -> np.ndarray | None:
+        """The number of each of these values in a parameter; None if one of them is not there."""
+        order, known = self._sorted[name]
+        at = np.minimum(np.searchsorted(known, values), known.size - 1)
+        return order[at] if np.array_equal(known[at], values) else None
+
+
+MOST_TRIED = 16
+
+
+def _may_be(whole: Mapping[str, np.ndarray], name: str, other: str) -> bool:
+    """Whether what a rank calls `name` may be the reference's `other`. Values alone do not decide: from one seed, ranks
+    draw parts of another parameter."""
+    return name not in whole or whole[name].shape == whole[other].shape
+
+
+def is_number(name: str) -> bool:
+    """Whether a parameter belongs to no module, so that its name is a number."""
+    return name.startswith("parameter ")
+
+
+def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterator[Place]:
+    """The places in the reference's parameter `name` where the piece has its values."""
+    if name not in whole:
+        return
+    slack = _CLOSE * float(np.abs(whole[name]).max(initial=0))
+    for index in _indices(piece, name, whole):
+        place = Place(name, index, True)
+        if np.abs(place.take(whole[name]) - piece.values).max(initial=0) <= slack:
+            yield place
+
+
+def _indices(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterator[Index]:
+    """The places where a tensor of this shape may be, the simplest first."""
+    shape = whole[name].shape if name in whole else None
+    local = piece.values.shape
+    if shape is None or len(shape) != len(local):
+        return
+    if piece.shape is not None and piece.start is not None:
+        if piece.shape == shape:
+            yield tuple(((at, at + size),) for at, size in zip(piece.start, local))
+        return
+    if sum(mine != size for mine, size in zip(local, shape)) <= 2:
+        yield from product(*(list(_ranges(size, mine)) for size, mine in zip(shape, local)))
+
+
+def _ranges(size: int, mine: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Which of `size` elements a rank with `mine` of them may have: all, a chunk, or a chunk of each fused part."""
+    if mine == size:
+        yield ((0, size),)
+    if not 0 < mine < size:
+        return
+    starts = dict.fromkeys([*range(0, size - mine + 1, mine), size - mine])
+    yield from (((start, start + mine),) for start in starts)
+    for parts in range(2, MOST_PARTS + 1):
+        if mine % parts == 0 and size % mine == 0:
+            part, chunk = size // parts, mine // parts
+            for start in range(0, part, chunk):
+                yield tuple((at * part + start, at * part + start + chunk) for at in range(parts))
+
+
+def _chunks(place: Place, whole: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
+    """For each dim that is cut: into how many chunks, and which one it is."""
+    found = []
+    if place.elements is not None:
+        return found
+    for ranges, size in zip(place.index, whole[place.name].shape):
+        mine = sum(stop - start for start, stop in ranges)
+        if 0 < mine < size:
+            chunk = ranges[0][1] - ranges[0][0]
+            found.append((round(size / mine), ranges[0][0] // chunk))
+    return found
+
+
+def _nearest(candidates: Sequence[Place], seen: Seen, name: str, gradients: Mapping[str, np.ndarray]) -> Place | None:
+    """The place where the reference's gradient is most like the rank's, but for a factor."""
+    mine = seen.steps[0].gradients.get(name) if seen.steps else None
+    if mine is None or candidates[0].name not in gradients:
+        return None
+
+    def alike(place: Place) -> float:
+        a, b = mine.values.reshape(-1), place.take(gradients[place.name]).reshape(-1)
+        sizes = float(np.linalg.norm(a) * np.linalg.norm(b))
+        return abs(float(a @ b)) / sizes if a.shape == b.shape and sizes else 0.0
+
+    return max(candidates, key=alike)
+
+
+def _turn(rank: int, ours: Sequence[Seen], name: str) -> int:
+    """Which of the different values of a tensor a rank has, in the order of ranks."""
+    values = [seen.weights[name].values for seen in ours if name in seen.weights]
+    distinct: list[np.ndarray] = []
+    for x in values:
+        if not any(x is other for other in distinct):
+            distinct.append(x)
+    mine = ours[rank].weights[name].values
+    return next(turn for turn, x in enumerate(distinct) if x is mine)
+
+
+def _is_constant(x: np.ndarray) -> bool:
+    return x.size == 0 or bool((x == x.flat[0]).all())
+
+
+def _learn(renamed: dict[str, str], name: str, other: str) -> None:
+    """Note how a name differs from the reference's: as by the number of a stage's first layer."""
+    mine, theirs = name.split("."), other.split(".")
+    while mine and theirs and mine[-1] == theirs[-1]:
+        mine, theirs = mine[:-1], theirs[:-1]
+        renamed.setdefault(".".join(mine), ".".join(theirs)) if mine else None
+
+
+def _rename(renamed: Mapping[str, str], name: str) -> str:
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        before = ".".join(parts[:count])
+        if before in renamed:
+            return ".".join([*filter(None, [renamed[before]]), *parts[count:]])
+    return name

@@ -1,0 +1,187 @@
+"""What was seen of a training script while it ran: step by step, on each rank, as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+MOST_OF_A_PART = 512
+"""How many elements are kept of each microbatch's gradient of a parameter."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a tensor.
+
+    shape   of the whole tensor, where the script says it, as a DTensor does; otherwise None
+    start   the place of the first element in the whole, likewise
+    dtype   in which the script keeps it
+    """
+
+    values: np.ndarray
+    dtype: str = "float32"
+    shape: tuple[int, ...] | None = None
+    start: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective.
+
+    moment  "between" (before the backward pass), "forward", "backward", "reduction" (after it), "step" (in the
+            optimizer), "after"
+    size    of this rank's input, in elements; value: of one that is a single number
+    on      "parameter", "gradient" or "buffer" if it was given one, otherwise ""; names: its name
+    """
+
+    op: str
+    reduction: str
+    ranks: tuple[int, ...]
+    where: str
+    moment: str
+    size: int
+    on: str = ""
+    names: tuple[str, ...] = ()
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A dropout mask: the line, what the elements of the input add up to, and the mask's checksum."""
+
+    where: str
+    given: float
+    mask: int
+
+
+@dataclass
+class Step:
+    """One step of the optimizer on one rank, with everything since the step before.
+
+    samples     the data that the model is called with: for each microbatch, name -> array
+    targets     what losses compare with, how many of them count, and the line
+    losses      where a backward pass begins: value and line
+    made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
+    parts       for each microbatch, name -> some elements of its gradient before anything is reduced
+    gradients   as the optimizer gets them; if they are clipped, before that
+    norms       that gradients are clipped by: value and line
+    settings    name -> the optimizer's settings for it
+    parameters  after the step, and so are `states` (name, key -> array) and `buffers`
+    sent, masks, prints (text and line)
+    lines       of "forward", "backward", "step"; "zero_grad" between microbatches; "clip"; "early clip", before
+                gradients are reduced; "scale", where the script scales them itself, and "scale in", inside of that;
+                "call", where the script calls what computes the loss; "loader", where that of its samples is
+                made; "drawn", where random numbers were, last; "set lr" and so on, where the optimizer got this
+                setting; "loaded", its states; "norm", where the script makes one number of gradients itself;
+                "label", where what the loss compares with was last shifted, cut or padded;
+                "buffer NAME", where the script changed it
+    scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
+    evaluated   losses that were computed without gradients
+    """
+
+    samples: list[dict[str, np.ndarray]] = field(default_factory=list)
+    targets: list[tuple[np.ndarray, int, str]] = field(default_factory=list)
+    losses: list[tuple[float, str]] = field(default_factory=list)
+    made: list[tuple[str, float | None]] = field(default_factory=list)
+    parts: list[dict[str, np.ndarray]] = field(default_factory=list)
+    gradients: dict[str, Piece] = field(default_factory=dict)
+    norms: list[tuple[float, str]] = field(default_factory=list)
+    settings: dict[str, dict[str, float]] = field(default_factory=dict)
+    parameters: dict[str, Piece] = field(default_factory=dict)
+    states: dict[tuple[str, str], Piece] = field(default_factory=dict)
+    buffers: dict[str, Piece] = field(default_factory=dict)
+    sent: list[Sent] = field(default_factory=list)
+    masks: list[Drawn] = field(default_factory=list)
+    prints: list[tuple[str, str]] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
+    scaled: list[tuple[str, float]] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+
+    @property
+    def has_stepped(self) -> bool:
+        return "step" in self.lines
+
+
+@dataclass
+class Seen:
+    """What was seen of one rank.
+
+    weights     at the start, and so are `buffers`
+    order       the parameters in the order in which their gradients arrive
+    shared      the first name of a parameter that has several, by its other names
+    seeds       that were set: value and line
+    samplers    each shuffle of a sampler that gives ranks parts of one order: by which number, and the sampler's line
+    made        where layers of these kinds are made
+    lines       of "wrapped", where the model was made DistributedDataParallel; "no sync", where a script keeps it or
+                FSDP from adding up gradients; "no broadcast", where it makes it leave buffers alone; "weights", where
+                the model was loaded
+    places      the file and the number of each line that was named
+    groups      how many ranks there are in each group of them
+    options     of the command line, as the script has parsed them
+    kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
+                dtypes that it rounds to on its way; "torch.compile", where the script calls it;
+                "FullyShardedDataParallel"
+    random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
+                where Python or NumPy draws them
+    """
+
+    weights: dict[str, Piece] = field(default_factory=dict)
+    buffers: dict[str, Piece] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    seeds: list[tuple[int, str]] = field(default_factory=list)
+    samplers: list[tuple[int, str]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    groups: set[int] = field(default_factory=set)
+    kinds: set[str] = field(default_factory=set)
+    random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(step.has_stepped for step in self.steps)
+
+
+class Arrays:
+    """Arrays of the same content are kept once: those of ranks that hold copies."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[np.ndarray]] = {}
+
+    def once(self, x: np.ndarray) -> np.ndarray:
+        """This array, or one that was given before and is equal to it to the last bit."""
+        x = np.ascontiguousarray(x)
+        like = self._known.setdefault((x.shape, x.dtype.str, checksum(x)), [])
+        for known in like:
+            if np.array_equal(known, x, equal_nan=x.dtype.kind in "fc"):
+                return known
+        like.append(x)
+        return x
+
+
+def checksum(x: np.ndarray) -> int:
+    return crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data) if x.size else 0
+
+
+def some_of(size: int, most: int = MOST_OF_A_PART) -> np.ndarray:
+    """The places of a few elements of a flat array, spread over all of it."""
+    return np.unique(np.linspace(0, max(size - 1, 0), min(size, most)).astype(np.int64)) if size else np.zeros(0, int)
+
+
+def lines_of(seen: Sequence[Seen], step: int, key: str) -> Iterator[str]:
+    """The lines at which ranks do this in a step."""
+    yield from dict.fromkeys(rank.steps[step].lines[key] for rank in seen if key in rank.steps[step].lines)
+
+
+def settings_that_differ(got: Mapping[str, float], want: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
+    """The settings of an optimizer that are not the same."""
+    for key, value in want.items():
+        if key in got and not np.isclose(got[key], value, rtol=1e-6, atol=0):
+            yield key, got[key], value

@@ -1,0 +1,127 @@
+"""The reference's run: whole tensors, and how far rounding may take others from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from tplab.checking.places import whole_of
+from tplab.checking.recording import Piece, Seen, Step
+from tplab.checking.verdict import EPSILON
+
+FLOOR = {"float64": 2.0**-36, "float32": 2.0**-15, "bfloat16": 2.0**-5, "float16": 2.0**-8}
+"""Relative to the largest element of a tensor: differences up to this count as rounding in any case. It is 2^8
+roundings of float32 and 2^2 of bfloat16: networks add up rounding errors from layer to layer."""
+
+TIMES = 8
+"""How many times the difference counts as rounding that another order of summation makes in the reference itself."""
+
+
+class Reference:
+    """What the reference computed in each step, as whole tensors by name.
+
+    seen    of its ranks
+    again   of another run of it, which added up in another order; None without one
+    kinds   of the ranks: among them the dtypes that autocast computes in, or gradients are sent in
+    """
+
+    def __init__(self, seen: Sequence[Seen], again: Sequence[Seen] | None = None, kinds: Collection[str] = ()):
+        self.seen, self.again = seen, again
+        self.weights = _whole([one.weights for one in seen])
+        self.order = list(dict.fromkeys([*seen[0].order, *reversed(self.weights)]))
+        kinds = {kind for one in seen for kind in one.kinds} | set(kinds)
+        dtypes = kinds & set(EPSILON) | {
+            piece.dtype for one in seen for piece in one.weights.values() if piece.dtype in EPSILON
+        }
+        self.dtype = max(dtypes, key=list(EPSILON).index, default="float32")
+        self.floor = FLOOR.get(self.dtype, FLOOR["float32"])
+        self.most_seen = 0.0
+        self._wholes: dict[tuple[str, int], dict] = {}
+        self._largest: dict[int, float] = {}
+        self._doubt: dict[str, np.ndarray] = {}
+
+    def steps(self, number: int) -> list[Step]:
+        return [one.steps[number] for one in self.seen]
+
+    def gradients(self, number: int) -> dict[str, np.ndarray]:
+        return self._whole_of("gradients", number)
+
+    def parameters(self, number: int) -> dict[str, np.ndarray]:
+        """After a step; before the first one for -1."""
+        return self.weights if number < 0 else self._whole_of("parameters", number)
+
+    def states(self, number: int) -> dict[tuple[str, str], np.ndarray]:
+        return self._whole_of("states", number)
+
+    def _whole_of(self, kind: str, number: int) -> dict:
+        if (kind, number) not in self._wholes:
+            self._wholes[kind, number] = _whole([getattr(step, kind) for step in self.steps(number)])
+        return self._wholes[kind, number]
+
+    def loss(self, number: int) -> float:
+        losses = [sum(value for value, _ in step.losses) for step in self.steps(number) if step.losses]
+        return sum(losses) / len(losses) if losses else 0.0
+
+    @property
+    def of_numbers(self) -> float:
+        """How far single numbers may be off, such as norms and losses, relative to their size."""
+        return max(8 * self.floor, TIMES * self.most_seen)
+
+    def slack_of_loss(self, number: int) -> float:
+        """How far a loss may be off."""
+        want = self.loss(number)
+        again = [sum(value for value, _ in step.losses) for step in self._steps_again(number) if step.losses]
+        moved = abs(sum(again) / len(again) - want) if again else 0.0
+        return max(4 * self.floor * abs(want), TIMES * moved, self.most_seen * abs(want))
+
+    def slack_of_gradient(self, name: str, number: int) -> float:
+        """How far any element of a gradient may be off."""
+        whole = self.gradients(number)
+        if number not in self._largest:
+            self._largest[number] = max((float(np.abs(x).max(initial=0)) for x in whole.values()), default=0.0)
+        size = float(np.abs(whole[name]).max(initial=0))
+        moved = self._moved(whole, [step.gradients for step in self._steps_again(number)], name)
+        self.most_seen = max(self.most_seen, moved / (size or 1))
+        return max(self.floor * size, TIMES * moved, 2 * EPSILON.get(self.dtype, 1e-7) * self._largest[number])
+
+    def slack_of_parameter(self, name: str, number: int) -> np.ndarray:
+        """How far each element may be off after a step.
+
+        Adam divides a gradient by its own size. So rounding is a large part of the step of an element whose gradient is
+        small, and all of it if the gradient is nothing but rounding error.
+        """
+        key, after = f"{number} {name}", self.parameters(number)[name]
+        if key in self._doubt:
+            return self._doubt[key]
+        before = self.parameters(number - 1)[name]
+        step = float(np.abs(after.astype(np.float64) - before).max(initial=0))
+        gradient = self.gradients(number).get(name)
+        share = np.zeros(after.shape)
+        if gradient is not None:
+            tiny = np.maximum(np.abs(gradient.astype(np.float64)), 1e-300)
+            share = np.minimum(1.0, self.slack_of_gradient(name, number) / tiny)
+        earlier = self.slack_of_parameter(name, number - 1) if number else np.zeros(after.shape)
+        pieces = [step.parameters for step in self._steps_again(number)]
+        moved = self._moved(self.parameters(number), pieces, name)
+        size = float(np.abs(after).max(initial=0))
+        base = max(2 * EPSILON.get(self.dtype, 1e-7) * size, self.floor * step, TIMES * moved)
+        found = self._doubt[key] = earlier + 2 * step * share + base
+        return found
+
+    def _steps_again(self, number: int) -> list[Step]:
+        return [one.steps[number] for one in self.again or () if number < len(one.steps)]
+
+    def _moved(self, whole: Mapping[str, np.ndarray], again: Sequence[Mapping[str, Piece]], name: str) -> float:
+        """How far another order of summation moves a tensor of the reference."""
+        other = whole_of([pieces.get(name) for pieces in again]) if again else None
+        if other is None or other.shape != whole[name].shape:
+            return 0.0
+        return float(np.abs(other.astype(np.float64) - whole[name]).max(initial=0))
+
+
+def _whole(pieces: Sequence[Mapping]) -> dict:
+    """By name: one tensor of the pieces of all ranks."""
+    names = dict.fromkeys(name for rank in pieces for name in rank)
+    found = {name: whole_of([rank.get(name) for rank in pieces]) for name in names}
+    return {name: x for name, x in found.items() if x is not None}

@@ -1,0 +1,255 @@
+"""The report of `same_model`: whether a training script trains the same model on many ranks as the reference does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from textwrap import fill
+from typing import Literal
+
+from tplab.units import ranks_text
+
+What = Literal[
+    "weights",
+    "samples",
+    "dropout",
+    "loss",
+    "gradient",
+    "norm",
+    "optimizer",
+    "parameters",
+    "buffers",
+    "log",
+    "evaluation",
+]
+"""What is compared, in the order of a training step."""
+
+Verdict = Literal["same", "different", "not compared"]
+
+EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "not compared": 2}
+
+MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault: something is wrong that no earlier fault explains.
+
+    what, name      the gradient of "blocks.0.mlp.weight", by the reference's name. Some quantities have no name
+    step            of the optimizer, from 0
+    factor          what was found, divided by what should be there, if that is one number
+    text_of_factor  "4 times the reference (4 is the number of ranks)", "of the last microbatch only"
+    where           the line at fault, as "train.py:31": a collective's, or the line that a missing one should precede
+    cause           what usually makes it so
+    thread          the address of a public thread in which somebody met the same; "" if there is none
+    got, want       both values
+    ranks           where it is wrong; () if on all ranks
+    others          names of other tensors that have the same fault
+    lines           all lines that have to do with it; `where` is one of them
+    """
+
+    what: What
+    name: str
+    step: int
+    text_of_factor: str
+    factor: float | None = None
+    where: str = ""
+    cause: str = ""
+    thread: str = ""
+    got: str = ""
+    want: str = ""
+    ranks: tuple[int, ...] = ()
+    others: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The quantity in words: the gradient of blocks.0.mlp.weight and of 5 others."""
+        many = f" and of {len(self.others)} other{'s' * (len(self.others) > 1)}" if self.others else ""
+        on = f" on {ranks_text(self.ranks)}" if self.ranks else ""
+        return TITLES[self.what] + (f" of {self.name}" if self.name else "") + many + on
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}: {self.title}: {self.text_of_factor}"]
+        lines += [f"at {self.where}"] * bool(self.where)
+        lines += [f"also see {', '.join(others)}"] if (others := [at for at in self.lines if at != self.where]) else []
+        lines += [f"found {self.got}; expected {self.want}"] * bool(self.got)
+        lines += [self.cause] * bool(self.cause)
+        lines += [f"others have met this: {self.thread}"] * bool(self.thread)
+        return "\n".join(lines[:1] + [_indented(line) for line in lines[1:]])
+
+
+TITLES: dict[What, str] = {
+    "weights": "the weights at the start",
+    "samples": "the samples",
+    "dropout": "the dropout mask",
+    "loss": "the loss",
+    "gradient": "the gradient",
+    "norm": "the norm of the gradients",
+    "optimizer": "the optimizer's setting",
+    "parameters": "the parameters after the step",
+    "buffers": "the buffer",
+    "log": "the logged value",
+    "evaluation": "the evaluation",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was compared of one quantity in one step.
+
+    ok      None if it was not judged, because it follows from an earlier fault or was not seen; `words` say which
+    factor  what was found, divided by what should be there, where that is one number
+    """
+
+    what: What
+    step: int
+    ok: bool | None
+    words: str
+    name: str = ""
+    factor: float | None = None
+
+    @property
+    def mark(self) -> str:
+        if self.ok is None:
+            return "-"
+        return "ok" if self.ok else "WRONG" if self.factor is None else f"x {self.factor:.4g}"
+
+
+class SameModel:
+    """Whether a script trains the same model as its reference, and if not, what is first wrong.
+
+    verdict    "same", "different" or "not compared"
+    reason     why it was not compared; "" otherwise
+    rows       what was compared, in the order of a training step
+    findings   the faults, in the same order; what follows from one of them is not among them
+    first      the first of them, or None
+    notes      sentences about the comparison: which differences count as rounding, and what was changed for it
+    exit_code  0, 1 or 2, in the order of the verdicts
+    about      what was compared with what: "train.py on 4 ranks with train.py on 1 rank"
+    words      the verdicts "same" and "different" in words
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row] = (),
+        findings: Iterable[Finding] = (),
+        *,
+        notes: Iterable[str] = (),
+        reason: str = "",
+        about: str = "",
+        words: tuple[str, str] = ("the same model", "NOT the same model"),
+    ):
+        self.rows, self.findings, self.notes = tuple(rows), tuple(findings), tuple(notes)
+        self.reason, self.about, self.words = reason, about, words
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.findings:
+            return "different"
+        return "not compared" if self.reason or not any(row.ok is not None for row in self.rows) else "same"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def first(self) -> Finding | None:
+        return self.findings[0] if self.findings else None
+
+    @property
+    def title(self) -> str:
+        """The verdict in one sentence."""
+        about = f"{self.about}: " if self.about else ""
+        if self.verdict == "not compared":
+            return f"{about}not compared, because {self.reason or 'nothing was seen'}"
+        if self.first is None:
+            return about + self.words[0]
+        return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}"
+
+    def __str__(self) -> str:
+        parts = [fill(self.title, 110, break_long_words=False)]
+        if self.findings:
+            parts.append("\n\n".join(map(str, self.findings)))
+        if self.reason and self.findings:
+            parts.append(_indented(f"nothing further was compared, because {self.reason}"))
+        if self.rows:
+            parts.append("\n".join(self._table()))
+        if self.notes:
+            parts.append("\n".join(_indented(note) for note in self.notes))
+        return "\n\n".join(parts)
+
+    def _table(self) -> Iterator[str]:
+        marks = max(len(row.mark) for row in self.rows)
+        whats = max(len(row.what) for row in self.rows)
+        for step, rows in _by_step(self.rows):
+            yield f"step {step}"
+            for row in rows:
+                words = f"{row.name}: {row.words}" if row.name else row.words
+                yield f"  {row.mark:<{marks}}  {row.what:<{whats}}  {words}"
+
+    def __repr__(self) -> str:
+        return f"SameModel: {self.title}"
+
+    def _repr_html_(self) -> str:
+        """The verdict; each fault, opened, with its values and lines; a table of what was compared."""
+        colour = {"same": "#238636", "different": "#d73a49", "not compared": "#9e6a03"}[self.verdict]
+        parts = [f"<p><b style='color: {colour}'>{escape(self.title)}</b></p>", *map(_html_of, self.findings)]
+        if self.rows:
+            lines = "".join(_html_row(row) for row in self.rows)
+            head = "<tr><th>step</th><th></th><th>quantity</th><th>what was found</th></tr>"
+            parts.append(f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>")
+        return "".join([*parts, *(f"<p><small>{escape(note)}</small></p>" for note in self.notes)])
+
+
+def not_compared(reason: str, *, about: str = "", notes: Iterable[str] = ()) -> SameModel:
+    """The report of a comparison that was not possible."""
+    return SameModel(reason=reason, about=about, notes=notes)
+
+
+def named(names: Sequence[str]) -> str:
+    """The first few of many names: a, b, c and 4 others."""
+    names = list(names)
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    rest = len(names) - MOST_NAMES
+    return f"{', '.join(names[:MOST_NAMES])} and {rest} other{'s' * (rest > 1)}"
+
+
+def _html_of(finding: Finding) -> str:
+    """A fault, opened."""
+    pairs = [
+        ("line", finding.where),
+        ("also see", ", ".join(line for line in finding.lines if line != finding.where)),
+        ("found", finding.got),
+        ("expected", finding.want),
+        ("also wrong in", named(finding.others)),
+        ("usual cause", finding.cause),
+    ]
+    cells = "".join(
+        f"<tr><th>{name}</th><td style='text-align: left'>{escape(text)}</td></tr>" for name, text in pairs if text
+    )
+    link = f"<a href='{escape(finding.thread)}'>{escape(finding.thread)}</a>" if finding.thread else ""
+    met = f"<tr><th>others have met this</th><td style='text-align: left'>{link}</td></tr>" * bool(link)
+    title = escape(f"step {finding.step}: {finding.title}: {finding.text_of_factor}")
+    return f"<details open><summary>{title}</summary><table>{cells}{met}</table></details>"
+
+
+def _html_row(row: Row) -> str:
+    mark = {None: "–", True: "✓", False: "✗" if row.factor is None else f"× {row.factor:.4g}"}[row.ok]
+    colour = {None: "inherit", True: "#238636", False: "#d73a49"}[row.ok]
+    words = f"{row.name}: {row.words}" if row.name else row.words
+    return (
+        f"<tr><td>{row.step}</td><td style='color: {colour}'>{mark}</td><td>{row.what}</td>"
+        f"<td style='text-align: left'>{escape(words)}</td></tr>"
+    )
+
+
+def _by_step(rows: Sequence[Row]) -> Iterator[tuple[int, list[Row]]]:
+    for step in dict.fromkeys(row.step for row in rows):
+        yield step, [row for row in rows if row.step == step]
+
+
+def _indented(text: str) -> str:
+    return fill(text, 110, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,63 @@
+"""Which of a script's collectives a fault may come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tplab.checking.facts import Facts
+from tplab.checking.recording import Sent
+
+_REDUCES = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast", "all_to_all")
+
+
+def lines_of_reduction(facts: Facts, names: Sequence[str]) -> list[str]:
+    """The lines of the collectives that these gradients went through, the likeliest first: those that were given them;
+    otherwise the one between the backward pass and the step that was given the most."""
+    given = [sent.where for sent in _given(facts, names)]
+    if given:
+        return list(dict.fromkeys(reversed(given)))
+    later = [sent for sent in facts.sent("reduction") if sent.size > 1 and not sent.on]
+    return [max(later, key=lambda sent: sent.size).where] if later else []
+
+
+def line_of_buckets(facts: Facts) -> str:
+    """The line of the largest collective that adds up over ranks what may be gradients."""
+    sums = [sent for sent in facts.sent("backward", "reduction")
+            if sent.op in ("all_reduce", "reduce_scatter", "reduce") and sent.size > 1]  # fmt: skip
+    return max(sums, key=lambda sent: sent.size).where if sums else ""
+
+
+def reductions(facts: Facts, names: Sequence[str]) -> set[str]:
+    """How the collectives that were given these gradients combine those of ranks: "sum", "mean"."""
+    return {sent.reduction for sent in _given(facts, names)}
+
+
+def _given(facts: Facts, names: Sequence[str]) -> list[Sent]:
+    mine = {name for (_, name), place in facts.places.items() if place.name in names}
+    sent = facts.sent("reduction", "backward")
+    return [one for one in sent if one.on == "gradient" and mine & set(one.names) and one.op in _REDUCES]
+
+
+def mixing(facts: Facts, names: Sequence[str]) -> str:
+    """The line of a collective that adds up gradients of ranks that hold different parts of the parameter; or ""."""
+    for sent in facts.sent("reduction", "backward"):
+        for name in sent.names if sent.on == "gradient" and sent.op == "all_reduce" else ():
+            place = next((facts.places[rank, name] for rank in sent.ranks if (rank, name) in facts.places), None)
+            if place is not None and place.name in names and facts.holds_differ(place.name, sent.ranks):
+                return sent.where
+    return ""
+
+
+def line_of_loss(facts: Facts) -> str:
+    """The line of a collective over losses whose result is where the backward pass begins."""
+    losses = [step.losses[0][0] if step.losses else None for step in facts.mine]
+    by_line: dict[str, list[float]] = {}
+    for sent in facts.sent("between", "forward"):
+        if sent.value is not None and sent.op == "all_reduce":
+            by_line.setdefault(sent.where, []).append(sent.value)
+    for line, values in by_line.items():
+        if losses[0] is not None and len(values) == len(losses):
+            total = sum(values)
+            if any(abs(losses[0] - wanted) <= 1e-4 * abs(wanted) for wanted in (total, total / len(values))):
+                return line
+    return ""

@@ -1,0 +1,166 @@
+"""How much each rank's and each microbatch's part counts in a gradient, compared with how much it should.
+
+A gradient that is right is a sum of the parts that ranks and microbatches have computed, each with a weight: 1/4 for
+each of four ranks whose losses are means over equally many samples. A mistake in adding them up gives other weights.
+Both sets of weights are found by least squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tplab.units import plain, ranks_text
+
+_SAME = 2e-3
+"""Weights that are this close, relative to the largest, are the same."""
+
+Part = tuple[int, int]
+"""A rank and a microbatch."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a gradient is made of.
+
+    kind     "scaled", "missing" (parts of some ranks), "own" (parts of the rank itself only), "microbatches" (some are
+             missing), "again" (some count several times), "means" (parts of different sizes count the same), "weights"
+    factor   of the parts that are there
+    ranks    whose parts are missing
+    words    the same as a phrase
+    """
+
+    kind: str
+    words: str
+    factor: float | None = None
+    ranks: tuple[int, ...] = ()
+
+
+def find_shares(
+    parts: dict[Part, np.ndarray], got: np.ndarray, want: np.ndarray, rank: int, tolerance: float
+) -> Shares | None:
+    """What is wrong with `got`, the gradient on `rank`, which should be `want`; None if parts do not explain it.
+
+    parts      what each rank and microbatch has computed: flat arrays, as are `got` and `want`
+    tolerance  how far a sum of parts may be off, relative to the largest element of `want`
+    """
+    columns, groups = _distinct(parts, tolerance)
+    if len(columns) < 2 or len(want) <= len(columns):
+        return None
+    matrix = np.stack(columns, axis=1)
+    slack = 20 * tolerance
+    if np.linalg.svd(matrix, compute_uv=False)[-1] < slack * np.abs(matrix).max():
+        return None  # the parts are too much alike to tell them apart
+    should, is_right = _solve(matrix, want, slack)
+    has, is_made = _solve(matrix, got, slack)
+    if not is_made:
+        return None
+    if not is_right:
+        should = np.zeros_like(has)
+    return _named(has, should, groups, rank)
+
+
+def _distinct(parts: dict[Part, np.ndarray], tolerance: float) -> tuple[list[np.ndarray], list[list[Part]]]:
+    """The parts that are different from one another, and which are equal to each: those of ranks that hold copies."""
+    columns: list[np.ndarray] = []
+    groups: list[list[Part]] = []
+    for part, x in sorted(parts.items()):
+        size = float(np.abs(x).max(initial=0))
+        for column, group in zip(columns, groups):
+            if np.abs(column - x).max(initial=0) <= 4 * tolerance * size and all(
+                part[0] != other for other, _ in group
+            ):
+                group.append(part)
+                break
+        else:
+            columns.append(x)
+            groups.append([part])
+    return columns, groups
+
+
+def _solve(matrix: np.ndarray, x: np.ndarray, slack: float) -> tuple[np.ndarray, bool]:
+    weights, *_ = np.linalg.lstsq(matrix, x, rcond=None)
+    size = max(float(np.abs(x).max(initial=0)), float(np.abs(matrix * weights).max(initial=0)))
+    return weights, bool(np.abs(matrix @ weights - x).max(initial=0) <= slack * size)
+
+
+def _named(has: np.ndarray, should: np.ndarray, groups: Sequence[Sequence[Part]], rank: int) -> Shares | None:
+    """What weights say that are not as they should be.
+
+    groups   for each weight, the ranks and microbatches whose part it is
+    """
+    is_there = np.abs(has) > _SAME * max(np.abs(has).max(), np.abs(should).max())
+    if not is_there.any():
+        return Shares("missing", "without the parts of all ranks", 0.0)
+    ranks = [{of for of, _ in group} for group in groups]
+    batches = [{batch for _, batch in group} for group in groups]
+    gone, stay = _split(batches, is_there)
+    if gone and not gone & stay:
+        last = stay == {max(gone | stay)}
+        words = "of the last microbatch only" if last else f"without microbatches {_listed(gone)}"
+        return Shares("microbatches", words)
+    if np.abs(should).min() < _SAME:
+        return None
+    ratio = has / should
+    if is_there.all():
+        return _all_there(has, should, ratio, batches)
+    left, held = _split(ranks, is_there)
+    factor = float(ratio[is_there].mean()) if np.ptp(ratio[is_there]) <= _SAME * np.abs(ratio).max() else None
+    if not left & held and not (held == {rank} or (rank in held and 2 * len(held) <= len(held | left))):
+        words = f"without the part of {ranks_text(sorted(left))}{_times(factor)}"
+        return Shares("missing", words, factor, tuple(sorted(left)))
+    if not left & held:
+        words = f"of the part of {ranks_text(sorted(held))} alone"
+        return Shares("own", words, None, tuple(sorted(left)))
+    if all(there for of, there in zip(ranks, is_there) if rank in of):
+        return Shares("own", f"of the rank's own part alone for microbatches {_listed(gone)}")
+    return _weights(has, should)
+
+
+def _all_there(has: np.ndarray, should: np.ndarray, ratio: np.ndarray, batches: Sequence[set[int]]) -> Shares:
+    if np.ptp(ratio) <= _SAME * np.abs(ratio).max():
+        return Shares("scaled", "", float(ratio.mean()))
+    by_batch = {min(batch): r for batch, r in zip(batches, ratio)}
+    if all(abs(by_batch[min(batch)] - r) <= _SAME * abs(r) for batch, r in zip(batches, ratio)):
+        times = [by_batch[batch] / by_batch[max(by_batch)] for batch in sorted(by_batch)]
+        if len(times) > 1 and all(abs(t - round(t)) < 1e-2 for t in times) and times == sorted(times, reverse=True):
+            words = f"microbatches count {', '.join(map(plain, times))} times as much as the last one"
+            return Shares("again", words, float(ratio.max()))
+    spread = np.ptp(should) / np.abs(should).max()
+    if np.ptp(has) <= 0.2 * spread * np.abs(has).max() or _constant_in_ranks(has, should):
+        listed = ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should))
+        return Shares("means", f"parts count {listed}")
+    return _weights(has, should)
+
+
+def _constant_in_ranks(has: np.ndarray, should: np.ndarray) -> bool:
+    """Whether fewer different weights are used than there should be: means over parts of unequal sizes."""
+    return len(_unlike(has)) < len(_unlike(should))
+
+
+def _unlike(weights: np.ndarray) -> list[float]:
+    found: list[float] = []
+    for weight in weights:
+        if all(abs(weight - other) > _SAME * np.abs(weights).max() for other in found):
+            found.append(float(weight))
+    return found
+
+
+def _weights(has: np.ndarray, should: np.ndarray) -> Shares:
+    return Shares("weights", "parts count " + ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should)))
+
+
+def _split(sets: Sequence[set[int]], is_there: np.ndarray) -> tuple[set[int], set[int]]:
+    """What belongs to the parts that are missing, and what to those that are there."""
+    gone = set().union(*(of for of, there in zip(sets, is_there) if not there))
+    return gone, set().union(*(of for of, there in zip(sets, is_there) if there))
+
+
+def _times(factor: float | None) -> str:
+    return "" if factor is None or abs(factor - 1) < _SAME else f", {plain(factor)} times"
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

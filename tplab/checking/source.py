@@ -1,0 +1,148 @@
+"""The text of a script around a line: the condition or the loop that the line depends on, and where what it uses is
+set."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from tplab.lines import line_text
+
+_Own = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Source:
+    """Answers are lines, named as `places` names them; "" where there is none, or the file cannot be read.
+
+    places   the file and the number of each line that has a name
+    """
+
+    def __init__(self, places: Mapping[str, tuple[str, int]]):
+        self._places = dict(places)
+        self._files: dict[str, _File] = {}
+
+    def condition(self, line: str) -> str:
+        """The `if` that decides whether the line runs: the nearest one in its function."""
+        return next((self._text(line, node) for node in self._above(line) if isinstance(node, ast.If)), "")
+
+    def repetition(self, line: str) -> str:
+        """The loop that does nothing but run this line again."""
+        above = list(self._above(line))
+        loop = above[1] if len(above) > 1 else None
+        return self._text(line, loop) if isinstance(loop, ast.For | ast.While) and len(loop.body) == 1 else ""
+
+    def decision(self, line: str) -> str:
+        """Where it is decided what the line does in this turn of its loop: where what its condition tests, or what it
+        passes on, is set; otherwise its condition."""
+        above = list(self._above(line))
+        loop, tests = self._loop(above), [node for node in above if isinstance(node, ast.If)]
+        inside = [x for head in _heads(above[0]) for x in ast.walk(head)] if above else []
+        chosen = [node.test for node in inside if isinstance(node, ast.IfExp)]
+        given = [arg for node in inside if isinstance(node, ast.Call) for arg in node.args]
+        set_to = [node.value for node in above[:1] if isinstance(node, ast.Assign)]
+        tests = [node for node in tests if loop is None or _is_in(node, loop)]
+        for expression in (*chosen, *given, *set_to, *(node.test for node in tests)):
+            if found := self._set_in(line, loop, expression):
+                return found
+        return self._text(line, tests[0]) if tests else ""
+
+    def argument(self, line: str, name: str) -> str:
+        """Where the argument of this name, which a call at the line is given, is set in the same turn of its loop."""
+        above = list(self._above(line))
+        calls = [node for node in ast.walk(above[0]) if isinstance(node, ast.Call)] if above else []
+        given = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == name]
+        return next((found for x in given if (found := self._set_in(line, self._loop(above), x))), "")
+
+    def way_past(self, line: str) -> str:
+        """Where a turn of the loop around the line goes on to the next one without it, or else its condition."""
+        above = list(self._above(line))
+        loop = self._loop(above)
+        for node in loop.body if loop is not None else ():
+            if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Continue) and _is_before(node, above[0]):
+                return self._text(line, node.body[-1])
+        tests = [node for node in above if isinstance(node, ast.If) and loop is not None and _is_in(node, loop)]
+        return self._text(line, tests[0]) if tests else ""
+
+    # --- how ---------------------------------------------------------------------------------------------------------
+
+    def _text(self, line: str, node: Any) -> str:
+        return line_text(self._places[line][0], node.lineno)
+
+    def _file(self, filename: str) -> _File:
+        if filename not in self._files:
+            self._files[filename] = _File(filename)
+        return self._files[filename]
+
+    def _above(self, line: str) -> Iterator[ast.stmt]:
+        """The statement of a line and those around it in the same function, the innermost first."""
+        if line not in self._places:
+            return
+        filename, number = self._places[line]
+        for node in reversed(self._file(filename).around(number)):
+            if isinstance(node, _Own):
+                return
+            yield node
+
+    def _loop(self, above: list[ast.stmt]) -> Any:
+        """The loop whose turn the line is a part of."""
+        return next((node for node in above[1:] if isinstance(node, ast.For | ast.While)), None)
+
+    def _set_in(self, line: str, loop: Any, expression: ast.AST) -> str:
+        """The last line before this one that sets a name of an expression, in a turn of the loop."""
+        names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+        found = [
+            node
+            for node in (ast.walk(loop) if loop is not None else ())
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+            and node.lineno < self._places[line][1]
+            and names & {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        ]
+        return self._text(line, max(found, key=lambda node: node.lineno)) if found else ""
+
+
+def returned(filename: str, line: int) -> str:
+    """The last `return` of the function that begins at a line of a file; "" if it has none."""
+    for node in _File(filename).functions:
+        if line in (node.lineno, *(one.lineno for one in node.decorator_list)):
+            returns = [x for x in ast.walk(node) if isinstance(x, ast.Return)]
+            return line_text(filename, returns[-1].lineno) if returns else ""
+    return ""
+
+
+class _File:
+    """A file, read once."""
+
+    def __init__(self, filename: str):
+        try:
+            self.tree: ast.AST = ast.parse("".join(linecache.getlines(filename)))
+        except SyntaxError:  # a cell with magics
+            self.tree = ast.Module([], [])
+
+    @cached_property
+    def functions(self) -> list[ast.FunctionDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)]
+
+    def around(self, number: int) -> list[ast.stmt]:
+        """The statements that the line is in, the outermost first."""
+        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.stmt) and _has(node, number)]
+        return sorted(found, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
+
+
+def _heads(node: ast.AST) -> list[ast.AST]:
+    """What a statement computes itself, without the statements inside it."""
+    return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+
+
+def _is_in(node: ast.AST, other: ast.AST) -> bool:
+    return any(node is x for x in ast.walk(other))
+
+
+def _is_before(node: ast.stmt, other: ast.stmt) -> bool:
+    return node.lineno < other.lineno
+
+
+def _has(node: Any, number: int) -> bool:
+    return node.lineno <= number <= (node.end_lineno or node.lineno)

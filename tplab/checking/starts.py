@@ -1,0 +1,86 @@
+"""The weights that ranks begin with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tplab.checking.facts import Facts, Found, same
+from tplab.checking.places import Place
+from tplab.checking.samples import seeds_by_rank
+
+
+class NeedsWeights(Exception):
+    """The ranks begin with other weights than the reference, though with the same ones among themselves. `weights` are
+    these, whole, by name: the reference can be given them."""
+
+    def __init__(self, weights: dict[str, np.ndarray]):
+        super().__init__("the reference begins with other weights")
+        self.weights = weights
+
+
+def weights(facts: Facts, may_ask: bool) -> Found:
+    """Ranks that hold copies must begin with the same. Raises NeedsWeights where `may_ask`."""
+    wrong: dict[str, set[int]] = {}
+    whole: dict[str, np.ndarray] = {}
+    for name, wanted in facts.reference.weights.items():
+        groups: dict = {}
+        for rank, mine, place in facts.holders(name):
+            groups.setdefault(place.index, []).append((rank, facts.ours[rank].weights[mine].values, place))
+        for group in groups.values():
+            first = next((values for _, values, place in group if place.fits), group[0][1])
+            if unlike := [rank for rank, values, _ in group if not same(values, first)]:
+                wrong.setdefault(name, set()).update(unlike)
+        if any(not place.fits for group in groups.values() for _, _, place in group):
+            whole[name] = _joined(wanted, [group[0][1:] for group in groups.values()])
+    where, cause = _of_seeds(facts)
+    forward = facts.line("forward")
+    if wrong:
+        name, ranks = next(iter(wrong.items()))
+        held = {rank: facts.ours[rank].weights[mine].values for rank, mine, _ in facts.holders(name)}
+        bad, good = held[min(ranks)], next(values for rank, values in held.items() if rank not in ranks)
+        place = int(np.abs(bad - good).argmax())
+        values = f"{bad.flat[place]:.6g} on rank {min(ranks)}", f"{good.flat[place]:.6g}"
+        words = "not the same on ranks that hold copies"
+        others = list(wrong)[1:]
+        yield facts.fault(
+            "weights", name, words, None, where, cause, values=values, ranks=list(ranks), others=others, lines=[forward]
+        )
+    elif equal := [name for name in facts.reference.weights if _are_equal_shards(facts, name)]:
+        words = "every rank's shard is the same"
+        yield facts.fault("weights", equal[0], words, None, where, cause, others=equal[1:], lines=[forward])
+    elif whole and may_ask:
+        raise NeedsWeights(facts.reference.weights | whole)
+    else:
+        known, count = {place.name for place in facts.places.values()}, len(facts.reference.weights)
+        unknown = "" if len(known) == count else "; the others were not found on any rank"
+        yield facts.row("weights", True, f"{len(known)} of {count} parameters begin as the reference's{unknown}")
+
+
+def _are_equal_shards(facts: Facts, name: str) -> bool:
+    holders = list(facts.holders(name))
+    values = [facts.ours[rank].weights[mine].values for rank, mine, _ in holders]
+    if len(values) < 2 or values[0].size == facts.reference.weights[name].size:
+        return False
+    return np.ptp(values[0]) > 0 and all(same(x, values[0]) for x in values)
+
+
+def _of_seeds(facts: Facts) -> tuple[str, str]:
+    """The line, and the cause, of weights that differ, or are equal by mistake."""
+    if seeds := seeds_by_rank(facts.ours):
+        values, line = seeds
+        cause = (
+            f"ranks set the seeds {', '.join(map(str, values))} there, and nothing copies rank 0's weights to the "
+            "others: set one seed before the model is made, or broadcast its weights"
+        )
+        return line, cause
+    cause = "copies must be drawn from one seed, or sent by one rank; shards must be drawn from several seeds"
+    return next((line for _, line in facts.ours[0].seeds), facts.line("forward")), cause
+
+
+def _joined(like: np.ndarray, pieces: list[tuple[np.ndarray, Place]]) -> np.ndarray:
+    """A whole tensor of one piece for each place."""
+    whole = np.array(like)
+    numbers = np.arange(whole.size).reshape(whole.shape)
+    for values, place in pieces:
+        whole.flat[place.take(numbers).reshape(-1)] = values.reshape(-1)
+    return whole

@@ -1,0 +1,224 @@
+"""The operations of one step, with the values that they made and the gradients that came back: where a value, or a
+gradient, is right on one side and wrong on the other, there is the fault.
+
+The ranks and the reference run the same script, so that the n-th operation at a line of the one is the n-th at that
+line of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tplab.checking.spread import Spread, find_spread
+
+Key = tuple[str, str, int]
+
+
+@dataclass
+class Op:
+    """One operation of a forward pass.
+
+    key       its line, its name, and how often it ran there before
+    lines     of all frames of the script that it ran in, the innermost first
+    inputs    the numbers of the operations that made what it takes
+    values    its results
+    arrived   for each result its gradient, if any came
+    passed    the gradients that it passes on, and to which: the number of an operation or the name of a parameter
+    is_function   whether the program, or a library, has written its backward pass
+    sent      the lines of collectives in its forward pass; sent_back: in its backward pass
+    returned  the line at which its backward pass returns, if that is the script's
+    """
+
+    key: Key
+    lines: list[str]
+    inputs: list[int]
+    values: list[np.ndarray]
+    arrived: dict[int, np.ndarray] = field(default_factory=dict)
+    passed: list[tuple[int | str, np.ndarray]] = field(default_factory=list)
+    is_function: bool = False
+    sent: list[str] = field(default_factory=list)
+    sent_back: list[str] = field(default_factory=list)
+    returned: str = ""
+
+    @property
+    def line(self) -> str:
+        return self.key[0]
+
+
+@dataclass
+class Trail:
+    """The operations of one rank in one step, in the order in which they ran. end: the one whose result is the loss."""
+
+    ops: list[Op] = field(default_factory=list)
+    end: int = -1
+
+
+class Trails:
+    """Those of all ranks beside the reference's."""
+
+    def __init__(self, ours: Sequence[Trail], theirs: Trail):
+        self._ours, self._theirs = ours, {op.key: op for op in theirs.ops}
+        self._by_key = [{op.key: op for op in trail.ops} for trail in ours]
+        self._of_reference = theirs
+        self._of_values: dict[Key, bool] = {}
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def line_of_value(self) -> str:
+        """The line of the first operation whose result is wrong, though all that it takes is right; "" if none is
+        seen."""
+        trail = next((trail for trail in self._ours if trail.end >= 0), None)
+        if trail is None:
+            return ""
+        found, waiting, known = list[int](), [trail.end], set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number in known or self._is_right(trail.ops[number]):
+                continue
+            known.add(number)
+            wrong = [at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])]
+            waiting += wrong
+            if not wrong:
+                found.append(number)
+        return trail.ops[min(found)].line if found else ""
+
+    def _is_right(self, op: Op) -> bool:
+        if op.key not in self._of_values:
+            self._of_values[op.key] = all(self._is_right_value(op, number) for number in range(len(op.values)))
+        return self._of_values[op.key]
+
+    def _is_right_value(self, op: Op, number: int) -> bool:
+        other = self._theirs.get(op.key)
+        if other is None:
+            return False
+        if len(other.values) != len(op.values):  # as of a tensor that is cut into one piece for each rank
+            return True
+        pieces = {r: ops[op.key].values[number] for r, ops in enumerate(self._by_key) if op.key in ops
+                  and number < len(ops[op.key].values)}  # fmt: skip
+        spread = find_spread(pieces, other.values[number], len(self._ours))
+        if spread is None:
+            return False
+        of_all = other.values[number].size == 1 and spread.is_partial and spread.factor == len(self._ours)
+        return spread.is_zero or abs(spread.factor - 1) < 1e-2 or of_all
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def line_of_gradient(self, held: Mapping[int, str], name: str) -> str:
+        """The line of the operation that makes the gradient of a parameter wrong; "" if none is seen.
+
+        held   the parameter's name on each rank that has it; name: in the reference
+        """
+        rank = min(held)
+        trail, consumers = self._ours[rank], self._consumers(self._ours[rank])
+        for number, op in enumerate(trail.ops):
+            if any(to == held[rank] for to, _ in op.passed):
+                start = self._passed(op, held, name)
+                right = len(held) if start is not None and start.is_partial else 1
+                if start is not None and abs(start.factor / right - 1) < 1e-2:
+                    continue  # it is right, or the mean of all parts is: of that, samples may be the parts
+                found = self._climb(trail, consumers, number, start)
+                if found:
+                    return found
+        return ""
+
+    def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Spread | None) -> str:
+        """From an operation that passes on something wrong towards the loss, to the one that makes it so."""
+        to: int | None = None
+        known = set[int]()
+        while number not in known:
+            known.add(number)
+            op = trail.ops[number]
+            arrived = [self._arrived(op, at) for at in op.arrived]
+            if not arrived or not any(_is_like(spread, wrong) for spread in arrived):
+                return (
+                    self._line(trail, consumers, op, trail.ops[to] if to is not None else None, wrong)
+                    if arrived
+                    else ""
+                )
+            above = [(at, self._passed_to(trail.ops[at], op)) for at in consumers.get(number, ())]
+            if not above:
+                return ""
+            like = [pair for pair in above if _is_like(pair[1], wrong)]
+            mixed = [pair for pair in above if pair[1] is not None and pair[1].is_partial]
+            if not like and len(above) > 1 and mixed:
+                wrong = mixed[0][1]
+            if not (like or mixed):
+                return ""
+            to, number = number, (like or mixed)[0][0]
+        return ""
+
+    def _line(
+        self, trail: Trail, consumers: Mapping[int, list[int]], op: Op, to: Op | None, wrong: Spread | None
+    ) -> str:
+        """What to blame where an operation gets a gradient that is right and passes on one that is not.
+
+        to   the operation that gets it: one whose backward pass was written to add up what it gets, and does not, is
+             to blame
+        """
+        if to is not None and to.is_function and not to.sent_back and (wrong is None or wrong.is_partial):
+            is_gather = bool(to.sent) and bool(to.inputs) and _size(to) > _size(trail.ops[to.inputs[0]])
+            if not to.sent or is_gather:
+                return to.returned or to.line
+        if op.is_function and op.returned:
+            return op.sent_back[-1] if op.sent_back else op.returned
+        healthy = [other for other in trail.ops if other is not op and other.key[:2] == op.key[:2]
+                   and self._is_summed(trail, other)]  # fmt: skip
+        shared = {line for other in healthy for line in other.lines}
+        return next((line for line in op.lines if line not in shared), op.line) if healthy else op.line
+
+    def _is_summed(self, trail: Trail, op: Op) -> bool:
+        """Whether the parts that an operation passes on are added up at once."""
+        makers = [trail.ops[to] for to, _ in op.passed if isinstance(to, int)]
+        return any(maker.is_function and maker.sent_back for maker in makers)
+
+    def _consumers(self, trail: Trail) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, op in enumerate(trail.ops):
+            for to, _ in op.passed:
+                if isinstance(to, int) and number not in found.setdefault(to, []):
+                    found[to].append(number)
+        return found
+
+    def _arrived(self, op: Op, number: int) -> Spread | None:
+        return self._spread({r: ops[op.key].arrived.get(number) for r, ops in enumerate(self._by_key) if op.key in ops},
+                            self._theirs[op.key].arrived.get(number) if op.key in self._theirs else None)  # fmt: skip
+
+    def _passed(self, op: Op, held: Mapping[int, str], name: str) -> Spread | None:
+        """How the gradient that an operation passes on to a parameter is spread."""
+        pieces = {
+            rank: _sum(self._by_key[rank][op.key], mine) for rank, mine in held.items() if op.key in self._by_key[rank]
+        }
+        return self._spread(pieces, _sum(self._theirs[op.key], name) if op.key in self._theirs else None)
+
+    def _passed_to(self, op: Op, to: Op) -> Spread | None:
+        """Likewise, to another operation."""
+        pieces = {}
+        for rank, (ops, trail) in enumerate(zip(self._by_key, self._ours)):
+            if op.key in ops and to.key in ops:
+                pieces[rank] = _sum(ops[op.key], trail.ops.index(ops[to.key]))
+        want = None
+        if op.key in self._theirs and to.key in self._theirs:
+            want = _sum(self._theirs[op.key], self._of_reference.ops.index(self._theirs[to.key]))
+        return self._spread(pieces, want)
+
+    def _spread(self, pieces: Mapping[int, np.ndarray | None], want: np.ndarray | None) -> Spread | None:
+        there = {rank: piece for rank, piece in pieces.items() if piece is not None}
+        return find_spread(there, want, len(self._ours)) if there and want is not None else None
+
+
+def _is_like(spread: Spread | None, wrong: Spread | None) -> bool:
+    """Whether a gradient is wrong in the same way, or in a way that nobody knows."""
+    return spread is None or spread.is_zero or (wrong is not None and spread.is_like(wrong))
+
+
+def _sum(op: Op, to: int | str) -> np.ndarray | None:
+    """All that an operation passes on to one place."""
+    there = [x for at, x in op.passed if at == to]
+    return np.sum(there, axis=0) if there and len({x.shape for x in there}) == 1 else None
+
+
+def _size(op: Op) -> int:
+    return sum(x.size for x in op.values)

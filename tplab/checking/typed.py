@@ -1,0 +1,329 @@
+"""A typed program: the type of every value that its steps make, the program's text with them, and what they forbid."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from textwrap import fill
+from typing import NamedTuple
+
+from tplab.checking.steps import Forbidden, Frame, Step, typed
+from tplab.checking.types import Type, V
+from tplab.lines import line_text
+
+OnAxes = dict[str, Type]
+"""Axis -> the type of a tensor along it."""
+
+Look = Callable[[int, str], bool | None]
+"""(value, axis) -> whether the ranks of the axis hold the same; None where nobody has seen."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An operation that a type forbids: its line, the operation, the axis, why in words, and the way out."""
+
+    where: str
+    op: str
+    axis: str
+    words: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.words};\n{self.way_out}"
+
+
+class Typed(NamedTuple):
+    """A tensor with its types: its name, where it has one, its shape on one rank, and its type along each axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    types: Mapping[str, Type]
+
+    def __str__(self) -> str:
+        types = "  ".join(f"{axis}: {one}" for axis, one in self.types.items())
+        return f"{self.name + ' ' if self.name else ''}{list(self.shape)}  {types}"
+
+
+class Typing:
+    """Types the values of one rank's program, step by step. `types` has them by number, `faults` what is forbidden.
+
+    axes   those of the mesh that have more than one rank
+    casts  (line, collective, phase) -> what it makes of types: "tp: P → I"
+    look   whether values are the same on all ranks, as far as that was seen
+    """
+
+    def __init__(self, axes: Sequence[str], look: Look = lambda value, axis: None):
+        self.axes, self._look = tuple(axes), look
+        self.types: dict[int, OnAxes] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self._faults: list[tuple[Fault, tuple[int, ...]]] = []  # with the values that the operation took
+        self._takers: dict[int, list[Step]] = {}
+        self._awaited: dict[int, list[Fault]] = {}  # sums, by value: faults unless the program divides what they are
+        self._zeros: set[int] = set()
+        self._constant: set[int] = set()
+        self.casts: dict[tuple[str, str, str], list[str]] = {}
+
+    def give(self, value: int, shape: Sequence[int], types: Mapping[str, Type], is_constant: bool = False) -> None:
+        """A value that comes from outside, or that the program has written out."""
+        self.types[value], self.shapes[value] = {axis: types[axis] for axis in self.axes}, tuple(shape)
+        if is_constant:
+            self._constant.add(value)
+
+    def take(self, step: Step) -> None:
+        """Type what a step makes."""
+        result = {axis: self._along(step, axis) for axis in self.axes}
+        self.types[step.output], self.shapes[step.output] = result, step.shape
+        if step.is_zero or (step.inputs and step.how in ("linear", "reshape") and self._zeros.issuperset(step.inputs)):
+            self._zeros.add(step.output)
+        if step.how != "cast" and self._constant.issuperset(step.inputs):
+            self._constant.add(step.output)
+        if step.how == "cast" and step.stack:
+            self._note(step)
+        for number in step.inputs:
+            self._takers.setdefault(number, []).append(step)
+            if (awaited := self._awaited.get(number)) is None:
+                continue
+            if step.factor or step.op == "div":
+                awaited.clear()
+            elif step.how in ("linear", "reshape") and len(step.inputs) == 1:
+                self._awaited[step.output] = awaited
+
+    def _note(self, step: Step) -> None:
+        before, after = self.types[step.inputs[0]], self.types[step.output]
+        text = ", ".join(f"{axis}: {before[axis]} → {after[axis]}" for axis in step.axes if axis in after)
+        op = "all_gather" if step.op == "gather_from" else step.op
+        found = self.casts.setdefault((line_text(*step.stack[0]), op, step.phase), [])
+        if step.op == "gather_from" and found:
+            found.pop()  # in torch it is an all_gather first
+        if text not in found:
+            found.append(text)
+
+    def is_constant(self, value: int) -> bool:
+        """Whether it is made of nothing that comes from outside."""
+        return value in self._constant
+
+    def _along(self, step: Step, axis: str) -> Type:
+        given = [self.types[number][axis] for number in step.inputs]
+        try:
+            found = typed(step, axis, given, [number in self._zeros for number in step.inputs])
+        except Forbidden as error:
+            if step.how == "cast" and step.op != "gradient":
+                if not self._constant.issuperset(step.inputs):
+                    fault = self._made(step.stack, step.op, axis, error)
+                    self._awaited.setdefault(step.output, []).append(fault)
+            else:
+                self.fault(step.stack, step.op, axis, error, step.inputs)
+            found = typed(step, axis, [V], [False]) if step.how == "cast" and step.op != "gradient" else V
+            if step.op == "gradient":
+                found = Type("I")
+        looks_equal = self._look(step.output, axis)
+        if looks_equal is False and found.is_equal:
+            return Type("V", step.narrows)
+        return Type("R") if looks_equal and found == V else found
+
+    def gradient(self, name: str, value: int, gradient: int, stack: Sequence[Frame], is_used: bool = True) -> None:
+        """Check that a parameter that is the same on all ranks of an axis has a gradient that is so, too. `look` knows
+        the gradient by its negative number, as that of this parameter. One that no optimizer has used may be left over
+        from a sum that was made elsewhere, as in a bucket. Where a gradient is a fault, its update is none.
+        """
+        for axis in self.axes:
+            kind = self.types[gradient][axis].kind
+            if not self.types[value][axis].is_equal or kind in "RI" or self._look(-gradient, axis) is not False:
+                continue
+            if not is_used and self._is_added_up(gradient, axis):
+                continue
+            self._faults = [(one, took) for one, took in self._faults if one.axis != axis or value not in took]
+            words = (
+                f"{name} is the same on every rank of {axis!r}, and its gradient is {self.types[gradient][axis]}: each "
+                "rank has its own part, and nothing has added them up"
+            )
+            what = f"{name}.grad" if name.isidentifier() else "the gradient"
+            way_out = (
+                f"all_reduce({what}, {axis!r}) after backward(), or average_gradients, or copy_to where it is used"
+            )
+            self.fault(stack, "gradient", axis, Forbidden(words, way_out))
+
+    def fault(self, stack: Sequence[Frame], op: str, axis: str, error: Forbidden, took: tuple[int, ...] = ()) -> None:
+        self._faults.append((self._made(stack, op, axis, error), took))
+
+    def _is_added_up(self, value: int, axis: str) -> bool:
+        """Whether a sum over the ranks of an axis has taken all of a value, or of something that it was added to."""
+        size, seen, left = math.prod(self.shapes[value]), {value}, [value]
+        while left:
+            for step in self._takers.get(number := left.pop(), ()):
+                if step.op in ("all_reduce", "reduce_scatter") and axis in step.axes:
+                    if math.prod(self.shapes[number]) >= size:
+                        return True
+                elif step.how in ("linear", "product", "first", "reshape") and step.output not in seen:
+                    seen.add(step.output)
+                    left.append(step.output)
+        return False
+
+    @staticmethod
+    def _made(stack: Sequence[Frame], op: str, axis: str, error: Forbidden) -> Fault:
+        return Fault(line_text(*stack[0]) if stack else "?", op, axis, error.words, error.way_out)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """What was forbidden: once for each line, operation and axis."""
+        awaited = [fault for faults in self._awaited.values() for fault in faults]
+        found = {(one.where, one.op, one.axis): one for one in reversed([*(one for one, _ in self._faults), *awaited])}
+        return [*reversed(found.values())]
+
+    def of(self, value: int, name: str = "") -> Typed:
+        return Typed(name, self.shapes[value], self.types[value])
+
+
+class Types:
+    """The types of a program's tensors: `run(..., types=True).types`.
+
+    arguments, results, gradients   `Typed` tensors: what the program took and gave back, and `.grad` of parameters
+    lines      (file, line of a statement) -> what the statement made, one for each way in which it was typed
+    faults     what the types forbid, each with its line and the way out
+    casts      (line, collective, phase) -> what it makes of types: "tp: P → I"
+    note       what could not be seen, "" where that is nothing
+    str()      the program's text with a type at each line, and the faults
+    """
+
+    def __init__(
+        self,
+        title: str,
+        lines: Mapping[Frame, Sequence[Typed]],
+        arguments: Sequence[Typed],
+        results: Sequence[Typed],
+        faults: Sequence[Fault],
+        gradients: Sequence[Typed] = (),
+        first: Frame | None = None,
+        note: str = "",
+        casts: Mapping[tuple[str, str, str], Sequence[str]] | None = None,
+    ):
+        self.title, self.lines, self.faults, self.first, self.note = title, lines, list(faults), first, note
+        self.arguments, self.results, self.gradients = list(arguments), list(results), list(gradients)
+        self.casts = {key: " or ".join(texts) for key, texts in (casts or {}).items()}
+
+    def of(self, name: str) -> Typed:
+        """The argument, or else the last tensor assigned to this name. Raises KeyError."""
+        made = [one for found in self.lines.values() for one in found]
+        for one in (*reversed(made), *self.arguments, *self.gradients, *self.results):
+            if one.name == name:
+                return one
+        raise KeyError(f"no line of the program assigns a tensor to {name!r}")
+
+    def at(self, where: str) -> Typed | None:
+        """What the statement at a line made, given as traces name it: "cell 3, line 4"."""
+        return next((found[-1] for frame, found in self.lines.items() if found and line_text(*frame) == where), None)
+
+    def __str__(self) -> str:
+        rows = [*self._text()]
+        width = min(max((len(text) for text, _ in rows), default=0), _MOST_WIDTH)
+        lines = [f"{text:<{width}}   {one}".rstrip() for text, one in rows]
+        lines += [f"{'gradient of ' + one.name:<{width}}   {Typed('', *one[1:])}" for one in self.gradients]
+        lines += [f"{'returns':<{width}}   {one}" for one in self.results]
+        count = len(self.faults)
+        lines += ["", f"{count} fault{'s' * (count > 1)}:"] if count else ["", "no faults"]
+        lines += [fill(" ".join(str(fault).split()), 110, subsequent_indent="    ") for fault in self.faults]
+        lines += [f"({self.note})"] if self.note else []
+        return "\n".join([f"types of {self.title}", *lines])
+
+    def __repr__(self) -> str:
+        return f"Types of {self.title}: {len(self.lines)} lines, {len(self.faults)} faults"
+
+    def _text(self) -> Iterable[tuple[str, str]]:
+        """Each line of the program, and what is known about it."""
+        for file, numbers in self._shown().items():
+            for number in numbers:
+                text = linecache.getline(file, number).rstrip()
+                found = [*dict.fromkeys(map(str, self.lines.get((file, number), ())))]
+                if (file, number) == self.first:
+                    found += [str(one) for one in self.arguments]
+                for place, one in enumerate(found or [""]):
+                    yield (f"{number:>4}  {text}" if not place else "", one)
+
+    def _shown(self) -> dict[str, list[int]]:
+        """The lines to show of each file: those with types, and whole functions where they are short."""
+        shown: dict[str, set[int]] = {}
+        for file, number in [*([self.first] if self.first else []), *self.lines]:
+            around = _function_around(file, number)
+            if around is not None and around[1] - around[0] < _MOST_LINES:
+                shown.setdefault(file, set()).update(range(around[0], around[1] + 1))
+            else:
+                shown.setdefault(file, set()).add(number)
+        return {file: sorted(numbers) for file, numbers in shown.items()}
+
+
+_MOST_WIDTH, _MOST_LINES = 88, 40
+_NOTHING = "nothing"
+
+
+def lines_of(steps: Iterable[Step], typing: Typing) -> dict[Frame, list[Typed]]:
+    """What each statement has made: the last of its forward steps, whatever was called for it, one for each type."""
+    last: dict[Frame, int] = {}
+    found: dict[Frame, list[Typed]] = {}
+
+    def close(frame: Frame) -> None:
+        name = statement(*frame)[1]
+        one = typing.of(last.pop(frame), name)
+        if name != _NOTHING and str(one) not in map(str, found.setdefault(frame, [])):
+            found[frame].append(one)
+
+    before: tuple[Frame, ...] = ()
+    for step in steps:
+        if step.phase != "forward" or step.is_aside:
+            continue
+        stack = tuple(dict.fromkeys((file, statement(file, line)[0]) for file, line in step.stack))
+        for frame in before:
+            if frame not in stack:
+                close(frame)
+        for frame in stack:
+            last[frame] = step.output
+            found.setdefault(frame, [])
+        before = stack
+    for frame in [*last]:
+        close(frame)
+    return found
+
+
+def statement(file: str, line: int) -> tuple[int, str]:
+    """The first line of the statement that a line belongs to, and the name that it assigns to. "" if it is none, and
+    _NOTHING where its value is not used at all."""
+    return _statements(file).get(line, (line, ""))
+
+
+@cache
+def _statements(file: str) -> dict[int, tuple[int, str]]:
+    found: dict[int, tuple[int, str]] = {}
+    for node in ast.walk(_tree(file)):  # outer statements come first
+        if isinstance(node, ast.stmt):
+            name = ""
+            if isinstance(node, ast.Expr):
+                name = _NOTHING
+            elif isinstance(node, ast.Assign):
+                name = ", ".join(map(ast.unparse, node.targets)).strip("()")
+            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+                name = ast.unparse(node.target)
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            for line in range(node.lineno, max(end, node.lineno) + 1):
+                found[line] = node.lineno, name
+    return found
+
+
+def _function_around(file: str, line: int) -> tuple[int, int] | None:
+    """The first and the last line of the innermost function that a line is in."""
+    found = None
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            found = node.lineno, node.end_lineno or node.lineno
+    return found
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # a cell with magics
+        return ast.Module([], [])

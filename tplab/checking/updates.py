@@ -1,0 +1,198 @@
+"""The norm that gradients are clipped by, the optimizer, parameters after its step, and buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tplab.checking.causes import thread
+from tplab.checking.facts import Facts, Found, same
+from tplab.checking.recording import Piece, settings_that_differ
+from tplab.checking.same_model import named
+
+_SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
+
+
+def norm(facts: Facts) -> Found:
+    wanted = [value for step in facts.theirs[:1] for value, _ in step.norms]
+    has = {rank: step.norms[-1] for rank, step in enumerate(facts.mine) if step.norms}
+    if not wanted or not has:
+        return
+    want = wanted[-1]
+    wrong = {rank: at for rank, at in has.items() if not abs(at[0] - want) <= facts.reference.of_numbers * want}
+    if not wrong:
+        yield facts.row("norm", True, f"{want:.6g} on every rank, as in the reference")
+        return
+    rank, (got, line) = next(iter(wrong.items()))
+    own = {rank: _norm_of(facts.mine[rank].gradients) for rank in has}
+    every = sum(value * value for value in own.values()) ** 0.5
+    is_own = all(abs(value - own[rank]) <= 1e-3 * own[rank] for rank, (value, _) in wrong.items())
+    if is_own and (got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
+        cause, key = "each rank takes the norm of what it holds: add up the squares over ranks before the root", "norm"
+    elif abs(got - every) <= 1e-3 * every:
+        cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
+        key = "copies in norm"
+    else:
+        cause = "it is not the norm of the whole gradient: parts are missing, or copies count several times"
+        key = "copies in norm" if got > want else "norm"
+    factor = got / want if want else None
+    words = facts.sizes.words(factor) if factor else "not the reference's"
+    values = f"{got:.6g} on rank {rank}", f"{want:.6g}"
+    ranks = list(wrong) if len(wrong) < len(has) else []
+    lines = [sent.where for sent in facts.sent("reduction") if sent.size == 1] + [facts.line("step")]
+    yield facts.fault(
+        "norm", "", words, factor, line, cause, thread=thread(key), values=values, ranks=ranks, lines=lines
+    )
+
+
+def settings(facts: Facts) -> Found:
+    """The optimizer's settings, as it had them in the step."""
+    wrong: dict[str, tuple[float, float, set[int]]] = {}
+    for name in facts.reference.weights:
+        want = next((step.settings[name] for step in facts.theirs if name in step.settings), {})
+        for rank, mine, _ in facts.holders(name):
+            for key, a, b in settings_that_differ(facts.mine[rank].settings.get(mine, {}), want):
+                wrong.setdefault(key, (a, b, set()))[2].add(rank)
+    for key, (got, want, ranks) in wrong.items():
+        factor = got / want if want else None
+        words = facts.sizes.words(factor) if factor else "not the reference's"
+        cause = (
+            f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
+            "once, and let a schedule count steps of the optimizer, or samples of all ranks"
+        )
+        values, step = (f"{got:.6g}", f"{want:.6g}"), facts.line("step")
+        line = facts.line(f"set {key}")
+        line = facts.source.repetition(line) or line or step
+        yield facts.fault("optimizer", key, words, factor, line, cause, values=values, ranks=list(ranks), lines=[step])
+    if not wrong:
+        yield facts.row("optimizer", True, "its settings are the reference's")
+
+
+def states(facts: Facts) -> Found:
+    """What the optimizer keeps from step to step."""
+    wrong: dict[tuple[str, str], set[int]] = {}
+    first = (0, 0.0, 0.0)
+    for (name, key), want in facts.reference.states(facts.number).items():
+        gradient = facts.reference.gradients(facts.number).get(name)
+        size = 0.0 if gradient is None else float(np.abs(gradient).max(initial=0))
+        share = 4 * facts.reference.slack_of_gradient(name, facts.number) / size if size else 1.0
+        for rank, mine, place in facts.holders(name):
+            piece = facts.mine[rank].states.get((mine, key))
+            wanted = (place.take(want) if want.shape == facts.reference.weights[name].shape else want).astype(
+                np.float64
+            )
+            if piece is None or piece.values.shape != wanted.shape or not wanted.size:
+                continue
+            gap = np.abs(piece.values - wanted)
+            if gap.max() > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
+                place_of_it = int(gap.argmax())
+                if not wrong:
+                    first = rank, float(piece.values.flat[place_of_it]), float(wanted.flat[place_of_it])
+                wrong.setdefault((name, key), set()).add(rank)
+    if not wrong:
+        return
+    rank, got, want = first
+    (name, key), step, loaded = next(iter(wrong)), facts.line("step"), facts.line("loaded")
+    if not all("loaded" in one.lines for one in facts.mine):  # some ranks only
+        loaded = facts.source.condition(loaded) or loaded
+    factor = got / want if want and facts.sizes.named(got / want) else None
+    words = facts.sizes.words(factor) if factor else "not the reference's"
+    cause = (
+        "settings and gradients are the same, and the optimizer's state is not: it was made anew, as when training is "
+        "resumed on one rank only, or updated more than once in a step"
+    )
+    yield facts.fault(
+        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, cause,
+        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(set().union(*wrong.values())), lines=[step],
+    )  # fmt: skip
+
+
+def parameters(facts: Facts) -> Found:
+    """After the step."""
+    reference, number = facts.reference, facts.number
+    whole, before = reference.parameters(number), reference.parameters(number - 1)
+    wrong: dict[str, set[int]] = {}
+    shares: list[float] = []
+    first = (0, 0.0, 0.0)
+    for name, wanted in whole.items():
+        for rank, mine, place in facts.holders(name):
+            piece, want = facts.mine[rank].parameters.get(mine), place.take(wanted).astype(np.float64)
+            if piece is None or piece.values.shape != want.shape:
+                continue
+            gap = np.abs(piece.values - want) - place.take(reference.slack_of_parameter(name, number))
+            if gap.max(initial=0) > 0:
+                if not wrong:
+                    first = rank, float(piece.values.flat[gap.argmax()]), float(want.flat[gap.argmax()])
+                wrong.setdefault(name, set()).add(rank)
+                start = place.take(before[name])
+                moved, should = piece.values.astype(np.float64) - start, want - start
+                shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
+    if not wrong:
+        yield facts.row("parameters", True, f"{len(whole)} parameters are the reference's after the step")
+        return
+    ranks, names, line = set().union(*wrong.values()), list(wrong), facts.line("step")
+    after = [sent.where for sent in facts.sent("after", "step") if sent.on == "parameter" or sent.size > 1]
+    factor = shares[0] if np.ptp(shares) < 1e-2 * max(1, abs(shares[0])) else None
+    words, cause = "not the reference's", "gradients, settings and states are the same, and the update is not"
+    if factor is not None and abs(factor) < 1e-3:
+        words = "not updated"
+        cause = (
+            "each rank updates only the parameters that it owns, and its update does not reach these ranks: let the "
+        )
+        cause += "rank that owns a parameter broadcast it after the step"
+    elif factor is not None and abs(factor - 1) > 1e-2:
+        words = f"the update is {facts.sizes.words(factor)}"
+    elif len(ranks) < facts.num_ranks:
+        cause = "ranks that hold copies have updated them differently"
+    rank, got, want = first
+    yield facts.fault(
+        "parameters", names[0], words, factor, after[0] if after else line, cause,
+        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
+    )  # fmt: skip
+
+
+def buffers(facts: Facts) -> Found:
+    """Those that the reference has changed in the step."""
+    whole, seen = facts.theirs[0].buffers, facts.reference.seen[0]
+    start = seen.buffers if not facts.number else seen.steps[facts.number - 1].buffers
+    moving = [
+        name
+        for name, piece in whole.items()
+        if name in start and piece.values.dtype.kind == "f" and not same(piece.values, start[name].values)
+    ]
+    wrong: dict[str, tuple[tuple[str, str], list[int]]] = {}
+    for name in moving:
+        want = whole[name].values
+        slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
+        held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
+        gaps = {rank: np.abs(x - want) for rank, x in held.items() if x.shape == want.shape}
+        if ranks := [rank for rank, gap in gaps.items() if gap.max(initial=0) > slack]:
+            place = int(gaps[ranks[0]].argmax())
+            values = f"{held[ranks[0]].flat[place]:.6g} on rank {ranks[0]}", f"{want.flat[place]:.6g}"
+            wrong[name] = values, ranks
+    if wrong:
+        cause = (
+            "the buffer is computed from each rank's own samples: combine over ranks what it is computed from, a sum "
+            "as a sum and a mean as a mean, or average the buffer itself. DistributedDataParallel only broadcasts "
+            "rank 0's, and only if broadcast_buffers is True"
+        )
+        changed = [line for step in facts.mine[:1] for line in step.lines]
+        first, *others = sorted(wrong, key=lambda name: _place(changed, f"buffer {name}"))
+        values, ranks = wrong[first]
+        flag = facts.line_of_script("no broadcast") or facts.line_of_script("wrapped")
+        lines = [flag, facts.line("forward"), facts.line("step")]
+        where = facts.line(f"buffer {first}") or flag or lines[1]
+        yield facts.fault(
+            "buffers", first, "not the reference's", None, where, cause,
+            values=values, ranks=ranks, others=others, lines=lines,
+        )  # fmt: skip
+        return
+    if moving:
+        yield facts.row("buffers", True, f"{named(moving)} as in the reference")
+
+
+def _place(among: list[str], one: str) -> int:
+    return among.index(one) if one in among else len(among)
+
+
+def _norm_of(pieces: dict[str, Piece]) -> float:
+    return float(sum((piece.values.astype(np.float64) ** 2).sum() for piece in pieces.values()) ** 0.5)

@@ -1,0 +1,163 @@
+"""Stand-ins for what is random in a model: random numbers are drawn as always, and the model gets none of them.
+
+What drops drops nothing, and what a forward pass draws is the same for every sample.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tplab.torch.checking.drawn import AGAIN, draw_again
+from tplab.torch.checking.groups import StandIn
+from tplab.torch.checking.watched import Watched
+from tplab.torch.private import graph_task, local_of, python_random
+
+_DROPS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_TORCH_DROPS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+_dropped = torch.dropout
+
+
+class Chance:
+    """here   the rank whose program the running thread runs, while it is watched"""
+
+    def __init__(self, here: Callable[[], Watched | None]):
+        self._here = here
+
+    def table(self) -> Iterator[StandIn]:
+        for name in _DROPS:
+            yield F, name, self._dropout
+        for name in _TORCH_DROPS:
+            yield torch, name, self._torch_dropout
+        yield F, "scaled_dot_product_attention", self._attention
+        for kind in (nn.RNN, nn.LSTM, nn.GRU):
+            yield kind, "forward", self._recurrent
+        yield F, "rrelu", self._rrelu
+        yield F, "gumbel_softmax", self._gumbel
+        for name in AGAIN:
+            yield from ((owner, name, self._drawn) for owner in (torch, Tensor) if hasattr(owner, name))
+
+    def _is_off(self, original: Any) -> Watched | None:
+        """The rank that is watched, if this function of it is to leave chance out."""
+        rank = self._here()
+        return rank if rank is not None and rank.plan.ends and original not in rank.inside else None
+
+    # --- what drops --------------------------------------------------------------------------------------------------
+
+    def _dropout(self, original: Any) -> Any:
+        usual = not original.__name__.endswith("alpha_dropout")
+
+        def watched(x: Tensor, p: float = 0.5, training: bool = usual, inplace: bool = False) -> Any:
+            rank = self._here()
+            if rank is None or not training or original in rank.inside:
+                return original(x, p, training, inplace)
+            rank.seen.kinds.add("Dropout")
+            if not rank.plan.ends:
+                return original(x, p, training, inplace)
+            if p == 0 or graph_task() != -1:
+                return x
+            with torch.no_grad(), rank.calls(original):  # random numbers are drawn as always, and nothing is dropped
+                mask = original(torch.ones_like(local_of(x)), p, True, False)
+            rank.draw(x, mask)
+            return x
+
+        return watched
+
+    def _torch_dropout(self, original: Any) -> Any:
+        """torch.dropout(x, p, train) and its like."""
+
+        def watched(x: Tensor, p: float, train: bool) -> Tensor:
+            rank = self._is_off(original)
+            if rank is None or not train or not p:
+                return original(x, p, train)
+            self._draw(rank, x, local_of(x).shape, p)
+            return x
+
+        return watched
+
+    def _draw(self, rank: Watched, x: Tensor, shape: Sequence[int], p: float) -> None:
+        """Draw a mask of this shape for x."""
+        if graph_task() == -1:
+            with torch.no_grad():
+                rank.draw(x, _dropped(torch.ones(*shape), p, True))
+
+    def _attention(self, original: Any) -> Any:
+        def watched(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            """torch's order: query, key, value, attn_mask, dropout_p, is_causal."""
+            rank = self._is_off(original)
+            p = kwargs.get("dropout_p", args[2] if len(args) > 2 else 0.0)
+            if rank is None or not p:
+                return original(query, key, *args, **kwargs)
+            self._draw(rank, query, (*local_of(query).shape[:-1], local_of(key).shape[-2]), p)  # as in F.dropout
+            if len(args) > 2:
+                return original(query, key, *args[:2], 0.0, *args[3:], **kwargs)
+            return original(query, key, *args, **{**kwargs, "dropout_p": 0.0})
+
+        return watched
+
+    def _recurrent(self, original: Any) -> Any:
+        """Between its layers a recurrent network drops parts of their outputs."""
+
+        def watched(module: nn.RNNBase, x: Any, *args: Any, **kwargs: Any) -> Any:
+            rank, p = self._is_off(original), module.dropout
+            if rank is None or not p or not module.training:
+                return original(module, x, *args, **kwargs)
+            given = x if isinstance(x, Tensor) else x.data
+            width = module.hidden_size * (1 + module.bidirectional)
+            self._draw(rank, given, (module.num_layers - 1, *local_of(given).shape[:-1], width), p)
+            module.dropout = 0.0
+            try:
+                return original(module, x, *args, **kwargs)
+            finally:
+                module.dropout = p
+
+        return watched
+
+    # --- what draws --------------------------------------------------------------------------------------------------
+
+    def _rrelu(self, original: Any) -> Any:
+        def watched(
+            x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+        ) -> Any:
+            return original(x, lower, upper, training and self._is_off(original) is None, inplace)
+
+        return watched
+
+    def _gumbel(self, original: Any) -> Any:
+        def watched(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+            if self._is_off(original) is None:
+                return original(logits, tau, hard, eps, dim)
+            soft = (logits / tau).softmax(dim)
+            if not hard:
+                return soft
+            chosen = torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+            return chosen - soft.detach() + soft
+
+        return watched
+
+    def _drawn(self, original: Any) -> Any:
+        """What a model draws by itself is drawn, and something else taken in its place."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            rank = self._is_off(original)
+            is_weight = bool(args) and isinstance(args[0], nn.Parameter)
+            if rank is None or is_weight or not (rank.depth or graph_task() != -1):
+                return original(*args, **kwargs)
+            found, frame = original(*args, **kwargs), sys._getframe(1)
+            rank.seen.random.add((rank.line(), tuple(local_of(found).shape[1:])))
+            draw_again(original.__name__, found, args, kwargs, f"{frame.f_code.co_name} {frame.f_lineno}")
+            return found
+
+        return watched
+
+
+def states() -> tuple[Any, ...]:
+    """Where Python's and NumPy's random numbers are."""
+    _, keys, place, *gauss = np.random.get_state()  # noqa: NPY002
+    return python_random.get(), np.asarray(keys).tobytes(), place, *gauss

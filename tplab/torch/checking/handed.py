@@ -1,0 +1,102 @@
+"""Samples of ranks that draw their own, handed to the reference in the place of what it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tplab.checking.recording import Seen, checksum
+
+
+class NotEnough(Exception):
+    """The reference asks for other samples than the ranks have drawn."""
+
+
+class Handed:
+    """What the models of all ranks were called with and what their losses compare with, in one row per kind of data:
+    microbatch by microbatch, and within each rank by rank. Ranks that saw the same count once."""
+
+    def __init__(self, seen: Sequence[Seen]):
+        count = min(one.num_steps for one in seen)
+        self._steps = [_Queues([one.steps[number] for one in seen]) for number in range(count)]
+
+    @property
+    def fits(self) -> bool:
+        return all(step.data for step in self._steps)
+
+    @property
+    def regroups(self) -> bool:
+        """Whether the reference's microbatches may have other samples than those of all ranks, though a step has the
+        same: if they are handed over, each of its values can be compared with the ranks'."""
+        return self.fits and all(step.regroups for step in self._steps)
+
+    def again(self) -> Handed:
+        """From the beginning."""
+        for step in self._steps:
+            step.rewind()
+        return self
+
+    def data(self, step: int, asked: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As much as the reference's model is called with, in the place of `asked`."""
+        if step >= len(self._steps):
+            return asked
+        return {
+            name: self._steps[step].take(self._steps[step].data, slot, x)
+            for slot, (name, x) in enumerate(asked.items())
+        }
+
+    def target(self, step: int, asked: Tensor) -> Tensor:
+        if step >= len(self._steps):
+            return asked
+        return self._steps[step].take(self._steps[step].targets, 0, asked)
+
+    def check_end(self) -> None:
+        """Raise NotEnough if the reference has left samples out."""
+        for step in self._steps:
+            step.check_end()
+
+
+class _Queues:
+    """The samples of one step."""
+
+    def __init__(self, steps: Sequence) -> None:
+        distinct = {
+            tuple(checksum(x) for data in step.samples for x in data.values()): step for step in steps if step.samples
+        }
+        chosen = list(distinct.values())
+        batches = min((len(step.samples) for step in chosen), default=0)
+        self.regroups = batches > 1 and all(len(step.targets) == len(step.samples) for step in chosen)
+        slots = min((len(data) for step in chosen for data in step.samples), default=0)
+        self.data = [
+            [list(step.samples[batch].values())[slot] for batch in range(batches) for step in chosen]
+            for slot in range(slots)
+        ]
+        targets = min((len(step.targets) for step in chosen), default=0)
+        self.targets = [[step.targets[batch][0] for batch in range(targets) for step in chosen]] if targets else []
+        self._taken: dict[int, int] = {}
+
+    def rewind(self) -> None:
+        self._taken.clear()
+
+    def check_end(self) -> None:
+        has, used = sum(map(len, self.data[0])), self._taken.get(0, 0)
+        if used < has:
+            raise NotEnough(f"the ranks drew {has} samples in a step, and the reference has used {used}")
+
+    def take(self, rows: list[list[np.ndarray]], slot: int, asked: Tensor) -> Tensor:
+        """The next rows of a kind of data, as many as are asked for."""
+        if slot >= len(rows) or not asked.dim():
+            return asked
+        whole = np.concatenate(rows[slot])
+        key = slot if rows is self.data else -1
+        start = self._taken.get(key, 0)
+        end = self._taken[key] = start + len(asked)
+        if end > len(whole) or whole.shape[1:] != tuple(asked.shape[1:]):
+            raise NotEnough(
+                f"the reference asks for {end} samples of shape {list(asked.shape[1:])} in a step, and the ranks drew "
+                f"{len(whole)} of shape {list(whole.shape[1:])}"
+            )
+        return torch.from_numpy(np.array(whole[start:end])).to(asked)

@@ -1,0 +1,79 @@
+"""The lines of a script that made its loss: each operation that returned a single number, and what it multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tplab.torch.private import transform
+
+Made = tuple[str, float | None]
+"""A line, and what the operation at it multiplies by, if that is all it does."""
+
+_KEY = "tplab made at"
+_BETWEEN = 4
+"""How many nodes without a line may come before one that has it: wrappers, such as DDP's, put some there."""
+
+
+class NumbersMade(TorchFunctionMode):
+    """Inside it, each node of autograd's graph whose result is a single number is given its line.
+
+    line    says which one runs
+    others  is called with every other function, its arguments and its result
+    """
+
+    def __init__(self, line: Callable[[], str], others: Callable[[Callable[..., Any], Sequence[Any], Any], None]):
+        super().__init__()
+        self._line, self._others = line, others
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if transform() is not None:
+            return found  # inside a function that torch.func transforms, tensors have no values to look at
+        if isinstance(found, Tensor) and found.requires_grad:
+            if found.numel() == 1 and found.grad_fn is not None:
+                metadata: Any = found.grad_fn.metadata
+                metadata.setdefault(_KEY, (self._line(), times(getattr(func, "__name__", ""), args)))
+        else:
+            self._others(func, args, found)
+        return found
+
+
+_MULTIPLIES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "_foreach_mul_"}
+_DIVIDES = {"div", "div_", "__truediv__", "true_divide", "divide", "__idiv__", "__itruediv__", "_foreach_div_"}
+
+
+def times(name: str, args: Sequence[Any]) -> float | None:
+    """What the function of this name multiplies its tensor by; None if that is no number, or it does something else."""
+    numbers = [float(x) for x in args[:2] if _is_constant(x)]
+    if len(args) < 2 or len(numbers) != 1:
+        return None
+    if name in _MULTIPLIES:
+        return numbers[0]
+    return 1 / numbers[0] if name in _DIVIDES and numbers[0] and _is_constant(args[1]) else None
+
+
+def _is_constant(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and not x.requires_grad and x.device.type == "cpu" and type(x) is Tensor
+    return isinstance(x, int | float)
+
+
+def made(x: Tensor) -> list[Made]:
+    """The lines that made a number, the last one first, as far back as there were only numbers."""
+    return list(_made(x.grad_fn))
+
+
+def _made(node: Any) -> Iterator[Made]:
+    between = 0
+    while node is not None and between <= _BETWEEN:
+        if found := node.metadata.get(_KEY):
+            yield found
+        between = 0 if found else between + 1
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        node = next((parent for parent in parents if _KEY in parent.metadata), parents[0] if parents else None)

@@ -1,0 +1,153 @@
+"""The names of a rank's parameters, as the unwrapped model has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from tplab.torch.private import local_of
+
+WRAPPERS = {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
+"""What wrappers, such as DistributedDataParallel, call the module inside them."""
+
+
+OF_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+FLAT = "FullyShardedDataParallel"
+"""The module that makes one flat parameter of all those in it: FSDP as it was before `fully_shard`."""
+
+
+class _At(NamedTuple):
+    """What is somewhere in memory: a parameter, its gradient, or a buffer."""
+
+    kind: str
+    name: str
+    owner: Tensor
+
+    @property
+    def address(self) -> int | None:
+        """Where it is now; None for a gradient that is gone."""
+        x = self.owner.grad if self.kind == "gradient" else self.owner
+        return None if x is None else address_of(x)
+
+
+class Names:
+    """Names of parameters. They come from the modules that the script calls, or whose parameters it asks for: the
+    largest first. Parameters of no module are numbered in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._roots: list[nn.Module] = []
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # so that no other tensor gets their id
+        self._is_stale = self._is_busy = False
+        self._at: dict[int, _At] = {}
+
+    def note(self, module: nn.Module) -> None:
+        if not self._is_busy and not any(module is known for known in self._modules):
+            self._modules.append(module)
+            self._is_stale = True
+
+    def of(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            self._is_stale = True
+        self._update()
+        if id(parameter) not in self._names:
+            number = sum(name.startswith("parameter ") for name in self._names.values())
+            self._names[id(parameter)] = f"parameter {number}"
+            self._kept.append(parameter)
+        return self._names[id(parameter)]
+
+    def known(self, number: int) -> str:
+        """The name of the parameter with this id, or ""."""
+        self._update()
+        return self._names.get(number, "")
+
+    def parameters(self) -> list[Tensor]:
+        self._update()
+        return [p for root in self._roots for p in root.parameters() if not p.is_meta]
+
+    def shared(self) -> dict[str, str]:
+        """Other names of parameters that are tied -> the first name."""
+        self._update()
+        return {
+            name: self._names[id(p)]
+            for root in self._roots
+            for name, p in _named(root, self._prefix(root))
+            if self._names[id(p)] != name
+        }
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        self._update()
+        for root in self._roots:
+            for name, x in root.named_buffers():
+                if x.is_meta:
+                    continue
+                yield self._prefix(root) + unwrapped(name), x
+
+    def kinds(self) -> set[str]:
+        """What there is of modules that compute something over all samples of a batch, and of flat parameters."""
+        modules = [module for root in self._roots for module in root.modules()]
+        found = {"BatchNorm" for m in modules if isinstance(m, OF_A_BATCH)}
+        return found | {FLAT for m in modules if any(kind.__name__ == FLAT for kind in type(m).__mro__)}
+
+    def at(self, address: int) -> tuple[str, tuple[str, ...]]:
+        """What is in the memory at this address: a parameter, a gradient or a buffer, and its name."""
+        known = self._at.get(address)
+        if known is None or known.address != address:  # or a gradient was there, and another has taken its place
+            self._update()
+            self._at = {}
+            for p in [*self.parameters(), *self._kept]:
+                for kind in ("parameter", "gradient"):
+                    self._is_at(_At(kind, self._names.get(id(p), ""), p))
+            for name, x in self.buffers():
+                if address_of(x) not in self._at:
+                    self._is_at(_At("buffer", name, x))
+            known = self._at.get(address)
+        return ("", ()) if known is None else (known.kind, (known.name,) * bool(known.name))
+
+    def _is_at(self, one: _At) -> None:
+        if one.address is not None:
+            self._at[one.address] = one
+
+    def _update(self) -> None:
+        if not self._is_stale or self._is_busy:
+            return
+        self._is_busy = True  # it asks modules for their parameters itself
+        by_size = sorted(self._modules, key=lambda module: -sum(1 for _ in module.modules()))
+        self._roots, inside, held = [], set[int](), set[int]()
+        for module in by_size:
+            ids = {id(p) for p in module.parameters()}
+            if id(module) not in inside and not ids <= held:
+                self._roots.append(module)
+            inside |= {id(part) for part in module.modules()}
+            held |= ids
+        self._roots.sort(key=lambda root: next(i for i, module in enumerate(self._modules) if module is root))
+        for root in self._roots:
+            for name, parameter in _named(root, self._prefix(root)):
+                if id(parameter) not in self._names:
+                    self._names[id(parameter)] = name
+                    self._kept.append(parameter)
+        self._is_stale = self._is_busy = False
+
+    def _prefix(self, root: nn.Module) -> str:
+        if len(self._roots) == 1:
+            return ""
+        alike = [other for other in self._roots if type(other) is type(root)]
+        number = next(i for i, other in enumerate(alike) if other is root)
+        return f"{type(root).__name__}{number if len(alike) > 1 else ''}."
+
+
+def address_of(x: Tensor) -> int:
+    """Where the memory of this rank's part of a tensor begins."""
+    return local_of(x).untyped_storage().data_ptr()
+
+
+def unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _named(root: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        yield prefix + unwrapped(name), parameter

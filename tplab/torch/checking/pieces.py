@@ -1,0 +1,76 @@
+"""Tensors of a script as arrays, with their place in the whole where the script says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tplab.checking.recording import Piece, some_of
+from tplab.torch.private import local_of, pytree, start_of, transform, untransformed, without_transforms
+from tplab.torch.ranks.values import dtype_name
+
+
+def array_of(x: Tensor) -> np.ndarray:
+    """A copy of this rank's part of a tensor. NumPy has no bfloat16, so that becomes float32, without a loss."""
+    if transform() is not None:
+        with without_transforms():
+            return _as_array(untransformed(x))
+    return _as_array(x)
+
+
+def _as_array(x: Tensor) -> np.ndarray:
+    x = local_of(x).detach().to("cpu")
+    if x.dtype in (torch.bfloat16, torch.float16):
+        x = x.float()
+    return x.contiguous().clone().numpy()
+
+
+def piece_of(x: Tensor, once: Callable[[Tensor], np.ndarray]) -> Piece:
+    shape, start = _place(x)
+    return Piece(once(x), dtype_name(x.dtype), shape, start)
+
+
+def _place(x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The whole's shape and the place in it, of a DTensor."""
+    if not hasattr(x, "_local_tensor") or not hasattr(x, "placements"):
+        return None, None
+    return tuple(x.shape), start_of(x)
+
+
+def reduced(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient, placed as its parameter is: DTensor adds up what is partial only when the optimizer reads it."""
+    wanted = getattr(parameter, "placements", None)
+    if wanted is None or getattr(gradient, "placements", wanted) == wanted:
+        return gradient
+    return gradient.detach().redistribute(placements=wanted)  # type: ignore[attr-defined]
+
+
+def sampled(gradient: Tensor) -> np.ndarray:
+    """A few elements of this rank's part of a gradient."""
+    x = local_of(gradient).detach()
+    x = (x.to_dense() if x.layout is not torch.strided else x).reshape(-1)
+    return x[torch.from_numpy(some_of(x.numel()))].double().numpy()
+
+
+def data_in(args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """What a model is called with, by place or name: tensors that nothing has computed with gradients."""
+    pairs, _ = pytree.tree_flatten_with_path((args, kwargs))
+    return {_name(path): x for path, x in pairs if _is_data(x)}
+
+
+def replaced(args: Any, kwargs: Any, data: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    """The arguments with other data."""
+    pairs, spec = pytree.tree_flatten_with_path((args, kwargs))
+    return pytree.tree_unflatten([data[_name(path)] if _is_data(x) else x for path, x in pairs], spec)
+
+
+def _is_data(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.requires_grad and x.dim() > 0 and x.device.type == "cpu"
+
+
+def _name(path: Sequence[Any]) -> str:
+    return ".".join(str(getattr(key, "idx", getattr(key, "key", key))) for key in path[1:])

@@ -1,0 +1,40 @@
+"""How ranks are watched: for how many steps, with whose samples and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from tplab.checking.recording import Arrays
+from tplab.torch.checking.handed import Handed
+from tplab.torch.checking.pieces import array_of
+
+
+class Enough(BaseException):
+    """A rank has made as many steps as were asked for. Scripts that catch exceptions do not catch this one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How ranks are watched.
+
+    steps    after this many steps of its optimizer a rank ends, where the next one would begin
+    feed     the samples to use in the place of those that the program draws
+    weights  the weights to begin with in the place of those that the program draws, by name
+    ends     whether ranks end after these steps; otherwise they go on, unwatched, and dropout is as it is
+    traced   the step of which every operation is recorded; None for none
+    arrays   all that are kept
+    """
+
+    steps: int
+    feed: Handed | None = None
+    weights: Mapping[str, np.ndarray] | None = None
+    ends: bool = True
+    traced: int | None = None
+    arrays: Arrays = field(default_factory=Arrays)
+
+    def once(self, x: Tensor) -> np.ndarray:
+        return self.arrays.once(array_of(x))

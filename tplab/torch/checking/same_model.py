@@ -1,0 +1,257 @@
+"""`same_model`: does a training script train the same model on many ranks as on one?"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tplab.checking.diagnosis import Diagnosis
+from tplab.checking.recording import Seen
+from tplab.checking.same_model import SameModel, not_compared
+from tplab.checking.samples import seeds_by_rank
+from tplab.checking.seen_samples import NeedsSamples
+from tplab.checking.starts import NeedsWeights
+from tplab.checking.trail import Trails
+from tplab.errors import CrossedOrderWarning, DeadlockError, TplabError
+from tplab.mesh import Mesh
+from tplab.torch.checking.handed import Handed, NotEnough
+from tplab.torch.checking.names import FLAT
+from tplab.torch.checking.sums import OtherSums
+from tplab.torch.checking.watch import Watch
+from tplab.torch.run import run
+from tplab.torch.scripts import Cell, Script, run_cell
+
+Program = Callable[..., Any]
+
+
+def same_model(
+    script: str | Path | Cell | Program,
+    args: Sequence[Any] = (),
+    *,
+    ranks: int | None = None,
+    mesh: Mesh | None = None,
+    reference: int = 1,
+    reference_args: Sequence[Any] | None = None,
+    steps: int = 3,
+    module: bool = False,
+    seed: int = 0,
+    device: str | None = None,
+) -> SameModel:
+    """Whether a training script trains the same model on many ranks as on one: `same_model("train.py", ranks=4)`.
+
+    It runs the script on simulated ranks, and again on one rank, for a few steps of its optimizer, and compares in the
+    order of a step: the weights at the start, the samples, the loss where a backward pass begins, every gradient before
+    it is clipped, the norm it is clipped by, settings and states of the optimizer, the parameters after the step,
+    buffers, and what the script prints. What is first wrong is said with its factor, its line and its usual cause.
+
+    script     a file that is written for torchrun, unchanged; or a function, which is called with `args` on each rank,
+               where torch.distributed is initialised
+    args       the script's own arguments
+    ranks      how many ranks; or give `mesh`, for programs that use tplab's axes: the reference's has the same ones
+    reference  how many ranks the reference has
+    reference_args   are added to its arguments, as ["--batch-size", "32"]; of an option that is given twice, argparse
+               takes the last
+    steps      after so many steps each rank ends, where the next forward pass would begin
+    module     whether `script` is the name of a module, as in `python -m`
+    seed       of every rank's random numbers
+    device     "cpu": every mention of cuda in the script means the CPU
+
+    Dropout draws its masks and drops nothing. If ranks draw their own data from seeds of their own, the reference is
+    given that data; if they begin with other weights than the reference, but agree among themselves, it is given those.
+    Optimizers are those of torch.optim and subclasses of theirs. Nothing that the script prints is shown.
+    cost    the script on all ranks once, and on the reference's once; once more where rounding must be told from a
+            fault. Copies are kept once
+    Raises ValueError for arguments that make no sense. Whatever the script does is in the report.
+    """
+    doctor = _Doctor(script, args, module, steps, seed, device)
+    if (ranks is None) == (mesh is None):
+        raise ValueError("give either ranks=4 or mesh=Mesh(dp=2, tp=2)")
+    mesh = mesh or Mesh(world=ranks)  # type: ignore[arg-type]
+    if steps < 1 or not 1 <= reference <= mesh.size:
+        raise ValueError(
+            f"steps is {steps} and reference is {reference}; both are at least 1, and it has no more ranks"
+        )
+    alone = Mesh(**{axis: reference if n == 0 else 1 for n, axis in enumerate(mesh.axis_names)})
+    return doctor.compared(mesh, alone, [*args, *(reference_args or ())])
+
+
+class _NotRun(Exception):
+    """A run from which nothing can be learnt; its text says why."""
+
+
+class _Doctor:
+    def __init__(self, script: Any, args: Sequence[Any], module: bool, steps: int, seed: int, device: str | None):
+        self.script, self.args, self.module, self.steps = script, [*args], module, steps
+        self.options = {"seed": seed, "device": device}
+        self.name = "the cell" if isinstance(script, Cell) else getattr(script, "__name__", "") or Path(script).name
+
+    def compared(self, mesh: Mesh, alone: Mesh, reference_args: list[Any]) -> SameModel:
+        about = f"{self.name} on {_ranks(mesh)}, compared with {_ranks(alone)}"
+        try:
+            ours = self.seen(mesh, self.args)
+            if any(FLAT in one.kinds for one in ours):
+                raise _NotRun(
+                    "FullyShardedDataParallel (FSDP1) keeps all parameters of a module in one flat tensor, and the "
+                    "gradients of each cannot be told apart: use fully_shard (FSDP2), or compare the script with "
+                    "DistributedDataParallel in its place"
+                )
+            handed = Handed(ours)
+            return self._diagnosed(about, ours, mesh, alone, reference_args, handed if handed.fits else None)
+        except _NotRun as error:
+            return not_compared(str(error), about=about)
+
+    def _diagnosed(
+        self, about: str, ours: list[Seen], mesh: Mesh, alone: Mesh, args: list[Any], handed: Handed | None
+    ) -> SameModel:
+        weights: Mapping[str, np.ndarray] | None = None
+        notes: list[str] = []
+        is_fed, why = False, ""
+        for _ in range(3):
+            feed = handed if is_fed else None
+            with _threads(ours):
+                theirs = self.seen(alone, args, weights=weights, handed=feed, why=why)
+            try:
+                Diagnosis(ours, theirs, about=about, notes=notes, is_fed=is_fed).ask()
+                report = Diagnosis(ours, theirs, about=about, notes=notes, is_fed=is_fed).report()
+                if _is_certain(report):
+                    return report
+                with _threads(ours):
+                    again = self.seen(alone, args, weights=weights, handed=feed, parts=mesh.size)
+                diagnosis = Diagnosis(ours, theirs, again, about=about, notes=notes, is_fed=is_fed)
+                report = diagnosis.report()
+                if diagnosis.facts.wants_trails and alone.size == 1:
+                    feed = handed if handed is not None and handed.regroups else feed
+                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, feed)
+                    report = Diagnosis(
+                        ours, theirs, again, about=about, notes=notes, is_fed=is_fed, trails=trails
+                    ).report()
+                return report
+            except NeedsWeights as needs:
+                weights = needs.weights
+                notes.append("the reference was given the weights that the ranks begin with: they draw others")
+            except NeedsSamples as needs:
+                if handed is None:
+                    return not_compared(str(needs), about=about)
+                is_fed, why = True, str(needs)
+                how = "each of them draws its own" if seeds_by_rank(ours) else "it draws in another order"
+                notes.append(f"the reference was given the samples that the ranks drew, as {how}")
+        return not_compared("the reference does not take the weights and samples of the ranks", about=about)
+
+    def _trails(
+        self,
+        mesh: Mesh,
+        alone: Mesh,
+        args: list[Any],
+        step: int,
+        weights: Mapping[str, np.ndarray] | None,
+        handed: Handed | None,
+    ) -> Trails:
+        """Every operation of one step, from another run of both up to there."""
+        ours = self.watched(mesh, self.args, traced=step).trails
+        try:
+            theirs = self.watched(alone, args, weights=weights, handed=handed, traced=step).trails
+        except _NotRun:  # it does not take them
+            theirs = self.watched(alone, args, weights=weights, traced=step).trails
+        return Trails([ours[rank] for rank in range(mesh.size)], theirs[0])
+
+    def seen(self, *args: Any, **options: Any) -> list[Seen]:
+        """What `watched` has seen of each rank."""
+        return self.watched(*args, **options).seen
+
+    def watched(
+        self,
+        mesh: Mesh,
+        args: list[Any],
+        *,
+        weights: Mapping[str, np.ndarray] | None = None,
+        handed: Handed | None = None,
+        why: str = "",
+        parts: int = 0,
+        traced: int | None = None,
+    ) -> Watch:
+        """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many parts, if
+        not 0. traced: the step of which every operation is recorded. Raises _NotRun."""
+        feed = None if handed is None else handed.again()
+        steps = self.steps if traced is None else traced + 1
+        watch = Watch(mesh.size, steps, feed=feed, weights=weights, traced=traced)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with watch.around(), OtherSums(parts) if parts > 1 else nullcontext():
+                yield
+
+        try:
+            with watch, redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore", CrossedOrderWarning)
+                self._run(mesh, args, around)
+            if feed is not None and traced is None:
+                feed.check_end()
+        except DeadlockError as error:
+            if not watch.has_enough:
+                raise _NotRun(f"on {_ranks(mesh)} the script hangs: {error}") from error
+        except NotEnough as error:
+            raise _NotRun(f"{why}; {error}") from error
+        except TplabError as error:
+            if isinstance(error.__cause__, NotEnough):
+                raise _NotRun(f"{why}; {error.__cause__}") from error
+            way_out = "; the reference may need other arguments, or more ranks: --reference-args, --reference"
+            raise _NotRun(f"on {_ranks(mesh)} the script fails: {error}{way_out * (mesh.size == 1)}") from error
+        counts = {rank: seen.num_steps for rank, seen in enumerate(watch.seen)}
+        if not any(counts.values()):
+            raise _NotRun(
+                f"on {_ranks(mesh)} no step of an optimizer was seen: the script must call step() of a "
+                "torch.optim.Optimizer"
+            )
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+            raise _NotRun(f"ranks end after different numbers of steps ({listed})")
+        return watch
+
+    def _run(self, mesh: Mesh, args: list[Any], around: Any) -> None:
+        options = {name: value for name, value in self.options.items() if value is not None}
+        if isinstance(self.script, str | Path):
+            Script(self.script, [str(arg) for arg in args], module=self.module).run(mesh, around=around, **options)
+            return
+        if isinstance(self.script, Cell):
+            run_cell(*self.script, mesh, around=around, **options)
+            return
+        function = self.script
+
+        def program(*given: Any) -> None:
+            with around():
+                function(*given)
+
+        program.__name__ = self.name
+        run(program, mesh, *args, on="simulated", distributed=True, **options)
+
+
+def _is_certain(report: SameModel) -> bool:
+    """Whether it is the same model although only the least rounding was allowed: another run could only allow more. A
+    loss that seems to be scaled may only be rounded."""
+    return report.verdict == "same" and all(row.ok for row in report.rows if row.what == "loss")
+
+
+@contextmanager
+def _threads(ours: Sequence[Seen]) -> Iterator[None]:
+    """One rank whose layers are small computes in one thread: several would mostly wait for each other."""
+    before, size = torch.get_num_threads(), sum(piece.values.size for piece in ours[0].weights.values())
+    torch.set_num_threads(1 if size < SMALL_MODEL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+SMALL_MODEL = 5_000_000
+"""Up to so many parameters a model computes in one thread."""
+
+
+def _ranks(mesh: Mesh) -> str:
+    return f"{mesh.size} rank{'s' * (mesh.size > 1)}"

@@ -1,0 +1,176 @@
+"""Records the operations of one step of a rank, the values that they make and the gradients that come back to them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tplab.checking.source import returned
+from tplab.checking.trail import Op, Trail
+from tplab.torch.checking.names import Names
+from tplab.torch.checking.pieces import array_of
+from tplab.torch.private import graph_task, transform
+from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.rank import this_rank
+
+_KEY = "tplab operation"
+_SILENT = {"__get__", "size", "dim", "numel", "item", "__len__", "__bool__", "stride", "is_floating_point", "backward"}
+"""What only asks something of a tensor."""
+
+
+class Recorder(TorchFunctionMode):
+    """While it is open, and as long as `is_on` says so, it records.
+
+    names   of the rank's parameters
+    """
+
+    def __init__(self, names: Names, is_on: Callable[[], bool]):
+        super().__init__()
+        self.trail = Trail()
+        self._names, self._is_on = names, is_on
+        self._made: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that nothing else gets their id
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._inside: list[Op] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found, name = func(*args, **kwargs), getattr(func, "__name__", "")
+        if name not in _SILENT and not self._inside and self._is_on() and graph_task() == -1 and transform() is None:
+            changed = args[0] if name == "__setitem__" else found
+            self._note(self._begin(name, args, kwargs), changed)
+        return found
+
+    def apply(self, function: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """An autograd function of the program or a library is applied."""
+        if self._inside or not self._is_on() or graph_task() != -1 or transform() is not None:
+            return call()
+        op = self._begin(function.__name__, args, kwargs)
+        op.is_function = True
+        backward = inspect.unwrap(function.backward).__code__
+        if is_program(backward.co_filename):
+            op.returned = returned(backward.co_filename, backward.co_firstlineno)
+        self._inside.append(op)
+        try:
+            found = call()
+        finally:
+            self._inside.pop()
+        self._note(op, found)
+        return found
+
+    def begin_with(self, data: Iterable[Tensor]) -> None:
+        """The model is called with these, or a loss compares with them: how they were made is another question."""
+        for x in data:
+            self._made.pop(id(x), None)
+
+    def send(self, line: str) -> None:
+        """A collective is called."""
+        if graph_task() != -1:
+            if self._running is not None:
+                self._running.sent_back.append(line)
+        elif self._inside:
+            self._inside[-1].sent.append(line)
+
+    def begin_backward(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and self._is_on() and self.trail.end < 0:
+            self.trail.end = self._of(loss)
+
+    def close(self) -> None:
+        """Say what parameters the gradients of leaves belong to, and let go of tensors."""
+        for op in self.trail.ops:
+            op.passed = [(self._leaf(to) if isinstance(to, str) else to, x) for to, x in op.passed]
+        self._made.clear()
+        self._kept.clear()
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, args: Any, kwargs: Any) -> Op:
+        lines = [line for _, line in this_rank().lines.chain()] or [""]
+        turn = self._turns[lines[0], name]
+        self._turns[lines[0], name] += 1
+        given = [self._of(x) for x in _tensors((args, tuple(kwargs.values())))]
+        return Op((lines[0], name, turn), lines, [number for number in given if number >= 0], [])
+
+    def _note(self, op: Op, found: Any) -> None:
+        """Its results are there."""
+        results = list(_tensors((found,)))
+        if not results:
+            return
+        number = len(self.trail.ops)
+        self.trail.ops.append(op)
+        for place, x in enumerate(results):
+            op.values.append(array_of(x.detach()))
+            self._made[id(x)] = number
+            self._kept.append(x)
+            if x.grad_fn is not None:
+                self._hook(x, op, number, place)
+
+    def _of(self, x: Tensor) -> int:
+        """The number of the operation that has made a tensor; -1 if none was seen."""
+        if id(x) in self._made:
+            return self._made[id(x)]
+        metadata: Any = x.grad_fn.metadata if x.grad_fn is not None else {}
+        return metadata.get(_KEY, -1)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    _running: Op | None = None
+
+    def _hook(self, x: Tensor, op: Op, number: int, place: int) -> None:
+        """See the gradient of a result when it comes, and those that the operation passes on."""
+        last: Any = x.grad_fn
+        output = x.output_nr
+        if last.metadata.get(_KEY, number) == number:
+            last.register_prehook(lambda gradients: self._arrive(op, place, gradients[output]))
+        waiting = [last]
+        while waiting:
+            node = waiting.pop()
+            if _KEY in node.metadata:
+                continue
+            node.metadata[_KEY] = number
+            targets = list[Any]()
+            for other, _ in node.next_functions:
+                leaf = getattr(other, "variable", None)
+                targets.append(other if leaf is None else self._name(leaf))
+                if other is not None and leaf is None and _KEY not in other.metadata:
+                    waiting.append(other)
+            self._kept.append(node)
+            node.register_hook(self._passes(op, number, targets))
+
+    def _passes(self, op: Op, number: int, targets: list[Any]) -> Callable[..., None]:
+        def passed(given: tuple[Tensor | None, ...], _: Any) -> None:
+            self._running = None
+            for x, target in zip(given, targets):
+                to = target if target is None or isinstance(target, str) else target.metadata.get(_KEY)
+                if x is not None and to is not None and to != number:
+                    op.passed.append((to, array_of(x)))
+
+        return passed
+
+    def _arrive(self, op: Op, place: int, gradient: Tensor | None) -> None:
+        self._running = op
+        if gradient is not None:
+            op.arrived[place] = array_of(gradient)
+
+    def _name(self, leaf: Tensor) -> str:
+        self._kept.append(leaf)
+        return f"leaf {id(leaf)}"
+
+    def _leaf(self, key: str) -> str:
+        return self._names.known(int(key.removeprefix("leaf ")))
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those in arguments or results, also in lists of them."""
+    for x in given:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)

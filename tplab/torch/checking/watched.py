@@ -1,0 +1,313 @@
+"""One rank of a watched script: what it computes in each step of its optimizer, and at which lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data.distributed import DistributedSampler
+
+from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
+from tplab.torch.checking.by_hand import ByHand
+from tplab.torch.checking.made import made
+from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
+from tplab.torch.checking.origins import Origins
+from tplab.torch.checking.pieces import array_of, data_in, piece_of, reduced, replaced, sampled
+from tplab.torch.checking.plan import Enough, Plan
+from tplab.torch.checking.trail import Recorder
+from tplab.torch.private import graph_task, local_of, transform
+from tplab.torch.ranks.rank import this_rank
+from tplab.torch.ranks.values import dtype_name
+
+
+class Watched:
+    """One rank while it is watched.
+
+    depth       whether it is in a call of its model; is_looking: whether a collective is the watch's own
+    has_enough  whether it is not watched any more
+    inside      the functions that it is in: where there are modes, torch calls them once more
+    step        the step that is going on
+    """
+
+    def __init__(self, plan: Plan, seen: Seen):
+        self.plan, self.seen = plan, seen
+        mesh = this_rank().mesh
+        seen.groups.update(mesh.axis_size(name) for name in mesh.axis_names)
+        self.names, self.step, self.depth, self.is_looking = Names(), Step(), 0, False
+        self.origins = Origins(lambda: this_rank().lines.chain())
+        self.by_hand = ByHand(self.names, self.origins)
+        self.recorder = Recorder(self.names, self._is_traced)
+        self.inside = set[Any]()
+        self._called: list[tuple[CodeType, str]] = []
+        self._optimizers: dict[int, Optimizer] = {}
+        self._inside: Optimizer | None = None
+        self._hooked: dict[int, Any] = {}
+        self._num_backward = 0
+        self._backward_in = set[CodeType]()
+        self._has_clipped = self._has_begun = self.has_enough = False
+
+    def line(self) -> str:
+        return this_rank().lines.here()
+
+    def print(self, text: str) -> None:
+        self.step.prints.append((text, self.line()))
+
+    @contextmanager
+    def calls(self, function: Any) -> Iterator[None]:
+        self.inside.add(function)
+        try:
+            yield
+        finally:
+            self.inside.discard(function)
+
+    def make(self, thing: Any) -> None:
+        self.origins.make(thing)
+        if isinstance(thing, OF_A_BATCH):
+            self.seen.made.setdefault("BatchNorm", self.origins.of(thing))
+
+    def read(self, loader: Any) -> None:
+        """Samples are taken from a loader."""
+        self.origins.read(loader)
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1:
+            self.seen.samplers.append((sampler.seed + sampler.epoch, self.origins.of(sampler)))
+
+    def compute(self, func: Any, args: Sequence[Any], found: Any) -> None:
+        """A function of torch was called, and autograd has nothing to do with it."""
+        if not self.is_looking:
+            self.by_hand.see(func, args, found, self.step, self.moment, self._backward_in)
+
+    def _is_traced(self) -> bool:
+        """Whether the step that is to be recorded goes on. It begins right after the step before it."""
+        return not self.is_looking and self.seen.num_steps + self.step.has_stepped == self.plan.traced
+
+    def keep_apart(self) -> None:
+        """Gradients are not to be added up over ranks, until further notice."""
+        self.seen.lines["no sync"] = self.line()
+
+    # --- a microbatch ------------------------------------------------------------------------------------------------
+
+    def forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The model is called, from outside of any module. Returns its arguments."""
+        self.settle()
+        is_whole = transform() is None  # or the model is called with one sample, and with other weights
+        if is_whole:
+            self.names.note(module)
+        if not (torch.is_grad_enabled() and module.training):
+            return args, kwargs
+        if self.seen.num_steps >= self.plan.steps:
+            if self.plan.ends:
+                raise Enough
+            self.has_enough = True
+            return args, kwargs
+        if is_whole:
+            self._hook()
+        if is_whole and self.plan.weights is not None and not self.seen.num_steps and not self._has_begun:
+            self._begin_with(self.plan.weights)
+        self._has_begun = True
+        if is_whole and not self.seen.num_steps:
+            self._see_buffers()
+        data = data_in(args, kwargs)
+        if not data:
+            return args, kwargs
+        self.recorder.begin_with(data.values())
+        self.step.lines.setdefault("forward", self.line())
+        self._called = this_rank().lines.chain()
+        self.origins.use_data(self.step.lines, max(len(x) if x.dim() else 0 for x in data.values()))
+        if is_whole and self.plan.feed is not None:
+            data = self.plan.feed.data(self.seen.num_steps, data)
+            args, kwargs = replaced(args, kwargs, data)
+        self.step.samples.append({name: self.plan.once(x) for name, x in data.items()})
+        return args, kwargs
+
+    def _begin_with(self, weights: Mapping[str, np.ndarray]) -> None:
+        with torch.no_grad():
+            for parameter in self.names.parameters():
+                if (values := weights.get(self.names.of(parameter))) is not None:
+                    local_of(parameter).copy_(torch.from_numpy(np.array(values)))
+
+    def _see_buffers(self) -> None:
+        """As they are before a forward pass changes them."""
+        with self._looks():
+            self.seen.buffers |= {
+                name: self._piece(x) for name, x in self.names.buffers() if name not in self.seen.buffers
+            }
+
+    def _hook(self) -> None:
+        """See each gradient as it arrives, before anything is reduced."""
+        for parameter in self.names.parameters():
+            if id(parameter) not in self._hooked and parameter.requires_grad:
+
+                def arrived(gradient: Tensor, parameter: Tensor = parameter) -> None:
+                    self._arrived(parameter, gradient)
+
+                self._hooked[id(parameter)] = parameter.register_hook(arrived)
+
+    def _arrived(self, parameter: Tensor, gradient: Tensor) -> None:
+        name, parts = self.names.of(parameter), self.step.parts
+        while len(parts) <= self._num_backward:
+            parts.append({})
+        found = sampled(gradient)
+        mine = parts[self._num_backward]
+        mine[name] = mine[name] + found if name in mine else found
+        if self.seen.num_steps == 0 and name not in self.seen.order:
+            self.seen.order.append(name)
+
+    def target(self, target: Any, ignored: int) -> Any:
+        if not isinstance(target, Tensor) or not torch.is_grad_enabled():
+            return target
+        self.recorder.begin_with([target])
+        if line := self.by_hand.label(target):
+            self.step.lines.setdefault("label", line)
+        if self.plan.feed is not None and transform() is None:
+            target = self.plan.feed.target(self.seen.num_steps, target)
+        values = array_of(local_of(target))
+        count = int((values != ignored).sum()) if values.dtype.kind in "iu" else values.size
+        self.step.targets.append((self.plan.once(target), count, self.line()))
+        return target
+
+    def draw(self, x: Tensor, mask: Tensor) -> None:
+        given = float(array_of(x).astype(np.float64).sum())
+        self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0))))
+        self.seen.kinds.add("Dropout")
+
+    def begin_backward(self, tensors: Any, grads: Any) -> None:
+        first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        line = self.line()
+        self.recorder.begin_backward(first)
+        self.step.lines["backward"] = line
+        self._backward_in = {code for code, _ in this_rank().lines.chain()}
+        self._hook()
+        if isinstance(first, Tensor) and first.numel() == 1 and _is_nothing(grads):
+            self.step.losses.append((float(local_of(first).detach()), line))
+            self.step.made = self.step.made or made(first)
+        if called := [line for code, line in self._called if code in self._backward_in]:
+            self.step.lines.setdefault("call", called[0])
+
+    def end_backward(self) -> None:
+        self._num_backward += 1
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def clip(self, parameters: list[Tensor], norm: Tensor) -> None:
+        line = self.line()
+        with self._looks():
+            value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
+            self.step.lines["clip"] = line
+            self.step.norms.append((float(value), line))
+            self._gradients(parameters)
+        self._has_clipped = True
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._inside is not None:
+            return  # an optimizer that calls another one
+        self._inside = optimizer
+        if id(optimizer) in self._optimizers and self.step.has_stepped:
+            self.settle()
+        self._optimizers[id(optimizer)] = optimizer
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with self._looks():
+            if not self._has_clipped:
+                self._gradients(parameters)
+            if not self.seen.num_steps:
+                parameters += self.names.parameters()
+                weights = {self.names.of(p): self._piece(p) for p in parameters}
+                self.seen.weights = weights | self.seen.weights  # another optimizer may have made its step
+                self._see_buffers()
+                self.seen.shared = self.names.shared()
+        for group in optimizer.param_groups:
+            settings = {key: float(x) for key, x in group.items() if _is_number(x)}
+            self.step.settings.update((self.names.of(p), settings) for p in group["params"])
+        self.step.lines |= self.origins.lines(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._inside is optimizer:
+            self._inside = None
+            self.step.lines["step"] = self.line()
+
+    def settle(self) -> None:
+        """Close the step that the optimizer has made: other ranks' updates have arrived by now."""
+        if not self.step.has_stepped or self._inside is not None:
+            return
+        step, is_whole = self.step, transform() is None  # or other weights are in the places of the model's
+        with self._looks():
+            if is_whole:
+                step.parameters = {self.names.of(p): self._piece(p) for p in self.names.parameters()}
+                step.buffers = {name: self._piece(x) for name, x in self.names.buffers()}
+            for optimizer in self._optimizers.values():
+                for p in (p for group in optimizer.param_groups for p in group["params"]):
+                    name = self.names.of(p)
+                    step.parameters[name] = self._piece(p)
+                    for key, x in optimizer.state.get(p, {}).items():
+                        if isinstance(x, Tensor) or _is_number(x):
+                            step.states[name, key] = self._piece(torch.as_tensor(x))
+        self.seen.kinds |= self.names.kinds()
+        self.seen.steps.append(step)
+        self.step, self._num_backward, self._has_clipped = Step(), 0, False
+
+    def close(self) -> None:
+        self.recorder.close()
+        self.seen.places = this_rank().lines.places
+        self.seen.steps.append(self.step)  # what came after the last one
+        for handle in self._hooked.values():
+            handle.remove()
+        self.names = Names()
+        self._optimizers.clear()
+
+    @property
+    def moment(self) -> str:
+        """Where the rank is in its step: see `Sent`."""
+        if graph_task() != -1:
+            return "backward"
+        if self._inside is not None:
+            return "step"
+        if self.depth:
+            return "forward"
+        return "after" if self.step.has_stepped else "reduction" if self._num_backward else "between"
+
+    def send(self, call: Any, x: Tensor | None) -> None:
+        on, names, value, moment = "", tuple[str, ...](), None, self.moment
+        if x is not None and x.device.type == "cpu":
+            on, names = self.names.at(address_of(x))
+            if x.numel() == 1 and x.is_floating_point():
+                value = float(local_of(x).detach())
+            if moment in ("backward", "reduction") and x.dtype in (torch.bfloat16, torch.float16):
+                self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on their way
+        if moment == "reduction" and on == "gradient" and self._has_clipped:
+            self._has_clipped = False  # what was clipped is not what the optimizer gets
+            self.step.lines["early clip"] = self.step.lines["clip"]
+        self.recorder.send(self.line())
+        sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
+        self.step.sent.append(Sent(*sent, 0 if x is None else x.numel(), on, names, value))
+
+    def _gradients(self, parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.step.gradients[self.names.of(parameter)] = self._piece(reduced(parameter.grad, parameter))
+
+    def _piece(self, x: Tensor) -> Piece:
+        return piece_of(x, self.plan.once)
+
+    @contextmanager
+    def _looks(self) -> Iterator[None]:
+        """What is computed and sent meanwhile is not the script's."""
+        before, self.is_looking = self.is_looking, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.is_looking = before
+
+
+def _is_nothing(grads: Any) -> bool:
+    return grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
